@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Each builds .venv itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test lint type unit test-slow test-gpu test-ray test-browser bench clean
+
+demo: $(READY)
+	@$(BIN)/python examples/anatomy.py
+
+test: lint type unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(PYTEST) -n 2
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
+
+test-gpu: $(READY)
+	$(PYTEST) -m gpu
+
+test-ray: $(READY)
+	$(BIN)/pip install --quiet --editable '.[ray]'
+	$(PYTEST) -m ray
+
+test-browser: $(READY)
+	$(PYTEST) -m browser
+
+bench: $(READY)
+	$(BIN)/python benchmarks/hooks.py
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache
+
+# torch comes first and alone: a range asked for by another package would take another build of it.
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.lock)
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@

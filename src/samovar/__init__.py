@@ -1,0 +1,52 @@
+"""Samovar makes diffusion transformers fast and small without touching their code."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .arch import (
+        BlockDeclaration,
+        ModuleDiscovery,
+        SupportsModuleOffload,
+        find_anatomy,
+        probe_anatomy,
+        register_declaration,
+        survey,
+        survey_pipeline,
+    )
+    from .errors import SamovarError
+    from .hooks import HookRegistry, ModelHook
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockDeclaration",
+    "HookRegistry",
+    "ModelHook",
+    "ModuleDiscovery",
+    "SamovarError",
+    "SupportsModuleOffload",
+    "find_anatomy",
+    "probe_anatomy",
+    "register_declaration",
+    "survey",
+    "survey_pipeline",
+]
+
+# Names are looked up when they are first used: importing Samovar loads neither torch nor diffusers.
+_ROOMS = ("errors", "hooks", "arch")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for room in _ROOMS:
+            module = importlib.import_module(f".{room}", __name__)
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,25 @@
+"""What is this model? The only room that knows model structure."""
+
+from .blocks import Anatomy, BlockStack, Stream, find_anatomy
+from .components import ModuleDiscovery, PipelineModules, SupportsModuleOffload
+from .declarations import BlockDeclaration, register_declaration
+from .probe import probe_anatomy, probe_pipeline
+from .survey import ModelReport, survey, survey_by_running, survey_pipeline
+
+__all__ = [
+    "Anatomy",
+    "BlockDeclaration",
+    "BlockStack",
+    "ModelReport",
+    "ModuleDiscovery",
+    "PipelineModules",
+    "Stream",
+    "SupportsModuleOffload",
+    "find_anatomy",
+    "probe_anatomy",
+    "probe_pipeline",
+    "register_declaration",
+    "survey",
+    "survey_by_running",
+    "survey_pipeline",
+]

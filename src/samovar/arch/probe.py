@@ -1,0 +1,207 @@
+"""What do the blocks really carry? One forward of the model, watched.
+
+It gives the order in which stacks run, which modules run between their blocks, and through which
+parameter each returned value reaches the next block: by identity of the tensors, and where the model
+makes a new tensor in between, by shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..errors import ModelError
+from .blocks import Anatomy, BlockStack, Stream, find_anatomy, is_container, output_values, with_streams
+from .declarations import declaration_for
+from .kinds import run_model, with_kinds
+
+Inputs = Mapping[str, Any]
+
+
+def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs | None = None) -> Anatomy:
+    """A transformer's anatomy, confirmed by running it.
+
+    `inputs` are the keyword arguments of one denoising step, `later_inputs` those of a later one: what
+    differs between them is the sample. Without them, streams get no kind.
+    """
+    anatomy = find_anatomy(model)
+    if not anatomy.stacks:
+        raise ModelError(
+            f"No stack of blocks was found in {anatomy.model_class}: no ModuleList whose children all contain "
+            "attention. Declare it: register_declaration(class_name, BlockDeclaration(stacks=(path, ...)))."
+        )
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        watcher = _Watcher(model, anatomy)
+        watcher.watch(inputs)
+        anatomy = _confirm(anatomy, watcher)
+        if later_inputs is not None:
+            anatomy = with_kinds(model, anatomy, watcher.returned, inputs, later_inputs)
+    leader = declaration_for(model).leader or _first_with_sample(anatomy)
+    return replace(anatomy, leader=leader)
+
+
+def probe_pipeline(pipeline: Any, denoiser: torch.nn.Module, **settings: Any) -> Anatomy:
+    """The anatomy of a pipeline's denoiser, from two steps of the pipeline itself, called with `settings`."""
+    calls: list[dict[str, Any]] = []
+    parameters = tuple(inspect.signature(denoiser.forward).parameters)
+
+    def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(dict(zip(parameters, args, strict=False)) | kwargs)
+
+    handle = denoiser.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        pipeline(**{"prompt": "a samovar", "num_inference_steps": 2, "output_type": "latent"} | settings)
+    finally:
+        handle.remove()
+    if len(calls) < 2:
+        raise ModelError(
+            f"{type(pipeline).__name__} called its {type(denoiser).__name__} {len(calls)} times in two steps; at least "
+            "two calls are needed to see what a step changes. Probe it with inputs of your own: probe_anatomy."
+        )
+    # However many branches there are, the call half-way is the first branch of the second step.
+    return probe_anatomy(denoiser, calls[0], calls[len(calls) // 2])
+
+
+def _first_with_sample(anatomy: Anatomy) -> str:
+    for stack in anatomy.stacks:
+        if any(stream.kind in ("image", "joint") for stream in stack.streams):
+            return stack.path
+    return anatomy.stacks[0].path
+
+
+@dataclass
+class _Call:
+    """One call of a block, as long as it is needed."""
+
+    arguments: dict[str, Any]
+    output: Any = None
+
+
+@dataclass
+class _Carry:
+    """The parameters through which one returned value may have gone on."""
+
+    by_identity: set[str] = field(default_factory=set)
+    by_shape: set[str] | None = None
+
+
+class _Watcher:
+    """Notes what a forward does with the blocks, keeping no more than one call of each stack."""
+
+    def __init__(self, model: torch.nn.Module, anatomy: Anatomy) -> None:
+        self._model = model
+        self._anatomy = anatomy
+        self._last: dict[str, _Call] = {}
+        self.order: list[str] = []
+        """The container of each call, one after the other."""
+        self.carries: dict[str, dict[int, _Carry]] = defaultdict(lambda: defaultdict(_Carry))
+        """By stack and position in the output."""
+        self.changing: dict[str, set[str]] = defaultdict(set)
+        """By stack: the parameters that did not get the same value at every call."""
+        self.returned: dict[str, Any] = {}
+        """By block: what it returned, as tensors without data."""
+
+    def watch(self, inputs: Inputs) -> None:
+        with contextlib.ExitStack() as removals:
+            for stack in self._anatomy.stacks:
+                for path, block in zip(stack.block_paths, stack.modules(self._model), strict=True):
+                    before = functools.partial(self._before_block, stack)
+                    after = functools.partial(self._after_block, stack, path)
+                    removals.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+                    removals.callback(block.register_forward_hook(after).remove)
+            for path, child in self._other_modules():
+                before = functools.partial(self._before_other, path)
+                removals.callback(child.register_forward_pre_hook(before).remove)
+            run_model(self._model, inputs)
+
+    def _other_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The children of all containers that are not in a block, with their container's path."""
+        stacks = tuple(stack.path for stack in self._anatomy.stacks)
+        for path, container in self._model.named_modules():
+            inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))
+            if is_container(container) and not inside:
+                for child in container.children():
+                    yield path, child
+
+    def _before_other(self, path: str, *_: Any) -> None:
+        self.order.append(path)
+
+    def _before_block(self, stack: BlockStack, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        parameters = inspect.signature(module.forward).parameters
+        call = _Call(dict(zip(parameters, args, strict=False)) | kwargs)
+        if stack.path in self._last:
+            self._compare(stack.path, self._last[stack.path], call)
+        self.order.append(stack.path)
+        self._last[stack.path] = call
+
+    def _after_block(self, stack: BlockStack, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._last[stack.path].output = output
+        self.returned[path] = _without_data(output)
+
+    def _compare(self, path: str, earlier: _Call, later: _Call) -> None:
+        """Note through which parameters of the later call the earlier one's values may have gone on."""
+        tensors = {name: value for name, value in later.arguments.items() if isinstance(value, torch.Tensor)}
+        self.changing[path] |= {name for name, v in tensors.items() if not _equal(v, earlier.arguments.get(name))}
+        for position, value in enumerate(output_values(earlier.output)):
+            carry = self.carries[path][position]
+            if isinstance(value, torch.Tensor):
+                carry.by_identity |= {name for name, v in tensors.items() if v is value}
+                alike = {name for name, v in tensors.items() if (v.shape, v.dtype) == (value.shape, value.dtype)}
+                carry.by_shape = alike if carry.by_shape is None else carry.by_shape & alike
+
+
+def _confirm(anatomy: Anatomy, watcher: _Watcher) -> Anatomy:
+    """The stacks that ran, in that order, with their streams; what ran between blocks is set aside."""
+    known = {stack.path: stack for stack in anatomy.stacks}
+    moments: dict[str, list[int]] = defaultdict(list)
+    for moment, path in enumerate(watcher.order):
+        moments[path].append(moment)
+
+    def runs_inside_another(path: str) -> bool:
+        return any(
+            other[0] < moments[path][0] < other[-1] for name, other in moments.items() if name in known and name != path
+        )
+
+    side = tuple(path for path in moments if path in anatomy.side or runs_inside_another(path))
+    ran = [known[path] for path in moments if path in known and path not in side]
+    return replace(
+        anatomy,
+        stacks=tuple(with_streams(stack, _streams(stack, watcher)) for stack in ran),
+        side=side,
+        idle=tuple(path for path in known if path not in moments),
+    )
+
+
+def _streams(stack: BlockStack, watcher: _Watcher) -> tuple[Stream, ...]:
+    carries, changing = watcher.carries[stack.path], watcher.changing[stack.path]
+    if not carries and stack.streams:  # One block alone hands nothing on: its return statement tells.
+        return stack.streams
+    returned = next(watcher.returned[path] for path in stack.block_paths if path in watcher.returned)
+    found: dict[int, str] = {}
+    for position, carry in carries.items():
+        certain = carry.by_identity & changing or carry.by_identity
+        if certain:
+            found[position] = min(certain, key=stack.parameters.index)
+    for position, carry in carries.items():
+        likely = (carry.by_shape or set()) & changing - set(found.values())
+        if position not in found and likely:
+            named = {stream.parameter for stream in stack.streams[position : position + 1]}
+            found[position] = min(likely & named or likely, key=stack.parameters.index)
+    return tuple(Stream(found.get(position)) for position in range(len(output_values(returned))))
+
+
+def _equal(value: torch.Tensor, other: Any) -> bool:
+    return value is other or (isinstance(other, torch.Tensor) and torch.equal(value, other))
+
+
+def _without_data(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach().to("meta")
+    return type(output)(map(_without_data, output)) if isinstance(output, (tuple, list)) else None

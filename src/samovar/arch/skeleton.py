@@ -1,0 +1,175 @@
+"""How is a model built without its weights? On the meta device: full size, no memory.
+
+From a folder in diffusers format, or from the name of a class that diffusers exports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ModelError, nearest
+
+Modules = dict[str, tuple[type, torch.nn.Module | None]]
+"""Class and module of each component; None where the module could not be built."""
+
+_MODEL_SUFFIXES = ("Model", "Pipeline", "Transformer", "Decoder")
+
+
+def read_skeleton(source: str) -> tuple[str, Modules]:
+    """The class name and the components of a model folder, or of a class of diffusers."""
+    path = Path(source).expanduser()
+    if (path / "model_index.json").is_file():
+        return _read_pipeline_folder(path)
+    if (path / "config.json").is_file():
+        return _read_model_folder(path)
+    if path.exists() or "/" in source:
+        raise ModelError(
+            f"{source!r} is no model: neither model_index.json nor config.json is in that folder. Give a folder in "
+            "diffusers format or a class name. A model of the hub must be downloaded first: "
+            "hf download NAME --local-dir FOLDER"
+        )
+    return _read_class(source)
+
+
+def _read_class(name: str) -> tuple[str, Modules]:
+    cls = diffusers_class(name)
+    if not issubclass(cls, torch.nn.Module):
+        return name, {part: (part_cls, _try_default(part_cls)) for part, part_cls in _declared_parts(cls)}
+    try:
+        with _on_meta(torch.bfloat16):
+            model = cls()
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"{name} has no usable default configuration ({error}). Give the folder of a model of that class instead."
+        ) from error
+    return name, {"transformer": (cls, model)}
+
+
+def diffusers_class(name: str) -> type:
+    """A model or pipeline class of diffusers by its name."""
+    import diffusers
+    import diffusers.models.transformers as transformers
+
+    for library in (diffusers, transformers):
+        cls = getattr(library, name, None)
+        if inspect.isclass(cls) and (issubclass(cls, (torch.nn.Module, diffusers.DiffusionPipeline))):
+            return cls
+    known = {n for n in [*dir(diffusers), *dir(transformers)] if n[:1].isupper() and n.endswith(_MODEL_SUFFIXES)}
+    raise ModelError(
+        f"{name!r} is neither a folder nor a model or pipeline class of diffusers {diffusers.__version__}. "
+        f"{nearest(name, known)}"
+    )
+
+
+def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type]]:
+    """The module classes that a pipeline's constructor asks for."""
+    for name, parameter in inspect.signature(pipeline_cls).parameters.items():
+        for cls in (parameter.annotation, *typing.get_args(parameter.annotation)):
+            if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
+                yield name, cls
+                break
+
+
+def _try_default(cls: type) -> torch.nn.Module | None:
+    """A diffusers model in its default configuration; None where there is none, or it says nothing."""
+    if not cls.__module__.startswith("diffusers.models.transformers"):
+        return None
+    try:
+        with _on_meta(torch.bfloat16):
+            module: torch.nn.Module = cls()
+    except (TypeError, ValueError):
+        return None
+    return module
+
+
+def _read_pipeline_folder(folder: Path) -> tuple[str, Modules]:
+    index = _read_json(folder / "model_index.json")
+    modules: Modules = {}
+    for name, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
+            cls = _library_class(folder, name, *entry)
+            if issubclass(cls, torch.nn.Module):
+                modules[name] = (cls, _build_from_folder(cls, folder / name))
+    return str(index.get("_class_name", "unknown")), modules
+
+
+def _read_model_folder(folder: Path) -> tuple[str, Modules]:
+    name = _read_json(folder / "config.json").get("_class_name")
+    if not isinstance(name, str):
+        raise ModelError(f"{folder / 'config.json'} names no class (_class_name), so it is no diffusers model.")
+    cls = diffusers_class(name)
+    return name, {"transformer": (cls, _build_from_folder(cls, folder))}
+
+
+def _library_class(folder: Path, name: str, library: str, class_name: str) -> type:
+    if library not in ("diffusers", "transformers"):
+        raise ModelError(
+            f"{folder / 'model_index.json'}: {name!r} is of {library}.{class_name}, code that comes with the model "
+            "and is not run. Only components of diffusers and transformers can be read."
+        )
+    cls = getattr(__import__(library), class_name, None)
+    if not inspect.isclass(cls):
+        version = __import__(library).__version__
+        raise ModelError(
+            f"{folder / 'model_index.json'}: {name!r} is of {library}.{class_name}, which {library} {version} does "
+            f"not have. Upgrade {library}, or check the name."
+        )
+    return cls
+
+
+def _build_from_folder(cls: Any, folder: Path) -> torch.nn.Module:
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"{config_file} is missing: the folder of a {cls.__name__} must hold it.")
+    try:
+        with _on_meta(_stored_dtype(folder)):
+            if cls.__module__.startswith("transformers."):
+                module = cls(cls.config_class.from_pretrained(folder))
+            else:
+                module = cls.from_config(_read_json(config_file))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{cls.__name__} could not be built from {config_file}: {error}") from error
+    return typing.cast(torch.nn.Module, module)
+
+
+@contextlib.contextmanager
+def _on_meta(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The type of the weights on disk; bfloat16 where there are none."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for key in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
+                tensor = weights.get_slice(key)
+                name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(tensor.get_dtype())
+                if name:
+                    return typing.cast(torch.dtype, getattr(torch, name))
+    return torch.bfloat16
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return content

@@ -1,0 +1,26 @@
+"""How is a call intercepted, and whose call is it?"""
+
+from .context import (
+    BaseState,
+    BranchHook,
+    CallContext,
+    StateManager,
+    call_context,
+    current_context,
+    is_conditioning,
+)
+from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
+
+__all__ = [
+    "NOT_BYPASSED",
+    "BaseState",
+    "BranchHook",
+    "CallContext",
+    "HookOrder",
+    "HookRegistry",
+    "ModelHook",
+    "StateManager",
+    "call_context",
+    "current_context",
+    "is_conditioning",
+]

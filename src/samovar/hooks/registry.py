@@ -1,0 +1,261 @@
+"""What runs around a module's call, and in which order?
+
+A call of a hooked module goes through its hooks in sorted order: every `pre_forward`, then the one
+hook that overrides `new_forward` or else the module itself, then every `post_forward` in reverse. A
+hook's `bypass` may answer before any of that. `intercept` brings the call here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import HookConflictError, SettingError
+from . import intercept
+from .intercept import outside_graph
+
+NOT_BYPASSED: Any = type("NotBypassed", (), {"__repr__": lambda self: "NOT_BYPASSED"})()
+"""What `ModelHook.bypass` returns to let the call go on."""
+
+
+class HookOrder(enum.IntEnum):
+    """Which hooks stand outside which. A cached step must not move weights, so cache is outside offload."""
+
+    OUTERMOST = 0
+    SHARD = 1
+    CACHE = 2
+    OFFLOAD = 3
+    OTHER = 4
+
+
+class ModelHook:
+    """Code attached to a module. Every method may be left as it is."""
+
+    order: HookOrder = HookOrder.OTHER
+
+    def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Called once, before the hook is attached; if it raises, the hook is not."""
+        return module
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Called once, after the hook was removed or replaced."""
+        return module
+
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """An answer that makes the call needless, or NOT_BYPASSED. No other hook sees a bypassed call."""
+        return NOT_BYPASSED
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The arguments and keyword arguments to go on with."""
+        return args, kwargs
+
+    def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the module's forward, which is `call_original`. One hook a module may."""
+        raise NotImplementedError(f"{type(self).__name__} does not override new_forward.")
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        """The output to go on with."""
+        return output
+
+    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
+        """Called in place of `post_forward` when something raised after this hook's `pre_forward`."""
+
+    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Forget what was remembered from earlier calls."""
+        return module
+
+    def call_original(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, with everything that is not ours around it; for use in `new_forward`."""
+        return intercept.call_bare(module, args, kwargs)
+
+
+def _overrides(hook: ModelHook, method: str) -> bool:
+    return method in vars(hook) or getattr(type(hook), method) is not getattr(ModelHook, method)
+
+
+class _Rescue(NamedTuple):
+    """A hook's `failed_forward`, due when its `pre_forward` has run and its `post_forward` has not."""
+
+    entered: int
+    """How many hooks' `pre_forward` have run once its own has."""
+    left: int
+    """How many hooks' `post_forward` run before its own."""
+    failed_forward: Callable[..., Any]
+
+
+class _Chain(NamedTuple):
+    """The sorted hooks, reduced to what they override: what is left as it is costs nothing."""
+
+    bypasses: tuple[Callable[..., Any], ...] = ()
+    before: tuple[Callable[..., Any], ...] = ()
+    override: Callable[..., Any] | None = None
+    after: tuple[Callable[..., Any], ...] = ()
+    rescues: tuple[_Rescue, ...] = ()
+
+    def run(self, module: torch.nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        bypasses, before, override, after, rescues = self
+        for bypass in bypasses:
+            output = bypass(module, *args, **kwargs)
+            if output is not NOT_BYPASSED:
+                return output
+        entered = left = 0
+        try:
+            for pre_forward in before:
+                args, kwargs = pre_forward(module, *args, **kwargs)
+                entered += 1
+            output = inner(module, args, kwargs) if override is None else override(module, *args, **kwargs)
+            for post_forward in after:
+                output = post_forward(module, output)
+                left += 1
+            return output
+        except BaseException as error:
+            for rescue in rescues:
+                if entered >= rescue.entered and left <= rescue.left:
+                    rescue.failed_forward(module, error)
+            raise
+
+
+Runner = Callable[[torch.nn.Module, Callable[..., Any], Any, Any], Any]
+
+
+class HookRegistry:
+    """The hooks of one module. Nothing is changed on a module that has none."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._hooks: dict[str, ModelHook] = {}
+        self._sorted: tuple[str, ...] = ()
+        self.run: Runner = _Chain().run
+        """Goes through the hooks around `inner(module, args, kwargs)`."""
+        self._run_outside_graph: Runner | None = None
+
+    @classmethod
+    def get_or_create(cls, module: torch.nn.Module) -> HookRegistry:
+        """The registry of a module; the same one as long as it has hooks or anybody holds it."""
+        if not isinstance(module, torch.nn.Module):
+            raise SettingError(f"Hooks attach to a torch.nn.Module, not to {module!r} ({type(module).__name__}).")
+        attached = intercept.attached_registry(module)
+        if attached is None:
+            held = _held_registries.get(module)
+            attached = held() if held is not None else None
+        if attached is None:
+            attached = cls(module)
+            _held_registries[module] = weakref.ref(attached)
+        return attached
+
+    check_if_exists_or_initialize = get_or_create
+
+    def register_hook(self, name: str, hook: ModelHook) -> None:
+        """Attach a hook. One of the same name is replaced, with a warning; a refused one changes nothing."""
+        if not isinstance(name, str) or not isinstance(hook, ModelHook):
+            raise SettingError(
+                f"register_hook takes a name and then a ModelHook, not {name!r} and {hook!r}. "
+                "(diffusers' own registry takes them the other way round.)"
+            )
+        if _overrides(hook, "new_forward"):
+            for other, present in self._hooks.items():
+                if other != name and _overrides(present, "new_forward"):
+                    raise HookConflictError(
+                        f"Hook {name!r} overrides new_forward, but {other!r} does so already on this "
+                        f"{type(self._module).__name__}, and only one can. Remove {other!r} first, or let "
+                        f"{name!r} use pre_forward and post_forward."
+                    )
+        hook.initialize_hook(self._module)
+        replaced = self._hooks.get(name)
+        self._hooks[name] = hook
+        self.update_sorted_hooks()
+        if replaced is not None:
+            replaced.detach_hook(self._module)
+            warnings.warn(
+                f"Hook {name!r} on {type(self._module).__name__} was replaced. Remove the old one first, "
+                "or use another name, if that is not what you want.",
+                stacklevel=2,
+            )
+
+    def remove_hook(self, name: str) -> None:
+        """Detach a hook; a name that is not there is no error. With the last one, every trace of us goes."""
+        hook = self._hooks.pop(name, None)
+        if hook is not None:
+            self.update_sorted_hooks()
+            hook.detach_hook(self._module)
+
+    def get_hook(self, name: str) -> ModelHook | None:
+        """The hook of that name, if there is one."""
+        return self._hooks.get(name)
+
+    def reset_hook(self, name: str) -> None:
+        """Let one hook forget what it remembers; it stays attached."""
+        hook = self._hooks.get(name)
+        if hook is not None:
+            hook.reset_state(self._module)
+
+    def reset(self) -> None:
+        """Remove all hooks, innermost first, with their states; the module is as it was before the first."""
+        with contextlib.ExitStack() as removals:
+            for name in self._sorted:
+                removals.callback(self.remove_hook, name)
+                removals.callback(self._hooks[name].reset_state, self._module)
+
+    def update_sorted_hooks(self) -> None:
+        """Sort anew, by order class and then by name, a hook that overrides last in its class."""
+
+        def key(name: str) -> tuple[HookOrder, bool, str]:
+            hook = self._hooks[name]
+            return hook.order, _overrides(hook, "new_forward"), name
+
+        self._sorted = tuple(sorted(self._hooks, key=key))
+        self.run = self._build_chain(lambda method, recursive: method).run
+        self._run_outside_graph = None
+        if self._hooks:
+            intercept.install(self._module, self)
+        else:
+            intercept.uninstall(self._module)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module through its hooks."""
+        return self._module(*args, **kwargs)
+
+    @property
+    def run_outside_graph(self) -> Runner:
+        """`run` for a graph break: the hooks themselves must not be compiled."""
+        if self._run_outside_graph is None:
+            self._run_outside_graph = outside_graph(self._build_chain(outside_graph).run, recursive=False)
+        return self._run_outside_graph
+
+    def _build_chain(self, wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]) -> _Chain:
+        hooks = [self._hooks[name] for name in self._sorted]
+
+        def parts(method: str, among: list[ModelHook] = hooks) -> tuple[Callable[..., Any], ...]:
+            # The graph may go on inside new_forward, where the module's own forward is called.
+            recursive = method != "new_forward"
+            return tuple(wrap(getattr(hook, method), recursive) for hook in among if _overrides(hook, method))
+
+        rescues = (
+            _Rescue(len(parts("pre_forward", hooks[: i + 1])), len(parts("post_forward", hooks[i + 1 :])), rescue)
+            for i, hook in enumerate(hooks)
+            for rescue in parts("failed_forward", [hook])
+        )
+        return _Chain(
+            bypasses=parts("bypass"),
+            before=parts("pre_forward"),
+            override=next(iter(parts("new_forward")), None),
+            after=parts("post_forward")[::-1],
+            rescues=tuple(rescues)[::-1],
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._hooks
+
+    def __repr__(self) -> str:
+        chain = ", ".join(f"{name} ({self._hooks[name].order.name.lower()})" for name in self._sorted)
+        return f"HookRegistry({type(self._module).__name__}: {chain or 'no hooks'})"
+
+
+_held_registries: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HookRegistry]] = weakref.WeakKeyDictionary()
+"""Registries without hooks, as long as somebody holds them."""

@@ -1,0 +1,169 @@
+"""Discovery of a pipeline's modules: declared, dotted, shared, missing, and the scan of what declares nothing."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from pipelines import tiny_flux_pipeline
+from samovar.arch import ModuleDiscovery, SupportsModuleOffload
+from samovar.arch.components import role_of, tensor_bytes
+
+
+def layer() -> torch.nn.Linear:
+    return torch.nn.Linear(2, 2)
+
+
+class Declared(torch.nn.Module):
+    """A pipeline that is itself a module, as in vllm-omni."""
+
+    _dit_modules: ClassVar[list[str]] = ["language_model.model"]
+    _encoder_modules: ClassVar[list[str]] = ["vit_model"]
+    _vae_modules: ClassVar[list[str]] = ["vae", "audio_vae"]
+    _resident_modules: ClassVar[list[str]] = ["time_embedder", "vae2llm"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = torch.nn.ModuleDict({"model": layer(), "head": layer()})
+        self.vit_model, self.vae, self.audio_vae = layer(), layer(), layer()
+        self.time_embedder, self.vae2llm = layer(), layer()
+        self.transformer = layer()
+
+
+def test_a_declaration_is_taken_at_its_word() -> None:
+    pipe = Declared()
+    assert isinstance(pipe, SupportsModuleOffload)
+    found = ModuleDiscovery.discover(pipe)
+    assert (found.dit_names, found.dits) == (["language_model.model"], [pipe.language_model["model"]])
+    assert (found.encoder_names, found.encoders) == (["vit_model"], [pipe.vit_model])
+    assert (found.vae_names, found.vaes) == (["vae", "audio_vae"], [pipe.vae, pipe.audio_vae])
+    assert found.resident_names == ["time_embedder", "vae2llm"]
+    assert found.resident_modules == [pipe.time_embedder, pipe.vae2llm]
+
+
+def test_resident_modules_are_optional() -> None:
+    class Wrapping:
+        _dit_modules: ClassVar[list[str]] = ["pipe.transformer"]
+        _encoder_modules: ClassVar[list[str]] = ["pipe.text_encoder"]
+        _vae_modules: ClassVar[list[str]] = ["pipe.vae", "pipe.audio_vae"]
+
+        def __init__(self) -> None:
+            self.pipe = SimpleNamespace(
+                transformer=layer(), text_encoder=layer(), vae=layer(), audio_vae=layer(), vocoder=layer()
+            )
+
+    pipe = Wrapping()
+    assert isinstance(pipe, SupportsModuleOffload)
+    found = ModuleDiscovery.discover(pipe)
+    assert found.dits == [pipe.pipe.transformer]
+    assert found.vaes == [pipe.pipe.vae, pipe.pipe.audio_vae]
+    assert found.resident_modules == []
+
+
+def test_a_declared_name_that_is_missing_or_no_module_is_named_and_left_out() -> None:
+    class Wrong(Declared):
+        _dit_modules: ClassVar[list[str]] = ["language_model.modle", "language_model.model"]
+        _encoder_modules: ClassVar[list[str]] = ["tokenizer", "vit_model"]
+
+    pipe = Wrong()
+    pipe.tokenizer = "no module"
+    with pytest.warns(UserWarning) as caught:
+        found = ModuleDiscovery.discover(pipe)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2
+    assert "Wrong._dit_modules names 'language_model.modle', which is not there" in messages[0]
+    assert "Wrong._encoder_modules names 'tokenizer', which is no torch.nn.Module but 'no module'" in messages[1]
+    assert found.dit_names == ["language_model.model"]
+    assert found.encoder_names == ["vit_model"]
+
+
+def test_a_shared_module_counts_once() -> None:
+    class Shared(Declared):
+        _dit_modules: ClassVar[list[str]] = ["transformer", "dit"]
+        _encoder_modules: ClassVar[list[str]] = ["vit_model", "dit"]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.dit = self.transformer
+
+    found = ModuleDiscovery.discover(Shared())
+    assert found.dit_names == ["transformer"]
+    assert found.encoder_names == ["vit_model"]
+
+
+WELL_KNOWN = {
+    "dit_names": ["transformer", "transformer_2", "dit", "sr_dit", "language_model", "transformer_blocks", "model"],
+    "encoder_names": ["text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "mllm", "vision_model"],
+    "vae_names": ["vae", "audio_vae"],
+}
+
+
+@pytest.mark.parametrize("role", WELL_KNOWN)
+def test_well_known_names_are_found(role: str) -> None:
+    for name in WELL_KNOWN[role]:
+        for pipe in (SimpleNamespace(**{name: layer()}), torch.nn.ModuleDict({name: layer()})):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = ModuleDiscovery.discover(pipe)
+            assert getattr(found, role) == [name]
+            assert sum(len(names) for names, _ in found.roles().values()) == 1
+
+
+def test_the_scan_passes_over_what_is_no_module() -> None:
+    pipe = SimpleNamespace(transformer=None, dit="text", vae=layer(), text_encoder=lambda: None, components="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ModuleDiscovery.discover(pipe)
+    assert (found.dits, found.encoders, found.vae_names) == ([], [], ["vae"])
+
+
+def test_a_diffusers_pipeline_is_read() -> None:
+    pipe = tiny_flux_pipeline()
+    found = ModuleDiscovery.discover(pipe)
+    assert found.dit_names == ["transformer"]
+    assert found.encoder_names == ["text_encoder", "text_encoder_2"]
+    assert found.vae_names == ["vae"]
+    assert found.resident_names == []
+
+
+def test_components_with_other_names_are_read_from_diffusers_own_list() -> None:
+    from diffusers import AutoencoderKL, ControlNetModel, FluxTransformer2DModel, UNet2DModel
+    from transformers import CLIPTextModel
+
+    assert role_of("prior", FluxTransformer2DModel) == "denoiser"
+    assert role_of("unet", UNet2DModel) == "denoiser"
+    assert role_of("first_stage", AutoencoderKL) == "vae"
+    assert role_of("movq", torch.nn.Linear) == "vae"
+    assert role_of("conditioner", CLIPTextModel) == "encoder"
+    assert role_of("condition_encoder", torch.nn.Linear) == "encoder"
+    assert role_of("controlnet", ControlNetModel) == "resident"
+
+    class Pipeline:
+        model_cpu_offload_seq = "speech_encoder->vocoder"
+
+        def __init__(self) -> None:
+            self.vocoder, self.speech_encoder = layer(), layer()
+
+        @property
+        def components(self) -> dict[str, Any]:
+            return {"scheduler": object(), "vocoder": self.vocoder, "speech_encoder": self.speech_encoder, "unet": None}
+
+    found = ModuleDiscovery.discover(Pipeline())
+    assert (found.encoder_names, found.resident_names) == (["speech_encoder"], ["vocoder"])
+
+
+def test_nothing_is_found_in_nothing() -> None:
+    found = ModuleDiscovery.discover(object())
+    assert all(not names and not modules for names, modules in found.roles().values())
+
+
+def test_bytes_count_shared_tensors_once() -> None:
+    one = torch.nn.Linear(4, 4, bias=False)
+    two = torch.nn.Linear(4, 4, bias=False)
+    two.weight = one.weight
+    two.register_buffer("table", torch.zeros(3, dtype=torch.float16))
+    assert tensor_bytes([one, two]) == 4 * 4 * 4 + 3 * 2

@@ -1,0 +1,103 @@
+"""Declarations: the one line that a model of another library needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from samovar.arch import BlockDeclaration, find_anatomy, probe_anatomy, register_declaration
+from samovar.arch.declarations import DECLARATIONS
+from samovar.errors import DeclarationError
+
+
+class Mixer(torch.nn.Module):
+    """A block that does not attend, in a model of no library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, state: torch.Tensor, mood: torch.Tensor) -> list[torch.Tensor]:
+        return [self.linear(state) + mood, state.mean()]
+
+
+class Foreign(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.steps = torch.nn.ModuleList(Mixer() for _ in range(3))
+        self.adapters = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x, text], dim=1)
+        for index, step in enumerate(self.inner.steps):
+            x, _ = step(x * 1.5, mood=text.mean())
+            if index < 2:
+                x = x + self.adapters[index](x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _declarations_as_before() -> Iterator[None]:
+    before = dict(DECLARATIONS)
+    yield
+    DECLARATIONS.clear()
+    DECLARATIONS.update(before)
+
+
+def inputs(step: int) -> dict[str, Any]:
+    return {"x": torch.full((1, 3, 4), float(step)), "text": torch.ones(1, 2, 4)}
+
+
+def test_one_declaration_serves_a_foreign_model() -> None:
+    model = Foreign()
+    with pytest.raises(ValueError, match="No stack of blocks was found in Foreign"):
+        probe_anatomy(model, inputs(0))
+    register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",)))
+    anatomy = probe_anatomy(model, inputs(0), inputs(1))
+    stack = anatomy.stack("inner.steps")
+    assert [(stream.parameter, stream.kind) for stream in stack.streams] == [("state", "joint"), (None, None)]
+    assert anatomy.side == ("adapters",)
+    assert anatomy.leader == "inner.steps"
+
+
+def test_a_subclass_is_served_by_the_declaration_of_its_base() -> None:
+    class Derived(Foreign):
+        pass
+
+    register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",)))
+    assert [stack.path for stack in find_anatomy(Derived()).stacks] == ["inner.steps"]
+
+
+def test_what_is_declared_stays_as_declared() -> None:
+    declaration = BlockDeclaration(
+        stacks=("inner.steps",), carried={"inner.steps": ("mood", None)}, side=("adapters",), leader="inner.steps"
+    )
+    register_declaration("Foreign", declaration)
+    anatomy = probe_anatomy(Foreign(), inputs(0), inputs(1))
+    assert anatomy.stacks[0].evidence == "declaration"
+    assert [stream.parameter for stream in anatomy.stacks[0].streams] == ["mood", None]
+    assert (anatomy.side, anatomy.leader) == (("adapters",), "inner.steps")
+
+
+@pytest.mark.parametrize(
+    "declaration",
+    [
+        BlockDeclaration(stacks=("inner.stebs",)),
+        BlockDeclaration(carried={"inner.stebs": ("state",)}),
+        BlockDeclaration(side=("inner.stebs",)),
+        BlockDeclaration(leader="inner.stebs"),
+    ],
+)
+def test_a_path_that_is_not_there_is_named(declaration: BlockDeclaration) -> None:
+    register_declaration("Foreign", declaration)
+    with pytest.raises(DeclarationError, match=r"Foreign names 'inner.stebs'.*Did you mean 'inner.steps'\?"):
+        find_anatomy(Foreign())
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(DeclarationError, match="takes a class name and a BlockDeclaration"):
+        register_declaration("Foreign", {"stacks": ["inner.steps"]})  # type: ignore[arg-type]

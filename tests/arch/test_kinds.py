@@ -1,0 +1,53 @@
+"""What tokens are made of: told by what moves, not by names or shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from samovar.arch import probe_anatomy
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.attn(torch.cat([x, y], dim=1)).mean(1, keepdim=True)  # Everything depends on everything.
+        return x + both, y + both
+
+
+class Model(torch.nn.Module):
+    """Streams that a test composes from the sample (s), the conditioning (c) and learned padding (p)."""
+
+    def __init__(self, x: str, y: str) -> None:
+        super().__init__()
+        self.parts = (x, y)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.padding = torch.nn.Parameter(torch.randn(1, 2, 4))
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        source = {"s": first, "c": second, "p": self.padding, "+": first + second}
+        x, y = (torch.cat([source[part] for part in parts], dim=1) for parts in self.parts)
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [("s", "image"), ("c", "text"), ("sc", "joint"), ("cs", "joint"), ("sp", "image"), ("p", "text"), ("+", "image"),
+     ("+c", "joint"), ("cp", "text")],
+)  # fmt: skip
+def test_kind_of_a_composed_stream(parts: str, kind: str) -> None:
+    def inputs(step: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        second = torch.randn(1, 3, 4)
+        torch.manual_seed(step + 1)
+        return {"first": torch.randn(1, 3, 4), "second": second}
+
+    anatomy = probe_anatomy(Model(parts, "s"), inputs(0), inputs(1))
+    assert [stream.kind for stream in anatomy.stacks[0].streams] == [kind, "image"]

@@ -1,0 +1,135 @@
+"""The house rules as tests: who may import whom, no cycles, exported names, sizes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "samovar"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+LAYERS = [{"errors"}, {"hooks", "arch"}, {"cache", "offload", "parallel"}, {"attach"}, {"engine"}, {"omni"},
+          {"cli", "server", "lab"}]  # fmt: skip
+"""A room may import from the layers below its own, and from itself; never from a neighbour."""
+
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
+LONGER: dict[str, int] = {}
+"""Files and functions over the limit, with their length. May only shrink: split what you touch."""
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path, *, lazy: bool) -> Iterator[str]:
+    """The modules of Samovar that a file imports; with `lazy`, also inside functions and for types alone."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    package = module_name(file).split(".") if file.name == "__init__.py" else module_name(file).split(".")[:-1]
+    for node in ast.walk(tree) if lazy else tree.body:
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join([*base, *((node.module or "").split(".") if node.module else [])])
+            for alias in node.names:
+                deeper = f"{target}.{alias.name}"
+                yield deeper if deeper in MODULES else target
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+MODULES = {module_name(file) for file in FILES}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def layer_of(room: str) -> int:
+    return next(index for index, rooms in enumerate(LAYERS) if room in rooms)
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_imports_go_downwards_only(file: Path) -> None:
+    room = room_of(module_name(file))
+    if room in ("", "__main__"):
+        return  # The package itself and its entry see everything.
+    for imported in imports_of(file, lazy=True):
+        if imported in MODULES and room_of(imported) not in (room, ""):
+            assert layer_of(room_of(imported)) < layer_of(room), f"{module_name(file)} imports {imported}"
+
+
+def test_every_room_has_a_place() -> None:
+    known = {room for rooms in LAYERS for room in rooms}
+    assert {room_of(module) for module in MODULES} - {"", "__main__"} <= known
+
+
+def test_no_import_cycles() -> None:
+    graph = {module_name(f): {m for m in imports_of(f, lazy=False) if m in MODULES} - {module_name(f)} for f in FILES}
+    for package in {module for module in MODULES if any(other.startswith(f"{module}.") for other in MODULES)}:
+        for targets in graph.values():
+            targets.discard(package)  # A package's __init__ re-exports its own files; that is no cycle.
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for imported in graph[module]:
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("name", sorted(m for m in MODULES if m != "samovar.__main__"))
+def test_exported_names_are_sorted_and_exist(name: str) -> None:
+    module = importlib.import_module(name)
+    exported = getattr(module, "__all__", None)
+    if exported is None:
+        assert not (SOURCE.parent / name.replace(".", "/") / "__init__.py").exists(), "a package says what it exports"
+        return
+    constants = [n for n in exported if n.isupper()]
+    assert exported == [*sorted(constants), *sorted(n for n in exported if n not in constants)]
+    assert all(hasattr(module, n) for n in exported)
+
+
+def lengths() -> Iterator[tuple[str, int, int]]:
+    for file in FILES:
+        text = file.read_text(encoding="utf-8")
+        yield module_name(file), text.count("\n"), MOST_LINES_OF_A_FILE
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
+                yield f"{module_name(file)}.{node.name}", node.end_lineno - node.lineno + 1, MOST_LINES_OF_A_FUNCTION
+
+
+def test_files_and_functions_stay_small() -> None:
+    too_long = {name: length for name, length, limit in lengths() if length > limit}
+    assert {name: length for name, length in too_long.items() if length > LONGER.get(name, 0)} == {}
+    assert {name: length for name, length in LONGER.items() if too_long.get(name, 0) < length} == {}, "shrink the list"
+
+
+def test_every_file_says_which_question_it_answers() -> None:
+    for file in FILES:
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+        assert docstring, f"{module_name(file)} has no docstring"
+
+
+def test_tests_mirror_the_source() -> None:
+    for file in FILES:
+        if file.name in ("__init__.py", "__main__.py"):
+            continue
+        relative = file.relative_to(SOURCE)
+        assert (ROOT / "tests" / relative.parent / f"test_{relative.name}").is_file(), f"no test file for {relative}"
+
+
+def test_broad_excepts_are_at_the_edge_only() -> None:
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
+                assert not broad, f"{module_name(file)}:{node.lineno}"

@@ -1,0 +1,33 @@
+"""The exception tree and the hint for an unknown name."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from samovar import errors
+
+
+def test_every_error_is_in_the_drawing_and_under_the_root() -> None:
+    classes = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls.__module__ == errors.__name__]
+    for cls in classes:
+        assert issubclass(cls, errors.SamovarError)
+        assert cls.__name__ in errors.__doc__
+    assert issubclass(errors.SettingError, ValueError)
+    assert issubclass(errors.HookConflictError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("tea_cahe", ["tea_cache", "cache_dit"], "Did you mean 'tea_cache'?"),
+        ("TEA_CACHE", ["tea_cache", "cache_dit"], "Did you mean 'tea_cache'?"),
+        ("xyz", ["tea_cache", "cache_dit"], "Known: 'cache_dit', 'tea_cache'."),
+        ("Latte", ["LattePipeline", "LatteTransformer3DModel"], "'LattePipeline' or 'LatteTransformer3DModel'?"),
+        ("q", [f"a{i:02}" for i in range(14)], "'a11' and 2 more."),
+        ("anything", [], "None is known."),
+    ],
+)
+def test_nearest(name: str, known: list[str], hint: str) -> None:
+    assert errors.nearest(name, known).endswith(hint)

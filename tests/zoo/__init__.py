@@ -1,0 +1,133 @@
+"""Which models do we try? Every transformer that diffusers exports, tiny, with random weights.
+
+Each file of this folder holds some families. A `Case` says how to build one model, what to feed it at
+a given denoising step, and what its anatomy is, as read from its source by a person. Importing this
+package imports no model: `CASES` is data, and `Case.build()` does the work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Inputs = Callable[[int], dict[str, Any]]
+
+UNSERVED: dict[str, str] = {}
+"""Classes that cannot be served, each with the reason. They are listed in docs/models.md. May only shrink."""
+
+
+def exported_classes() -> set[str]:
+    """The transformer classes of the installed diffusers."""
+    import diffusers.models.transformers as transformers
+
+    found = {name: getattr(transformers, name) for name in dir(transformers)}
+    return {name for name, cls in found.items() if inspect.isclass(cls) and issubclass(cls, torch.nn.Module)}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two outputs are the same, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return True
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The expected anatomy of one stack of repeated blocks.
+
+    `carried` follows the order of the block's return value: the block parameter into which the next
+    block takes that value, or None for a value that no parameter carries. `kinds` says, in the same
+    order, what the stream's tokens are made of: the inputs that are denoised ("image", though a frame
+    in them may be given), conditioning alone ("text"), some of each ("joint"), None if uncarried.
+    """
+
+    path: str
+    count: int
+    block: str
+    carried: tuple[str | None, ...]
+    kinds: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model class in one configuration with one kind of input."""
+
+    model: str
+    config: Mapping[str, Any]
+    inputs: Inputs
+    stacks: tuple[Stack, ...]
+    """In the order in which they run."""
+    variant: str = ""
+    """What is special about this case: "controlnet", "image-to-video" ... Empty for the plain one."""
+    side: tuple[str, ...] = ()
+    """Modules called between the blocks of a stack that are no stack of their own."""
+    notes: str = field(default="", compare=False)
+
+    @property
+    def id(self) -> str:
+        return f"{self.model}-{self.variant}" if self.variant else self.model
+
+    def build(self, seed: int = 0) -> torch.nn.Module:
+        """The model in float32 and eval mode, with nothing left at zero: a zero gate would hide errors."""
+        import diffusers.models.transformers as transformers
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: torch.nn.Module = getattr(transformers, self.model)(**self.config)
+            for parameter in model.parameters():
+                if not parameter.detach().any():
+                    torch.nn.init.normal_(parameter, std=0.1)
+        return model.eval()
+
+    @torch.no_grad()
+    def run(self, model: torch.nn.Module, step: int = 0) -> Any:
+        """One forward, as a tuple or tensor. Nothing is compiled, so that no C++ compiler is needed."""
+        plain = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
+        with torch.compiler.set_stance("force_eager"):
+            return model(**self.inputs(step), **plain)
+
+
+def seeded(*key: object) -> torch.Generator:
+    """A generator that depends on the key alone, so that equal calls give equal tensors."""
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def noise(step: int, *shape: int, name: str = "latents") -> torch.Tensor:
+    """What is denoised: another tensor at each step, near the last one as in a real run."""
+    start = torch.randn(shape, generator=seeded(name, shape))
+    return start + 0.05 * step * torch.randn(shape, generator=seeded(name, shape, step))
+
+
+def cond(name: str, *shape: int) -> torch.Tensor:
+    """Conditioning: the same at every step."""
+    return torch.randn(shape, generator=seeded("cond", name, shape))
+
+
+def time(step: int, batch: int = 1, scale: float = 1000.0) -> torch.Tensor:
+    """The timestep of a step, from `scale` downwards, one for each item of the batch."""
+    return torch.full((batch,), scale * (1.0 - 0.05 * step))
+
+
+def tokens(name: str, *shape: int, vocabulary: int = 16) -> torch.Tensor:
+    """Token ids: the same at every step."""
+    return torch.randint(0, vocabulary, shape, generator=seeded("tokens", name, shape))
+
+
+def load() -> tuple[Case, ...]:
+    """All cases of all files, by name."""
+    found: list[Case] = []
+    for info in pkgutil.iter_modules(__path__):
+        cases: Iterable[Case] = getattr(importlib.import_module(f"{__name__}.{info.name}"), "CASES", ())
+        found.extend(cases)
+    ids = [case.id for case in found]
+    assert len(ids) == len(set(ids)), "two cases of one name"
+    return tuple(sorted(found, key=lambda case: case.id))
