@@ -71,7 +71,7 @@ def test_a_declared_name_that_is_missing_or_no_module_is_named_and_left_out() ->
 
     pipe = Wrong()
     pipe.tokenizer = "no module"
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="It is left out") as caught:
         found = ModuleDiscovery.discover(pipe)
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 2

@@ -418,9 +418,8 @@ def test_threads_on_one_module_and_on_two_keep_apart() -> None:
     one.register_forward_pre_hook(lambda module, args: None)
     for pair in ([one, other], [one, one]):
         results: list[str] = []
-        threads = [
-            threading.Thread(target=lambda m=m, t=t: results.append(m(t))) for m, t in zip(pair, "ab", strict=True)
-        ]
+        calls = zip(pair, "ab", strict=True)
+        threads = [threading.Thread(target=lambda m, t, r: r.append(m(t)), args=(*call, results)) for call in calls]
         for thread in threads:
             thread.start()
         for thread in threads:
