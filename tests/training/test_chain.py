@@ -1,0 +1,205 @@
+"""Does the whole chain run, from pictures to an evaluated pipeline, and go on when stopped?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from training import captions, checkpoint, loop, pictures, train, vocabulary
+from training.evaluate import Sampler, evaluate
+from training.export import export
+from training.pictures import Dataset, Row
+from training.settings import Settings, override
+
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 60),
+    "blue": (40, 60, 220),
+    "gold": (230, 180, 0),
+}
+SMALL = [
+    "model.picture=32", "model.latent_channels=4", "model.vae_channels=[8,16,16]",
+    "model.heads=2", "model.head_dim=16", "model.dual_blocks=1", "model.single_blocks=1",
+    "model.text_dim=32", "model.text_head_dim=16", "vae.batch=4", "flow.batch=8",
+    "flow.long_every=3", "held_out=0.1",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # a test this small is slower on more, far slower on a busy machine
+    yield
+    torch.set_num_threads(before)
+
+
+def draw() -> Dataset:
+    """Eight shapes in three styles: filled, outlined and shaded, on white."""
+    rows, drawn = [], []
+    y, x = np.mgrid[0:32, 0:32]
+    for number, (colour, rgb) in enumerate(COLOURS.items()):
+        for shape in ("disc", "box"):
+            across, down = abs(x - 16), abs(y - 16)
+            distance = np.hypot(across, down) if shape == "disc" else np.maximum(across, down)
+            for style in ("noto", "3d", "flat"):
+                inside = (distance < 11) & ((distance > 7) | (style != "noto"))
+                light = 1 - 0.5 * (y / 32) if style == "3d" else np.ones((32, 32))
+                image = np.where(inside[..., None], np.array(rgb) * light[..., None], 255)
+                drawn.append(image.astype(np.uint8))
+                name, code = f"{colour} {shape}", f"{number}{shape}"
+                rows.append(Row(name, style, "symbol", ("shape", colour), code))
+    source = {"author": "the test", "licence": "MIT", "package": "none", "version": "0",
+              "notice": "emojibase.txt"}  # fmt: skip
+    return Dataset(np.stack(drawn), tuple(rows), {"captions": source})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, tokenizers and one whole training run."""
+    root = tmp_path_factory.mktemp("chain")
+    dataset = draw()
+    pictures.save(root / "data", dataset)
+    texts = [text for texts in captions.all_captions(dataset.rows) for text in texts]
+    vocabulary.build([*texts, vocabulary.PROMPT_WORDS], root / "tokenizers", 560)
+    assert train.main([*arguments(root, "run"), "--flow-steps", "6", "--worker"]) == 0
+    return root
+
+
+def arguments(root: Path, out: str) -> list[str]:
+    return [
+        "--data", str(root / "data"), "--tokenizers", str(root / "tokenizers"), "--device", "cpu",
+        "--out", str(root / out), "--vae-steps", "3", "--set", *SMALL,
+    ]  # fmt: skip
+
+
+def test_pictures_come_back_as_they_were(folder: Path) -> None:
+    dataset, back = draw(), pictures.load(folder / "data")
+    assert np.array_equal(dataset.pictures, back.pictures)
+    assert dataset.rows == back.rows
+    with pytest.raises(FileNotFoundError, match=r"training\.dataset"):
+        pictures.load(folder / "nowhere")
+
+
+def test_a_stopped_run_goes_on_bit_by_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SAVE_EVERY", 0.0)
+    plain_step = loop.plain_step
+    taken = []
+
+    def stopping(*args):
+        taken.append(0)
+        if len(taken) == 6:  # three steps of the VAE, two of the flow, then
+            raise KeyboardInterrupt
+        return plain_step(*args)
+
+    monkeypatch.setattr(loop, "plain_step", stopping)
+    command = [*arguments(folder, "stopped"), "--flow-steps", "6", "--worker"]
+    with pytest.raises(KeyboardInterrupt):
+        train.main(command)
+    assert train.main(command) == 0
+    assert len(taken) == 6 + 4
+    settings = override(Settings(), SMALL)
+    for name in ("vae.safetensors", "flow.safetensors"):
+        whole, _ = checkpoint.load(folder / "run" / name, settings)
+        stopped, progress = checkpoint.load(folder / "stopped" / name, settings)
+        assert progress.done
+        assert all(torch.equal(whole[key], stopped[key]) for key in whole)
+    with pytest.raises(ValueError, match="another --out"):
+        checkpoint.load(folder / "run" / "flow.safetensors", Settings())
+
+
+def test_export_loads_makes_a_picture_and_is_evaluated(folder: Path) -> None:
+    from diffusers import FluxPipeline
+
+    model = folder / "model"
+    assert export(folder / "run" / "weights", folder / "tokenizers", model) < 2**20
+    pipe = FluxPipeline.from_pretrained(model)
+    defaults = json.loads((model / "samovar.json").read_text())
+    image = pipe("Red disc, FLAT style", **{**defaults, "num_inference_steps": 2}).images[0]
+    assert image.size == (32, 32)
+    assert "the test" in (model / "NOTICE").read_text()
+    dataset = pictures.load(folder / "data")
+    held_out = captions.held_out(dataset.rows, 0.1)
+    assert held_out
+    sampler = Sampler(model, "cpu", 8)
+    sampler.defaults["num_inference_steps"] = 2
+    out = folder / "evaluation"
+    result = evaluate(sampler, dataset, 4, [(2, 3.0), (3, 1.0)], out, held_out)
+    assert [r["cases"] for r in result["recall"]] == [4, 4]
+    assert result["held_out"]["style_real"] == 1.0
+    names = {path.name for path in out.iterdir()}
+    assert {"evaluation.json", "evaluation.md", "sheet_new.png", "sheet_training.png"} <= names
+    # the batch is what the pipeline makes one by one
+    alone = pipe(
+        captions.caption(dataset.rows[0]), generator=torch.Generator().manual_seed(10_000),
+        output_type="pt", **{**defaults, "num_inference_steps": 2},
+    ).images  # fmt: skip
+    both = sampler([captions.caption(dataset.rows[0]), "x"])
+    torch.testing.assert_close(both[:1], alone.float(), rtol=0, atol=1e-3)
+
+
+def test_exported_pipeline_computes_what_was_trained(folder: Path) -> None:
+    from diffusers import FluxPipeline
+
+    args = train.parse([*arguments(folder, "run"), "--worker"])
+    settings = override(Settings(), SMALL)
+    run = train.Run(args, settings, pictures.load(args.data), 0.0, print)
+    stage = train.flow_stage(run)
+    weights, about = checkpoint.read_weights(folder / "run" / "weights")
+    assert about["dtype"] == "float16"
+    export(folder / "run" / "weights", folder / "tokenizers", folder / "model2")
+    pipe = FluxPipeline.from_pretrained(folder / "model2")
+    batch = stage.batch(0)
+    with torch.no_grad():
+        ours = stage.predict({k: v for k, v in weights.items() if not k.startswith("vae.")}, batch)
+        noisy, t, _, _, t5_ids, _ = batch
+        texts = [pipe.tokenizer_2.decode(ids, skip_special_tokens=True) for ids in t5_ids]
+        context, pooled, text_ids = pipe.encode_prompt(texts, None, max_sequence_length=64)
+        image_ids = pipe._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32)
+        theirs = pipe.transformer(
+            hidden_states=noisy, timestep=t, pooled_projections=pooled,
+            encoder_hidden_states=context, txt_ids=text_ids, img_ids=image_ids,
+        ).sample  # fmt: skip
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_can_start_from_weights_alone(folder: Path) -> None:
+    weights = folder / "run" / "weights"
+    command = [*arguments(folder, "again"), "--worker", "--init", str(weights)]
+    assert train.main([*command, "--flow-steps", "1"]) == 0
+    before, about = checkpoint.read_weights(weights)
+    after, again = checkpoint.read_weights(folder / "again" / "weights")
+    assert about["scaling"] == again["scaling"]
+    assert all(torch.allclose(before[name], after[name], atol=1e-2) for name in before)
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_supervisor_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, seen = [1, 1, train.DIVERGED, -11, 0], []
+
+    def fake(command: list[str], **_: object) -> SimpleNamespace:
+        option = lambda name: command[len(command) - 1 - command[::-1].index(name) + 1]  # noqa: E731
+        seen.append((option("--mode"), option("--vae-mode"), option("--rate")))
+        if len(seen) == 2:
+            (tmp_path / "latents.safetensors").touch()
+        return SimpleNamespace(returncode=codes.pop(0))
+
+    monkeypatch.setattr(train.subprocess, "run", fake)
+    assert train.main(["--out", str(tmp_path), "--minutes", "1"]) == 0
+    assert seen == [
+        ("graph-compiled", "compiled", "1.0"), ("graph-compiled", "eager", "1.0"),
+        ("compiled", "eager", "1.0"), ("compiled", "eager", "0.5"), ("graph", "eager", "0.5"),
+    ]  # fmt: skip
+    assert (tmp_path / "train.log").read_text().count("WARNING") == 4
+    codes[:] = [1, 1]
+    assert train.main(["--out", str(tmp_path), "--minutes", "1", "--mode", "eager"]) == 1
+    assert len(seen) == 6
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"flow\.bacth"):
+        override(Settings(), ["flow.bacth=2"])
