@@ -137,12 +137,16 @@ def encode_all(vae: Any, pictures: Tensor, chunk: int = 64) -> Tensor:
 
 
 @torch.no_grad()
-def reconstruction_psnr(vae: Any, pictures: Tensor, chunk: int = 64) -> Tensor:
+def reconstruct(vae: Any, pictures: Tensor, chunk: int = 64) -> Tensor:
+    """What encoding and decoding makes of uint8 pictures (N, H, W, 3): (N, 3, H, W) in 0..1."""
+    parts = [
+        vae.decoder(vae.encoder(to_unit(pictures[i : i + chunk])).chunk(2, dim=1)[0]).clamp(-1, 1).add(1).div(2)
+        for i in range(0, len(pictures), chunk)
+    ]
+    return torch.cat(parts)
+
+
+def reconstruction_psnr(vae: Any, pictures: Tensor) -> Tensor:
     """Each picture's peak signal-to-noise ratio after encoding and decoding, in dB."""
-    values = []
-    for i in range(0, len(pictures), chunk):
-        x = to_unit(pictures[i : i + chunk])
-        mean = vae.encoder(x).chunk(2, dim=1)[0]
-        error = (vae.decoder(mean).clamp(-1, 1) - x).div(2).square().mean(dim=(1, 2, 3))
-        values.append(-10 * error.clamp_min(1e-10).log10())
-    return torch.cat(values).cpu()
+    error = reconstruct(vae, pictures).cpu() - pictures.cpu().permute(0, 3, 1, 2).float().div(255)
+    return -10 * error.square().mean(dim=(1, 2, 3)).clamp_min(1e-10).log10()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -67,8 +68,12 @@ def test_a_hooked_model_is_probed_like_a_bare_one() -> None:
 
 
 def test_a_stack_that_does_not_run_is_named() -> None:
-    flux3 = case("Flux3Transformer2DModel")
-    assert probe_anatomy(flux3.build(), flux3.inputs(0)).idle == ("mode_blocks.image_cond",)
+    flux = case("FluxTransformer2DModel")
+    model = flux.build()
+    model.spare_blocks = copy.deepcopy(model.transformer_blocks)
+    anatomy = probe_anatomy(model, flux.inputs(0))
+    assert anatomy.idle == ("spare_blocks",)
+    assert "spare_blocks" not in [stack.path for stack in anatomy.stacks]
 
 
 def test_a_declared_leader_is_kept() -> None:

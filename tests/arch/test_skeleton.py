@@ -65,6 +65,11 @@ def test_a_pipeline_class_names_its_parts() -> None:
     assert [part for part, (_, module) in modules.items() if module is not None] == ["transformer"]
 
 
+def test_annotations_given_as_text_are_understood() -> None:
+    _, modules = read_skeleton("HunyuanImagePipeline")
+    assert modules["transformer"][0].__name__ == "HunyuanImageTransformer2DModel"
+
+
 def test_a_pipeline_folder_is_read_without_its_weights(folder: Path) -> None:
     name, modules = read_skeleton(str(folder))
     assert name == "FluxPipeline"

@@ -8,10 +8,15 @@ from typing import Any
 
 import accelerate.hooks
 import diffusers.hooks.hooks as diffusers_hooks
+import peft
 import pytest
 import torch
 import torch._dynamo
+from diffusers import FirstBlockCacheConfig, LayerSkipConfig, MagCacheConfig, apply_layer_skip
+from diffusers.hooks import apply_group_offloading
+from torch._dynamo.utils import counters
 
+import zoo
 from samovar.hooks import HookRegistry, ModelHook
 
 
@@ -23,6 +28,14 @@ class Layer(torch.nn.Module):
 class Ours(ModelHook):
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return ([*args[0], "ours"],), kwargs
+
+
+class Counting(ModelHook):
+    calls = 0
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.calls += 1
+        return args, kwargs
 
 
 class FromDiffusers(diffusers_hooks.ModelHook):
@@ -103,14 +116,14 @@ def test_we_know_every_kind_of_hook_that_torch_runs_around_forward() -> None:
 
 
 def test_a_class_with_its_own_call_keeps_it() -> None:
-    class Counting(Layer):
+    class CountingCalls(Layer):
         calls = 0
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             return super().__call__(*args, **kwargs)
 
-    module = Counting()
+    module = CountingCalls()
     ATTACH["ours"](module)
     assert module([]) == ["ours", "forward"]
     assert module.calls == 1
@@ -137,6 +150,113 @@ def test_another_swap_of_the_class_is_left_alone() -> None:
     assert torch.equal(module(x), module.bias[None])
     torch.nn.utils.parametrize.remove_parametrizations(module, "weight")
     assert torch.equal(module(x), module.bias[None])
+
+
+def test_a_lazy_module_keeps_its_hooks_when_it_changes_class() -> None:
+    module = torch.nn.LazyLinear(3)
+    hook = Counting()
+    HookRegistry.get_or_create(module).register_hook("count", hook)
+    for _ in range(2):
+        module(torch.ones(1, 2))
+    assert module.__class__ is torch.nn.Linear
+    assert hook.calls == 2
+    HookRegistry.get_or_create(module).reset()
+    assert type(module) is torch.nn.Linear
+
+
+def test_a_patched_class_is_seen_at_the_next_hooking(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Patched(Layer):
+        pass
+
+    first = Patched()
+    ATTACH["ours"](first)
+    assert first([]) == ["ours", "forward"]
+    monkeypatch.setattr(Patched, "forward", lambda self, x: [*x, "patched"])
+    second = Patched()
+    ATTACH["ours"](second)
+    assert second([]) == ["ours", "patched"]
+
+
+def test_what_stands_between_call_and_forward_is_kept() -> None:
+    class Between(Layer):
+        def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+            return [*super()._call_impl(*args, **kwargs), "between"]
+
+    module = Between()
+    ATTACH["ours"](module)
+    assert module([]) == ["ours", "forward", "between"]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_wrapper_that_calls_the_original_twice_does_not_call_us_twice(ours_first: bool) -> None:
+    class Twice(diffusers_hooks.ModelHook):
+        def new_forward(self, module: torch.nn.Module, x: Any) -> Any:
+            return self.fn_ref.original_forward(self.fn_ref.original_forward(x))
+
+    module = Layer()
+    if ours_first:
+        ATTACH["ours"](module)
+    diffusers_hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(Twice(), "twice")
+    if not ours_first:
+        ATTACH["ours"](module)
+    assert module([]) == ["ours", "forward", "forward"]
+
+
+def _first_block_cache(model: Any) -> None:
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+
+
+def _mag_cache(model: Any) -> None:
+    model.enable_cache(MagCacheConfig(num_inference_steps=4, mag_ratios=torch.ones(4), threshold=0.0))
+
+
+def _layer_skip(model: Any) -> None:
+    apply_layer_skip(model, LayerSkipConfig(indices=[0], fqn="transformer_blocks"))
+
+
+def _group_offload(model: Any) -> None:
+    apply_group_offloading(
+        model, onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), offload_type="leaf_level"
+    )
+
+
+def _layerwise_casting(model: Any) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+
+
+def _lora(model: Any) -> None:
+    torch.manual_seed(0)
+    model.add_adapter(peft.LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize(
+    "theirs", [_first_block_cache, _mag_cache, _layer_skip, _group_offload, _layerwise_casting, _lora]
+)
+def test_real_features_of_others_on_a_hooked_model(theirs: Callable[[Any], None], ours_first: bool) -> None:
+    """What diffusers and peft put on a model works as on a bare one, whoever came first, and after we are gone."""
+    flux = next(case for case in zoo.load() if case.id == "FluxTransformer2DModel")
+    alone, both = flux.build(), flux.build()
+    theirs(alone)
+    hooks = []
+
+    def ours() -> None:
+        for module in (both, *both.transformer_blocks):
+            hooks.append(Counting())
+            HookRegistry.get_or_create(module).register_hook("count", hooks[-1])
+
+    for attach in (ours, lambda: theirs(both)) if ours_first else (lambda: theirs(both), ours):
+        attach()
+
+    def run(model: Any) -> Any:
+        with torch.no_grad(), model.cache_context("cond"):
+            return model(**flux.inputs(0), return_dict=False)[0]
+
+    assert torch.equal(run(both), run(alone))
+    assert hooks[0].calls == 1
+    for module in (both, *both.transformer_blocks):
+        HookRegistry.get_or_create(module).reset()
+    assert torch.equal(run(both), run(alone))
 
 
 # ------------------------------------------------------------------------------------------------ torch.compile
@@ -232,12 +352,13 @@ def test_compiling_around_hooked_blocks_gives_the_same(graphs: list[Any], make: 
         expected = model(x)
         compiled = torch.compile(model, backend=_backend(graphs))
         assert torch.equal(compiled(x), expected)
-        after_first = len(graphs)
+        compiled(x)
+        after_second = len(graphs), counters["frames"]["total"]
         for _ in range(3):
             assert torch.equal(compiled(x), expected)
-    assert len(graphs) == after_first, "no recompilation"
+    assert (len(graphs), counters["frames"]["total"]) == after_second, "nothing is looked at again"
     if make is Shift:
-        assert [hook.calls for hook in hooks] == [5, 5, 5]
+        assert [hook.calls for hook in hooks] == [6, 6, 6]
 
 
 def test_compiling_a_hooked_model_gives_the_same(graphs: list[Any]) -> None:
@@ -253,6 +374,20 @@ def test_compiling_a_hooked_model_gives_the_same(graphs: list[Any]) -> None:
     HookRegistry.get_or_create(model).reset()
     with torch.no_grad():
         assert torch.allclose(model(x), torch.compile(model, backend=_backend(graphs))(x))
+
+
+def test_hooks_run_on_what_was_compiled_before_and_on_a_compiled_forward(graphs: list[Any]) -> None:
+    model, x, hook = Block(), torch.randn(2, 4), Shift()
+    compiled_before = torch.compile(model, backend=_backend(graphs))
+    with torch.no_grad():
+        bare = model(x)
+        assert torch.equal(compiled_before(x), bare)
+        HookRegistry.get_or_create(model).register_hook("hook", hook)
+        expected, hook.calls = model(x), 0
+        assert not torch.equal(expected, bare)
+        assert torch.equal(compiled_before(x), expected), "compiled before it was hooked"
+        assert torch.equal(torch.compile(model.forward, backend=_backend(graphs))(x), expected)
+    assert hook.calls == 2
 
 
 def test_a_whole_graph_around_hooked_blocks_is_refused_by_torch(graphs: list[Any]) -> None:

@@ -180,16 +180,83 @@ def test_a_hook_whose_initialisation_raises_is_not_attached() -> None:
     assert vars(module) == before
     assert type(module) is Echo
     registry.register_hook("kept", Around("2"))
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OSError, match="no room"), pytest.warns(UserWarning, match="is replaced"):
         registry.register_hook("kept", Failing("1"))
     assert module("") == "2ECHO2"
 
 
 def test_an_override_may_replace_itself_and_replacing_warns() -> None:
     module, registry = hooked(("o", Override("1")))
-    with pytest.warns(UserWarning, match=r"Hook 'o' on Echo was replaced"):
+    with pytest.warns(UserWarning, match=r"Hook 'o' on Echo is replaced"):
         registry.register_hook("o", Override("2"))
     assert module("") == "2OVERRIDE2"
+
+
+def test_replacing_detaches_the_old_before_the_new_begins() -> None:
+    events: list[str] = []
+
+    class Noting(ModelHook):
+        def __init__(self, name: str, fails: bool = False) -> None:
+            self.name, self.fails = name, fails
+
+        def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+            events.append(f"{self.name} begins")
+            if self.fails:
+                raise OSError("no room")
+            return module
+
+        def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+            events.append(f"{self.name} ends")
+            return module
+
+    _, registry = hooked(("x", Noting("old")))
+    with pytest.raises(OSError, match="no room"), pytest.warns(UserWarning, match="is replaced"):
+        registry.register_hook("x", Noting("failing", fails=True))
+    assert events == ["old begins", "old ends", "failing begins", "old begins"]
+    with pytest.warns(UserWarning, match="is replaced"):
+        registry.register_hook("x", Noting("new"))
+    assert events[-2:] == ["old ends", "new begins"]
+
+
+def test_where_warnings_are_errors_nothing_is_replaced() -> None:
+    module, registry = hooked(("1", Around("1")))
+    with pytest.raises(UserWarning, match="is replaced"):
+        registry.register_hook("1", Around("2"))
+    assert module("") == "1ECHO1"
+
+
+def test_a_module_that_cannot_be_hooked_is_refused_and_left_alone() -> None:
+    class Recorded(Recorder):
+        pass
+
+    class Unextendable(torch.nn.Module):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            raise TypeError("final")
+
+    module, recorder = Unextendable(), Recorded()
+    before = dict(vars(module))
+    with pytest.raises(SamovarError, match="A Unextendable cannot be hooked"):
+        HookRegistry.get_or_create(module).register_hook("r", recorder)
+    assert vars(module) == before
+    assert "r" not in HookRegistry.get_or_create(module)
+    assert recorder.events == ["initialize", "detach"]
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    hook = Around("1")
+    hook.order = "cache"  # type: ignore[assignment]
+    module, registry = hooked()
+    with pytest.raises(SamovarError, match=r"must be a HookOrder, such as HookOrder.CACHE; not 'cache'"):
+        registry.register_hook("1", hook)
+    registry.register_hook("2", Around("2"))
+    assert module("") == "2ECHO2"
+
+
+def test_a_second_registry_on_a_hooked_module_is_refused() -> None:
+    module, _ = hooked(("1", Around("1")))
+    with pytest.raises(RuntimeError, match="hooked through another registry"):
+        HookRegistry(module).register_hook("2", Around("2"))
+    assert module("") == "1ECHO1"
 
 
 @pytest.mark.parametrize(("name", "hook"), [(Around("1"), "name"), ("name", Around), (3, Around("1"))])
@@ -214,7 +281,7 @@ def test_the_life_of_a_hook() -> None:
     assert recorder.events == ["initialize", "reset", "detach"]
     replaced, new = Recorder(), Recorder()
     registry.register_hook("r", replaced)
-    with pytest.warns(UserWarning, match="replaced"):
+    with pytest.warns(UserWarning, match="is replaced"):
         registry.register_hook("r", new)
     registry.reset()
     assert replaced.events == ["initialize", "detach"]
@@ -324,6 +391,33 @@ def test_a_copy_is_of_the_bare_module(duplicate: Any) -> None:
     assert vars(child).keys() == vars(Echo()).keys()
 
 
+def test_a_class_that_copies_itself_gives_a_bare_copy() -> None:
+    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    registry = HookRegistry.get_or_create(module)
+    registry.register_hook("r", Recorder())
+    twin = copy.deepcopy(module)
+    assert "r" not in HookRegistry.get_or_create(twin)
+    assert "r" in registry
+    assert torch.equal(twin(torch.ones(1, 2)), module(torch.ones(1, 2)))
+
+    class WithArguments(Echo):
+        def __new__(cls, *args: Any) -> Any:
+            return super().__new__(cls)
+
+        def __getnewargs__(self) -> tuple[int]:
+            return (1,)
+
+    special = WithArguments()
+    HookRegistry.get_or_create(special).register_hook("1", Around("1"))
+    assert copy.deepcopy(special)("") == "ECHO"
+
+
+def test_to_others_the_class_is_what_it_was() -> None:
+    module, _ = hooked(("1", Around("1")))
+    assert module.__class__ is Echo
+    assert isinstance(module, Echo)
+
+
 def test_parameters_move_and_load_as_of_a_bare_module() -> None:
     module, _ = hooked(("1", Around("1")))
     module.load_state_dict({"weight": torch.full((2,), 5.0)})
@@ -379,6 +473,37 @@ def test_a_failing_call_leaves_every_hook_ready_for_the_next(place: str) -> None
     hooks[1].fail_in, broken.is_broken = "", False
     assert module("x") in ("xECHO", "x")
     assert [hook.depth for hook in hooks] == [0, 0, 0]
+
+
+def test_a_hook_that_fails_to_close_stops_no_other() -> None:
+    class Worse(Opening):
+        def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
+            super().failed_forward(module, error)
+            raise OSError("could not close") from error
+
+    hooks = [Opening(), Worse(), Opening()]
+    module, _ = hooked(*((str(index), hook) for index, hook in enumerate(hooks)))
+    with pytest.raises(OSError, match="could not close") as caught:
+        module(None)
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert [hook.depth for hook in hooks] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("place", ["bypass", "pre_forward", "new_forward", "post_forward"])
+def test_a_hook_may_remove_itself_during_a_call(place: str) -> None:
+    class Once(ModelHook):
+        def leave(self, module: torch.nn.Module) -> None:
+            HookRegistry.get_or_create(module).remove_hook("once")
+
+    methods: dict[str, Any] = {
+        "bypass": lambda self, module, *args: self.leave(module) or NOT_BYPASSED,
+        "pre_forward": lambda self, module, *args, **kwargs: self.leave(module) or (args, kwargs),
+        "new_forward": lambda self, module, *args: self.leave(module) or self.call_original(module, *args),
+        "post_forward": lambda self, module, output: self.leave(module) or output,
+    }
+    module, _ = hooked(("once", type("Once", (Once,), {place: methods[place]})()))
+    assert module("") == module("") == "ECHO"
+    assert type(module) is Echo
 
 
 def test_a_module_that_calls_itself_goes_through_its_hooks_each_time() -> None:

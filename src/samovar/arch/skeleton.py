@@ -71,7 +71,11 @@ def diffusers_class(name: str) -> type:
 
 def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type]]:
     """The module classes that a pipeline's constructor asks for."""
-    for name, parameter in inspect.signature(pipeline_cls).parameters.items():
+    try:
+        signature = inspect.signature(pipeline_cls, eval_str=True)
+    except NameError:  # An annotation that only a type checker can resolve.
+        signature = inspect.signature(pipeline_cls)
+    for name, parameter in signature.parameters.items():
         for cls in (parameter.annotation, *typing.get_args(parameter.annotation)):
             if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
                 yield name, cls

@@ -1,14 +1,7 @@
 """How is a call intercepted, and whose call is it?"""
 
-from .context import (
-    BaseState,
-    BranchHook,
-    CallContext,
-    StateManager,
-    call_context,
-    current_context,
-    is_conditioning,
-)
+from .branches import BranchHook, is_conditioning
+from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 
 __all__ = [

@@ -1,27 +1,32 @@
 """How does a call of a module reach its hooks?
 
-A hooked module's class is swapped for a subclass of the same name whose `__call__` goes through the
+A hooked module's type is swapped for a subclass of the same name whose `__call__` goes through the
 registry. So hooks stand outside of everything that others put on the instance: accelerate's and
 diffusers' hooks replace `forward`, `Module.compile` replaces what `__call__` runs, and torch's own
-forward hooks run inside it; all stay as they are, whoever came first. Restoring the class and
-dropping one entry of `__dict__` is all it takes to be gone. Copies and pickles are of the bare class.
+forward hooks run inside it; all stay as they are, whoever came first. To others the module's
+`__class__` is what it was; only `type()` sees the difference. Copies and pickles are of the bare class.
 
-Calling `module.forward(...)` by hand goes through the hooks as well, once.
+Calling `module.forward(...)` by hand goes through the hooks as well, once, unless another library has
+put its own `forward` on the instance before: then that is what is called.
 
 Under `torch.compile` hooks run outside the graph. A compiled block (`block.compile()`, before or
-after hooking) stays one graph. Compiling a module *around* hooked ones breaks its graph at each.
+after hooking) stays one graph. Compiling a module *around* hooked ones breaks its graph at each. What
+a compiled function cannot see is a hooked child whose `forward` it calls by hand: that runs bare.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ..errors import HookConflictError, SettingError
+from .context import call_context
 
 if TYPE_CHECKING:
     from .registry import HookRegistry
@@ -31,30 +36,34 @@ else:
     _Module = object
 
 _ENTRY = "_samovar_hooks"
+_INSIDE = "_samovar_inside"
+
+_class_slot: Any = object.__dict__["__class__"]
+_any_global_hook: Callable[[], Any] = torch.nn.modules.module._has_any_global_hook
+_is_compiling = torch.compiler.is_compiling
 
 
 class _Inside(threading.local):
-    """The module whose own forward comes next on this thread: it must not be intercepted again."""
+    """The module whose own forward is running on this thread: it must not be intercepted again."""
 
     module: torch.nn.Module | None = None
 
 
 _inside = _Inside()
-_torch_call = torch.nn.Module.__call__
-_any_global_hook: Callable[[], Any] = torch.nn.modules.module._has_any_global_hook
-_is_compiling = torch.compiler.is_compiling
 
 
 class _Hooked(_Module):
     """Put before a module's class to intercept its calls."""
 
-    bare_forward: Callable[..., Any]
-    bare_call: Callable[..., Any]
+    _samovar_forward: Callable[..., Any]
+    _samovar_call: Callable[..., Any]
     """The class's own `forward`, and its own `__call__`, which takes the module as well."""
+    _samovar_calls_plainly: bool
+    """Whether nothing in the class stands between its `__call__` and its `forward`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
-            return _outside_graph["call"](self, args, kwargs)
+            return _outside_graph.call(self, args, kwargs)
         registry = self.__dict__.get(_ENTRY)
         if registry is None:  # Another library swapped the class after us, and our hooks are gone.
             return call_bare(self, args, kwargs)
@@ -65,37 +74,43 @@ class _Hooked(_Module):
         reduced: Any = super().__reduce_ex__(protocol)
         rebuild, arguments, *rest = reduced
         own, bare = type(self), bare_class(self)
-        arguments = tuple(bare if item is own else item for item in arguments)
-        if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # pickle insists that this one makes an object of the very class it pickles.
-            rebuild, arguments = copyreg._reconstructor, (*arguments, object, None)  # type: ignore[attr-defined]
         if rest and isinstance(rest[0], dict):
-            rest[0] = {key: value for key, value in rest[0].items() if key != _ENTRY}
-        return (rebuild, arguments, *rest)
+            rest[0] = {key: value for key, value in rest[0].items() if key not in (_ENTRY, _INSIDE)}
+        return (rebuild, tuple(bare if item is own else item for item in arguments), *rest)
 
 
 def attached_registry(module: torch.nn.Module) -> HookRegistry | None:
     """The registry that intercepts a module's calls, if it is hooked."""
-    registry: HookRegistry | None = vars(module).get(_ENTRY)
+    registry: HookRegistry | None = module.__dict__.get(_ENTRY)
     return registry
 
 
 def install(module: torch.nn.Module, registry: HookRegistry) -> None:
-    """Bring the module's calls to the registry."""
-    if not _outside_graph:
-        # Not when this file is imported: torch's compiler takes seconds to load.
-        _outside_graph["call"] = outside_graph(_call_outside_graph, recursive=False)
-        _outside_graph["call_bare"] = outside_graph(call_bare, recursive=False)
-        _outside_graph["runner"] = outside_graph(_runner)
+    """Bring the module's calls to the registry; a module that does not allow it is left as it was."""
+    attached = attached_registry(module)
+    if attached is registry:
+        return
+    if attached is not None:
+        raise HookConflictError(
+            f"This {type(module).__name__} is hooked through another registry. Use HookRegistry.get_or_create(module)."
+        )
+    _prepare_for_compilation()
+    try:
+        _class_slot.__set__(module, _hooked_class(type(module), hasattr(module, "cache_context")))
+    except (TypeError, AttributeError) as error:
+        raise SettingError(
+            f"A {type(module).__name__} cannot be hooked, because its class does not let itself be extended ({error}). "
+            "Hook the module that it wraps, or one that contains it."
+        ) from error
     vars(module)[_ENTRY] = registry
-    if not isinstance(module, _Hooked):
-        module.__class__ = _hooked_class(type(module))
+    vars(module)[_INSIDE] = False
 
 
-def uninstall(module: torch.nn.Module) -> None:
-    """Leave the module as it was."""
-    vars(module).pop(_ENTRY, None)
-    module.__class__ = bare_class(module)
+def uninstall(module: torch.nn.Module, registry: HookRegistry) -> None:
+    """Leave the module as it was before `install`."""
+    if attached_registry(module) is registry:
+        del vars(module)[_ENTRY], vars(module)[_INSIDE]
+        _class_slot.__set__(module, bare_class(module))
 
 
 def bare_class(module: torch.nn.Module) -> type[torch.nn.Module]:
@@ -106,8 +121,10 @@ def bare_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
-    """Call a hooked module as if it had no hooks of ours."""
+    """Call a module as if it had no hooks of ours."""
     instance = module.__dict__
+    if _ENTRY not in instance:  # The last hook removed itself during the call.
+        return module(*args, **kwargs)
     if not (
         instance["_forward_hooks"]
         or instance["_forward_pre_hooks"]
@@ -115,91 +132,154 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
         or instance["_backward_pre_hooks"]
         or "_compiled_call_impl" in instance
         or "forward" in instance
-        or module.bare_call is not _torch_call
+        or not module._samovar_calls_plainly
         or _any_global_hook()
     ):
         # Nobody put anything around forward, so torch would call it and do no more.
-        return module.bare_forward(*args, **kwargs)
-    outer = _inside.module
-    _inside.module = module
+        return module._samovar_forward(*args, **kwargs)
+    outer, was_inside = _inside.module, instance[_INSIDE]
+    _inside.module, instance[_INSIDE] = module, True
     try:
-        return module.bare_call(module, *args, **kwargs)
+        return module._samovar_call(module, *args, **kwargs)
     finally:
         _inside.module = outer
+        if _INSIDE in instance:
+            instance[_INSIDE] = was_inside
 
 
-_outside_graph: dict[str, Callable[..., Any]] = {}
+def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
+    return module._samovar_forward(*args, **kwargs)
 
 
-def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    run = _outside_graph["runner"](module)
-    call = _outside_graph["call_bare"]
-    return call(module, args, kwargs) if run is None else run(module, call, args, kwargs)
+# ------------------------------------------------------------------------------------------------ hooked classes
+
+_hooked_classes: dict[tuple[type, bool], type[torch.nn.Module]] = {}
 
 
-def _runner(module: torch.nn.Module) -> Callable[..., Any] | None:
-    registry = attached_registry(module)
-    return None if registry is None else registry.run_outside_graph
-
-
-def outside_graph(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
-    """The function, never compiled; nor what it calls, unless `recursive` is False."""
-    disable: Any = torch.compiler.disable
-    disabled: Callable[..., Any] = disable(function, recursive=recursive)
-    return disabled
-
-
-_hooked_classes: dict[type, type[torch.nn.Module]] = {}
-
-
-def _hooked_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[torch.nn.Module]:
     """One subclass for all instances of a class, so that compiled blocks go on sharing their code."""
-    if cls not in _hooked_classes:
+    known = _hooked_classes.get((cls, has_cache_context))
+    if known is None or vars(known)["_samovar_forward"] is not cls.forward:
         body: dict[str, Any] = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
-            "forward": _intercepted_forward(cls),
-            "bare_forward": cls.forward,
-            "bare_call": staticmethod(cls.__call__),
+            "__class__": property(_get_class, _set_class),
+            "forward": _intercepted_forward(cls.forward),
+            "_samovar_forward": cls.forward,
+            "_samovar_call": staticmethod(cls.__call__),
+            "_samovar_calls_plainly": cls.__call__ is torch.nn.Module.__call__
+            and cls._call_impl is torch.nn.Module._call_impl,
+            _INSIDE: True,
         }
-        if hasattr(cls, "cache_context"):
-            body["cache_context"] = _followed_cache_context(cls.cache_context)
+        if has_cache_context:
+            body["cache_context"] = _followed_cache_context(cls)
+        if hasattr(cls, "__deepcopy__"):
+            body["__deepcopy__"] = _bare_deepcopy
         make_class: Any = type(cls)
-        _hooked_classes[cls] = make_class(cls.__name__, (_Hooked, cls), body)
-    return _hooked_classes[cls]
+        known = _hooked_classes[cls, has_cache_context] = make_class(cls.__name__, (_Hooked, cls), body)
+    return known
 
 
-def _intercepted_forward(cls: type[torch.nn.Module]) -> Callable[..., Any]:
-    bare: Callable[..., Any] = cls.forward
+def _get_class(self: torch.nn.Module) -> type:
+    return bare_class(self)
 
-    def call_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        return bare(module, *args, **kwargs)
 
+def _set_class(self: torch.nn.Module, cls: type) -> None:
+    """Others may swap the class too (torch's parametrisations, lazy modules): ours stays in front of theirs."""
+    is_hooked = _ENTRY in self.__dict__
+    _class_slot.__set__(self, _hooked_class(cls, hasattr(self, "cache_context")) if is_hooked else cls)
+
+
+def _intercepted_forward(bare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(bare)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
-            return bare(self, *args, **kwargs)
-        if _inside.module is self:
-            _inside.module = None
-            return bare(self, *args, **kwargs)
+            return bare(self, *args, **kwargs) if self._samovar_inside else _outside_graph.forward(self, args, kwargs)
         registry = attached_registry(self)
-        if registry is None:  # Somebody kept this bound method from when the module was hooked.
+        # Without a registry: somebody kept this bound method from when the module was hooked.
+        if registry is None or _inside.module is self:
             return bare(self, *args, **kwargs)
-        return registry.run(self, call_forward, args, kwargs)
+        return registry.run(self, _call_forward, args, kwargs)
 
     return forward
 
 
-def _followed_cache_context(bare: Callable[..., Any]) -> Callable[..., Any]:
+def _followed_cache_context(cls: Any) -> Callable[..., Any]:
     """diffusers' `cache_context`, which names the branch of the calls inside it for us too."""
 
-    @functools.wraps(bare)
     @contextlib.contextmanager
     def cache_context(self: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        from .context import call_context
-
-        with call_context(branch=name), bare(self, name, *args, **kwargs):
+        # A wrapper, such as a compiled model, has none of its own but passes on that of the model inside.
+        bare = (
+            cls.cache_context.__get__(self) if hasattr(cls, "cache_context") else cls.__getattr__(self, "cache_context")
+        )
+        with call_context(branch=name), bare(name, *args, **kwargs):
             yield
 
     return cache_context
+
+
+def _bare_deepcopy(self: torch.nn.Module, memo: dict[int, Any]) -> Any:
+    """For classes that copy themselves: what they copy must be bare."""
+    hooked, entries = type(self), {key: vars(self).pop(key) for key in (_ENTRY, _INSIDE)}
+    _class_slot.__set__(self, bare_class(self))
+    try:
+        return copy.deepcopy(self, memo)
+    finally:
+        _class_slot.__set__(self, hooked)
+        vars(self).update(entries)
+
+
+# ------------------------------------------------------------------------------------------------ torch.compile
+
+
+class _OutsideGraph:
+    """Where a graph breaks to run hooks."""
+
+    call: Callable[..., Any]
+    forward: Callable[..., Any]
+    runner: Callable[[torch.nn.Module], Any]
+
+
+_outside_graph = _OutsideGraph()
+
+
+def _prepare_for_compilation() -> None:
+    """Done at the first hook and not when this file is imported: torch's compiler takes seconds to load."""
+    if not vars(_outside_graph):
+        _outside_graph.runner = never_compiled(lambda module: attached_registry(module).run_outside_graph)  # type: ignore[union-attr]
+        _outside_graph.call = _break_graph(_call_outside_graph)
+        _outside_graph.forward = _break_graph(_forward_outside_graph)
+        for function in (_call_outside_graph, _forward_outside_graph, call_bare, _call_forward):
+            skip_frame(function)
+
+
+def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return _outside_graph.runner(module)(module, call_bare, args, kwargs)
+
+
+def _forward_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return _outside_graph.runner(module)(module, _call_forward, args, kwargs)
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function outside of any graph, with all that it calls."""
+    disable: Any = torch.compiler.disable
+    disabled: Callable[..., Any] = disable(function)
+    return disabled
+
+
+def _break_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function outside of any graph, but not what it calls."""
+    disable: Any = torch.compiler.disable
+    disabled: Callable[..., Any] = disable(function, recursive=False)
+    return disabled
+
+
+def skip_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell torch's compiler once and for all to leave this function as it is; what it calls may be compiled."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    return function

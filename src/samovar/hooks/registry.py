@@ -18,7 +18,7 @@ import torch
 
 from ..errors import HookConflictError, SettingError
 from . import intercept
-from .intercept import outside_graph
+from .intercept import never_compiled, skip_frame
 
 NOT_BYPASSED: Any = type("NotBypassed", (), {"__repr__": lambda self: "NOT_BYPASSED"})()
 """What `ModelHook.bypass` returns to let the call go on."""
@@ -115,9 +115,10 @@ class _Chain(NamedTuple):
                 left += 1
             return output
         except BaseException as error:
-            for rescue in rescues:
-                if entered >= rescue.entered and left <= rescue.left:
-                    rescue.failed_forward(module, error)
+            with contextlib.ExitStack() as stack:  # Innermost last in, first out; one that raises stops no other.
+                for rescue in rescues:
+                    if entered >= rescue.entered and left <= rescue.left:
+                        stack.callback(rescue.failed_forward, module, error)
             raise
 
 
@@ -153,10 +154,32 @@ class HookRegistry:
 
     def register_hook(self, name: str, hook: ModelHook) -> None:
         """Attach a hook. One of the same name is replaced, with a warning; a refused one changes nothing."""
+        self._check(name, hook)
+        replaced = self._hooks.get(name)
+        if replaced is not None:
+            warnings.warn(
+                f"Hook {name!r} on {type(self._module).__name__} is replaced. Remove the old one first, or use "
+                "another name, if that is not what you want.",
+                stacklevel=2,
+            )
+            replaced.detach_hook(self._module)
+        try:
+            hook.initialize_hook(self._module)
+            self._attach(name, hook)
+        except BaseException:
+            if replaced is not None:
+                replaced.initialize_hook(self._module)
+            raise
+
+    def _check(self, name: str, hook: ModelHook) -> None:
         if not isinstance(name, str) or not isinstance(hook, ModelHook):
             raise SettingError(
                 f"register_hook takes a name and then a ModelHook, not {name!r} and {hook!r}. "
                 "(diffusers' own registry takes them the other way round.)"
+            )
+        if not isinstance(hook.order, HookOrder):
+            raise SettingError(
+                f"The order of hook {name!r} must be a HookOrder, such as HookOrder.CACHE; not {hook.order!r}."
             )
         if _overrides(hook, "new_forward"):
             for other, present in self._hooks.items():
@@ -166,17 +189,17 @@ class HookRegistry:
                         f"{type(self._module).__name__}, and only one can. Remove {other!r} first, or let "
                         f"{name!r} use pre_forward and post_forward."
                     )
-        hook.initialize_hook(self._module)
-        replaced = self._hooks.get(name)
+
+    def _attach(self, name: str, hook: ModelHook) -> None:
+        before = dict(self._hooks)
         self._hooks[name] = hook
-        self.update_sorted_hooks()
-        if replaced is not None:
-            replaced.detach_hook(self._module)
-            warnings.warn(
-                f"Hook {name!r} on {type(self._module).__name__} was replaced. Remove the old one first, "
-                "or use another name, if that is not what you want.",
-                stacklevel=2,
-            )
+        try:
+            self.update_sorted_hooks()
+        except BaseException:
+            self._hooks = before
+            self.update_sorted_hooks()
+            hook.detach_hook(self._module)
+            raise
 
     def remove_hook(self, name: str) -> None:
         """Detach a hook; a name that is not there is no error. With the last one, every trace of us goes."""
@@ -210,12 +233,12 @@ class HookRegistry:
             return hook.order, _overrides(hook, "new_forward"), name
 
         self._sorted = tuple(sorted(self._hooks, key=key))
-        self.run = self._build_chain(lambda method, recursive: method).run
+        self.run = self._build_chain().run
         self._run_outside_graph = None
         if self._hooks:
             intercept.install(self._module, self)
         else:
-            intercept.uninstall(self._module)
+            intercept.uninstall(self._module, self)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its hooks."""
@@ -225,16 +248,19 @@ class HookRegistry:
     def run_outside_graph(self) -> Runner:
         """`run` for a graph break: the hooks themselves must not be compiled."""
         if self._run_outside_graph is None:
-            self._run_outside_graph = outside_graph(self._build_chain(outside_graph).run, recursive=False)
+            skip_frame(_Chain.run)
+            self._run_outside_graph = self._build_chain(never_compiled).run
         return self._run_outside_graph
 
-    def _build_chain(self, wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]) -> _Chain:
+    def _build_chain(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> _Chain:
         hooks = [self._hooks[name] for name in self._sorted]
 
         def parts(method: str, among: list[ModelHook] = hooks) -> tuple[Callable[..., Any], ...]:
+            found = tuple(getattr(hook, method) for hook in among if _overrides(hook, method))
+            if wrap is None:
+                return found
             # The graph may go on inside new_forward, where the module's own forward is called.
-            recursive = method != "new_forward"
-            return tuple(wrap(getattr(hook, method), recursive) for hook in among if _overrides(hook, method))
+            return tuple(map(skip_frame if method == "new_forward" else wrap, found))
 
         rescues = (
             _Rescue(len(parts("pre_forward", hooks[: i + 1])), len(parts("post_forward", hooks[i + 1 :])), rescue)
@@ -246,7 +272,7 @@ class HookRegistry:
             before=parts("pre_forward"),
             override=next(iter(parts("new_forward")), None),
             after=parts("post_forward")[::-1],
-            rescues=tuple(rescues)[::-1],
+            rescues=tuple(rescues),
         )
 
     def __contains__(self, name: str) -> bool:

@@ -1,0 +1,123 @@
+"""Branches without names: told apart by everything but the sample and the time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_context import Watch, flux
+
+from samovar.hooks import BranchHook, CallContext, HookRegistry, call_context, current_context, is_conditioning
+
+
+def test_what_counts_as_conditioning() -> None:
+    yes = ("encoder_hidden_states", "pooled_projections", "cap_feats", "prompt_embeds", "image_embeds", "video_coords")
+    no = ("hidden_states", "timestep", "controlnet_block_samples", "x", "sigma")
+    assert [is_conditioning(name) for name in yes] == [True] * len(yes)
+    assert [is_conditioning(name) for name in no] == [False] * len(no)
+
+
+def test_conditioning_tensors_tell_branches_apart() -> None:
+    model, inputs = flux()
+    watch, branches = Watch(), BranchHook()
+    registry = HookRegistry.get_or_create(model)
+    registry.register_hook("watch", watch)
+    registry.register_hook("branches", branches)
+    others = [
+        inputs | {"encoder_hidden_states": torch.randn(1, n, 12), "txt_ids": torch.zeros(n, 3)} for n in (6, 6, 4)
+    ]
+    with torch.no_grad():
+        for _ in range(3):
+            for conditioning in (inputs, *others):
+                model(**conditioning | {"hidden_states": torch.randn_like(inputs["hidden_states"])})
+    names = [context.branch for context in watch.seen]
+    assert len(set(names)) == 4
+    assert None not in names
+    assert names == names[:4] * 3, "the same branch at every step, however the sample changes"
+
+
+def test_a_named_branch_and_a_request_come_first() -> None:
+    model, inputs = flux()
+    watch = Watch()
+    registry = HookRegistry.get_or_create(model)
+    registry.register_hook("watch", watch)
+    registry.register_hook("branches", BranchHook())
+    with torch.no_grad():
+        with model.cache_context("cond"):
+            model(**inputs)
+        for request in (1, 2):
+            with call_context(request=request):
+                model(**inputs)
+    assert watch.seen[0] == CallContext(None, "cond")
+    assert watch.seen[1].branch != watch.seen[2].branch, "equal tensors of two requests are two lines of calls"
+    assert current_context() == CallContext()
+
+
+def test_where_nothing_tells_the_branch_is_unknown_and_errors_leave_no_context() -> None:
+    class Unconditional(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> CallContext:
+            if hidden_states is None:
+                raise ValueError("nothing to denoise")
+            return current_context()
+
+    model = Unconditional()
+    HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
+    assert model(torch.zeros(1), torch.zeros(1)).branch is None
+    with pytest.raises(ValueError, match="nothing to denoise"):
+        model(None, None)
+    assert current_context() == CallContext()
+
+
+def test_a_new_tensor_is_never_mistaken_for_an_old_one_and_branches_are_few() -> None:
+    class Plain(torch.nn.Module):
+        def forward(self, hidden_states: int, encoder_hidden_states: Any) -> str | None:
+            return current_context().branch
+
+    model, hook = Plain(), BranchHook()
+    registry = HookRegistry.get_or_create(model)
+    registry.register_hook("branches", hook)
+    # Each tensor is given up at once: its memory would be used again for the next if nobody held it.
+    names = [model(0, {"text": [torch.full((64,), float(i))]}) for i in range(100)]
+    assert len(set(names)) == 100
+    assert len(hook._branches) == hook.most_branches
+    kept = torch.zeros(3)
+    held = weakref.ref(kept)
+    first = model(0, kept)
+    kept.add_(1)
+    assert model(0, kept) != first, "changed in place: other conditioning"
+    del kept
+    registry.reset_hook("branches")
+    gc.collect()
+    assert held() is None
+
+
+class Denoiser(torch.nn.Module):
+    def forward(
+        self, hidden_states: Any, encoder_hidden_states: Any, video_coords: Any = None, scale: Any = 1.0
+    ) -> Any:
+        return current_context().branch
+
+
+def test_tiles_with_one_text_are_lines_of_calls_of_their_own() -> None:
+    model, text = Denoiser(), torch.zeros(2)
+    HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
+    tiles = [torch.zeros(2), torch.zeros(2)]
+    names = [model(0, text, video_coords=tile) for _ in range(2) for tile in tiles]
+    assert names[:2] == names[2:]
+    assert names[0] != names[1]
+    assert model(0, text, scale=1.0) != model(0, text, scale=2.0)
+    assert model(0, {"a": [text]}) == model(0, {"a": [text]}) != model(0, {"a": [text, text]})
+
+
+def test_inference_mode_and_odd_tensors() -> None:
+    model = Denoiser()
+    HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
+    with torch.inference_mode():
+        one, other = torch.zeros(2), torch.zeros(2)
+        assert model(0, one) == model(0, one) != model(0, other)
+    for make in (lambda: torch.zeros(0), lambda: torch.zeros(2, device="meta"), lambda: torch.zeros(2, 2).to_sparse()):
+        one, other = make(), make()
+        assert model(0, one) == model(0, one) != model(0, other)
