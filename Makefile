@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit test-slow test-gpu test-ray test-browser bench clean
+.PHONY: demo test lint type unit docs test-slow test-gpu test-ray test-browser bench clean
 
 demo: $(READY)
-	@$(BIN)/python examples/anatomy.py
+	@$(BIN)/python examples/demo.py
 
 test: lint type unit
 
@@ -35,8 +35,11 @@ test-ray: $(READY)
 test-browser: $(READY)
 	$(PYTEST) -m browser
 
+docs: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/models.md
+
 bench: $(READY)
-	$(BIN)/python benchmarks/hooks.py
+	$(BIN)/python benchmarks/hooks.py --json benchmarks/results/hooks.json
 
 clean:
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import samovar
 from pipelines import tiny_flux_pipeline
@@ -55,6 +56,54 @@ def test_inspect_as_json_and_with_a_probe(tmp_path: Path) -> None:
         "parameter": "hidden_states",
         "kind": "image",
     }
+
+
+def test_generate_writes_pictures_and_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "cat.png"
+    common = ["--steps", "2", "--seed", "7", "--height", "64", "--width", "64"]
+    result = run("generate", "a grinning cat, 3d style", "-o", str(file), *common)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == f"{file}  seed 7"
+    assert "x 2 steps" in result.stdout
+    assert result.stderr == "", "no progress but on a terminal"
+    with Image.open(file) as picture:
+        assert picture.size == (64, 64)
+    result = run("generate", "cat", "-o", str(tmp_path / "c.webp"), "-n", "2", "--json", *common)
+    report = json.loads(result.stdout)
+    assert [Path(picture["file"]).name for picture in report["pictures"]] == ["c-1.webp", "c-2.webp"]
+    assert [picture["seed"] for picture in report["pictures"]] == [7, 8]
+    assert report["settings"]["true_cfg_scale"] == 3.0
+    assert all(Path(picture["file"]).is_file() for picture in report["pictures"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "cat.gif2"], "'cat.gif2' must end in .png"),
+        (["-o", "nowhere/cat.png"], "The folder 'nowhere' for 'nowhere/cat.png' is not there"),
+        (["--steps", "0"], "num_inference_steps must be at least 1, not 0"),
+        (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
+        (["--model", "emojis"], "Did you mean 'emoji'?"),
+    ],
+)
+def test_generate_refuses_before_it_computes(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["generate", "cat", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m samovar inspect FluxPipeline | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("FluxPipeline")
+    assert result.stderr == ""
 
 
 def test_bad_input_gets_a_message_and_exit_code_two() -> None:

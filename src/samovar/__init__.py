@@ -16,16 +16,21 @@ if TYPE_CHECKING:
         survey,
         survey_pipeline,
     )
+    from .engine import GeneratedPictures, OmniDiffusionSamplingParams
     from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
+    from .omni import Omni
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockDeclaration",
+    "GeneratedPictures",
     "HookRegistry",
     "ModelHook",
     "ModuleDiscovery",
+    "Omni",
+    "OmniDiffusionSamplingParams",
     "SamovarError",
     "SupportsModuleOffload",
     "find_anatomy",
@@ -36,7 +41,7 @@ __all__ = [
 ]
 
 # Names are looked up when they are first used: importing Samovar loads neither torch nor diffusers.
-_ROOMS = ("errors", "hooks", "arch")
+_ROOMS = ("errors", "hooks", "arch", "engine", "omni")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,31 +1,40 @@
-"""What can be done from the shell? `samovar inspect MODEL_OR_CLASS`."""
+"""What can be done from the shell? `samovar generate` and `samovar inspect`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from . import __version__
-from .errors import SamovarError
+from .errors import SamovarError, SettingError
 
 if TYPE_CHECKING:
     from .arch import ModelReport
     from .arch.blocks import BlockStack
     from .arch.survey import ComponentReport
 
+_PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 EXIT_OK, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code says how it went: 0 done, 2 bad input, 130 interrupted."""
     options = _parser().parse_args(arguments)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Advice about image processors is not for us.
+    # Threads that spin while they wait make a busy machine ten times slower; must be set before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return int(options.run(options))
-    except SamovarError as error:
+    except (SamovarError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # The reader has seen enough, as in `samovar inspect X | head`.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_OK
         print(f"samovar: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
@@ -35,10 +44,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="samovar", description="Makes diffusion transformers fast and small without touching their code."
+        prog="samovar",
+        description="Makes diffusion transformers fast and small without touching their code.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"samovar {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="make pictures from text",
+        description="Make a picture from text with the built-in model, or with any in diffusers format.",
+        epilog='examples:\n  samovar generate "a grinning cat, 3d style" -o cat.png\n'
+        '  samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    generate.add_argument("prompt", help="what to draw")
+    generate.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
+    generate.add_argument("--model", default="emoji", help="a built-in model or a folder in diffusers format (emoji)")
+    generate.add_argument("--steps", type=int, dest="num_inference_steps", metavar="N")
+    generate.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same picture")
+    generate.add_argument("--height", type=int, metavar="PIXELS")
+    generate.add_argument("--width", type=int, metavar="PIXELS")
+    generate.add_argument("--true-cfg-scale", type=float, metavar="X", help="how closely to follow the prompt")
+    generate.add_argument("--guidance-scale", type=float, metavar="X", help="the same, for distilled models")
+    generate.add_argument("--negative-prompt", metavar="TEXT", help="what not to draw")
+    generate.add_argument("--max-sequence-length", type=int, metavar="TOKENS", help="tokens of text to read")
+    generate.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="pictures, of N seeds")
+    generate.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or float16 (auto)")
+    generate.add_argument("--device", help="cpu, cuda, cuda:1 ... (a GPU if there is one)")
+    generate.add_argument("--json", action="store_true", help="print JSON for programs")
+    generate.add_argument("-q", "--quiet", action="store_true", help="no progress, only errors")
+    generate.set_defaults(run=_generate)
+
+
+def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="show what a model is built of and which features it is ready for",
@@ -47,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="examples:\n  samovar inspect FluxTransformer2DModel\n  samovar inspect WanPipeline --json\n"
         "  samovar inspect ./my-model --probe",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     inspect.add_argument("model", metavar="MODEL_OR_CLASS", help="a folder in diffusers format, or a diffusers class")
     inspect.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -54,11 +101,49 @@ def _parser() -> argparse.ArgumentParser:
         "--probe", action="store_true", help="load the pipeline and run two steps to see what its blocks carry"
     )
     inspect.set_defaults(run=_inspect)
-    return parser
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from .engine.request import OmniDiffusionSamplingParams
+
+    names = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
+    params = OmniDiffusionSamplingParams(**{name: getattr(options, name) for name in names})
+    files = _output_files(options.output, params.num_outputs_per_prompt or 1)
+    with _Status("starting", options.quiet):
+        from .omni import Omni
+
+        omni = Omni(options.model, dtype=options.dtype, device=options.device, progress=_Status.is_shown(options.quiet))
+    (result,) = omni.generate(options.prompt, params)
+    for file, image in zip(files, result.images, strict=True):
+        image.save(file)
+    steps, made = result.params.num_inference_steps, zip(files, result.seeds, strict=True)
+    if options.json:
+        pictures = [{"file": str(file), "seed": seed} for file, seed in made]
+        settings = result.params.given()
+        report = {"pictures": pictures, "seconds": result.seconds, "settings": settings, "notes": result.notes}
+        print(json.dumps(report, indent=2))
+    elif not options.quiet:
+        for file, seed in made:
+            print(f"{file}  seed {seed}")
+        print(f"{result.seconds:.1f} s for {len(files)} x {steps} steps; {omni.load_seconds:.1f} s to load the weights")
+        for note in result.notes:
+            print(f"note: {note}")
+    return EXIT_OK
+
+
+def _output_files(output: str, count: int) -> list[Path]:
+    """Where the pictures go, checked before any is made: cat.png, or cat-1.png, cat-2.png ..."""
+    file = Path(output).expanduser()
+    if file.suffix.lower() not in _PICTURE_SUFFIXES:
+        raise SettingError(
+            f"{output!r} must end in {', '.join(_PICTURE_SUFFIXES)}, so that it is clear what kind of file to write."
+        )
+    if not file.parent.is_dir():
+        raise SettingError(f"The folder {str(file.parent)!r} for {output!r} is not there. Make it first.")
+    return [file] if count == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, count + 1)]
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Advice about image processors is not for us.
     with _Status("reading the model"):
         from .arch import survey, survey_by_running
 
@@ -73,15 +158,20 @@ def _inspect(options: argparse.Namespace) -> int:
 class _Status:
     """A line that says what is going on, for as long as it does. Only a terminal sees it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, quiet: bool = False) -> None:
         self._text = f"samovar: {text} ..."
+        self._is_shown = self.is_shown(quiet)
+
+    @staticmethod
+    def is_shown(quiet: bool) -> bool:
+        return sys.stderr.isatty() and not quiet
 
     def __enter__(self) -> None:
-        if sys.stderr.isatty():
+        if self._is_shown:
             print(self._text, end="", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
-        if sys.stderr.isatty():
+        if self._is_shown:
             print("\r" + " " * len(self._text) + "\r", end="", file=sys.stderr, flush=True)
 
 

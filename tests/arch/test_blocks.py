@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -97,6 +97,69 @@ def test_a_block_without_source_or_with_a_computed_result_is_left_to_the_probe()
         assert find_anatomy(model).stacks[0].streams == ()
 
 
+def test_a_block_that_is_held_twice_has_both_its_places() -> None:
+    one, two = Block(), Block()
+    for blocks in ([one, two, one, two], [one, one, one]):
+        model = model_of(blocks=torch.nn.ModuleList(blocks))
+        (stack,) = find_anatomy(model).stacks
+        assert stack.block_paths == tuple(f"blocks.{index}" for index in range(len(blocks)))
+        assert stack.modules(model) == tuple(blocks)
+        assert stack.num_bytes == len(set(blocks)) * (16 + 4) * 4
+
+
+def test_a_compiled_model_has_the_anatomy_of_the_bare_one() -> None:
+    def build(compiled: bool) -> torch.nn.Module:
+        blocks = [Block(), Block()]
+        inner = model_of(blocks=torch.nn.ModuleList(map(torch.compile, blocks) if compiled else blocks))
+        return model_of(inner=torch.compile(inner) if compiled else inner)
+
+    bare, compiled = build(False), torch.compile(build(True))
+    assert find_anatomy(compiled) == find_anatomy(bare)
+    (stack,) = find_anatomy(compiled).stacks
+    assert stack.modules(compiled) == tuple(compiled.inner.blocks), "as the model calls them"
+
+
+def test_arguments_go_by_the_names_of_the_first_block() -> None:
+    class Other(torch.nn.Module):
+        def forward(self, temb: Any, x: Any, ctx: Any, extra: Any = None) -> None: ...
+
+    stack = BlockStack("blocks", (), (), ("hidden_states", "context", "temb"), (), 0)
+    assert stack.arguments(Block(), (1,), {"temb": 3}) == {"hidden_states": 1, "temb": 3}
+    assert stack.arguments(Other(), (3, 1), {"ctx": 2, "extra": 4}) == {
+        "temb": 3, "hidden_states": 1, "context": 2, "extra": 4,
+    }  # fmt: skip
+
+
+def test_an_unknown_stack_is_refused_with_the_nearest() -> None:
+    anatomy = find_anatomy(model_of(blocks=torch.nn.ModuleList([Block(), Block()])))
+    with pytest.raises(ModelError, match=r"Module has no stack of blocks at 'bloks'. Did you mean 'blocks'\?"):
+        anatomy.stack("bloks")
+
+
+def test_functions_inside_forward_return_to_themselves() -> None:
+    class Nested(Block):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            if x is None:
+                return x, y
+
+            def helper(x: torch.Tensor) -> torch.Tensor:
+                return x
+
+            class Inner:
+                def method(self) -> Any:
+                    return y
+
+            helper(x), Inner()
+
+    model = model_of(blocks=torch.nn.ModuleList([Nested(), Nested()]))
+    assert find_anatomy(model).stacks[0].carried == ("x", "y")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
 def test_outputs_are_read_and_rebuilt_in_their_form() -> None:
     def stack(*parameters: str | None) -> BlockStack:
         return BlockStack("blocks", (), (), (), tuple(map(Stream, parameters)), 0)
@@ -107,8 +170,7 @@ def test_outputs_are_read_and_rebuilt_in_their_form() -> None:
     assert single.read(one) == {"x": one}
     assert single.rebuild(one, {"x": two}) is two
     pair = stack("context", None)
-    for form in (tuple, list):
-        output = form([one, two])
+    for form, output in ((tuple, (one, two)), (list, [one, two]), (Pair, Pair(one, two))):
         assert pair.read(output) == {"context": one}
         rebuilt = pair.rebuild(output, {"context": three})
         assert type(rebuilt) is form
@@ -117,5 +179,7 @@ def test_outputs_are_read_and_rebuilt_in_their_form() -> None:
     assert pair.read((None, two)) == {"context": None}
     with pytest.raises(ModelError, match=r"'blocks' returned 1 values; 2 were expected"):
         pair.read(one)
+    with pytest.raises(ModelError, match=r"'blocks' returned 3 values; 2 were expected"):
+        pair.rebuild((one, two, three), {})
     with pytest.raises(ModelError, match="A block returned dict; a tensor, a tuple or a list was expected"):
         output_values({"sample": one})

@@ -11,7 +11,8 @@ import torch
 
 from pipelines import tiny_flux_pipeline
 from samovar.arch import ModuleDiscovery, SupportsModuleOffload
-from samovar.arch.components import role_of, tensor_bytes
+from samovar.arch.components import role_of
+from samovar.errors import DeclarationError
 
 
 def layer() -> torch.nn.Linear:
@@ -161,9 +162,104 @@ def test_nothing_is_found_in_nothing() -> None:
     assert all(not names and not modules for names, modules in found.roles().values())
 
 
-def test_bytes_count_shared_tensors_once() -> None:
-    one = torch.nn.Linear(4, 4, bias=False)
-    two = torch.nn.Linear(4, 4, bias=False)
-    two.weight = one.weight
-    two.register_buffer("table", torch.zeros(3, dtype=torch.float16))
-    assert tensor_bytes([one, two]) == 4 * 4 * 4 + 3 * 2
+def names_of(pipeline: Any) -> dict[str, list[str]]:
+    return {role: names for role, (names, _) in ModuleDiscovery.discover(pipeline).roles().items() if names}
+
+
+def test_a_declaration_of_none_means_none() -> None:
+    class Bare(Declared):
+        _encoder_modules = None
+        _resident_modules = None
+
+    assert names_of(Bare()) == {"denoiser": ["language_model.model"], "vae": ["vae", "audio_vae"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("transformer", r"Wrong._dit_modules is 'transformer'; a list .* expected, such as \['transformer'\]"),
+        (5, r"Wrong._dit_modules is 5; a list"),
+        ([None], r"Wrong._dit_modules is \[None\]; a list"),
+    ],
+)
+def test_a_declaration_that_is_no_list_of_names_is_refused(value: Any, message: str) -> None:
+    class Wrong(Declared):
+        _dit_modules = value
+
+    with pytest.raises(DeclarationError, match=message):
+        ModuleDiscovery.discover(Wrong())
+
+
+def test_half_a_declaration_is_reported_and_not_used() -> None:
+    class Half:
+        _dit_modules: ClassVar[list[str]] = ["net"]
+
+        def __init__(self) -> None:
+            self.net, self.vae = layer(), layer()
+
+    with pytest.warns(UserWarning, match="Half declares some of its modules but not _encoder_modules, _vae_modules"):
+        assert names_of(Half()) == {"vae": ["vae"]}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError, NotImplementedError, ImportError])
+def test_the_scan_passes_over_what_raises(error: type[Exception]) -> None:
+    class Raising:
+        def __init__(self) -> None:
+            self.vae = layer()
+
+        @property
+        def components(self) -> Any:
+            raise error("not set up")
+
+        transformer = model_cpu_offload_seq = components
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert names_of(Raising()) == {"vae": ["vae"]}
+
+
+def test_in_the_scan_a_module_inside_another_counts_once() -> None:
+    inner = layer()
+    assert names_of(SimpleNamespace(transformer=inner, model=torch.nn.Sequential(inner))) == {
+        "denoiser": ["transformer"]
+    }
+    outer = torch.nn.Sequential(inner)
+    assert names_of(SimpleNamespace(mllm=outer, vision_model=inner)) == {"encoder": ["mllm"]}
+    tied = layer()
+    twins = SimpleNamespace(text_encoder=torch.nn.Sequential(tied), text_encoder_2=torch.nn.Sequential(tied))
+    assert names_of(twins) == {"encoder": ["text_encoder", "text_encoder_2"]}, "a common part makes no twin"
+
+
+def test_declared_residents_may_be_inside_a_denoiser() -> None:
+    class Inside(Declared):
+        _dit_modules: ClassVar[list[str]] = ["language_model"]
+        _resident_modules: ClassVar[list[str]] = ["language_model.head"]
+
+    assert names_of(Inside())["resident"] == ["language_model.head"]
+
+
+def test_for_diffusers_components_the_class_decides_before_the_name() -> None:
+    from diffusers import AudioLDM2UNet2DConditionModel, AutoencoderKL, FluxControlNetModel, MotionAdapter
+    from transformers import GPT2LMHeadModel
+
+    assert role_of("language_model", GPT2LMHeadModel) == "encoder"
+    assert role_of("unet", AudioLDM2UNet2DConditionModel) == "denoiser"
+    assert role_of("motion_adapter", MotionAdapter) == "resident"
+    assert role_of("transformer", FluxControlNetModel) == "resident"
+    assert role_of("model", AutoencoderKL) == "vae"
+    assert role_of("language_model", torch.nn.Linear) == "denoiser"
+
+
+def test_components_that_are_no_attributes_are_kept_and_odd_keys_ignored() -> None:
+    parts = {"movq": layer(), "transformer": layer(), 3: layer(), None: layer()}
+    found = ModuleDiscovery.discover(SimpleNamespace(components=parts))
+    assert (found.dit_names, found.vae_names, found.resident_names) == (["transformer"], ["movq"], [])
+    assert found.vaes == [parts["movq"]]
+
+
+def test_a_compiled_component_is_classified_by_what_it_wraps() -> None:
+    from diffusers import AutoencoderTiny
+
+    compiled = torch.compile(AutoencoderTiny())
+    found = ModuleDiscovery.discover(SimpleNamespace(components={"first_stage": compiled}))
+    assert found.vaes == [compiled]

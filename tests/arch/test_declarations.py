@@ -98,6 +98,61 @@ def test_a_path_that_is_not_there_is_named(declaration: BlockDeclaration) -> Non
         find_anatomy(Foreign())
 
 
+@pytest.mark.parametrize(
+    ("declaration", "message"),
+    [
+        (
+            BlockDeclaration(stacks=("inner.steps",), carried={"inner.steps": ("stat", None)}),
+            r"Foreign carries 'stat' through 'inner.steps', but Mixer takes no such parameter. Did you mean 'state'\?",
+        ),
+        (BlockDeclaration(stacks=("inner",)), r"'inner' as a stack, but it is a Module; a list .* 'inner.steps'"),
+        (BlockDeclaration(stacks=("nothing",)), r"'nothing' as a stack, but it is empty; a list .* expected"),
+        (BlockDeclaration(stacks=("inner.steps",) * 2), r"names the stack 'inner.steps' twice"),
+        (
+            BlockDeclaration(stacks=("inner.steps",), leader="inner"),
+            r"has 'inner' as its leader, which is no stack of blocks. Did you mean 'inner.steps'\?",
+        ),
+        (
+            BlockDeclaration(stacks=("inner.steps",), carried={"adapters": (None,)}),
+            r"has 'adapters' as a key of carried, which is no stack of blocks",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(declaration: BlockDeclaration, message: str) -> None:
+    model = Foreign()
+    model.nothing = torch.nn.ModuleList()
+    register_declaration("Foreign", declaration)
+    with pytest.raises(DeclarationError, match=message):
+        find_anatomy(model)
+
+
+def test_a_wrong_count_is_refused_when_it_is_seen() -> None:
+    register_declaration(
+        "Foreign", BlockDeclaration(stacks=("inner.steps",), carried={"inner.steps": ("state", None, None)})
+    )
+    with pytest.raises(DeclarationError, match=r"carries 3 values through 'inner.steps', but its blocks return 2"):
+        probe_anatomy(Foreign(), inputs(0))
+
+
+def test_a_compiled_model_uses_the_declaration_of_its_class() -> None:
+    register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",)))
+    model = Foreign()
+    assert probe_anatomy(torch.compile(model), inputs(0), inputs(1)) == probe_anatomy(model, inputs(0), inputs(1))
+
+
+def test_a_parameter_that_only_kwargs_takes_may_be_declared() -> None:
+    class Open(Mixer):
+        def forward(self, state: torch.Tensor, **others: Any) -> list[torch.Tensor]:
+            return super().forward(state, **others)
+
+    register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",), carried={"inner.steps": ("mood", None)}))
+    model = Foreign()
+    model.inner.steps = torch.nn.ModuleList([Open(), Open()])
+    assert find_anatomy(model).stacks[0].carried == ("mood",)
+
+
 def test_nonsense_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"Foreign has stacks='blocks', a string; .* \('blocks',\)"):
+        register_declaration("Foreign", BlockDeclaration(stacks="blocks"))  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="takes a class name and a BlockDeclaration"):
         register_declaration("Foreign", {"stacks": ["inner.steps"]})  # type: ignore[arg-type]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import zoo
 from pipelines import tiny_flux_pipeline
-from samovar.arch import probe_anatomy, probe_pipeline
+from samovar.arch import BlockDeclaration, probe_anatomy, probe_pipeline
+from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import ModelError
 from samovar.hooks import HookRegistry, ModelHook
 
@@ -80,3 +82,137 @@ def test_a_declared_leader_is_kept() -> None:
     for name in ("ZImageTransformer2DModel", "Lumina2Transformer2DModel"):
         model = case(name)
         assert probe_anatomy(model.build(), model.inputs(0), model.inputs(1)).leader == "layers"
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    text: torch.Tensor
+
+
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, context: torch.Tensor) -> Any:
+        return self.attn(hidden), self.attn(context)
+
+
+class Named(Plain):
+    def forward(self, hidden: torch.Tensor, context: torch.Tensor) -> Any:
+        return Pair(*super().forward(hidden, context))
+
+
+class Other(Plain):
+    """The same under other names, in another order."""
+
+    def forward(self, scale: float, x: torch.Tensor, y: torch.Tensor, **others: Any) -> Any:
+        return super().forward(x * scale, y)
+
+
+class Open(Plain):
+    def forward(self, hidden: torch.Tensor, **others: Any) -> Any:
+        return super().forward(hidden, others["context"])
+
+
+class Short(Plain):
+    def forward(self, hidden: torch.Tensor, context: torch.Tensor) -> Any:
+        return (super().forward(hidden, context)[0],)
+
+
+Call = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+
+
+class Model(torch.nn.Module):
+    """Blocks that a test composes, in a model that runs them one after the other."""
+
+    def __init__(self, *blocks: torch.nn.Module, call: Call = lambda block, x, y: block(x, y)) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+        self.call = call
+
+    def forward(self, sample: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            output = self.call(block, sample, text)
+            sample, text = output if len(output) == 2 else (output[0], text)
+        return sample
+
+
+def steps() -> tuple[dict[str, Any], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randn(1, 2, 4, generator=generator)
+    first, second = ({"sample": torch.randn(1, 3, 4, generator=generator), "text": text} for _ in range(2))
+    return first, second
+
+
+def streams(model: torch.nn.Module) -> list[tuple[str | None, str | None]]:
+    (stack,) = probe_anatomy(model, *steps()).stacks
+    return [(stream.parameter, stream.kind) for stream in stack.streams]
+
+
+CARRIED = [("hidden", "image"), ("context", "text")]
+
+
+def test_blocks_that_run_twice_are_probed_once_each() -> None:
+    one, two = Plain(), Plain()
+    for blocks in ([one, two, one, two], [one, one, one]):
+        model = Model(*blocks)
+        assert streams(model) == CARRIED
+        assert len(probe_anatomy(model, *steps()).stacks[0]) == len(blocks)
+        assert all("forward" not in vars(block) and not block._forward_hooks for block in blocks)
+
+
+def test_compiled_models_and_blocks_are_probed_like_bare_ones() -> None:
+    blocks = [Plain(), Plain(), Plain()]
+    bare = probe_anatomy(Model(*blocks), *steps())
+    for model in (Model(*map(torch.compile, blocks)), torch.compile(Model(*blocks))):
+        before = [(type(module), set(vars(module))) for module in model.modules()]
+        assert probe_anatomy(model, *steps()) == bare
+        assert [(type(module), set(vars(module))) for module in model.modules()] == before
+
+
+def test_blocks_may_name_their_parameters_each_in_its_own_way() -> None:
+    def call(block: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return block(2.0, x, y=y, spare=torch.zeros(9)) if isinstance(block, Other) else block(x, context=y)
+
+    assert streams(Model(Plain(), Other(), Plain(), Other(), call=call)) == CARRIED
+    assert streams(Model(Open(), Open(), call=call)) == CARRIED, "what only **kwargs takes, too"
+
+
+def test_named_tuples_are_read_and_rebuilt() -> None:
+    assert streams(Model(Named(), Named())) == CARRIED
+
+
+def test_blocks_that_return_different_numbers_of_values_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"'blocks' return different .* \(2 by 'blocks.0', 1 by 'blocks.1'\)"):
+        probe_anatomy(Model(Plain(), Short()), *steps())
+
+
+def test_a_model_of_which_no_block_runs_is_refused() -> None:
+    def skip(block: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x, y
+
+    with pytest.raises(ModelError, match=r"None of the blocks of Model ran, in 'blocks'; .* before hooks that skip"):
+        probe_anatomy(Model(Plain(), Plain(), call=skip), *steps())
+
+
+def test_a_declared_leader_that_does_not_run_leads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DECLARATIONS, "Model", BlockDeclaration(leader="spare"))
+    model = Model(Plain(), Plain())
+    model.spare = torch.nn.ModuleList([Plain(), Plain()])
+    assert probe_anatomy(model, *steps()).leader == "blocks"
+
+
+def test_a_pipeline_that_cannot_be_called_so_is_named() -> None:
+    class Unprompted:
+        def __call__(self, class_labels: Any) -> None: ...
+
+    with pytest.raises(ModelError, match=r"Unprompted could not be run .*'prompt'.*probe its Linear .* probe_anatomy"):
+        probe_pipeline(Unprompted(), torch.nn.Linear(2, 2))
+
+
+def test_a_pipeline_with_a_compiled_denoiser_is_probed() -> None:
+    pipe = tiny_flux_pipeline()
+    bare = probe_pipeline(pipe, pipe.transformer, height=16, width=16)
+    pipe.transformer = torch.compile(pipe.transformer)
+    assert probe_pipeline(pipe, pipe.transformer, height=16, width=16) == bare

@@ -36,9 +36,11 @@ def test_every_class_is_built_at_full_size_without_memory(name: str) -> None:
         with pytest.raises(ModelError, match=f"{name} has no usable default configuration"):
             read_skeleton(name)
         return
-    class_name, modules = read_skeleton(name)
-    cls, model = modules["transformer"]
-    assert class_name == cls.__name__ == name
+    class_name, parts = read_skeleton(name)
+    part = parts["transformer"]
+    assert class_name == part.cls.__name__ == name
+    assert part.role == "denoiser"
+    model = part.module
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert next(model.parameters()).dtype == torch.bfloat16
     assert find_anatomy(model).stacks
@@ -47,45 +49,77 @@ def test_every_class_is_built_at_full_size_without_memory(name: str) -> None:
 def test_known_sizes() -> None:
     sizes = {"FluxTransformer2DModel": 11.9e9, "QwenImageTransformer2DModel": 20.4e9, "WanTransformer3DModel": 14.3e9}
     for name, expected in sizes.items():
-        model = read_skeleton(name)[1]["transformer"][1]
+        model = read_skeleton(name)[1]["transformer"].module
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(expected, rel=0.01)
     assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_pipeline_class_names_its_parts() -> None:
-    name, modules = read_skeleton("FluxPipeline")
+    name, parts = read_skeleton("FluxPipeline")
     assert name == "FluxPipeline"
-    assert {part: cls.__name__ for part, (cls, _) in modules.items()} == {
+    assert {name: part.cls.__name__ for name, part in parts.items()} == {
         "vae": "AutoencoderKL",
         "text_encoder": "CLIPTextModel",
         "text_encoder_2": "T5EncoderModel",
         "transformer": "FluxTransformer2DModel",
         "image_encoder": "CLIPVisionModelWithProjection",
     }
-    assert [part for part, (_, module) in modules.items() if module is not None] == ["transformer"]
+    assert [name for name, part in parts.items() if part.module is not None] == ["transformer"]
 
 
 def test_annotations_given_as_text_are_understood() -> None:
-    _, modules = read_skeleton("HunyuanImagePipeline")
-    assert modules["transformer"][0].__name__ == "HunyuanImageTransformer2DModel"
+    _, parts = read_skeleton("HunyuanImagePipeline")
+    assert parts["transformer"].cls.__name__ == "HunyuanImageTransformer2DModel"
 
 
 def test_a_pipeline_folder_is_read_without_its_weights(folder: Path) -> None:
-    name, modules = read_skeleton(str(folder))
+    name, parts = read_skeleton(str(folder))
     assert name == "FluxPipeline"
-    assert set(modules) == {"vae", "text_encoder", "text_encoder_2", "transformer"}
+    assert {name: part.role for name, part in parts.items()} == {
+        "vae": "vae", "text_encoder": "encoder", "text_encoder_2": "encoder", "transformer": "denoiser",
+    }  # fmt: skip
     real = tiny_flux_pipeline()
-    for part, (_, module) in modules.items():
-        expected = sum(p.numel() for p in getattr(real, part).parameters())
-        assert sum(p.numel() for p in module.parameters()) == expected
-        assert {p.device.type for p in module.parameters()} == {"meta"}
-    assert {p.dtype for p in modules["transformer"][1].parameters()} == {torch.bfloat16}
+    for name, part in parts.items():
+        expected = sum(p.numel() for p in getattr(real, name).parameters())
+        assert sum(p.numel() for p in part.module.parameters()) == expected
+        assert {p.device.type for p in part.module.parameters()} == {"meta"}
+    assert {p.dtype for p in parts["transformer"].module.parameters()} == {torch.bfloat16}
 
 
 def test_a_model_folder_is_read(folder: Path) -> None:
-    name, modules = read_skeleton(str(folder / "transformer"))
+    name, parts = read_skeleton(str(folder / "transformer"))
     assert name == "FluxTransformer2DModel"
-    assert [len(stack) for stack in find_anatomy(modules["transformer"][1]).stacks] == [2, 3]
+    assert [len(stack) for stack in find_anatomy(parts["transformer"].module).stacks] == [2, 3]
+
+
+def test_what_a_model_is_comes_from_its_class(folder: Path) -> None:
+    sources = ("AutoencoderKL", str(folder / "vae"), "UNet2DConditionModel", "FluxControlNetModel", "MotionAdapter")
+    found = [[(name, part.role) for name, part in read_skeleton(source)[1].items()] for source in sources]
+    assert found == [
+        [("vae", "vae")], [("vae", "vae")], [("transformer", "denoiser")], [("model", "resident")],
+        [("model", "resident")],
+    ]  # fmt: skip
+
+
+def dtype_in(folder: Path) -> torch.dtype:
+    return next(read_skeleton(str(folder))[1]["transformer"].module.parameters()).dtype
+
+
+def test_variants_tell_the_type_where_they_are_alone(tmp_path: Path) -> None:
+    model = tiny_flux_pipeline().transformer
+    model.half().save_pretrained(tmp_path, variant="fp16")
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["diffusion_pytorch_model.fp16.safetensors"]
+    assert dtype_in(tmp_path) == torch.float16
+    model.float().save_pretrained(tmp_path)
+    assert dtype_in(tmp_path) == torch.float32, "the plain file is the one that is loaded"
+
+
+@pytest.mark.parametrize("content", [b"", b"not weights at all"])
+def test_a_broken_weight_file_is_named(tmp_path: Path, content: bytes) -> None:
+    tiny_flux_pipeline().transformer.save_pretrained(tmp_path)
+    (tmp_path / "second.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"second.safetensors is no complete safetensors file"):
+        read_skeleton(str(tmp_path))
 
 
 def changed(folder: Path, tmp_path: Path, file: str, content: Any) -> str:
@@ -104,6 +138,8 @@ def changed(folder: Path, tmp_path: Path, file: str, content: Any) -> str:
     [
         ("model_index.json", "{", r"model_index.json is not valid JSON"),
         ("model_index.json", "[]", r"must hold a JSON object, not list"),
+        ("model_index.json", "{}", r"model_index.json lists no components"),
+        ("model_index.json", '{"_class_name": "FluxPipeline"}', r"model_index.json lists no components"),
         ("model_index.json", {"transformer": ["custom", "Mine"]}, r"'transformer' is of custom.Mine.*is not run"),
         ("model_index.json", {"vae": ["diffusers", "Autoencodr"]}, r"which diffusers .* does not have"),
         ("model_index.json", {"vae_2": ["diffusers", "AutoencoderKL"]}, r"vae_2.config.json is missing"),
@@ -132,6 +168,7 @@ def test_a_config_without_a_class_is_refused(tmp_path: Path) -> None:
         ("Latte", "Did you mean 'LattePipeline' or 'LatteTransformer3DModel'?"),
         ("black-forest-labs/FLUX.1-dev", "A model of the hub must be downloaded first"),
         (".", "neither model_index.json nor config.json"),
+        ("ModularPipeline", "'ModularPipeline' is neither a folder nor a model or pipeline class"),
     ],
 )
 def test_what_is_no_model_is_refused_with_the_nearest(
@@ -141,6 +178,7 @@ def test_what_is_no_model_is_refused_with_the_nearest(
     with pytest.raises(ModelError) as caught:
         read_skeleton(source)
     assert message in str(caught.value)
+    assert f"Did you mean {source!r}" not in str(caught.value)
 
 
 def test_only_models_and_pipelines_count_as_classes() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from pipelines import tiny_flux_pipeline
 from samovar.arch import ModelReport, survey, survey_by_running, survey_pipeline
+from samovar.errors import ModelError
 
 
-def works(report: ModelReport) -> dict[str, bool]:
+def works(report: ModelReport) -> dict[str, bool | None]:
     return {feature.name: feature.works for feature in report.features}
 
 
@@ -67,3 +71,99 @@ def test_running_adds_what_the_streams_hold(tmp_path: Path) -> None:
         "parameter": "encoder_hidden_states",
         "kind": "text",
     }
+
+
+def roles(report: ModelReport) -> dict[str, str]:
+    return {part.name: part.role for part in report.components}
+
+
+def test_what_needs_a_checkpoint_to_be_known_is_said_to_be_unknown() -> None:
+    report = survey("LattePipeline")
+    assert works(report) == {
+        "step cache": None, "layerwise offload": None, "model offload": True, "sequence parallel": None,
+    }  # fmt: skip
+    unknown = [feature for feature in report.features if feature.works is None]
+    assert all("not known without a checkpoint: LatteTransformer3DModel" in feature.reason for feature in unknown)
+    assert json.loads(json.dumps(report.to_dict()))["features"][0]["works"] is None
+
+
+def test_an_autoencoder_is_no_denoiser() -> None:
+    assert roles(survey("AutoencoderKL")) == roles(survey_pipeline(tiny_flux_pipeline().vae)) == {"vae": "vae"}
+
+
+def test_the_roles_that_were_declared_are_kept() -> None:
+    class Declared(torch.nn.Module):
+        _dit_modules: ClassVar[list[str]] = ["net"]
+        _encoder_modules: ClassVar[list[str]] = ["vae"]
+        _vae_modules: ClassVar[list[str]] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.vae = tiny_flux_pipeline().transformer, torch.nn.Linear(2, 2)
+
+    report = survey_pipeline(Declared())
+    assert roles(report) == {"net": "denoiser", "vae": "encoder"}
+    assert [len(stack) for stack in report.components[0].anatomy.stacks] == [2, 3]
+
+
+def test_a_compiled_transformer_is_reported_like_a_bare_one() -> None:
+    model = tiny_flux_pipeline().transformer
+    assert survey_pipeline(torch.compile(model)) == survey_pipeline(model)
+
+
+def test_a_bfloat16_folder_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_flux_pipeline().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    report = survey_by_running("~/model")
+    assert (report.source, report.dtype) == ("~/model", "bfloat16")
+    assert report.components[0].anatomy.is_probed
+
+
+def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import DiffusionPipeline
+
+    def look_up(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", look_up)
+    tiny_flux_pipeline().transformer.save_pretrained(tmp_path)
+    for source in ("FluxPipeline", "black-forest-labs/FLUX.1-dev", str(tmp_path), str(tmp_path / "nowhere")):
+        with pytest.raises(ModelError, match=f"'{source}' cannot be run: a local folder that holds a whole pipeline"):
+            survey_by_running(source)
+
+
+def test_a_folder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"The pipeline in {tmp_path} could not be loaded"):
+        survey_by_running(str(tmp_path))
+
+
+def run_in_place_of_a_folder(pipe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelReport:
+    from diffusers import DiffusionPipeline
+
+    tiny_flux_pipeline().save_pretrained(folder)
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: pipe)
+    return survey_by_running(str(folder))
+
+
+def test_a_denoiser_that_two_steps_do_not_call_stays_as_structure_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tiny_flux_pipeline()
+    pipe.transformer_2 = copy.deepcopy(pipe.transformer)
+    first, second, *_ = run_in_place_of_a_folder(pipe, tmp_path, monkeypatch).components
+    assert (first.name, first.anatomy.is_probed) == ("transformer", True)
+    assert (second.name, second.anatomy.is_probed) == ("transformer_2", False)
+    assert len(second.anatomy.stacks) == 2
+
+
+def test_a_pipeline_that_takes_no_prompt_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny_flux_pipeline()
+
+    class Unprompted(type(pipe)):
+        def __call__(self, class_labels: Any) -> None: ...
+
+    pipe.__class__ = Unprompted
+    with pytest.raises(ModelError, match="Unprompted could not be run with the settings"):
+        run_in_place_of_a_folder(pipe, tmp_path, monkeypatch)

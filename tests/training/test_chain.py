@@ -130,7 +130,9 @@ def test_export_loads_makes_a_picture_and_is_evaluated(folder: Path) -> None:
     out = folder / "evaluation"
     result = evaluate(sampler, dataset, 4, [(2, 3.0), (3, 1.0)], out, held_out)
     assert [r["cases"] for r in result["recall"]] == [4, 4]
-    assert result["held_out"]["style_real"] == 1.0
+    assert result["held_out"]["style_of_own_real"] == 1.0
+    assert 0 <= result["held_out"]["style"] <= 1
+    assert "judge of palette and texture" in (out / "evaluation.md").read_text()
     names = {path.name for path in out.iterdir()}
     assert {"evaluation.json", "evaluation.md", "sheet_new.png", "sheet_training.png"} <= names
     # the batch is what the pipeline makes one by one

@@ -10,15 +10,15 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from ..errors import ModelError
-from .components import tensor_bytes
-from .declarations import BlockDeclaration, declaration_for
+from ..errors import ModelError, nearest
+from .declarations import BlockDeclaration, check_stacks, declaration_for
+from .modules import is_container, members, parameters_of, tensor_bytes, unwrapped
 
 Kind = Literal["image", "text", "joint"]
 Evidence = Literal["structure", "probe", "declaration"]
@@ -44,7 +44,7 @@ class BlockStack:
     block_classes: tuple[str, ...]
     """The classes of its blocks, each once; nearly always one."""
     parameters: tuple[str, ...]
-    """What a block's forward takes."""
+    """What a block's forward takes; the first block's where they differ."""
     streams: tuple[Stream, ...]
     """What a block returns, in order. Empty where structure does not tell."""
     num_bytes: int
@@ -59,24 +59,34 @@ class BlockStack:
         return tuple(stream.parameter for stream in self.streams if stream.parameter is not None)
 
     def modules(self, model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-        """The blocks themselves."""
-        return tuple(model.get_submodule(path) for path in self.block_paths)
+        """The blocks as the model calls them, compiled or not; one that runs at two places comes twice."""
+        return tuple(unwrapped(model).get_submodule(path) for path in self.block_paths)
+
+    def arguments(self, block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a block was called with, by the stack's parameters."""
+        own = parameters_of(block)
+        given = dict(zip(own, args, strict=False)) | dict(kwargs)
+        # A block that names things otherwise than the first one still takes them in the same order.
+        unlike = (name for name in own if name not in self.parameters)
+        renamed = dict(zip(unlike, (name for name in self.parameters if name not in own), strict=False))
+        return {renamed.get(name, name): value for name, value in given.items()}
 
     def read(self, output: Any) -> dict[str, Any]:
         """The carried values in a block's output, by parameter."""
+        return {stream.parameter: value for stream, value in self._streamed(output) if stream.parameter}
+
+    def rebuild(self, output: Any, values: dict[str, Any]) -> Any:
+        """A block's output with the carried values replaced, in the form the model expects."""
+        return in_form_of(output, [values.get(s.parameter or "", value) for s, value in self._streamed(output)])
+
+    def _streamed(self, output: Any) -> list[tuple[Stream, Any]]:
         values = output_values(output)
         if len(values) != len(self.streams):
             raise ModelError(
                 f"A block of {self.path!r} returned {len(values)} values; {len(self.streams)} were expected. "
                 "Probe the model again with the inputs it has now."
             )
-        return {s.parameter: value for s, value in zip(self.streams, values, strict=True) if s.parameter}
-
-    def rebuild(self, output: Any, values: dict[str, Any]) -> Any:
-        """A block's output with the carried values replaced, in the form the model expects."""
-        old = output_values(output)
-        new = [values.get(s.parameter, v) if s.parameter else v for s, v in zip(self.streams, old, strict=True)]
-        return new[0] if isinstance(output, torch.Tensor) else type(output)(new)
+        return list(zip(self.streams, values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -99,14 +109,18 @@ class Anatomy:
 
     def stack(self, path: str) -> BlockStack:
         """The stack at a path."""
-        return next(stack for stack in self.stacks if stack.path == path)
+        for stack in self.stacks:
+            if stack.path == path:
+                return stack
+        known = [stack.path for stack in self.stacks]
+        raise ModelError(f"{self.model_class} has no stack of blocks at {path!r}. {nearest(path, known)}")
 
 
 def output_values(output: Any) -> tuple[Any, ...]:
     """What a block returned, as a tuple."""
     if isinstance(output, torch.Tensor):
         return (output,)
-    if type(output) in (tuple, list):
+    if isinstance(output, (tuple, list)):
         return tuple(output)
     raise ModelError(
         f"A block returned {type(output).__name__}; a tensor, a tuple or a list was expected. Such a model needs "
@@ -114,11 +128,22 @@ def output_values(output: Any) -> tuple[Any, ...]:
     )
 
 
+def in_form_of(output: Any, values: Sequence[Any]) -> Any:
+    """Values in the form in which a block returned others."""
+    if isinstance(output, torch.Tensor):
+        return values[0]
+    is_named_tuple = hasattr(output, "_fields")
+    return type(output)(*values) if is_named_tuple else type(output)(values)
+
+
 def find_anatomy(model: torch.nn.Module) -> Anatomy:
     """A transformer's anatomy as far as structure and declarations tell."""
+    model = unwrapped(model)
     declaration = declaration_for(model)
-    lists = [(path, model.get_submodule(path)) for path in declaration.stacks] or list(_block_lists(model))
-    stacks = tuple(_read_stack(path, blocks, declaration) for path, blocks in lists if path not in declaration.side)
+    lists = {path: model.get_submodule(path) for path in declaration.stacks} or dict(_block_lists(model))
+    lists = {path: blocks for path, blocks in lists.items() if path not in declaration.side}
+    check_stacks(model, declaration, lists)
+    stacks = tuple(_read_stack(path, blocks, declaration) for path, blocks in lists.items())
     leader = declaration.leader or (stacks[0].path if stacks else None)
     return Anatomy(type(model).__name__, stacks, side=declaration.side, leader=leader)
 
@@ -132,15 +157,10 @@ def _block_lists(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 def _block_lists_in(module: torch.nn.Module, marked: set[str], path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if is_container(child) and _holds_blocks(list(child.children()), marked):
+        if is_container(child) and _holds_blocks(list(members(child).values()), marked):
             yield child_path, child
         else:
-            yield from _block_lists_in(child, marked, child_path)
-
-
-def is_container(module: torch.nn.Module) -> bool:
-    """Whether a module only holds others and is never called itself."""
-    return isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+            yield from _block_lists_in(unwrapped(child), marked, child_path)
 
 
 def _holds_blocks(children: Sequence[torch.nn.Module], marked: set[str]) -> bool:
@@ -162,14 +182,13 @@ def _attends(module: torch.nn.Module) -> bool:
 
 
 def _read_stack(path: str, blocks: torch.nn.Module, declaration: BlockDeclaration) -> BlockStack:
-    names = [name for name, _ in blocks.named_children()]
-    children = list(blocks.children())
-    parameters = tuple(inspect.signature(children[0].forward).parameters)
+    children = list(members(blocks).values())
+    parameters = tuple(parameters_of(children[0]))
     declared = declaration.carried.get(path)
     carried = declared or _returned_parameters(children[0], parameters)
     return BlockStack(
         path=path,
-        block_paths=tuple(f"{path}.{name}" for name in names),
+        block_paths=tuple(f"{path}.{name}" for name in members(blocks)),
         block_classes=tuple(dict.fromkeys(type(child).__name__ for child in children)),
         parameters=parameters,
         streams=tuple(Stream(parameter) for parameter in carried),
@@ -182,10 +201,10 @@ def _returned_parameters(block: torch.nn.Module, parameters: Sequence[str]) -> t
     """What the last return statement of a block's forward names, where these are its parameters."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(block).forward)))
-    except (OSError, TypeError):  # No source: built at run time, or compiled.
+        function = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):  # No source of its own: built at run time, or in an expression.
         return ()
-    function = ast.parse(source).body[0]
-    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+    returns = [node.value for node in _own_statements(function) if isinstance(node, ast.Return) and node.value]
     if not returns:
         return ()
     last = max(returns, key=lambda value: value.lineno)
@@ -194,10 +213,9 @@ def _returned_parameters(block: torch.nn.Module, parameters: Sequence[str]) -> t
     return tuple(names) if any(names) else ()
 
 
-def with_streams(stack: BlockStack, streams: tuple[Stream, ...]) -> BlockStack:
-    """The stack as a probe saw it; what was declared stays as declared."""
-    if stack.evidence == "declaration":
-        kinds = [stream.kind for stream in streams]
-        streams = tuple(replace(s, kind=kind) for s, kind in zip(stack.streams, kinds, strict=True))
-        return replace(stack, streams=streams)
-    return replace(stack, streams=streams, evidence="probe")
+def _own_statements(function: ast.AST) -> Iterator[ast.AST]:
+    """What is in a function, less what is in functions and classes inside it: they return to someone else."""
+    for node in ast.iter_child_nodes(function):
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _own_statements(node)

@@ -1,17 +1,22 @@
 """What is this pipeline made of? Its denoisers, encoders and VAEs, and what must stay on the device.
 
 A pipeline that declares its modules (`SupportsModuleOffload`) is taken at its word. Any other is read:
-well-known attribute names first, then what diffusers itself lists as components.
+what diffusers itself lists as components first, then well-known attribute names.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
+
+from ..errors import DeclarationError
+from .modules import unwrapped
+
+Role = Literal["denoiser", "encoder", "vae", "resident"]
 
 
 @runtime_checkable
@@ -40,7 +45,7 @@ class PipelineModules:
     resident_modules: list[torch.nn.Module] = field(default_factory=list)
     resident_names: list[str] = field(default_factory=list)
 
-    def roles(self) -> dict[str, tuple[list[str], list[torch.nn.Module]]]:
+    def roles(self) -> dict[Role, tuple[list[str], list[torch.nn.Module]]]:
         """Names and modules of each role."""
         return {
             "denoiser": (self.dit_names, self.dits),
@@ -49,25 +54,32 @@ class PipelineModules:
             "resident": (self.resident_names, self.resident_modules),
         }
 
-    def add(self, role: str, name: str, module: torch.nn.Module) -> None:
-        """Take a module in, unless it is there already under another name."""
-        if not any(module is known for _, modules in self.roles().values() for known in modules):
-            names, modules = self.roles()[role]
-            names.append(name)
-            modules.append(module)
 
-
-_DECLARED = {
+_DECLARED: dict[Role, str] = {
     "denoiser": "_dit_modules",
     "encoder": "_encoder_modules",
     "vae": "_vae_modules",
     "resident": "_resident_modules",
 }
-_WELL_KNOWN = {
+_WELL_KNOWN: dict[Role, tuple[str, ...]] = {
     "denoiser": ("transformer", "transformer_2", "dit", "sr_dit", "language_model", "transformer_blocks", "model"),
     "encoder": ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "mllm", "vision_model"),
     "vae": ("vae", "audio_vae"),
 }
+_TELLING_WORDS: dict[Role, tuple[str, ...]] = {
+    "denoiser": ("unet",),
+    "vae": ("vae", "movq", "vqgan"),
+    "encoder": ("encoder",),
+}
+_ROOMS_OF_DIFFUSERS: dict[str, Role] = {
+    "models.transformers.": "denoiser",
+    "models.unets.": "denoiser",
+    "models.autoencoders.": "vae",
+    "models.": "resident",
+}
+_UNREADABLE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+               TypeError, ValueError)  # fmt: skip
+"""What the properties of a pipeline raise that is not set up, or in which something is missing."""
 _MISSING = object()
 
 
@@ -78,63 +90,119 @@ class ModuleDiscovery:
     def discover(pipeline: Any) -> PipelineModules:
         """The modules of a diffusers pipeline or of any object that holds modules as attributes."""
         found = PipelineModules()
-        declared = isinstance(pipeline, SupportsModuleOffload)
-        for role, name in _declared_names(pipeline) if declared else _scanned_names(pipeline):
-            module = _resolve(pipeline, name)
-            if isinstance(module, torch.nn.Module):
-                found.add(role, name, module)
-            elif declared:
-                problem = "is not there" if module is _MISSING else f"is no torch.nn.Module but {module!r:.80}"
-                warnings.warn(
-                    f"{type(pipeline).__name__}.{_DECLARED[role]} names {name!r}, which {problem}. It is left "
-                    "out. Correct the name, or load that component.",
-                    stacklevel=2,
-                )
+        roles = found.roles()
+        for role, name, module in _declared(pipeline) if _declares_all(pipeline) else _scanned(pipeline):
+            names, modules = roles[role]
+            names.append(name)
+            modules.append(module)
         return found
 
 
-def _declared_names(pipeline: Any) -> Iterator[tuple[str, str]]:
+def _declares_all(pipeline: Any) -> bool:
+    if isinstance(pipeline, SupportsModuleOffload):
+        return True
+    required = [attribute for role, attribute in _DECLARED.items() if role != "resident"]
+    missing = [attribute for attribute in required if _read(pipeline, attribute) is _MISSING]
+    if len(missing) < len(required):
+        warnings.warn(
+            f"{type(pipeline).__name__} declares some of its modules but not {', '.join(missing)}. Its declaration is "
+            "not used and its attributes are scanned instead. Declare all three; an empty list means none.",
+            stacklevel=3,
+        )
+    return False
+
+
+def _declared(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
+    """What a pipeline declares, at its word; a module under two names once."""
+    taken: set[int] = set()
     for role, attribute in _DECLARED.items():
-        for name in getattr(pipeline, attribute, ()):
-            yield role, name
+        for name in _declared_names(pipeline, attribute):
+            module = _resolve(pipeline, name)
+            if not isinstance(module, torch.nn.Module):
+                problem = "is not there" if module is _MISSING else f"is no torch.nn.Module but {module!r:.80}"
+                warnings.warn(
+                    f"{type(pipeline).__name__}.{attribute} names {name!r}, which {problem}. It is left out. Correct "
+                    "the name, or load that component.",
+                    stacklevel=3,
+                )
+            elif id(module) not in taken:
+                taken.add(id(module))
+                yield role, name, module
 
 
-def _scanned_names(pipeline: Any) -> Iterator[tuple[str, str]]:
+def _declared_names(pipeline: Any, attribute: str) -> Sequence[str]:
+    names = getattr(pipeline, attribute, None)
+    if names is None:
+        return ()
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        example = [names] if isinstance(names, str) else ["transformer"]
+        raise DeclarationError(
+            f"{type(pipeline).__name__}.{attribute} is {names!r}; a list of attribute names was expected, "
+            f"such as {example!r}."
+        )
+    return names
+
+
+def _scanned(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
+    """What a pipeline holds; of two modules one of which is inside the other, the first."""
+    taken: set[int] = set()
+    inside: set[int] = set()
+    for role, name, module in (*_components(pipeline), *_well_known(pipeline)):
+        parts = set(map(id, module.modules()))
+        if id(module) not in inside and taken.isdisjoint(parts):
+            taken.add(id(module))
+            inside |= parts
+            yield role, name, module
+
+
+def _components(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
+    """What diffusers lists, in the order in which it runs."""
+    components = _read(pipeline, "components")
+    if not isinstance(components, Mapping):
+        return
+    sequence = _read(pipeline, "model_cpu_offload_seq")
+    offload_order = sequence.split("->") if isinstance(sequence, str) else []
+    for name in dict.fromkeys([*offload_order, *components]):
+        module = components.get(name)
+        if isinstance(name, str) and isinstance(module, torch.nn.Module):
+            yield role_of(name, type(unwrapped(module))), name, module
+
+
+def _well_known(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
     for role, names in _WELL_KNOWN.items():
         for name in names:
-            yield role, name
-    components = getattr(pipeline, "components", None)
-    if isinstance(components, Mapping):
-        offload_order = (getattr(pipeline, "model_cpu_offload_seq", None) or "").split("->")
-        for name in dict.fromkeys([*offload_order, *components]):
-            if isinstance(components.get(name), torch.nn.Module):
-                yield role_of(name, type(components[name])), name
+            module = _read(pipeline, name)
+            if isinstance(module, torch.nn.Module):
+                yield role, name, module
 
 
-def role_of(name: str, cls: type) -> str:
-    """What a component does: by its name if that is well known, else by where its class comes from."""
+def role_of(name: str, cls: type) -> Role:
+    """What a component does: by where its class comes from if that tells, else by its name."""
+    library, _, place = cls.__module__.partition(".")
+    if library == "transformers":
+        return "encoder"
+    for room, role in _ROOMS_OF_DIFFUSERS.items():
+        if library == "diffusers" and place.startswith(room):
+            # An adapter may live in the room of the models that it is for.
+            return "resident" if "Adapter" in cls.__name__ else role
     for role, names in _WELL_KNOWN.items():
         if name in names:
             return role
-    library, _, room = cls.__module__.partition(".models.")
-    if library == "diffusers" and room.startswith(("transformers.", "unets.")):
-        return "denoiser"
-    if room.startswith("autoencoders.") or any(word in name for word in ("vae", "vqvae", "movq", "vqgan")):
-        return "vae"
-    if library == "transformers" or "encoder" in name:
-        return "encoder"
+    for role, words in _TELLING_WORDS.items():
+        if any(word in name for word in words):
+            return role
     return "resident"
 
 
 def _resolve(root: Any, path: str) -> Any:
     for name in path.split("."):
-        root = getattr(root, name, _MISSING)
-        if root is _MISSING:
-            return _MISSING
+        root = _read(root, name)
     return root
 
 
-def tensor_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """Bytes of all parameters and buffers, those shared between modules counted once."""
-    unique = {id(t): t for module in modules for tensors in (module.parameters(), module.buffers()) for t in tensors}
-    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
+def _read(owner: Any, name: str) -> Any:
+    """An attribute; `_MISSING` where there is none or it cannot be had."""
+    try:
+        return getattr(owner, name, _MISSING)
+    except _UNREADABLE:
+        return _MISSING

@@ -7,12 +7,14 @@ Models of other libraries whose blocks look unlike those of diffusers are declar
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import DeclarationError, nearest
+from .modules import members, named_parts, parameters_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ DECLARATIONS: dict[str, BlockDeclaration] = {
     "ZImageTransformer2DModel": BlockDeclaration(leader="layers"),
 }
 
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+"""What may be declared as a stack."""
+
 
 def register_declaration(class_name: str, declaration: BlockDeclaration) -> None:
     """Declare the blocks of a model class, in place of what was declared before."""
@@ -43,20 +48,60 @@ def register_declaration(class_name: str, declaration: BlockDeclaration) -> None
         raise DeclarationError(
             f"register_declaration takes a class name and a BlockDeclaration, not {class_name!r} and {declaration!r}."
         )
+    for name, value in (("stacks", declaration.stacks), ("side", declaration.side), *declaration.carried.items()):
+        if isinstance(value, str):
+            raise DeclarationError(
+                f"The declaration for {class_name} has {name}={value!r}, a string; a tuple was expected: ({value!r},)."
+            )
     DECLARATIONS[class_name] = declaration
 
 
 def declaration_for(model: torch.nn.Module) -> BlockDeclaration:
-    """What is declared for a model's class or the nearest of its bases, checked against the model."""
-    name = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in DECLARATIONS), None)
+    """What is declared for a model's class or the nearest of its bases, its paths checked against the model."""
+    name = _declared_name(model)
     if name is None:
         return BlockDeclaration()
     declaration = DECLARATIONS[name]
-    paths = dict(model.named_modules())
+    parts = named_parts(model)
     for path in (*declaration.stacks, *declaration.carried, *declaration.side, declaration.leader):
-        if path is not None and path not in paths:
+        if path is not None and path not in parts:
             raise DeclarationError(
                 f"The declaration for {name} names {path!r}, but {type(model).__name__} has no such module. "
-                f"{nearest(path, paths)}"
+                f"{nearest(path, parts)}"
+            )
+    lists = {path for path, part in parts.items() if isinstance(part, _LISTS) and members(part)}
+    for path in declaration.stacks:
+        if declaration.stacks.count(path) > 1:
+            raise DeclarationError(f"The declaration for {name} names the stack {path!r} twice. Name it once.")
+        if path not in lists:
+            what = "is empty" if isinstance(parts[path], _LISTS) else f"is a {type(parts[path]).__name__}"
+            raise DeclarationError(
+                f"The declaration for {name} names {path!r} as a stack, but it {what}; a list of modules was expected. "
+                f"{nearest(path, lists)}"
             )
     return declaration
+
+
+def check_stacks(model: torch.nn.Module, declaration: BlockDeclaration, stacks: Mapping[str, torch.nn.Module]) -> None:
+    """Refuse a declaration that speaks of what is no stack of the model, or of what its blocks do not take."""
+    for path in (*declaration.carried, declaration.leader):
+        if path is not None and path not in stacks:
+            raise DeclarationError(
+                f"The declaration for {_declared_name(model)} has {path!r} as "
+                f"{'its leader' if path == declaration.leader else 'a key of carried'}, which is no stack of blocks. "
+                f"{nearest(path, stacks)}"
+            )
+    for path, carried in declaration.carried.items():
+        block = next(iter(members(stacks[path]).values()))
+        parameters = parameters_of(block)
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in carried:
+            if name is not None and name not in parameters and not takes_any:
+                raise DeclarationError(
+                    f"The declaration for {_declared_name(model)} carries {name!r} through {path!r}, but "
+                    f"{type(block).__name__} takes no such parameter. {nearest(name, parameters)}"
+                )
+
+
+def _declared_name(model: torch.nn.Module) -> str | None:
+    return next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in DECLARATIONS), None)

@@ -8,15 +8,20 @@ the conditioning alone is text. Attention, which mixes everything, does not take
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .blocks import Anatomy, BlockStack, Kind, output_values
+from ..errors import ModelError
+from .blocks import Anatomy, BlockStack, Kind, in_form_of, output_values
 
 Inputs = Mapping[str, Any]
+"""The keyword arguments of one forward of the model."""
+Returned = Mapping[torch.nn.Module, Any]
+"""What each block returns, as tensors without data."""
 Entries = dict[tuple[str, str | None], torch.Tensor]
 """What reaches the first block of a stack, by the stack's path and the block's parameter."""
 
@@ -25,9 +30,9 @@ _GEOMETRY = ("mask", "_ids", "rope", "rotary", "pos", "guidance", "scale", "freq
 
 
 def with_kinds(
-    model: torch.nn.Module, anatomy: Anatomy, returned: Mapping[str, Any], inputs: Inputs, later_inputs: Inputs
+    model: torch.nn.Module, anatomy: Anatomy, returned: Returned, inputs: Inputs, later_inputs: Inputs
 ) -> Anatomy:
-    """The anatomy with the kind of every stream. `returned` is what each block returns, without data."""
+    """The anatomy with the kind of every stream."""
     changes = ((), *_sample_and_conditioning(inputs, later_inputs))
     versions = [{name: _other(v) if name in change else v for name, v in inputs.items()} for change in changes]
     stacks = passing = anatomy.stacks
@@ -51,6 +56,12 @@ def _sample_and_conditioning(inputs: Inputs, later_inputs: Inputs) -> tuple[set[
     """The inputs that hold what is denoised, and those that hold conditioning."""
     names = set(inputs).difference(_TIME)
     sample = {name for name in names if not _same(inputs[name], later_inputs.get(name))}
+    if not sample:
+        raise ModelError(
+            f"inputs and later_inputs hold the same values in {', '.join(map(repr, sorted(names)))}. The arguments of "
+            "two different denoising steps were expected: what differs between them is the sample. Change it in "
+            "later_inputs, or leave later_inputs out."
+        )
     geometry = {name for name in names if any(word in name for word in _GEOMETRY)} - {"input_ids"}
     return sample, names - sample - geometry
 
@@ -59,7 +70,7 @@ def _entries(
     model: torch.nn.Module,
     stacks: tuple[BlockStack, ...],
     passing: Collection[BlockStack],
-    returned: Mapping[str, Any],
+    returned: Returned,
     inputs: Inputs,
 ) -> Entries:
     """Run the model with the blocks of some stacks passing their input on."""
@@ -71,21 +82,22 @@ def _entries(
             if isinstance(arguments.get(name), torch.Tensor):
                 entries.setdefault((stack.path, name), arguments[name].detach().clone())
 
-    def replacement(stack: BlockStack, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(stack: BlockStack, block: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)  # The signature by which the arguments are read.
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            arguments = dict(zip(stack.parameters, args, strict=False)) | kwargs
+            arguments = stack.arguments(block, args, kwargs)
             note(stack, arguments)
             if stack.path in passing_paths:
-                return _passed_on(stack, returned[path], arguments)
+                return _passed_on(stack, returned[block], arguments)
             return forward(*args, **kwargs)
 
         return replaced
 
     with contextlib.ExitStack() as restorations:
         for stack in stacks:
-            for path, block in zip(stack.block_paths, stack.modules(model), strict=True):
+            for block in dict.fromkeys(stack.modules(model)):
                 restorations.callback(_set_forward, block, vars(block).get("forward"))
-                _set_forward(block, replacement(stack, path, block.forward))
+                _set_forward(block, replacement(stack, block, block.forward))
         run_model(model, inputs)
     return entries
 
@@ -99,15 +111,19 @@ def _set_forward(block: torch.nn.Module, forward: Any) -> None:
 
 def _passed_on(stack: BlockStack, returned: Any, arguments: Mapping[str, Any]) -> Any:
     """What a block would return if it did nothing: its carried inputs, and zeros for the rest."""
-    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    devices = [value.device for value in arguments.values() if isinstance(value, torch.Tensor)]
     values: list[Any] = []
     for stream, form in zip(stack.streams, output_values(returned), strict=True):
         passed = arguments.get(stream.parameter or "")
-        if form is None or (isinstance(passed, torch.Tensor) and passed.shape == form.shape):
-            values.append(None if form is None else passed)
-        else:
-            values.append(torch.zeros_like(form, device=device))
-    return values[0] if isinstance(returned, torch.Tensor) else type(returned)(values)
+        fits = isinstance(passed, torch.Tensor) and isinstance(form, torch.Tensor) and passed.shape == form.shape
+        values.append(passed if fits else _zeros(form, devices[0] if devices else None))
+    return in_form_of(returned, values)
+
+
+def _zeros(form: Any, device: torch.device | None) -> Any:
+    if isinstance(form, torch.Tensor):
+        return torch.zeros_like(form, device=device or "cpu")
+    return in_form_of(form, [_zeros(part, device) for part in form]) if isinstance(form, (tuple, list)) else None
 
 
 def _with_kinds_of(stack: BlockStack, plain: Entries, other_sample: Entries, other_conditioning: Entries) -> BlockStack:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ..errors import ModelError
-from .blocks import Anatomy, BlockStack, Stream, find_anatomy, is_container, output_values, with_streams
+from ..errors import DeclarationError, ModelError
+from .blocks import Anatomy, BlockStack, Stream, find_anatomy, in_form_of, output_values
 from .declarations import declaration_for
-from .kinds import run_model, with_kinds
-
-Inputs = Mapping[str, Any]
+from .kinds import Inputs, run_model, with_kinds
+from .modules import is_container, named_parts, parameters_of, unwrapped
 
 
 def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs | None = None) -> Anatomy:
@@ -31,6 +29,7 @@ def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs |
     `inputs` are the keyword arguments of one denoising step, `later_inputs` those of a later one: what
     differs between them is the sample. Without them, streams get no kind.
     """
+    model = unwrapped(model)
     anatomy = find_anatomy(model)
     if not anatomy.stacks:
         raise ModelError(
@@ -40,24 +39,31 @@ def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs |
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         watcher = _Watcher(model, anatomy)
         watcher.watch(inputs)
-        anatomy = _confirm(anatomy, watcher)
+        anatomy = _confirm(model, anatomy, watcher)
         if later_inputs is not None:
             anatomy = with_kinds(model, anatomy, watcher.returned, inputs, later_inputs)
-    leader = declaration_for(model).leader or _first_with_sample(anatomy)
-    return replace(anatomy, leader=leader)
+    return replace(anatomy, leader=_leader(anatomy, declaration_for(model).leader))
 
 
 def probe_pipeline(pipeline: Any, denoiser: torch.nn.Module, **settings: Any) -> Anatomy:
     """The anatomy of a pipeline's denoiser, from two steps of the pipeline itself, called with `settings`."""
     calls: list[dict[str, Any]] = []
-    parameters = tuple(inspect.signature(denoiser.forward).parameters)
+    denoiser = unwrapped(denoiser)
+    parameters = parameters_of(denoiser)
+    settings = {"prompt": "a samovar", "num_inference_steps": 2, "output_type": "latent"} | settings
 
     def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         calls.append(dict(zip(parameters, args, strict=False)) | kwargs)
 
     handle = denoiser.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        pipeline(**{"prompt": "a samovar", "num_inference_steps": 2, "output_type": "latent"} | settings)
+        with torch.compiler.set_stance("force_eager"):  # Two steps are not worth a compilation.
+            pipeline(**settings)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"{type(pipeline).__name__} could not be run with the settings {settings}: {error} Give the settings that "
+            f"it needs, or probe its {type(denoiser).__name__} with inputs of your own: probe_anatomy."
+        ) from error
     finally:
         handle.remove()
     if len(calls) < 2:
@@ -69,7 +75,10 @@ def probe_pipeline(pipeline: Any, denoiser: torch.nn.Module, **settings: Any) ->
     return probe_anatomy(denoiser, calls[0], calls[len(calls) // 2])
 
 
-def _first_with_sample(anatomy: Anatomy) -> str:
+def _leader(anatomy: Anatomy, declared: str | None) -> str:
+    """The declared leader if it ran, else the first stack that sees what is denoised."""
+    if declared in [stack.path for stack in anatomy.stacks]:
+        return declared
     for stack in anatomy.stacks:
         if any(stream.kind in ("image", "joint") for stream in stack.streams):
             return stack.path
@@ -105,15 +114,15 @@ class _Watcher:
         """By stack and position in the output."""
         self.changing: dict[str, set[str]] = defaultdict(set)
         """By stack: the parameters that did not get the same value at every call."""
-        self.returned: dict[str, Any] = {}
+        self.returned: dict[torch.nn.Module, Any] = {}
         """By block: what it returned, as tensors without data."""
 
     def watch(self, inputs: Inputs) -> None:
         with contextlib.ExitStack() as removals:
             for stack in self._anatomy.stacks:
-                for path, block in zip(stack.block_paths, stack.modules(self._model), strict=True):
+                for block in dict.fromkeys(stack.modules(self._model)):
                     before = functools.partial(self._before_block, stack)
-                    after = functools.partial(self._after_block, stack, path)
+                    after = functools.partial(self._after_block, stack)
                     removals.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
                     removals.callback(block.register_forward_hook(after).remove)
             for path, child in self._other_modules():
@@ -124,7 +133,7 @@ class _Watcher:
     def _other_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The children of all containers that are not in a block, with their container's path."""
         stacks = tuple(stack.path for stack in self._anatomy.stacks)
-        for path, container in self._model.named_modules():
+        for path, container in named_parts(self._model).items():
             inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))
             if is_container(container) and not inside:
                 for child in container.children():
@@ -134,16 +143,15 @@ class _Watcher:
         self.order.append(path)
 
     def _before_block(self, stack: BlockStack, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        parameters = inspect.signature(module.forward).parameters
-        call = _Call(dict(zip(parameters, args, strict=False)) | kwargs)
+        call = _Call(stack.arguments(module, args, kwargs))
         if stack.path in self._last:
             self._compare(stack.path, self._last[stack.path], call)
         self.order.append(stack.path)
         self._last[stack.path] = call
 
-    def _after_block(self, stack: BlockStack, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_block(self, stack: BlockStack, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._last[stack.path].output = output
-        self.returned[path] = _without_data(output)
+        self.returned[module] = _without_data(output)
 
     def _compare(self, path: str, earlier: _Call, later: _Call) -> None:
         """Note through which parameters of the later call the earlier one's values may have gone on."""
@@ -157,7 +165,7 @@ class _Watcher:
                 carry.by_shape = alike if carry.by_shape is None else carry.by_shape & alike
 
 
-def _confirm(anatomy: Anatomy, watcher: _Watcher) -> Anatomy:
+def _confirm(model: torch.nn.Module, anatomy: Anatomy, watcher: _Watcher) -> Anatomy:
     """The stacks that ran, in that order, with their streams; what ran between blocks is set aside."""
     known = {stack.path: stack for stack in anatomy.stacks}
     moments: dict[str, list[int]] = defaultdict(list)
@@ -171,30 +179,67 @@ def _confirm(anatomy: Anatomy, watcher: _Watcher) -> Anatomy:
 
     side = tuple(path for path in moments if path in anatomy.side or runs_inside_another(path))
     ran = [known[path] for path in moments if path in known and path not in side]
+    if not ran:
+        raise ModelError(
+            f"None of the blocks of {anatomy.model_class} ran, in {', '.join(map(repr, known))}; at least those of one "
+            "stack were expected to. Probe the model before hooks that skip blocks are attached, with inputs that "
+            "reach the blocks."
+        )
     return replace(
         anatomy,
-        stacks=tuple(with_streams(stack, _streams(stack, watcher)) for stack in ran),
+        stacks=tuple(_with_streams(stack, _count_returned(model, stack, watcher), watcher) for stack in ran),
         side=side,
         idle=tuple(path for path in known if path not in moments),
     )
 
 
-def _streams(stack: BlockStack, watcher: _Watcher) -> tuple[Stream, ...]:
+def _count_returned(model: torch.nn.Module, stack: BlockStack, watcher: _Watcher) -> int:
+    """How many values a block of a stack returns."""
+    blocks = zip(stack.block_paths, stack.modules(model), strict=True)
+    path_by_count = {
+        len(output_values(watcher.returned[block])): path for path, block in blocks if block in watcher.returned
+    }
+    if len(path_by_count) != 1:
+        counts = ", ".join(f"{count} by {path!r}" for count, path in path_by_count.items())
+        raise ModelError(
+            f"The blocks of {stack.path!r} return different numbers of values ({counts}); the same from each was "
+            "expected. Such a model needs an extractor of its own."
+        )
+    return next(iter(path_by_count))
+
+
+def _with_streams(stack: BlockStack, count: int, watcher: _Watcher) -> BlockStack:
+    """The stack as the watcher saw it; what was declared stays as declared."""
+    if stack.evidence != "declaration":
+        return replace(stack, streams=_streams(stack, count, watcher), evidence="probe")
+    if count != len(stack.streams):
+        raise DeclarationError(
+            f"A declaration carries {len(stack.streams)} values through {stack.path!r}, but its blocks return {count}. "
+            "Declare one parameter for each value that they return, None for one that is not passed on."
+        )
+    return stack
+
+
+def _streams(stack: BlockStack, count: int, watcher: _Watcher) -> tuple[Stream, ...]:
     carries, changing = watcher.carries[stack.path], watcher.changing[stack.path]
-    if not carries and stack.streams:  # One block alone hands nothing on: its return statement tells.
+    if not carries and count == len(stack.streams):  # One block alone hands nothing on: its return statement tells.
         return stack.streams
-    returned = next(watcher.returned[path] for path in stack.block_paths if path in watcher.returned)
+    order = {name: place for place, name in enumerate(stack.parameters)}
+
+    def first(names: set[str]) -> str:  # What only `**kwargs` takes has no place of its own.
+        return min(names, key=lambda name: (order.get(name, len(order)), name))
+
     found: dict[int, str] = {}
     for position, carry in carries.items():
         certain = carry.by_identity & changing or carry.by_identity
         if certain:
-            found[position] = min(certain, key=stack.parameters.index)
+            found[position] = first(certain)
     for position, carry in carries.items():
         likely = (carry.by_shape or set()) & changing - set(found.values())
         if position not in found and likely:
-            named = {stream.parameter for stream in stack.streams[position : position + 1]}
-            found[position] = min(likely & named or likely, key=stack.parameters.index)
-    return tuple(Stream(found.get(position)) for position in range(len(output_values(returned))))
+            named = {stream.parameter for stream in stack.streams[position : position + 1] if stream.parameter}
+            found[position] = first(likely & named or likely)
+    return tuple(Stream(found.get(position)) for position in range(count))
 
 
 def _equal(value: torch.Tensor, other: Any) -> bool:
@@ -204,4 +249,4 @@ def _equal(value: torch.Tensor, other: Any) -> bool:
 def _without_data(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.detach().to("meta")
-    return type(output)(map(_without_data, output)) if isinstance(output, (tuple, list)) else None
+    return in_form_of(output, list(map(_without_data, output))) if isinstance(output, (tuple, list)) else None

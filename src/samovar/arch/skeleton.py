@@ -6,24 +6,39 @@ From a folder in diffusers format, or from the name of a class that diffusers ex
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 import typing
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ModelError, nearest
+from .blocks import find_anatomy
+from .components import Role, role_of
 
-Modules = dict[str, tuple[type, torch.nn.Module | None]]
-"""Class and module of each component; None where the module could not be built."""
+
+@dataclass(frozen=True)
+class Part:
+    """One component of a model."""
+
+    role: Role
+    cls: type
+    module: torch.nn.Module | None
+    """None where it cannot be built without a checkpoint."""
+
+
+Parts = dict[str, Part]
+"""The components of a model by name."""
 
 _MODEL_SUFFIXES = ("Model", "Pipeline", "Transformer", "Decoder")
 
 
-def read_skeleton(source: str) -> tuple[str, Modules]:
+def read_skeleton(source: str) -> tuple[str, Parts]:
     """The class name and the components of a model folder, or of a class of diffusers."""
     path = Path(source).expanduser()
     if (path / "model_index.json").is_file():
@@ -39,10 +54,20 @@ def read_skeleton(source: str) -> tuple[str, Modules]:
     return _read_class(source)
 
 
-def _read_class(name: str) -> tuple[str, Modules]:
+def lone_part(cls: type, module: torch.nn.Module) -> Parts:
+    """A model that belongs to no pipeline: its class tells what it does, else that it is built of blocks."""
+    role = role_of("transformer" if find_anatomy(module).stacks else "", cls)
+    name = {"denoiser": "transformer", "vae": "vae"}.get(role, "model")
+    return {name: Part(role, cls, module)}
+
+
+def _read_class(name: str) -> tuple[str, Parts]:
     cls = diffusers_class(name)
     if not issubclass(cls, torch.nn.Module):
-        return name, {part: (part_cls, _try_default(part_cls)) for part, part_cls in _declared_parts(cls)}
+        return name, {
+            part: Part(role_of(part, part_cls), part_cls, _try_default(part_cls))
+            for part, part_cls in _declared_parts(cls)
+        }
     try:
         with _on_meta(torch.bfloat16):
             model = cls()
@@ -50,7 +75,7 @@ def _read_class(name: str) -> tuple[str, Modules]:
         raise ModelError(
             f"{name} has no usable default configuration ({error}). Give the folder of a model of that class instead."
         ) from error
-    return name, {"transformer": (cls, model)}
+    return name, lone_part(cls, model)
 
 
 def diffusers_class(name: str) -> type:
@@ -65,7 +90,7 @@ def diffusers_class(name: str) -> type:
     known = {n for n in [*dir(diffusers), *dir(transformers)] if n[:1].isupper() and n.endswith(_MODEL_SUFFIXES)}
     raise ModelError(
         f"{name!r} is neither a folder nor a model or pipeline class of diffusers {diffusers.__version__}. "
-        f"{nearest(name, known)}"
+        f"{nearest(name, known - {name})}"
     )
 
 
@@ -94,23 +119,30 @@ def _try_default(cls: type) -> torch.nn.Module | None:
     return module
 
 
-def _read_pipeline_folder(folder: Path) -> tuple[str, Modules]:
+def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     index = _read_json(folder / "model_index.json")
-    modules: Modules = {}
-    for name, entry in index.items():
-        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    if not entries:
+        raise ModelError(
+            f"{folder / 'model_index.json'} lists no components; entries such as "
+            '"transformer": ["diffusers", "FluxTransformer2DModel"] were expected. Save the pipeline again with '
+            "save_pretrained."
+        )
+    parts: Parts = {}
+    for name, entry in entries.items():
+        if all(isinstance(word, str) for word in entry):  # Both are null for a component that was left out.
             cls = _library_class(folder, name, *entry)
             if issubclass(cls, torch.nn.Module):
-                modules[name] = (cls, _build_from_folder(cls, folder / name))
-    return str(index.get("_class_name", "unknown")), modules
+                parts[name] = Part(role_of(name, cls), cls, _build_from_folder(cls, folder / name))
+    return str(index.get("_class_name", "unknown")), parts
 
 
-def _read_model_folder(folder: Path) -> tuple[str, Modules]:
+def _read_model_folder(folder: Path) -> tuple[str, Parts]:
     name = _read_json(folder / "config.json").get("_class_name")
     if not isinstance(name, str):
         raise ModelError(f"{folder / 'config.json'} names no class (_class_name), so it is no diffusers model.")
     cls = diffusers_class(name)
-    return name, {"transformer": (cls, _build_from_folder(cls, folder))}
+    return name, lone_part(cls, _build_from_folder(cls, folder))
 
 
 def _library_class(folder: Path, name: str, library: str, class_name: str) -> type:
@@ -119,12 +151,12 @@ def _library_class(folder: Path, name: str, library: str, class_name: str) -> ty
             f"{folder / 'model_index.json'}: {name!r} is of {library}.{class_name}, code that comes with the model "
             "and is not run. Only components of diffusers and transformers can be read."
         )
-    cls = getattr(__import__(library), class_name, None)
+    package = importlib.import_module(library)
+    cls = getattr(package, class_name, None)
     if not inspect.isclass(cls):
-        version = __import__(library).__version__
         raise ModelError(
-            f"{folder / 'model_index.json'}: {name!r} is of {library}.{class_name}, which {library} {version} does "
-            f"not have. Upgrade {library}, or check the name."
+            f"{folder / 'model_index.json'}: {name!r} is of {library}.{class_name}, which {library} "
+            f"{package.__version__} does not have. Upgrade {library}, or check the name."
         )
     return cls
 
@@ -155,18 +187,26 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
 def _stored_dtype(folder: Path) -> torch.dtype:
     """The type of the weights on disk; bfloat16 where there are none."""
-    from safetensors import safe_open
+    # Variants such as model.fp16.safetensors come last: the plain file is the one that is loaded by default.
+    files = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name.count("."), file.name))
+    stored = [dtype for file in files for dtype in _dtypes_in(file)]
+    return stored[0] if stored else torch.bfloat16
 
-    for file in sorted(folder.glob("*.safetensors")):
+
+def _dtypes_in(file: Path) -> list[torch.dtype]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
         with safe_open(file, framework="pt") as weights:
-            for key in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
-                tensor = weights.get_slice(key)
-                name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(tensor.get_dtype())
-                if name:
-                    return typing.cast(torch.dtype, getattr(torch, name))
-    return torch.bfloat16
+            names = [weights.get_slice(key).get_dtype() for key in weights.keys()]  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is no complete safetensors file: {error}. Download or save it again.") from error
+    return [_DTYPES[name] for name in names if name in _DTYPES]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 
+from ..errors import ModelError
 from .blocks import Anatomy, find_anatomy
-from .components import ModuleDiscovery, role_of, tensor_bytes
+from .components import ModuleDiscovery, Role
+from .modules import is_container, tensor_bytes, unwrapped
 from .probe import probe_pipeline
-from .skeleton import Modules, read_skeleton
+from .skeleton import Part, Parts, lone_part, read_skeleton
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class ComponentReport:
     """One module of a pipeline."""
 
     name: str
-    role: str
+    role: Role
     class_name: str
     num_parameters: int | None = None
     """None where the size depends on a checkpoint that is not there."""
@@ -32,7 +36,8 @@ class FeatureReport:
     """Whether a feature can be used, and why."""
 
     name: str
-    works: bool
+    works: bool | None
+    """None where a checkpoint must be there to tell."""
     reason: str
 
 
@@ -58,53 +63,106 @@ def survey(source: str) -> ModelReport:
 
 def survey_pipeline(pipeline: Any) -> ModelReport:
     """The same for a pipeline, or a bare transformer, that is loaded."""
-    name = type(pipeline).__name__
-    roles = ModuleDiscovery.discover(pipeline).roles()
-    modules: Modules = {n: (type(m), m) for names, found in roles.values() for n, m in zip(names, found, strict=True)}
-    if isinstance(pipeline, torch.nn.Module) and find_anatomy(pipeline).stacks:
-        modules = {"transformer": (type(pipeline), pipeline)}
-    return report(name, name, modules)
+    name = type(unwrapped(pipeline) if isinstance(pipeline, torch.nn.Module) else pipeline).__name__
+    return report(name, name, _loaded_parts(pipeline))
 
 
 def survey_by_running(source: str) -> ModelReport:
     """Load a pipeline folder, run two steps of it, and report what was seen on the way."""
+    folder = Path(source).expanduser()
+    if not (folder / "model_index.json").is_file():
+        raise ModelError(
+            f"{source!r} cannot be run: a local folder that holds a whole pipeline, with a model_index.json, was "
+            "expected. Give one (hf download NAME --local-dir FOLDER), or survey it without running it."
+        )
+    pipeline = _load(folder)
+    parts = _loaded_parts(pipeline)
+    structure = report(source, type(pipeline).__name__, parts)
+    components = _probed(pipeline, parts, structure.components)
+    return replace(structure, components=components)
+
+
+def _load(folder: Path) -> Any:
     from diffusers import DiffusionPipeline
 
-    read_skeleton(source)  # Refuses what is no pipeline with a better message, and before weights are read.
-    pipeline = DiffusionPipeline.from_pretrained(source)
+    _, parts = read_skeleton(str(folder))  # Refuses what is broken with a better message, before weights are read.
+    dtypes = [dtype for part in sorted(parts.values(), key=_place) for dtype in _dtypes(part)]
+    try:
+        with warnings.catch_warnings():
+            # diffusers 0.38 knows this name alone, and later ones warn that there is a new one.
+            warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
+            pipeline = DiffusionPipeline.from_pretrained(str(folder), torch_dtype=dtypes[0] if dtypes else None)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
     pipeline.set_progress_bar_config(disable=True)
-    structure = survey_pipeline(pipeline)
-    components = tuple(
-        replace(part, anatomy=probe_pipeline(pipeline, getattr(pipeline, part.name))) if part.anatomy else part
-        for part in structure.components
-    )
-    return replace(structure, source=source, components=components)
+    return pipeline
 
 
-def report(source: str, class_name: str, modules: Modules) -> ModelReport:
+def _loaded_parts(pipeline: Any) -> Parts:
+    found = ModuleDiscovery.discover(pipeline).roles().items()
+    parts = {
+        name: Part(role, type(unwrapped(module)), module)
+        for role, (names, modules) in found
+        for name, module in zip(names, modules, strict=True)
+    }
+    # A transformer's own lists may have well-known names; what is never called itself is no component.
+    is_lone = all(part.module is not None and is_container(part.module) for part in parts.values())
+    if is_lone and isinstance(pipeline, torch.nn.Module):
+        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
+    return parts
+
+
+def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:
+    """The components with what two steps show of each denoiser; one that they do not call stays as it is."""
+    probed: list[ComponentReport] = []
+    problems: list[ModelError] = []
+    for component in components:
+        module = parts[component.name].module
+        if component.anatomy and component.anatomy.stacks and module is not None:
+            try:
+                component = replace(component, anatomy=probe_pipeline(pipeline, module))
+            except ModelError as error:
+                problems.append(error)
+        probed.append(component)
+    if problems and not any(component.anatomy and component.anatomy.is_probed for component in probed):
+        raise problems[0]
+    return tuple(probed)
+
+
+def report(source: str, class_name: str, parts: Parts) -> ModelReport:
     """Components, stacks and features of some modules."""
-    components = tuple(_report_component(name, cls, module) for name, (cls, module) in modules.items())
-    order = ("denoiser", "encoder", "vae", "resident")
-    components = tuple(sorted(components, key=lambda component: order.index(component.role)))
-    dtypes = [p.dtype for _, module in modules.values() if module is not None for p in module.parameters()]
-    dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else "unknown"
-    return ModelReport(source, class_name, dtype, components, tuple(_features(components, modules)))
+    dtypes = [str(dtype).removeprefix("torch.") for part in parts.values() for dtype in _dtypes(part)]
+    components = tuple(
+        _report_component(name, part) for name, part in sorted(parts.items(), key=lambda i: _place(i[1]))
+    )
+    features = tuple(_features(components, parts))
+    return ModelReport(source, class_name, dtypes[0] if dtypes else "unknown", components, features)
 
 
-def _report_component(name: str, cls: type, module: torch.nn.Module | None) -> ComponentReport:
-    role = role_of(name.rpartition(".")[2], cls)
-    if module is None:
-        return ComponentReport(name, role, cls.__name__)
-    anatomy = find_anatomy(module) if role == "denoiser" else None
-    num_parameters = sum(p.numel() for p in module.parameters())
-    return ComponentReport(name, role, cls.__name__, num_parameters, tensor_bytes([module]), anatomy)
+def _place(part: Part) -> int:
+    return get_args(Role).index(part.role)
 
 
-def _features(components: tuple[ComponentReport, ...], modules: Modules) -> Iterator[FeatureReport]:
+def _dtypes(part: Part) -> Iterator[torch.dtype]:
+    return (parameter.dtype for parameter in part.module.parameters()) if part.module is not None else iter(())
+
+
+def _report_component(name: str, part: Part) -> ComponentReport:
+    if part.module is None:
+        return ComponentReport(name, part.role, part.cls.__name__)
+    anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
+    num_parameters = sum(p.numel() for p in part.module.parameters())
+    num_bytes = tensor_bytes([part.module])
+    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy)
+
+
+def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
     denoisers = [c for c in components if c.role == "denoiser"]
     stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
+    unbuilt = [c.class_name for c in denoisers if c.num_parameters is None]
     blocks = sum(len(stack) for stack in stacks)
     leaders = [c.anatomy.leader for c in denoisers if c.anatomy and c.anatomy.leader]
+    unknown = f"not known without a checkpoint: {', '.join(unbuilt)} cannot be built without one; give a model's folder"
     if stacks:
         found = f"{blocks} blocks in {len(stacks)} stack{'s' if len(stacks) > 1 else ''}"
         yield FeatureReport("step cache", True, f"{found}; a step is judged at {', '.join(leaders)}")
@@ -114,8 +172,8 @@ def _features(components: tuple[ComponentReport, ...], modules: Modules) -> Iter
         )
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"
-        yield FeatureReport("step cache", False, nothing)
-        yield FeatureReport("layerwise offload", False, nothing)
+        for name in ("step cache", "layerwise offload"):
+            yield FeatureReport(name, None, unknown) if unbuilt else FeatureReport(name, False, nothing)
     encoders = [c for c in components if c.role == "encoder"]
     if denoisers and encoders:
         yield FeatureReport(
@@ -123,10 +181,12 @@ def _features(components: tuple[ComponentReport, ...], modules: Modules) -> Iter
         )
     else:
         yield FeatureReport("model offload", False, "nothing takes turns: a denoiser and an encoder are needed")
-    planned = [name for name, (cls, _) in modules.items() if "_sp_plan" in dir(cls) or getattr(cls, "_cp_plan", None)]
+    planned = [n for n, part in parts.items() if "_sp_plan" in dir(part.cls) or getattr(part.cls, "_cp_plan", None)]
     if planned:
         yield FeatureReport("sequence parallel", True, f"the plan comes with {', '.join(planned)}")
     elif stacks:
         yield FeatureReport("sequence parallel", True, "a plan is derived from the stacks and checked before use")
+    elif unbuilt:
+        yield FeatureReport("sequence parallel", None, unknown)
     else:
         yield FeatureReport("sequence parallel", False, "there is no plan, and no stack to derive one from")

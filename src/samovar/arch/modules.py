@@ -1,0 +1,44 @@
+"""What does a module hold, take and weigh? Looking through what torch.compile puts around it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+
+import torch
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given; any other module itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+def named_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """All modules within a model by their path, which is the same whether they are compiled or not."""
+    return {
+        path.replace("_orig_mod.", ""): unwrapped(module)
+        for path, module in model.named_modules()
+        if not path.endswith("_orig_mod")
+    }
+
+
+def is_container(module: torch.nn.Module) -> bool:
+    """Whether a module only holds others and is never called itself."""
+    return isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+
+
+def members(container: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """What a container holds. Unlike `named_children`, this has a module that is held twice at both places."""
+    return {name: unwrapped(module) for name, module in container._modules.items() if module is not None}
+
+
+def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What a module's forward takes."""
+    return inspect.signature(unwrapped(module).forward).parameters
+
+
+def tensor_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    """Bytes of all parameters and buffers, those shared between modules counted once."""
+    unique = {id(t): t for module in modules for tensors in (module.parameters(), module.buffers()) for t in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())

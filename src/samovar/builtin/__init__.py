@@ -1,0 +1,10 @@
+"""Which models come with Samovar, and where are they?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["BUILTIN_MODELS"]
+
+BUILTIN_MODELS = {"emoji": Path(__file__).parent / "emoji"}
+"""The folder of each model, in diffusers format, with its own defaults in `samovar.json`."""

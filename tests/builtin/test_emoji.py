@@ -1,0 +1,73 @@
+"""The built-in model: what is shipped, and that it draws what it is asked for."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from samovar import Omni
+from samovar.builtin import BUILTIN_MODELS
+
+FOLDER = BUILTIN_MODELS["emoji"]
+PROMPTS = {
+    "empty": "",
+    "emoji": "🫖" * 40,
+    "Cyrillic": "котик в стиле 3d",
+    "Chinese": "猫",
+    "control": "\x00\n\t",
+    "10,500 characters": "a cat, " * 1500,
+}
+
+
+@pytest.fixture(scope="module")
+def omni() -> Omni:
+    return Omni("emoji", progress=False)
+
+
+def test_it_is_small_and_holds_its_notices() -> None:
+    files = [file for file in FOLDER.rglob("*") if file.is_file()]
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    assert sum(file.stat().st_size for file in files) <= 32 * 2**20
+    assert all(file.stat().st_size < 16 * 2**20 for file in files)
+    for file in weights:
+        data = file.read_bytes()
+        header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+        assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} <= {"F16", "BF16"}
+    notice = (FOLDER / "NOTICE").read_text()
+    for name in ("noto-emoji.txt", "fluent-emoji.txt", "emojibase.txt"):
+        assert f"notices/{name}" in notice
+        assert "Copyright" in (FOLDER / "notices" / name).read_text()
+
+
+def test_its_defaults_are_its_own(omni: Omni) -> None:
+    assert omni.defaults.given() == {
+        "height": 128, "width": 128, "num_inference_steps": 28, "true_cfg_scale": 3.0, "negative_prompt": "",
+        "max_sequence_length": 64,
+    }  # fmt: skip
+
+
+def test_it_draws_what_it_is_asked_for(omni: Omni) -> None:
+    """Hearts of three colours: what is drawn tells whether the text is obeyed."""
+
+    def colour(prompt: str) -> tuple[int, ...]:
+        picture = np.asarray(omni.generate(prompt, seed=1, num_inference_steps=8)[0].images[0]).astype(int)
+        drawn = picture[picture.sum(-1) < 3 * 225]
+        return tuple(drawn.mean(0).round().astype(int))
+
+    red, green, blue = (colour(f"{name}, flat style") for name in ("red heart", "green heart", "blue heart"))
+    assert red[0] > red[1] + 80
+    assert red[0] > red[2] + 80
+    assert green[1] > green[0] + 80
+    assert blue[2] > blue[0] + 80
+
+
+@pytest.mark.parametrize(
+    "prompt", PROMPTS, ids=["empty", "emoji", "Cyrillic", "Chinese", "control", "10,500 characters"]
+)
+def test_any_text_gives_a_picture(omni: Omni, prompt: str) -> None:
+    result = omni.generate(prompt, seed=1, num_inference_steps=2)[0]
+    assert result.images[0].size == (128, 128)
+    assert bool(result.notes) is (len(prompt) > 1000)

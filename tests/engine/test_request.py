@@ -1,0 +1,60 @@
+"""Settings of a picture: what is refused, what wins over what, and a model's own defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samovar import OmniDiffusionSamplingParams
+from samovar.engine.request import read_defaults
+from samovar.errors import ModelError, SettingError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_inference_steps", 0, "must be at least 1, not 0"),
+        ("num_inference_steps", 2.5, "must be a whole number, not 2.5"),
+        ("num_inference_steps", True, "must be a whole number, not True"),
+        ("height", -8, "must be at least 1, not -8"),
+        ("seed", -1, "must be at least 0, not -1"),
+        ("seed", "7", "must be a whole number, not '7'"),
+        ("true_cfg_scale", float("nan"), "must be a finite number, not nan"),
+        ("guidance_scale", float("inf"), "must be a finite number, not inf"),
+        ("guidance_scale", -1.0, "must be at least 0, not -1.0"),
+        ("num_outputs_per_prompt", 0, "must be at least 1, not 0"),
+        ("negative_prompt", 3, "must be text, not 3"),
+    ],
+)
+def test_nonsense_is_refused_by_name(name: str, value: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=f"{name} {message}"):
+        OmniDiffusionSamplingParams(**{name: value})
+
+
+def test_unknown_settings_are_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingError, match=r"'num_inferense_steps'.*Did you mean 'num_inference_steps'\?"):
+        OmniDiffusionSamplingParams.from_dict({"num_inferense_steps": 3})
+
+
+def test_what_is_given_wins_and_zero_counts_as_given() -> None:
+    mine = OmniDiffusionSamplingParams(seed=0, true_cfg_scale=0.0, negative_prompt="")
+    theirs = OmniDiffusionSamplingParams(seed=5, true_cfg_scale=3.0, negative_prompt="x", height=64)
+    assert mine.over(theirs).given() == {"seed": 0, "true_cfg_scale": 0.0, "negative_prompt": "", "height": 64}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "must hold a JSON object, not list"),
+        ('{"hight": 8}', "Did you mean 'height'"),
+        ('{"height": "tall"}', "height must be a whole number"),
+    ],
+)
+def test_broken_defaults_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    assert read_defaults(tmp_path) == OmniDiffusionSamplingParams()
+    (tmp_path / "samovar.json").write_text(content)
+    with pytest.raises(ModelError, match=message):
+        read_defaults(tmp_path)
