@@ -46,6 +46,13 @@ def test_inspect_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("\x1b" in line for line in lines), "no colours but on a terminal"
 
 
+def test_inspect_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "emoji"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("FluxPipeline  weights as float16")
+    assert "13.0 M" in text
+
+
 def test_inspect_as_json_and_with_a_probe(tmp_path: Path) -> None:
     tiny_flux_pipeline().save_pretrained(tmp_path)
     result = run("inspect", str(tmp_path), "--json", "--probe")

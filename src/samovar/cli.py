@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from . import __version__
+from .builtin import BUILTIN_MODELS
 from .errors import SamovarError, SettingError
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def _add_inspect(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    inspect.add_argument("model", metavar="MODEL_OR_CLASS", help="a folder in diffusers format, or a diffusers class")
+    inspect.add_argument(
+        "model", metavar="MODEL_OR_CLASS", help="a built-in model, a folder in diffusers format, or a class"
+    )
     inspect.add_argument("--json", action="store_true", help="print JSON for programs")
     inspect.add_argument(
         "--probe", action="store_true", help="load the pipeline and run two steps to see what its blocks carry"
@@ -147,7 +150,8 @@ def _inspect(options: argparse.Namespace) -> int:
     with _Status("reading the model"):
         from .arch import survey, survey_by_running
 
-        report = (survey_by_running if options.probe else survey)(options.model)
+        source = str(BUILTIN_MODELS.get(options.model, options.model))
+        report = (survey_by_running if options.probe else survey)(source)
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -190,8 +194,8 @@ class _Paint:
     def dim(self, text: str) -> str:
         return self(text, 2)
 
-    def yes_or_no(self, yes: bool) -> str:
-        return self("yes", 32) if yes else self("no ", 31)
+    def yes_or_no(self, yes: bool | None) -> str:
+        return self("yes", 32) if yes else self("?  ", 33) if yes is None else self("no ", 31)
 
 
 def _print_report(report: ModelReport, paint: _Paint) -> None:

@@ -88,9 +88,10 @@ def diffusers_class(name: str) -> type:
         if inspect.isclass(cls) and (issubclass(cls, (torch.nn.Module, diffusers.DiffusionPipeline))):
             return cls
     known = {n for n in [*dir(diffusers), *dir(transformers)] if n[:1].isupper() and n.endswith(_MODEL_SUFFIXES)}
+    known -= {name, *(n for n in known if "Modular" in n)}  # Never suggest what is refused.
     raise ModelError(
         f"{name!r} is neither a folder nor a model or pipeline class of diffusers {diffusers.__version__}. "
-        f"{nearest(name, known - {name})}"
+        f"{nearest(name, known)}"
     )
 
 

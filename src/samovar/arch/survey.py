@@ -124,7 +124,7 @@ def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]
             except ModelError as error:
                 problems.append(error)
         probed.append(component)
-    if problems and not any(component.anatomy and component.anatomy.is_probed for component in probed):
+    if problems and all(component in components for component in probed):
         raise problems[0]
     return tuple(probed)
 
@@ -162,7 +162,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     unbuilt = [c.class_name for c in denoisers if c.num_parameters is None]
     blocks = sum(len(stack) for stack in stacks)
     leaders = [c.anatomy.leader for c in denoisers if c.anatomy and c.anatomy.leader]
-    unknown = f"not known without a checkpoint: {', '.join(unbuilt)} cannot be built without one; give a model's folder"
+    unknown = f"not known without a checkpoint, which says how {', '.join(unbuilt)} is built; give a model's folder"
     if stacks:
         found = f"{blocks} blocks in {len(stacks)} stack{'s' if len(stacks) > 1 else ''}"
         yield FeatureReport("step cache", True, f"{found}; a step is judged at {', '.join(leaders)}")
