@@ -40,6 +40,7 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/hooks.py --json benchmarks/results/hooks.json
+	$(BIN)/python benchmarks/builtin.py --json benchmarks/results/builtin.json
 
 clean:
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

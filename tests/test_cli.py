@@ -79,7 +79,7 @@ def test_generate_writes_pictures_and_says_where(tmp_path: Path) -> None:
     report = json.loads(result.stdout)
     assert [Path(picture["file"]).name for picture in report["pictures"]] == ["c-1.webp", "c-2.webp"]
     assert [picture["seed"] for picture in report["pictures"]] == [7, 8]
-    assert report["settings"]["true_cfg_scale"] == 3.0
+    assert report["settings"]["true_cfg_scale"] == 2.0
     assert all(Path(picture["file"]).is_file() for picture in report["pictures"])
 
 

@@ -273,7 +273,6 @@ def main() -> None:
     add("--quick", action="store_true", help="only as shipped, no other steps and CFG scales")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     sampler = Sampler(args.model, args.device, args.batch)
     dataset = load(args.data)
     steps, cfg = sampler.defaults["num_inference_steps"], sampler.defaults["true_cfg_scale"]

@@ -23,7 +23,7 @@ NOTICES = Path(__file__).parent / "notices"
 LARGEST_FILE = 16 * 2**20
 LARGEST_FOLDER = 32 * 2**20
 DEFAULTS = {
-    "num_inference_steps": 28, "true_cfg_scale": 3.0, "negative_prompt": "",
+    "num_inference_steps": 28, "true_cfg_scale": 2.0, "negative_prompt": "",
     "max_sequence_length": 64,
 }  # fmt: skip
 SCHEDULER = {

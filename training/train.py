@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/emoji"), help="the run's folder")
     add("--minutes", type=float, default=9.0, help="wall time of this call")
     add("--vae-minutes", type=float, default=3.0, help="the VAE's training time over all calls")
-    add("--flow-minutes", type=float, default=13.0, help="the flow's training time over all calls")
+    add("--flow-minutes", type=float, default=14.0, help="the flow's training time over all calls")
     add("--vae-steps", type=int, help="a budget in steps instead")
     add("--flow-steps", type=int, help="a budget in steps instead")
     add("--init", type=Path, help="start from a weights folder, when the full state is lost")

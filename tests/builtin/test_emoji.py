@@ -44,7 +44,7 @@ def test_it_is_small_and_holds_its_notices() -> None:
 
 def test_its_defaults_are_its_own(omni: Omni) -> None:
     assert omni.defaults.given() == {
-        "height": 128, "width": 128, "num_inference_steps": 28, "true_cfg_scale": 3.0, "negative_prompt": "",
+        "height": 128, "width": 128, "num_inference_steps": 28, "true_cfg_scale": 2.0, "negative_prompt": "",
         "max_sequence_length": 64,
     }  # fmt: skip
 

@@ -40,7 +40,7 @@ _INSIDE = "_samovar_inside"
 
 _class_slot: Any = object.__dict__["__class__"]
 _any_global_hook: Callable[[], Any] = torch.nn.modules.module._has_any_global_hook
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Inside(threading.local):
