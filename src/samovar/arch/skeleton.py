@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import json
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError, nearest
+from ..files import read_json
 from .blocks import find_anatomy
 from .components import Role, role_of
 
@@ -121,7 +121,7 @@ def _try_default(cls: type) -> torch.nn.Module | None:
 
 
 def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
-    index = _read_json(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     if not entries:
         raise ModelError(
@@ -139,7 +139,7 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
 
 
 def _read_model_folder(folder: Path) -> tuple[str, Parts]:
-    name = _read_json(folder / "config.json").get("_class_name")
+    name = read_json(folder / "config.json").get("_class_name")
     if not isinstance(name, str):
         raise ModelError(f"{folder / 'config.json'} names no class (_class_name), so it is no diffusers model.")
     cls = diffusers_class(name)
@@ -171,7 +171,7 @@ def _build_from_folder(cls: Any, folder: Path) -> torch.nn.Module:
             if cls.__module__.startswith("transformers."):
                 module = cls(cls.config_class.from_pretrained(folder))
             else:
-                module = cls.from_config(_read_json(config_file))
+                module = cls.from_config(read_json(config_file))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{cls.__name__} could not be built from {config_file}: {error}") from error
     return typing.cast(torch.nn.Module, module)
@@ -208,13 +208,3 @@ def _dtypes_in(file: Path) -> list[torch.dtype]:
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is no complete safetensors file: {error}. Download or save it again.") from error
     return [_DTYPES[name] for name in names if name in _DTYPES]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}.")
-    return content

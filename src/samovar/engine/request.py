@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError, SettingError, nearest
+from ..files import read_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,17 +76,6 @@ def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:
         raise ModelError(
             f"{file} does not hold the model's defaults: {error} Correct the file or remove it."
         ) from error
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}.")
-    return content
 
 
 @dataclass(frozen=True)

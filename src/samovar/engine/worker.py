@@ -12,7 +12,8 @@ from typing import Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, SettingError, nearest
-from .request import GeneratedPictures, OmniDiffusionSamplingParams, read_defaults, read_json
+from ..files import read_json
+from .request import GeneratedPictures, OmniDiffusionSamplingParams, read_defaults
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
