@@ -164,6 +164,16 @@ def test_a_lazy_module_keeps_its_hooks_when_it_changes_class() -> None:
     assert type(module) is torch.nn.Linear
 
 
+def test_a_class_made_of_a_hooked_type_outlives_the_hooks() -> None:
+    module = Layer()
+    ATTACH["ours"](module)
+    module.__class__ = type("Derived", (type(module),), {})
+    assert module([]) == ["ours", "forward"]
+    REMOVE["ours"](module)
+    assert module([]) == module.forward([]) == ["forward"]
+    assert type(module).__name__ == "Derived"
+
+
 def test_a_patched_class_is_seen_at_the_next_hooking(monkeypatch: pytest.MonkeyPatch) -> None:
     class Patched(Layer):
         pass

@@ -65,8 +65,8 @@ class _Hooked(_Module):
         if _is_compiling():
             return _outside_graph.call(self, args, kwargs)
         registry = self.__dict__.get(_ENTRY)
-        if registry is None:  # Another library swapped the class after us, and our hooks are gone.
-            return call_bare(self, args, kwargs)
+        if registry is None:  # Somebody made a class of this type while there were hooks, and they are gone.
+            return super().__call__(*args, **kwargs)
         return registry.run(self, call_bare, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -158,6 +158,8 @@ _hooked_classes: dict[tuple[type, bool], type[torch.nn.Module]] = {}
 
 def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[torch.nn.Module]:
     """One subclass for all instances of a class, so that compiled blocks go on sharing their code."""
+    if issubclass(cls, _Hooked):  # Made by others of a hooked type: it intercepts as it is.
+        return cls
     known = _hooked_classes.get((cls, has_cache_context))
     if known is None or vars(known)["_samovar_forward"] is not cls.forward:
         body: dict[str, Any] = {
@@ -211,9 +213,8 @@ def _followed_cache_context(cls: Any) -> Callable[..., Any]:
     @contextlib.contextmanager
     def cache_context(self: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
         # A wrapper, such as a compiled model, has none of its own but passes on that of the model inside.
-        bare = (
-            cls.cache_context.__get__(self) if hasattr(cls, "cache_context") else cls.__getattr__(self, "cache_context")
-        )
+        has_own = hasattr(cls, "cache_context")
+        bare = cls.cache_context.__get__(self) if has_own else cls.__getattr__(self, "cache_context")
         with call_context(branch=name), bare(name, *args, **kwargs):
             yield
 
