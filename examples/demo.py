@@ -49,7 +49,10 @@ def main() -> None:
     file = Path("out") / "demo.png"
     file.parent.mkdir(exist_ok=True)
     sheet([result.images[0] for result in results], PROMPTS).save(file)
-    print(f"{len(results)} pictures in {seconds:.0f} s: {seconds / len(results):.1f} s each, {steps} steps computed")
+    each = seconds / len(results)
+    print(
+        f"{len(results)} pictures in {seconds:.0f} s, {each:.1f} s each; {steps} denoising steps, all of them computed"
+    )
     print(f"the sheet is in {file}")
 
 

@@ -88,6 +88,7 @@ def test_generate_writes_pictures_and_says_where(tmp_path: Path) -> None:
     [
         (["-o", "cat.gif2"], "'cat.gif2' must end in .png"),
         (["-o", "nowhere/cat.png"], "The folder 'nowhere' for 'nowhere/cat.png' is not there"),
+        (["-o", "/proc/cat.png"], "'/proc/cat.png' cannot be written"),
         (["--steps", "0"], "num_inference_steps must be at least 1, not 0"),
         (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
         (["--model", "emojis"], "Did you mean 'emoji'?"),

@@ -25,7 +25,13 @@ def test_every_error_is_in_the_drawing_and_under_the_root() -> None:
         ("TEA_CACHE", ["tea_cache", "cache_dit"], "Did you mean 'tea_cache'?"),
         ("xyz", ["tea_cache", "cache_dit"], "Known: 'cache_dit', 'tea_cache'."),
         ("Latte", ["LattePipeline", "LatteTransformer3DModel"], "'LattePipeline' or 'LatteTransformer3DModel'?"),
-        ("q", [f"a{i:02}" for i in range(14)], "'a11' and 2 more."),
+        ("steps", ["num_inference_steps", "seed"], "Did you mean 'num_inference_steps'?"),
+        (
+            "Flux",
+            ["Flux2KleinPipeline", "FluxPipeline", "Flux2Pipeline"],
+            "'FluxPipeline' or 'Flux2Pipeline' or 'Flux2KleinPipeline'?",
+        ),
+        ("q", [f"a{i:02}" for i in range(24)], "None of the 24 known names is near it."),
         ("anything", [], "None is known."),
     ],
 )

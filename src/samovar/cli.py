@@ -61,7 +61,8 @@ def _add_generate(commands: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="make pictures from text",
-        description="Make a picture from text with the built-in model, or with any in diffusers format.",
+        description="Make a picture from text with the built-in model, or any in diffusers format. The built-in one "
+        "knows emoji by name, in three styles: noto, 3d and flat. What is not given is the model's own default.",
         epilog='examples:\n  samovar generate "a grinning cat, 3d style" -o cat.png\n'
         '  samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png',
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,15 +71,17 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("prompt", help="what to draw")
     generate.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
     generate.add_argument("--model", default="emoji", help="a built-in model or a folder in diffusers format (emoji)")
-    generate.add_argument("--steps", type=int, dest="num_inference_steps", metavar="N")
+    generate.add_argument("--steps", type=int, dest="num_inference_steps", metavar="N", help="denoising steps")
     generate.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same picture")
-    generate.add_argument("--height", type=int, metavar="PIXELS")
-    generate.add_argument("--width", type=int, metavar="PIXELS")
+    generate.add_argument("--height", type=int, metavar="PIXELS", help="a multiple of 8 for the built-in model")
+    generate.add_argument("--width", type=int, metavar="PIXELS", help="likewise")
     generate.add_argument("--true-cfg-scale", type=float, metavar="X", help="how closely to follow the prompt")
     generate.add_argument("--guidance-scale", type=float, metavar="X", help="the same, for distilled models")
     generate.add_argument("--negative-prompt", metavar="TEXT", help="what not to draw")
     generate.add_argument("--max-sequence-length", type=int, metavar="TOKENS", help="tokens of text to read")
-    generate.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="pictures, of N seeds")
+    generate.add_argument(
+        "-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many: out-1.png, out-2.png ..."
+    )
     generate.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or float16 (auto)")
     generate.add_argument("--device", help="cpu, cuda, cuda:1 ... (a GPU if there is one)")
     generate.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -145,14 +148,23 @@ def _output_files(output: str, count: int) -> list[Path]:
         )
     if not file.parent.is_dir():
         raise SettingError(f"The folder {str(file.parent)!r} for {output!r} is not there. Make it first.")
-    return [file] if count == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, count + 1)]
+    files = [file] if count == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, count + 1)]
+    for file in files:
+        try:
+            was_there = file.exists()
+            file.open("ab").close()
+        except OSError as error:
+            raise SettingError(f"{str(file)!r} cannot be written ({error.strerror}). Give another place.") from error
+        if not was_there:
+            file.unlink()
+    return files
 
 
 def _inspect(options: argparse.Namespace) -> int:
     with _Status("reading the model"):
         from .arch import survey, survey_by_running
 
-        source = str(BUILTIN_MODELS.get(options.model, options.model))
+        source = str(BUILTIN_MODELS.get(options.model.lower(), options.model))
         report = (survey_by_running if options.probe else survey)(source)
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
@@ -221,7 +233,7 @@ def _print_report(report: ModelReport, paint: _Paint) -> None:
                 print(f"  {paint.dim(label)}: {', '.join(paths)}")
         if not stacks:
             print(f"  {paint.dim('none found')}")
-    print(f"\n{paint.bold('ready for')}")
+    print(f"\n{paint.bold('ready for')}  {paint.dim('what can be attached; the changelog says what already is')}")
     width = max(len(feature.name) for feature in report.features)
     for feature in report.features:
         print(f"  {feature.name:{width}}  {paint.yes_or_no(feature.works)}  {paint.dim(feature.reason)}")

@@ -37,13 +37,15 @@ class HookConflictError(SamovarError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the known one nearest to it, or all of them when none is near."""
+    """A hint for an unknown name: the known ones nearest to it, or all of them if they are few."""
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}
     close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)]
-    close = close or [candidate for candidate in names if candidate.lower().startswith(name.lower()[:5])][:4]
+    parts = [candidate for candidate in names if name.lower()[:5] in candidate.lower()]
+    parts.sort(key=lambda candidate: (not candidate.lower().startswith(name.lower()[:5]), len(candidate)))
+    close = close or parts[:4]
     if close:
         return f"Did you mean {' or '.join(repr(candidate) for candidate in close)}?"
-    shown = ", ".join(repr(candidate) for candidate in names[:12])
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return f"Known: {shown}{more}." if names else "None is known."
+    if len(names) > 20:
+        return f"None of the {len(names)} known names is near it."
+    return f"Known: {', '.join(map(repr, names))}." if names else "None is known."

@@ -167,7 +167,8 @@ def test_a_config_without_a_class_is_refused(tmp_path: Path) -> None:
         ("fluxpipeline", "Did you mean 'FluxPipeline'?"),
         ("Latte", "Did you mean 'LattePipeline' or 'LatteTransformer3DModel'?"),
         ("black-forest-labs/FLUX.1-dev", "A model of the hub must be downloaded first"),
-        (".", "neither model_index.json nor config.json"),
+        (".", "neither model_index.json nor config.json is in it"),
+        ("./nowhere", "no such folder"),
         ("ModularPipeline", "'ModularPipeline' is neither a folder nor a model or pipeline class"),
     ],
 )

@@ -91,6 +91,23 @@ def test_a_long_prompt_is_cut_and_the_user_is_told(tiny: Worker) -> None:
     assert note.endswith("tokens long, and the model read the first 8")
 
 
+def test_what_the_pipeline_refuses_is_a_setting_error(tiny: Worker) -> None:
+    with pytest.raises(SettingError, match=r"FluxPipeline refuses these settings: .*max_sequence_length"):
+        tiny.generate("a cat", OmniDiffusionSamplingParams(max_sequence_length=1000))
+
+
+@pytest.mark.parametrize(("device", "message"), [("foo", "'foo' is no device"), ("cuda:9", "'cuda:9' cannot be used")])
+def test_a_device_that_is_not_there_is_refused(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SettingError, match=message):
+        Worker("emoji", device=device)
+
+
+def test_guidance_that_has_no_effect_is_noted(tiny: Worker) -> None:
+    (note,) = tiny.generate("a cat", OmniDiffusionSamplingParams(guidance_scale=9.0, num_inference_steps=1)).notes
+    assert note == "guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale"
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'emojy' is neither.*Did you mean 'emoji'\?"):
         model_folder("emojy")

@@ -46,9 +46,10 @@ def read_skeleton(source: str) -> tuple[str, Parts]:
     if (path / "config.json").is_file():
         return _read_model_folder(path)
     if path.exists() or "/" in source:
+        problem = "neither model_index.json nor config.json is in it" if path.exists() else "there is no such folder"
         raise ModelError(
-            f"{source!r} is no model: neither model_index.json nor config.json is in that folder. Give a folder in "
-            "diffusers format or a class name. A model of the hub must be downloaded first: "
+            f"{source!r} is no model: {problem}. "
+            "Give a folder in diffusers format or a class name. A model of the hub must be downloaded first: "
             "hf download NAME --local-dir FOLDER"
         )
     return _read_class(source)

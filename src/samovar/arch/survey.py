@@ -73,7 +73,7 @@ def survey_by_running(source: str) -> ModelReport:
     if not (folder / "model_index.json").is_file():
         raise ModelError(
             f"{source!r} cannot be run: a local folder that holds a whole pipeline, with a model_index.json, was "
-            "expected. Give one (hf download NAME --local-dir FOLDER), or survey it without running it."
+            "expected. Give one (hf download NAME --local-dir FOLDER), or read it without running it."
         )
     pipeline = _load(folder)
     parts = _loaded_parts(pipeline)
@@ -83,15 +83,20 @@ def survey_by_running(source: str) -> ModelReport:
 
 
 def _load(folder: Path) -> Any:
-    from diffusers import DiffusionPipeline
+    import diffusers
+    import transformers
 
+    for logging in (transformers.utils.logging, diffusers.utils.logging):
+        logging.disable_progress_bar()  # Theirs are for people who load models by hand.
     _, parts = read_skeleton(str(folder))  # Refuses what is broken with a better message, before weights are read.
     dtypes = [dtype for part in sorted(parts.values(), key=_place) for dtype in _dtypes(part)]
     try:
         with warnings.catch_warnings():
             # diffusers 0.38 knows this name alone, and later ones warn that there is a new one.
             warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
-            pipeline = DiffusionPipeline.from_pretrained(str(folder), torch_dtype=dtypes[0] if dtypes else None)
+            pipeline = diffusers.DiffusionPipeline.from_pretrained(
+                str(folder), torch_dtype=dtypes[0] if dtypes else None
+            )
     except (OSError, ValueError) as error:
         raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
     pipeline.set_progress_bar_config(disable=True)
@@ -161,14 +166,17 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
     unbuilt = [c.class_name for c in denoisers if c.num_parameters is None]
     blocks = sum(len(stack) for stack in stacks)
-    leaders = [c.anatomy.leader for c in denoisers if c.anatomy and c.anatomy.leader]
+    judged = [(c.name, c.anatomy.leader) for c in denoisers if c.anatomy and c.anatomy.leader]
+    leaders = [f"{name}.{leader}" if len(denoisers) > 1 else leader for name, leader in judged]
     unknown = f"not known without a checkpoint, which says how {', '.join(unbuilt)} is built; give a model's folder"
     if stacks:
         found = f"{blocks} blocks in {len(stacks)} stack{'s' if len(stacks) > 1 else ''}"
         yield FeatureReport("step cache", True, f"{found}; a step is judged at {', '.join(leaders)}")
         streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
         yield FeatureReport(
-            "layerwise offload", True, f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of the denoiser"
+            "layerwise offload",
+            True,
+            f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of what denoises",
         )
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"

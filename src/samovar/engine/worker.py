@@ -38,13 +38,15 @@ class Worker:
     def __init__(self, model: str, *, dtype: str = "auto", device: str | None = None, progress: bool = True) -> None:
         if dtype not in _DTYPES:
             raise SettingError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}. {nearest(dtype, _DTYPES)}")
+        _check_device(device)
         folder = model_folder(model)
         self.defaults = read_defaults(folder)
         pipeline_class = _pipeline_class(folder)
         started = time.perf_counter()
         self._pipeline = _load_pipeline(pipeline_class, folder, dtype, device)
         self.load_seconds = time.perf_counter() - started
-        self._pipeline.set_progress_bar_config(disable=not progress, leave=False, desc="denoising")
+        # None: shown on a terminal, not in a file.
+        self._pipeline.set_progress_bar_config(disable=None if progress else True, leave=False, desc="denoising")
 
     def generate(self, prompt: str, params: OmniDiffusionSamplingParams) -> GeneratedPictures:
         """Pictures of a prompt. Every one is the same whether it is made alone or among others."""
@@ -52,7 +54,7 @@ class Worker:
 
         if not isinstance(prompt, str):
             raise SettingError(f"A prompt must be text, not {prompt!r}.")
-        params = params.over(self.defaults)
+        asked, params = params, params.over(self.defaults)
         if params.seed is None:
             params = replace(params, seed=random.randrange(2**32))
         call = self._call_arguments(params)
@@ -61,9 +63,12 @@ class Worker:
         images = []
         for seed in seeds:
             generator = torch.Generator("cpu").manual_seed(seed)
-            images += self._pipeline(prompt=prompt, generator=generator, **call).images
+            try:
+                images += self._pipeline(prompt=prompt, generator=generator, **call).images
+            except ValueError as error:  # How pipelines of diffusers refuse a setting.
+                raise SettingError(f"{type(self._pipeline).__name__} refuses these settings: {error}") from error
         seconds = time.perf_counter() - started
-        return GeneratedPictures(prompt, tuple(images), seeds, params, seconds, self._notes(prompt, params))
+        return GeneratedPictures(prompt, tuple(images), seeds, params, seconds, self._notes(prompt, params, asked))
 
     def _call_arguments(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
         """The settings as this pipeline takes them, all checked before anything is computed."""
@@ -83,8 +88,17 @@ class Worker:
                 raise SettingError(f"{type(self._pipeline).__name__} takes no {name}. {nearest(name, takes)}")
         return call
 
-    def _notes(self, prompt: str, params: OmniDiffusionSamplingParams) -> tuple[str, ...]:
-        """A prompt that is longer than what the model reads is cut, and the user is told."""
+    def _notes(
+        self, prompt: str, params: OmniDiffusionSamplingParams, asked: OmniDiffusionSamplingParams
+    ) -> tuple[str, ...]:
+        """What had no effect: words beyond those that the model reads, and guidance that it does not know."""
+        notes = self._length_notes(prompt, params)
+        config = getattr(getattr(self._pipeline, "transformer", None), "config", {})
+        if asked.guidance_scale is not None and config.get("guidance_embeds") is False:
+            notes += ("guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale",)
+        return notes
+
+    def _length_notes(self, prompt: str, params: OmniDiffusionSamplingParams) -> tuple[str, ...]:
         tokenizer = getattr(self._pipeline, "tokenizer_2", None) or getattr(self._pipeline, "tokenizer", None)
         if tokenizer is None:
             return ()
@@ -93,6 +107,21 @@ class Worker:
         if length <= limit:
             return ()
         return (f"the prompt is {length} tokens long, and the model read the first {limit}",)
+
+
+def _check_device(device: str | None) -> None:
+    import torch
+
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise SettingError(f"{device!r} is no device. Give cpu, cuda, or cuda:1 for the second GPU.") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SettingError(
+            f"{device!r} cannot be used: torch {torch.__version__} finds no GPU here. Leave it out, or give cpu."
+        )
 
 
 def _pipeline_class(folder: Path) -> Any:
