@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # As the command line does: kind to a busy machine.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # As the command line does: see there.
 
 from pathlib import Path
 
