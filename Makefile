@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs test-slow test-gpu test-ray test-browser bench clean
+.PHONY: demo test lint type unit docs test-slow test-gpu test-ray test-browser bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -41,6 +41,11 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/hooks.py --json benchmarks/results/hooks.json
 	$(BIN)/python benchmarks/builtin.py --json benchmarks/results/builtin.json
+
+# On a machine with a GPU; cache-dit, if it is installed, takes part.
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu_cache.py --json benchmarks/results/gpu_cache.json
+	$(BIN)/python benchmarks/gpu_offload.py --json benchmarks/results/gpu_offload.json
 
 clean:
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

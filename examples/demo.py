@@ -1,4 +1,4 @@
-"""A dozen pictures by the built-in model on one sheet: `make demo`."""
+"""A dozen pictures by the built-in model, exact and with skipped steps, on one sheet: `make demo`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # As the command line does: se
 
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
@@ -17,23 +18,34 @@ PROMPTS = [
     "octopus, noto style", "pizza, flat style", "unicorn, 3d style", "hot beverage, 3d style",
     "frog, flat style", "birthday cake, noto style", "ghost, 3d style", "rainbow, flat style",
 ]  # fmt: skip
-COLUMNS, SCALE, MARGIN, CAPTION = 4, 2, 12, 26
+COLUMNS, SCALE, MARGIN, CAPTION, HEADER = 3, 2, 16, 26, 28
 
 
-def sheet(pictures: list[Image.Image], captions: list[str]) -> Image.Image:
-    """All pictures with what was asked for below each."""
-    side = pictures[0].width * SCALE
-    rows = -(-len(pictures) // COLUMNS)
-    size = (COLUMNS * (side + MARGIN) + MARGIN, rows * (side + CAPTION + MARGIN) + MARGIN)
+def sheet(exact: list[Image.Image], cached: list[Image.Image], captions: list[str]) -> Image.Image:
+    """For each prompt the exact picture and, beside it, the one with skipped steps."""
+    side = exact[0].width * SCALE
+    rows = -(-len(exact) // COLUMNS)
+    size = (COLUMNS * (2 * side + MARGIN) + MARGIN, HEADER + rows * (side + CAPTION + MARGIN))
     page = Image.new("RGB", size, "#f2f2f2")
     draw = ImageDraw.Draw(page)
     font = ImageFont.load_default(15)
-    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+    for column in range(COLUMNS):
+        left = MARGIN + column * (2 * side + MARGIN)
+        for shift, title in ((0, "exact"), (side, "steps skipped")):
+            draw.text((left + shift + side / 2, 6), title, fill="#888888", font=font, anchor="ma")
+    for number, caption in enumerate(captions):
         row, column = divmod(number, COLUMNS)
-        left, top = MARGIN + column * (side + MARGIN), MARGIN + row * (side + CAPTION + MARGIN)
-        page.paste(picture.resize((side, side), Image.Resampling.LANCZOS), (left, top))
-        draw.text((left + side / 2, top + side + 4), caption, fill="#222222", font=font, anchor="ma")
+        left, top = MARGIN + column * (2 * side + MARGIN), HEADER + row * (side + CAPTION + MARGIN)
+        for shift, picture in ((0, exact[number]), (side, cached[number])):
+            page.paste(picture.resize((side, side), Image.Resampling.LANCZOS), (left + shift, top))
+        draw.text((left + side, top + side + 4), caption, fill="#222222", font=font, anchor="ma")
     return page
+
+
+def decibel(one: Image.Image, other: Image.Image) -> float:
+    """How near two pictures are, as PSNR."""
+    difference = np.asarray(one.convert("RGB"), float) - np.asarray(other.convert("RGB"), float)
+    return float(10 * np.log10(255**2 / max(float((difference**2).mean()), 1e-9)))
 
 
 def main() -> None:
@@ -41,19 +53,30 @@ def main() -> None:
     started = time.perf_counter()
     from samovar import Omni
 
-    with Omni("emoji", progress=False) as omni:
-        print(f"ready after {time.perf_counter() - started:.1f} s, {omni.load_seconds:.1f} s of it for the weights")
-        results = [omni.generate(prompt, seed=7)[0] for prompt in tqdm(PROMPTS, unit="picture")]
-    seconds = sum(result.seconds for result in results)
-    steps = sum(result.params.num_inference_steps or 0 for result in results)
+    pictures: dict[str, list[Image.Image]] = {}
+    seconds: dict[str, float] = {}
+    counts = [0, 0]
+    for name, settings in {"exact": {}, "cached": {"cache_backend": "forecast"}}.items():
+        with Omni("emoji", progress=False, **settings) as omni:
+            if name == "exact":
+                waited = time.perf_counter() - started
+                print(f"ready after {waited:.1f} s, {omni.load_seconds:.1f} s of it for the weights")
+            results = [omni.generate(prompt, seed=7)[0] for prompt in tqdm(PROMPTS, unit="picture", desc=name)]
+        pictures[name] = [result.images[0] for result in results]
+        seconds[name] = sum(result.seconds for result in results)
+        for result in results:
+            for stats in result.cache:
+                counts = [counts[0] + stats.computed, counts[1] + stats.skipped]
     file = Path("out") / "demo.png"
     file.parent.mkdir(exist_ok=True)
-    sheet([result.images[0] for result in results], PROMPTS).save(file)
-    each = seconds / len(results)
+    sheet(pictures["exact"], pictures["cached"], PROMPTS).save(file)
+    near = sorted(decibel(*pair) for pair in zip(pictures["exact"], pictures["cached"], strict=True))
     print(
-        f"{len(results)} pictures in {seconds:.0f} s, {each:.1f} s each; {steps} denoising steps, all of them computed"
+        f"{len(PROMPTS)} pictures, every step computed: {seconds['exact']:.0f} s\n"
+        f"the same with {counts[1]} of {sum(counts)} forwards skipped: {seconds['cached']:.0f} s, "
+        f"{seconds['exact'] / seconds['cached']:.2f} times as fast; PSNR {near[len(near) // 2]:.0f} dB, "
+        f"{near[0]:.0f} at least\nthe sheet is in {file}"
     )
-    print(f"the sheet is in {file}")
 
 
 if __name__ == "__main__":

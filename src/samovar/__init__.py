@@ -16,10 +16,13 @@ if TYPE_CHECKING:
         survey,
         survey_pipeline,
     )
+    from .cache import TeaCacheConfig, make_cache_backend
     from .engine import GeneratedPictures, OmniDiffusionSamplingParams
     from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
+    from .offload import OffloadConfig, apply_offload
     from .omni import Omni
+    from .parallel import SequenceParallelConfig
 
 __version__ = "0.1.0"
 
@@ -29,11 +32,16 @@ __all__ = [
     "HookRegistry",
     "ModelHook",
     "ModuleDiscovery",
+    "OffloadConfig",
     "Omni",
     "OmniDiffusionSamplingParams",
     "SamovarError",
+    "SequenceParallelConfig",
     "SupportsModuleOffload",
+    "TeaCacheConfig",
+    "apply_offload",
     "find_anatomy",
+    "make_cache_backend",
     "probe_anatomy",
     "register_declaration",
     "survey",
@@ -41,7 +49,7 @@ __all__ = [
 ]
 
 # Names are looked up when they are first used: importing Samovar loads neither torch nor diffusers.
-_ROOMS = ("errors", "hooks", "arch", "engine", "omni")
+_ROOMS = ("errors", "hooks", "arch", "cache", "offload", "parallel", "engine", "omni")
 
 
 def __getattr__(name: str) -> Any:

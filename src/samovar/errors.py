@@ -2,9 +2,12 @@
 
     SamovarError
     ├── SettingError (ValueError)         a setting or argument that cannot be used
+    │   └── StrategyError                 an attention that a parallel strategy cannot compute
     ├── ModelError (ValueError)           a model or class that cannot be found, built or read
     ├── DeclarationError (ValueError)     a declaration that does not fit the model it is about
-    └── HookConflictError (RuntimeError)  two hooks that cannot live on one module
+    ├── HookConflictError (RuntimeError)  two hooks that cannot live on one module
+    ├── ShardingError (RuntimeError)      a sharded forward that would have given a wrong result
+    └── RankError (RuntimeError)          a rank that failed or died, and with it its group
 
 Every message says what was given, what was expected and what to do. The built-in base of each class
 is what a caller who has never heard of Samovar would catch.

@@ -78,9 +78,10 @@ def test_a_stack_that_does_not_run_is_named() -> None:
     assert "spare_blocks" not in [stack.path for stack in anatomy.stacks]
 
 
-def test_a_declared_leader_is_kept() -> None:
+def test_a_declared_leader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ZImageTransformer2DModel", "Lumina2Transformer2DModel"):
         model = case(name)
+        monkeypatch.setitem(DECLARATIONS, name, BlockDeclaration(leader="layers"))
         assert probe_anatomy(model.build(), model.inputs(0), model.inputs(1)).leader == "layers"
 
 

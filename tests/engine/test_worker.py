@@ -11,9 +11,9 @@ import pytest
 
 from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
-from samovar.engine import Worker
-from samovar.engine.worker import model_folder
+from samovar.engine import EngineConfig, Worker
 from samovar.errors import ModelError, SettingError
+from samovar.hooks import HookRegistry
 
 FAST = OmniDiffusionSamplingParams(num_inference_steps=1, seed=1)
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(folder: Path) -> Worker:
-    return Worker(str(folder), progress=False)
+    return Worker(EngineConfig(str(folder), progress=False))
 
 
 def pixels(image: Any) -> Any:
@@ -96,23 +96,43 @@ def test_what_the_pipeline_refuses_is_a_setting_error(tiny: Worker) -> None:
         tiny.generate("a cat", OmniDiffusionSamplingParams(max_sequence_length=1000))
 
 
-@pytest.mark.parametrize(("device", "message"), [("foo", "'foo' is no device"), ("cuda:9", "'cuda:9' cannot be used")])
-def test_a_device_that_is_not_there_is_refused(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SettingError, match=message):
-        Worker("emoji", device=device)
-
-
 def test_guidance_that_has_no_effect_is_noted(tiny: Worker) -> None:
     (note,) = tiny.generate("a cat", OmniDiffusionSamplingParams(guidance_scale=9.0, num_inference_steps=1)).notes
     assert note == "guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale"
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'emojy' is neither.*Did you mean 'emoji'\?"):
-        model_folder("emojy")
-    with pytest.raises(SettingError, match=r"dtype must be one of .*, not 'bfloat61'. Did you mean 'bfloat16'\?"):
-        Worker("emoji", dtype="bfloat61")
+def test_a_class_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
     with pytest.raises(ModelError, match=r"is of class 'NoPipeline', which diffusers .* does not have"):
-        Worker(str(tmp_path))
+        Worker(EngineConfig(str(tmp_path)))
+
+
+CACHE = {"cache_backend": "tea_cache", "cache_config": {"schedule": "#.#.#"}}
+OFFLOADED: list[dict[str, Any]] = [
+    {"enable_cpu_offload": True},
+    {"enable_layerwise_offload": True},
+    {"gpu_memory": "3GiB"},
+    {"enable_layerwise_offload": True, "gpu_memory": "3GiB"},
+]
+
+
+@pytest.mark.parametrize("cache", [{}, CACHE], ids=["bare", "cached"])
+def test_offload_changes_no_bit(folder: Path, cache: dict[str, Any]) -> None:
+    params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=2)
+    resident = Worker(EngineConfig(str(folder), progress=False, **cache)).generate("a cat", params)
+    assert len(resident.cache) == len(cache) // 2
+    for settings in OFFLOADED:
+        worker = Worker(EngineConfig(str(folder), device="cpu", progress=False, **cache, **settings))
+        assert worker._attached.offloaded is not None
+        result = worker.generate("a cat", params)
+        assert np.array_equal(pixels(result.images[0]), pixels(resident.images[0])), settings
+        assert [stats.to_dict() for stats in result.cache] == [stats.to_dict() for stats in resident.cache]
+        worker.close()
+
+
+def test_a_closed_worker_leaves_a_bare_pipeline(folder: Path) -> None:
+    worker = Worker(EngineConfig(str(folder), device="cpu", progress=False, enable_layerwise_offload=True, **CACHE))
+    transformer = worker._pipeline.transformer
+    assert len(HookRegistry.get_or_create(transformer)._hooks) > 0
+    worker.close()
+    assert all(len(HookRegistry.get_or_create(module)._hooks) == 0 for module in transformer.modules())

@@ -62,14 +62,19 @@ class BlockStack:
         """The blocks as the model calls them, compiled or not; one that runs at two places comes twice."""
         return tuple(unwrapped(model).get_submodule(path) for path in self.block_paths)
 
-    def arguments(self, block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a block was called with, by the stack's parameters."""
+    def names(self, block: torch.nn.Module) -> dict[str, str]:
+        """For each parameter of a block, the stack's own name for it."""
         own = parameters_of(block)
-        given = dict(zip(own, args, strict=False)) | dict(kwargs)
         # A block that names things otherwise than the first one still takes them in the same order.
         unlike = (name for name in own if name not in self.parameters)
         renamed = dict(zip(unlike, (name for name in self.parameters if name not in own), strict=False))
-        return {renamed.get(name, name): value for name, value in given.items()}
+        return {name: renamed.get(name, name) for name in own}
+
+    def arguments(self, block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a block was called with, by the stack's parameters."""
+        names = self.names(block)
+        given = dict(zip(names, args, strict=False)) | dict(kwargs)
+        return {names.get(name, name): value for name, value in given.items()}
 
     def read(self, output: Any) -> dict[str, Any]:
         """The carried values in a block's output, by parameter."""
@@ -173,12 +178,23 @@ def _holds_blocks(children: Sequence[torch.nn.Module], marked: set[str]) -> bool
 
 
 def _attends(module: torch.nn.Module) -> bool:
-    return any(
-        word in text.lower()
-        for name, part in module.named_modules()
-        for text in (name.rpartition(".")[2], type(part).__name__)
-        for word in ("attn", "attention")
-    )
+    return any(_is_attention(name, part) for name, part in module.named_modules())
+
+
+def _is_attention(path: str, module: torch.nn.Module) -> bool:
+    texts = (path.rpartition(".")[2].lower(), type(module).__name__.lower())
+    return any(word in text for text in texts for word in ("attn", "attention"))
+
+
+def attention_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost modules within a module that attend to something, by path; not the norms named after them."""
+    found: dict[str, torch.nn.Module] = {}
+    for path, part in module.named_modules():
+        name = path.rpartition(".")[2].lower()
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if path and not inside and "norm" not in name and not is_container(part) and _is_attention(path, part):
+            found[path] = part
+    return found
 
 
 def _read_stack(path: str, blocks: torch.nn.Module, declaration: BlockDeclaration) -> BlockStack:

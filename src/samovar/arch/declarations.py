@@ -31,12 +31,8 @@ class BlockDeclaration:
     """The stack by whose input a step is judged; by default the first that sees what is denoised."""
 
 
-DECLARATIONS: dict[str, BlockDeclaration] = {
-    # The coefficients that TeaCache's users fitted for these two were measured at the main stack, not at
-    # the refiners that run before it.
-    "Lumina2Transformer2DModel": BlockDeclaration(leader="layers"),
-    "ZImageTransformer2DModel": BlockDeclaration(leader="layers"),
-}
+DECLARATIONS: dict[str, BlockDeclaration] = {}
+"""None of diffusers' models needs one."""
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 """What may be declared as a stack."""

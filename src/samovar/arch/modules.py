@@ -10,7 +10,8 @@ import torch
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module that `torch.compile` was given; any other module itself."""
-    inner = module._modules.get("_orig_mod")
+    children = module._modules  # A scripted module has its own kind of these, which knows no `get`.
+    inner = children["_orig_mod"] if "_orig_mod" in children else None  # noqa: SIM401
     return module if inner is None else inner
 
 

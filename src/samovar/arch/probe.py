@@ -37,9 +37,9 @@ def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs |
             "attention. Declare it: register_declaration(class_name, BlockDeclaration(stacks=(path, ...)))."
         )
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        watcher = _Watcher(model, anatomy)
+        watcher = Watcher(model, anatomy)
         watcher.watch(inputs)
-        anatomy = _confirm(model, anatomy, watcher)
+        anatomy = watcher.anatomy()
         if later_inputs is not None:
             anatomy = with_kinds(model, anatomy, watcher.returned, inputs, later_inputs)
     return replace(anatomy, leader=_leader(anatomy, declaration_for(model).leader))
@@ -101,12 +101,25 @@ class _Carry:
     by_shape: set[str] | None = None
 
 
-class _Watcher:
-    """Notes what a forward does with the blocks, keeping no more than one call of each stack."""
+def other_modules(model: torch.nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The children of all containers that are not in a block, with their container's path."""
+    stacks = tuple(stack.path for stack in anatomy.stacks)
+    for path, container in named_parts(model).items():
+        inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))
+        if is_container(container) and not inside:
+            for child in container.children():
+                yield path, child
+
+
+class Watcher:
+    """Notes what a forward does with the blocks, keeping no more than one call of each stack.
+
+    `watch` runs the forward itself; others, who see the calls anyway, tell it of each.
+    """
 
     def __init__(self, model: torch.nn.Module, anatomy: Anatomy) -> None:
         self._model = model
-        self._anatomy = anatomy
+        self._structure = anatomy
         self._last: dict[str, _Call] = {}
         self.order: list[str] = []
         """The container of each call, one after the other."""
@@ -119,37 +132,35 @@ class _Watcher:
 
     def watch(self, inputs: Inputs) -> None:
         with contextlib.ExitStack() as removals:
-            for stack in self._anatomy.stacks:
+            for stack in self._structure.stacks:
                 for block in dict.fromkeys(stack.modules(self._model)):
-                    before = functools.partial(self._before_block, stack)
-                    after = functools.partial(self._after_block, stack)
+                    before = functools.partial(self.before_block, stack)
+                    after = functools.partial(self.after_block, stack)
                     removals.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
                     removals.callback(block.register_forward_hook(after).remove)
-            for path, child in self._other_modules():
-                before = functools.partial(self._before_other, path)
+            for path, child in other_modules(self._model, self._structure):
+                before = functools.partial(self.before_other, path)
                 removals.callback(child.register_forward_pre_hook(before).remove)
             run_model(self._model, inputs)
 
-    def _other_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The children of all containers that are not in a block, with their container's path."""
-        stacks = tuple(stack.path for stack in self._anatomy.stacks)
-        for path, container in named_parts(self._model).items():
-            inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))
-            if is_container(container) and not inside:
-                for child in container.children():
-                    yield path, child
+    def anatomy(self) -> Anatomy:
+        """The anatomy as structure and what was seen of the forward tell it."""
+        return _confirm(self._model, self._structure, self)
 
-    def _before_other(self, path: str, *_: Any) -> None:
+    def before_other(self, path: str, *_: Any) -> None:
+        """Told before a module that is no block, but a member of the container at this path, is called."""
         self.order.append(path)
 
-    def _before_block(self, stack: BlockStack, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def before_block(self, stack: BlockStack, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Told before a block of a stack is called."""
         call = _Call(stack.arguments(module, args, kwargs))
         if stack.path in self._last:
             self._compare(stack.path, self._last[stack.path], call)
         self.order.append(stack.path)
         self._last[stack.path] = call
 
-    def _after_block(self, stack: BlockStack, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def after_block(self, stack: BlockStack, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Told when it has returned."""
         self._last[stack.path].output = output
         self.returned[module] = _without_data(output)
 
@@ -165,7 +176,7 @@ class _Watcher:
                 carry.by_shape = alike if carry.by_shape is None else carry.by_shape & alike
 
 
-def _confirm(model: torch.nn.Module, anatomy: Anatomy, watcher: _Watcher) -> Anatomy:
+def _confirm(model: torch.nn.Module, anatomy: Anatomy, watcher: Watcher) -> Anatomy:
     """The stacks that ran, in that order, with their streams; what ran between blocks is set aside."""
     known = {stack.path: stack for stack in anatomy.stacks}
     moments: dict[str, list[int]] = defaultdict(list)
@@ -193,7 +204,7 @@ def _confirm(model: torch.nn.Module, anatomy: Anatomy, watcher: _Watcher) -> Ana
     )
 
 
-def _count_returned(model: torch.nn.Module, stack: BlockStack, watcher: _Watcher) -> int:
+def _count_returned(model: torch.nn.Module, stack: BlockStack, watcher: Watcher) -> int:
     """How many values a block of a stack returns."""
     blocks = zip(stack.block_paths, stack.modules(model), strict=True)
     path_by_count = {
@@ -208,7 +219,7 @@ def _count_returned(model: torch.nn.Module, stack: BlockStack, watcher: _Watcher
     return next(iter(path_by_count))
 
 
-def _with_streams(stack: BlockStack, count: int, watcher: _Watcher) -> BlockStack:
+def _with_streams(stack: BlockStack, count: int, watcher: Watcher) -> BlockStack:
     """The stack as the watcher saw it; what was declared stays as declared."""
     if stack.evidence != "declaration":
         return replace(stack, streams=_streams(stack, count, watcher), evidence="probe")
@@ -220,7 +231,7 @@ def _with_streams(stack: BlockStack, count: int, watcher: _Watcher) -> BlockStac
     return stack
 
 
-def _streams(stack: BlockStack, count: int, watcher: _Watcher) -> tuple[Stream, ...]:
+def _streams(stack: BlockStack, count: int, watcher: Watcher) -> tuple[Stream, ...]:
     carries, changing = watcher.carries[stack.path], watcher.changing[stack.path]
     if not carries and count == len(stack.streams):  # One block alone hands nothing on: its return statement tells.
         return stack.streams

@@ -91,3 +91,5 @@ class GeneratedPictures:
     seconds: float
     notes: tuple[str, ...] = ()
     """What the user should know, such as a prompt that was too long."""
+    cache: tuple[Any, ...] = ()
+    """What the cache did for each picture, if there is one: its `stats()`."""

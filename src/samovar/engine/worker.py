@@ -10,43 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, SettingError, nearest
 from ..files import read_json
 from .request import GeneratedPictures, OmniDiffusionSamplingParams, read_defaults
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def model_folder(model: str) -> Path:
-    """Where a model is: one that comes with Samovar, by name, or a folder in diffusers format."""
-    if model in BUILTIN_MODELS:
-        return BUILTIN_MODELS[model]
-    folder = Path(model).expanduser()
-    if not (folder / "model_index.json").is_file():
-        raise ModelError(
-            f"{model!r} is neither a model that comes with Samovar nor a folder with a model_index.json. "
-            f"{nearest(model, BUILTIN_MODELS)} A model of the hub must be downloaded first: "
-            "hf download NAME --local-dir FOLDER"
-        )
-    return folder
+from .settings import EngineConfig, model_folder
 
 
 class Worker:
     """A loaded pipeline and the model's defaults."""
 
-    def __init__(self, model: str, *, dtype: str = "auto", device: str | None = None, progress: bool = True) -> None:
-        if dtype not in _DTYPES:
-            raise SettingError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}. {nearest(dtype, _DTYPES)}")
-        _check_device(device)
-        folder = model_folder(model)
+    def __init__(self, config: EngineConfig) -> None:
+        from ..attach import Attached
+
+        folder = model_folder(config.model)
         self.defaults = read_defaults(folder)
         pipeline_class = _pipeline_class(folder)
         started = time.perf_counter()
-        self._pipeline = _load_pipeline(pipeline_class, folder, dtype, device)
-        self.load_seconds = time.perf_counter() - started
+        self._pipeline = _load_pipeline(pipeline_class, folder, config)
         # None: shown on a terminal, not in a file.
-        self._pipeline.set_progress_bar_config(disable=None if progress else True, leave=False, desc="denoising")
+        shows = config.progress and _rank() == 0
+        self._pipeline.set_progress_bar_config(disable=None if shows else True, leave=False, desc="denoising")
+        self._attached = Attached(self._pipeline, config.attach_config())
+        self.load_seconds = time.perf_counter() - started
 
     def generate(self, prompt: str, params: OmniDiffusionSamplingParams) -> GeneratedPictures:
         """Pictures of a prompt. Every one is the same whether it is made alone or among others."""
@@ -56,19 +41,37 @@ class Worker:
             raise SettingError(f"A prompt must be text, not {prompt!r}.")
         asked, params = params, params.over(self.defaults)
         if params.seed is None:
-            params = replace(params, seed=random.randrange(2**32))
+            params = replace(params, seed=self._draw_seed())
         call = self._call_arguments(params)
         seeds = tuple(range(params.seed or 0, (params.seed or 0) + (params.num_outputs_per_prompt or 1)))
         started = time.perf_counter()
-        images = []
+        images, cache = [], []
         for seed in seeds:
             generator = torch.Generator("cpu").manual_seed(seed)
             try:
                 images += self._pipeline(prompt=prompt, generator=generator, **call).images
+            except SettingError:
+                raise
             except ValueError as error:  # How pipelines of diffusers refuse a setting.
                 raise SettingError(f"{type(self._pipeline).__name__} refuses these settings: {error}") from error
+            if self._attached.cache is not None:
+                cache.append(self._attached.cache.stats())
         seconds = time.perf_counter() - started
-        return GeneratedPictures(prompt, tuple(images), seeds, params, seconds, self._notes(prompt, params, asked))
+        notes = self._notes(prompt, params, asked)
+        return GeneratedPictures(prompt, tuple(images), seeds, params, seconds, notes, tuple(cache))
+
+    def close(self) -> None:
+        """Take everything off the pipeline, so that its memory is given back."""
+        self._attached.detach()
+
+    def _draw_seed(self) -> int:
+        """A seed by chance, the same on all ranks."""
+        drawn = [random.randrange(2**32)]
+        if self._attached.config.num_ranks > 1:
+            import torch.distributed as dist
+
+            dist.broadcast_object_list(drawn, src=0)
+        return drawn[0]
 
     def _call_arguments(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
         """The settings as this pipeline takes them, all checked before anything is computed."""
@@ -109,21 +112,6 @@ class Worker:
         return (f"the prompt is {length} tokens long, and the model read the first {limit}",)
 
 
-def _check_device(device: str | None) -> None:
-    import torch
-
-    if device is None:
-        return
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise SettingError(f"{device!r} is no device. Give cpu, cuda, or cuda:1 for the second GPU.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise SettingError(
-            f"{device!r} cannot be used: torch {torch.__version__} finds no GPU here. Leave it out, or give cpu."
-        )
-
-
 def _pipeline_class(folder: Path) -> Any:
     """The class that a folder's index names. Importing it takes most of the time until the first picture."""
     import diffusers
@@ -143,16 +131,22 @@ def _pipeline_class(folder: Path) -> Any:
     return pipeline_class
 
 
-def _load_pipeline(pipeline_class: Any, folder: Path, dtype: str, device: str | None) -> Any:
+def _load_pipeline(pipeline_class: Any, folder: Path, config: EngineConfig) -> Any:
     import torch
 
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, dtype = config.execution_device(), config.dtype
     if dtype == "auto":
-        dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
     given = {"use_safetensors": True, "local_files_only": True}
     with warnings.catch_warnings():
         # diffusers renamed the argument; both names work from 0.42 on, and only the old one before.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         pipeline = pipeline_class.from_pretrained(folder, torch_dtype=getattr(torch, dtype), **given)
-    return pipeline.to(device)
+    # What is offloaded stays on the host, and never passes through the device whole.
+    return pipeline if config.attach_config().offloads else pipeline.to(device)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

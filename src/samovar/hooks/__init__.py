@@ -1,7 +1,8 @@
 """How is a call intercepted, and whose call is it?"""
 
-from .branches import BranchHook, is_conditioning
+from .branches import BranchHook, is_conditioning, is_sample, is_time
 from .context import BaseState, CallContext, StateManager, call_context, current_context
+from .pipelines import PipelineHook, Position, Run, current_run, hook_pipeline, pipeline_hooks, running, unhook_pipeline
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 
 __all__ = [
@@ -12,8 +13,18 @@ __all__ = [
     "HookOrder",
     "HookRegistry",
     "ModelHook",
+    "PipelineHook",
+    "Position",
+    "Run",
     "StateManager",
     "call_context",
     "current_context",
+    "current_run",
+    "hook_pipeline",
     "is_conditioning",
+    "is_sample",
+    "is_time",
+    "pipeline_hooks",
+    "running",
+    "unhook_pipeline",
 ]

@@ -7,6 +7,7 @@ whatever else is called in turn.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections import OrderedDict
@@ -19,16 +20,28 @@ import torch
 from .context import CallContext, current_context, enter_context, leave_context
 from .registry import HookOrder, ModelHook
 
-_SAMPLE_AND_TIME = frozenset(
-    ("hidden_states", "sample", "latents", "x", "timestep", "timesteps", "t", "sigma", "sigmas", "r_timestep")
-)
+_SAMPLE = ("hidden_states", "audio_hidden_states", "sample", "latents", "audio_latents", "local_latents", "x")
+_TIME = ("sigma", "sigmas", "_time")
 _CHANGING_WITH_THE_SAMPLE = ("controlnet", "block_samples", "residuals")
 
 
+@functools.cache
+def is_sample(parameter: str) -> bool:
+    """Whether a denoiser's parameter of this name is what is denoised."""
+    return parameter in _SAMPLE
+
+
+@functools.cache
+def is_time(parameter: str) -> bool:
+    """Whether it says how far denoising is."""
+    return parameter == "t" or "timestep" in parameter or parameter.endswith(_TIME)
+
+
+@functools.cache
 def is_conditioning(parameter: str) -> bool:
-    """Whether a denoiser's parameter of this name stays the same through all steps of a branch."""
-    changes = parameter in _SAMPLE_AND_TIME or any(word in parameter for word in _CHANGING_WITH_THE_SAMPLE)
-    return not changes
+    """Whether it stays the same through all steps of a branch."""
+    changes = any(word in parameter for word in _CHANGING_WITH_THE_SAMPLE)
+    return not (changes or is_sample(parameter) or is_time(parameter))
 
 
 class BranchHook(ModelHook):
@@ -40,7 +53,7 @@ class BranchHook(ModelHook):
     """
 
     order = HookOrder.OUTERMOST
-    most_branches = 16
+    most_branches = 64
     """Held for a model at a time; the one that was used longest ago goes first."""
 
     def __init__(self) -> None:
@@ -69,6 +82,11 @@ class BranchHook(ModelHook):
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         self._branches.clear()
         return module
+
+    def drop(self, request: Hashable) -> None:
+        """Forget the branches of one request, and let go of their conditioning."""
+        for key in [key for key in list(self._branches) if key[0] == request]:
+            self._branches.pop(key, None)
 
     def _tokens(self) -> list[Token[CallContext]]:
         tokens: list[Token[CallContext]] | None = getattr(self._open, "tokens", None)

@@ -116,7 +116,11 @@ class StateManager(Generic[State]):
 
     def drop(self, request: Hashable) -> None:
         """Forget one request: it is finished or was given up."""
-        self._forget([key for key in self._states if key.request == request])
+        self._forget([key for key in list(self._states) if key.request == request])
+
+    def drop_branch(self, context: CallContext) -> None:
+        """Forget one branch of one request."""
+        self._forget([context] if context in self._states else [])
 
     def reset(self) -> None:
         """Reset and forget all states, and the branch named by hand."""
@@ -126,4 +130,6 @@ class StateManager(Generic[State]):
     def _forget(self, keys: list[CallContext]) -> None:
         with self._lock, contextlib.ExitStack() as resets:  # One that raises keeps none of the others.
             for key in keys:
-                resets.callback(self._states.pop(key).reset)
+                state = self._states.pop(key, None)
+                if state is not None:
+                    resets.callback(state.reset)

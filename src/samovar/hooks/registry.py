@@ -99,11 +99,11 @@ class _Chain(NamedTuple):
     rescues: tuple[_Rescue, ...] = ()
 
     def run(self, module: torch.nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        bypasses, before, override, after, rescues = self
-        for bypass in bypasses:
+        for bypass in self.bypasses:
             output = bypass(module, *args, **kwargs)
             if output is not NOT_BYPASSED:
                 return output
+        _, before, override, after, rescues = self
         entered = left = 0
         try:
             for pre_forward in before:

@@ -1,0 +1,35 @@
+"""May this step be skipped, and with what?"""
+
+from .backend import (
+    CACHE_BACKENDS,
+    CacheBackend,
+    PipelineStats,
+    TeaCacheBackend,
+    make_cache_backend,
+    register_cache_backend,
+)
+from .config import TeaCacheConfig
+from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
+from .state import TeaCacheState
+from .stats import BranchStats, CacheStats, StepRecord
+from .teacache import TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+
+__all__ = [
+    "CACHE_BACKENDS",
+    "EXTRACTOR_REGISTRY",
+    "BranchStats",
+    "CacheBackend",
+    "CacheContext",
+    "CacheStats",
+    "PipelineStats",
+    "StepRecord",
+    "TeaCacheBackend",
+    "TeaCacheConfig",
+    "TeaCacheHook",
+    "TeaCacheState",
+    "apply_teacache_hook",
+    "make_cache_backend",
+    "register_cache_backend",
+    "register_extractor",
+    "remove_teacache_hook",
+]

@@ -1,0 +1,141 @@
+"""What would a skipped step have given? A curve through the last computed ones, carried on.
+
+The curve is a polynomial in how much noise there is, so that uneven steps are no matter. Of order 0 it is
+reuse. A forecast costs one pass over the stored tensors for each of them, and no synchronisation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+Forecast = Literal["reuse", "linear", "taylor"]
+Target = Literal["residual", "output"]
+Tensors = Sequence[torch.Tensor | None]
+
+
+class History:
+    """What the last computed steps gave: for each, where it was, and a list of tensors."""
+
+    def __init__(self, order: int, damping: float) -> None:
+        self._steps: deque[tuple[float, Tensors]] = deque(maxlen=order + 1)
+        self._damping = damping
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def newest(self) -> Tensors:
+        """What the last computed step gave."""
+        return self._steps[-1][1]
+
+    def push(self, place: float, tensors: Tensors) -> None:
+        """Add a computed step; the oldest goes when there are as many as the order needs."""
+        if self._steps and [_form(t) for t in self._steps[-1][1]] != [_form(t) for t in tensors]:
+            self._steps.clear()
+        self._steps.append((place, tensors))
+
+    def forecast(self, place: float) -> Outlook:
+        """What a step at this place would give."""
+        steps = list(reversed(self._steps))
+        weights = _weights([step for step, _ in steps], place)
+        damped = [self._damping * weight for weight in weights]
+        damped[0] += 1.0 - self._damping
+        return Outlook(damped, [tensors for _, tensors in steps])
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+
+
+class Outlook:
+    """A weighted sum of stored lists of tensors, of which each is made when it is asked for."""
+
+    def __init__(self, weights: Sequence[float], stored: Sequence[Tensors]) -> None:
+        self._weights, self._stored = weights, stored
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        devices = (tensor.device for tensor in self._stored[0] if tensor is not None)
+        return next(devices, torch.device("cpu"))
+
+    def value(self, index: int) -> torch.Tensor | None:
+        """One tensor of the list."""
+        newest = self._stored[0][index]
+        if newest is None:
+            return None
+        if not (newest.is_floating_point() or newest.is_complex()):  # There is nothing between whole numbers.
+            return newest.clone()
+        return self._add_rest(newest * self._weights[0], index)
+
+    def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
+        """One tensor of the list, added to another."""
+        newest = self._stored[0][index]
+        assert newest is not None
+        return self._add_rest(torch.add(base, newest, alpha=self._weights[0]), index)
+
+    def _add_rest(self, total: torch.Tensor, index: int) -> torch.Tensor:
+        for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
+            older = tensors[index]
+            assert older is not None
+            total.add_(older, alpha=weight)
+        return total
+
+
+def _weights(places: Sequence[float], place: float) -> list[float]:
+    """What each known value counts for in that of a polynomial through all of them (Lagrange)."""
+    if len(set(places)) < len(places):  # Time stood still: there is no line through one point.
+        return [1.0] + [0.0] * (len(places) - 1)
+    weights = []
+    for i, own in enumerate(places):
+        weight = 1.0
+        for k, other in enumerate(places):
+            if k != i:
+                weight *= (place - other) / (own - other)
+        weights.append(weight)
+    return weights
+
+
+def _form(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+
+
+class OutputForm(NamedTuple):
+    """How a model's output is put together, without its tensors."""
+
+    leaves: tuple[Any, ...]
+    """What is not a tensor, and None for each tensor."""
+    spec: pytree.TreeSpec
+    shell: Any = None
+    """An object of the output's class without attributes, if that is one that torch does not know how to take apart."""
+
+    def rebuild(self, outlook: Outlook) -> Any:
+        """An output of this form with forecast tensors."""
+        values = (outlook.value(index) for index in range(len(self.leaves)))
+        leaves = [leaf if value is None else value for leaf, value in zip(self.leaves, values, strict=True)]
+        output = pytree.tree_unflatten(leaves, self.spec)
+        if self.shell is None:
+            return output
+        rebuilt = copy.copy(self.shell)
+        vars(rebuilt).update(output)
+        return rebuilt
+
+
+def take_apart(output: Any) -> tuple[OutputForm, list[torch.Tensor | None] | None]:
+    """The form of an output and copies of its tensors, which their owner may change; None if none can be found."""
+    leaves, spec = pytree.tree_flatten(output)
+    shell = None
+    if leaves and leaves[0] is output and not isinstance(output, torch.Tensor) and hasattr(output, "__dict__"):
+        leaves, spec = pytree.tree_flatten(dict(vars(output)))
+        shell = copy.copy(output)
+        vars(shell).clear()
+    tensors = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    rest = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    is_known = any(tensor is not None for tensor in tensors)
+    return OutputForm(rest, spec, shell), tensors if is_known else None

@@ -1,0 +1,27 @@
+"""Where do the weights live? On the device, in turns, or block by block, within a budget."""
+
+from .apply import OffloadConfig, Offloaded, OffloadStats, apply_offload
+from .measure import Measured
+from .planner import ComponentPlan, OffloadPlan, plan_offload
+from .sizes import BlockSize, ComponentSize, format_bytes, parse_bytes, read_sizes
+from .staging import HostStage, Stage
+from .streaming import Timing
+
+__all__ = [
+    "BlockSize",
+    "ComponentPlan",
+    "ComponentSize",
+    "HostStage",
+    "Measured",
+    "OffloadConfig",
+    "OffloadPlan",
+    "OffloadStats",
+    "Offloaded",
+    "Stage",
+    "Timing",
+    "apply_offload",
+    "format_bytes",
+    "parse_bytes",
+    "plan_offload",
+    "read_sizes",
+]

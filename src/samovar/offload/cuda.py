@@ -1,0 +1,136 @@
+"""How does a GPU take weights in? On a stream of its own, from host memory that is pinned where it lies."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ..errors import SettingError
+from .ring import Mark
+from .staging import Buffer, Stage, check_no_grad
+
+_cuda: Any = torch.cuda  # Parts of it have no types.
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context, whichever thread or GPU asked."""
+_PROBE_BYTES, _PROBES = 2**26, 8
+
+
+class CudaStage(Stage):
+    """A GPU. Copies run on one stream; whatever stream is the current one when a hook runs computes.
+
+    Buffers live from `allocate` to `free`, not from copy to copy, so torch's allocator sees none of the traffic on
+    the copying stream, and nothing needs `record_stream`: the two streams wait for each other by events alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise SettingError(f"{device} cannot be used: torch {torch.__version__} finds no GPU here. Use cpu.")
+        super().__init__(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+        self._copying: torch.cuda.Stream = _cuda.Stream(self.device)
+        self._runtime = _cuda.cudart()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        """The stream on which each buffer was allocated."""
+
+    def _computing(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._streams[flat.data_ptr()] = self._computing()
+        return flat
+
+    def _free(self, buffer: Buffer) -> None:
+        # The allocator gives this memory again to work on the stream that it was allocated on. If that is not the
+        # one that computes now, it must be told.
+        computing = self._computing()
+        if self._streams.pop(buffer.flat.data_ptr()) != computing:
+            buffer.flat.record_stream(computing)
+
+    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._copying):
+            target.copy_(source, non_blocking=True)
+
+    def mark_copied(self) -> Mark:
+        return self._copying.record_event()
+
+    def mark_computed(self) -> Mark:
+        return self._computing().record_event()
+
+    def compute_waits(self, mark: Mark) -> None:
+        self._computing().wait_event(mark)
+
+    def copies_wait(self, mark: Mark) -> None:
+        self._copying.wait_event(mark)
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu")
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        with torch.cuda.device(self.device):  # Called from several threads, each of which has a device of its own.
+            code = int(self._runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
+        if code == 0:
+            return None
+        self._clear_error()
+        return str(self._runtime.cudaGetErrorString(self._runtime.cudaError(code)))
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            self._runtime.cudaHostUnregister(address)
+
+    def synchronize(self) -> None:
+        self._copying.synchronize()
+
+    def _clear_error(self) -> None:
+        """CUDA remembers the last error, and the next kernel that torch starts would be blamed for it."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+    def check_call(self) -> None:
+        check_no_grad()
+        if torch.cuda.is_current_stream_capturing():
+            raise SettingError(
+                "A block that streams was called while a CUDA graph is captured, but its weights lie at another "
+                'address at each call. Compile without CUDA graphs (mode="default"), or remove the offload.'
+            )
+
+    def measure_bus(self) -> float:
+        with torch.inference_mode(False):
+            source = torch.empty(_PROBE_BYTES, dtype=torch.uint8).fill_(1)
+            target = torch.empty_like(source, device=self.device)
+        problem = self.register(source.data_ptr(), _PROBE_BYTES)
+        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+        self._copying.wait_stream(self._computing())
+        with torch.cuda.stream(self._copying):
+            target.copy_(source, non_blocking=True)
+            start.record()
+            for _ in range(_PROBES):
+                target.copy_(source, non_blocking=True)
+            end.record()
+        end.synchronize()
+        if problem is None:
+            self.unregister(source.data_ptr())
+        return _PROBES * _PROBE_BYTES / self.seconds_between(start, end)
+
+    def mark_time(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = _cuda.Event(enable_timing=True)
+        event.record(self._computing())
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

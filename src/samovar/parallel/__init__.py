@@ -1,0 +1,49 @@
+"""Which rank computes what?"""
+
+from .cfg import CfgParallelHook, apply_cfg_parallel, remove_cfg_parallel
+from .enable import (
+    Sharding,
+    apply_sequence_parallel,
+    disable_sequence_parallel_for_model,
+    enable_sequence_parallel_for_model,
+    remove_sequence_parallel,
+    sharding_of,
+)
+from .failures import RankError, ShardingError, StrategyError
+from .launch import Ranks, join_world, launch
+from .mesh import ParallelMesh, SequenceParallelConfig, agreement, make_mesh
+from .plan import (
+    SequenceParallelInput,
+    SequenceParallelModelPlan,
+    SequenceParallelOutput,
+    SequenceParallelPartialInput,
+)
+from .shard import SequenceParallelGatherHook, SequenceParallelSplitHook
+
+__all__ = [
+    "CfgParallelHook",
+    "ParallelMesh",
+    "RankError",
+    "Ranks",
+    "SequenceParallelConfig",
+    "SequenceParallelGatherHook",
+    "SequenceParallelInput",
+    "SequenceParallelModelPlan",
+    "SequenceParallelOutput",
+    "SequenceParallelPartialInput",
+    "SequenceParallelSplitHook",
+    "Sharding",
+    "ShardingError",
+    "StrategyError",
+    "agreement",
+    "apply_cfg_parallel",
+    "apply_sequence_parallel",
+    "disable_sequence_parallel_for_model",
+    "enable_sequence_parallel_for_model",
+    "join_world",
+    "launch",
+    "make_mesh",
+    "remove_cfg_parallel",
+    "remove_sequence_parallel",
+    "sharding_of",
+]

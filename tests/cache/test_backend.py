@@ -1,0 +1,599 @@
+"""Backends: chosen by name or by the environment, on pipelines and off again without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from driving import COND, Plain, at
+
+from pipelines import PIPELINES, images
+from samovar.cache import (
+    CACHE_BACKENDS,
+    CacheBackend,
+    PipelineStats,
+    TeaCacheBackend,
+    TeaCacheConfig,
+    TeaCacheHook,
+    apply_teacache_hook,
+    make_cache_backend,
+    register_cache_backend,
+    remove_teacache_hook,
+)
+from samovar.cache.backend import RECOMMENDED
+from samovar.errors import ModelError, SamovarError, SettingError
+from samovar.hooks import (
+    BranchHook,
+    HookRegistry,
+    ModelHook,
+    PipelineHook,
+    hook_pipeline,
+    pipeline_hooks,
+    unhook_pipeline,
+)
+
+FLUX, WAN = PIPELINES["flux"], PIPELINES["wan"]
+VARIABLE = "DIFFUSION_CACHE_BACKEND"
+FAST: dict[str, Any] = {"rel_l1_thresh": float("inf"), "max_skips": 2}
+STEPS = 9
+FAST_MASK = "#..#..#.#"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No backend in the environment, and the registry as it was."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    before = dict(CACHE_BACKENDS)
+    yield
+    CACHE_BACKENDS.clear()
+    CACHE_BACKENDS.update(before)
+
+
+def footprint(*owners: Any) -> list[tuple[int, type, frozenset[str]]]:
+    """What every module is and has, of modules and of pipelines; and the same of these themselves."""
+    parts: list[Any] = []
+    for owner in owners:
+        components = getattr(owner, "components", None)
+        held = [owner] if isinstance(owner, torch.nn.Module) else [*(components or vars(owner)).values(), owner]
+        for part in held:
+            parts += (
+                part.modules() if isinstance(part, torch.nn.Module) else [part] if hasattr(part, "__dict__") else []
+            )
+    return [(id(part), type(part), frozenset(vars(part))) for part in parts]
+
+
+def masks(stats: PipelineStats) -> dict[str, set[str]]:
+    return {name: {branch.mask for branch in found.branches.values()} for name, found in stats.denoisers.items()}
+
+
+@pytest.fixture(scope="module")
+def flux() -> tuple[Any, torch.Tensor]:
+    """A pipeline that has run once, and what it gives bare."""
+    pipe = FLUX.build(0)
+    return pipe, FLUX.run(pipe, STEPS)
+
+
+# ------------------------------------------------------------------------------------------------ by name
+
+
+def test_by_name() -> None:
+    for name, forecast in (("tea_cache", "reuse"), ("forecast", "linear")):
+        backend = make_cache_backend(name, {"rel_l1_thresh": 0.3})
+        assert isinstance(backend, TeaCacheBackend)
+        assert isinstance(backend, CacheBackend)
+        assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, forecast)
+    assert set(CACHE_BACKENDS) == {"tea_cache", "forecast", "cache_dit"}
+
+
+def test_plain_tea_cache_is_plain_and_forecast_gives_way_to_what_is_asked_for() -> None:
+    wishes = {"forecast": "taylor", "forecast_damping": 1.0, "rel_l1_thresh": 0.07}
+    plain, recommended, asked = (
+        make_cache_backend("tea_cache"),
+        make_cache_backend("forecast"),
+        make_cache_backend("forecast", wishes),
+    )
+    assert plain.config == TeaCacheConfig()  # type: ignore[union-attr]
+    assert recommended.config == TeaCacheConfig.read(RECOMMENDED)  # type: ignore[union-attr]
+    assert asked.config == TeaCacheConfig.read({**RECOMMENDED, **wishes})  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["none", "", None])
+def test_none(name: str | None) -> None:
+    assert make_cache_backend(name) is None
+    assert make_cache_backend(name, {}) is None
+    with pytest.raises(SettingError, match=r"'rel_l1_thresh': 0.2.*no cache.*cache_backend='tea_cache'"):
+        make_cache_backend(name, {"rel_l1_thresh": 0.2})
+
+
+def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "forecast")
+    assert make_cache_backend().config.forecast == "linear"  # type: ignore[union-attr]
+    assert make_cache_backend(None, {"rel_l1_thresh": 0.1}).config.rel_l1_thresh == 0.1  # type: ignore[union-attr]
+    assert make_cache_backend("tea_cache").config.forecast == "reuse", "a name comes first"  # type: ignore[union-attr]
+    assert make_cache_backend("none") is None, "so does the wish for none"
+    monkeypatch.setenv(VARIABLE, "none")
+    assert make_cache_backend() is None
+    monkeypatch.setenv(VARIABLE, "")
+    assert make_cache_backend() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("teacache", "tea_cache"),
+        ("TEA_CACHE", "tea_cache"),
+        ("forcast", "forecast"),
+        ("cache-dit", "cache_dit"),
+        ("nonne", "none"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingError, match=f"cache_backend='{name}' is no cache backend. Did you mean '{hint}'"):
+        make_cache_backend(name)
+    monkeypatch.setenv(VARIABLE, name)
+    with pytest.raises(SettingError, match=f"{VARIABLE}='{name}' is no cache backend. Did you mean '{hint}'"):
+        make_cache_backend()
+
+
+def test_a_name_that_is_like_none_is_refused_with_all() -> None:
+    with pytest.raises(SettingError, match="Known: 'cache_dit', 'forecast', 'none', 'tea_cache'"):
+        make_cache_backend("xyz")
+
+
+@pytest.mark.parametrize("name", [3, True, ["tea_cache"], TeaCacheConfig()], ids=["number", "bool", "list", "config"])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(SettingError, match="cache_backend="):
+        make_cache_backend(name)
+
+
+@pytest.mark.parametrize("name", ["tea_cache", "forecast", "none"])
+@pytest.mark.parametrize(
+    "settings", [[("rel_l1_thresh", 0.2)], "rel_l1_thresh=0.2", 0.2], ids=["list", "text", "number"]
+)
+def test_settings_that_are_no_mapping_are_refused(name: str, settings: Any) -> None:
+    with pytest.raises(SettingError, match="cache_config"):
+        make_cache_backend(name, settings)
+
+
+# ------------------------------------------------------------------------------------------------ one's own
+
+
+class Own:
+    """A backend that a user wrote."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.calls: list[Any] = []
+
+    def enable(self, pipeline: Any) -> None:
+        self.calls.append(("enable", pipeline))
+
+    def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
+        self.calls.append(("refresh", num_inference_steps))
+
+    def disable(self, pipeline: Any) -> None:
+        self.calls.append(("disable", pipeline))
+
+    def stats(self) -> Any:
+        return self.calls
+
+
+def test_a_users_own_is_chosen_like_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_cache_backend("mine", Own)
+    backend = make_cache_backend("mine", {"level": 3})
+    assert isinstance(backend, Own)
+    assert backend.settings == {"level": 3}
+    monkeypatch.setenv(VARIABLE, "mine")
+    assert isinstance(make_cache_backend(), Own)
+    with pytest.raises(SettingError, match="Did you mean 'mine'"):
+        make_cache_backend("mien")
+
+
+@pytest.mark.parametrize("missing", ["enable", "refresh", "disable", "stats"])
+def test_one_that_lacks_a_method_is_refused(missing: str) -> None:
+    methods = {name: getattr(Own, name) for name in ("__init__", "enable", "refresh", "disable", "stats")}
+    register_cache_backend("half", type("Half", (), {name: m for name, m in methods.items() if name != missing}))
+    with pytest.raises(SettingError, match=rf"'half' is a Half, which lacks some of .*{missing}"):
+        make_cache_backend("half")
+
+
+@pytest.mark.parametrize(("name", "factory"), [(3, Own), (None, Own), ("mine", None), ("mine", "Own")])
+def test_nonsense_is_not_registered(name: Any, factory: Any) -> None:
+    before = dict(CACHE_BACKENDS)
+    with pytest.raises(SettingError, match="a name and a function"):
+        register_cache_backend(name, factory)
+    assert before == CACHE_BACKENDS
+
+
+@pytest.mark.parametrize("name", ["", "none"])
+def test_a_name_that_could_never_be_chosen_is_not_registered(name: str) -> None:
+    with pytest.raises(SettingError):
+        register_cache_backend(name, Own)
+
+
+# ------------------------------------------------------------------------------------------------ on and off
+
+
+@pytest.mark.parametrize("name", ["tea_cache", "forecast"])
+def test_on_off_and_on_again(flux: tuple[Any, torch.Tensor], name: str) -> None:
+    pipe, bare = flux
+    before = footprint(pipe)
+    backend = make_cache_backend(name, FAST)
+    assert backend is not None
+    results = []
+    for _ in range(2):
+        backend.enable(pipe)
+        results.append(FLUX.run(pipe, STEPS))
+        assert masks(backend.stats()) == {"transformer": {FAST_MASK}}
+        backend.disable(pipe)
+        assert footprint(pipe) == before
+        assert torch.equal(FLUX.run(pipe, STEPS), bare)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], bare)
+
+
+def test_neutral_settings_give_the_bits_of_the_bare_pipeline(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, bare = flux
+    for settings in ({"rel_l1_thresh": 0}, {"schedule": "#" * STEPS}, {"min_steps": STEPS + 1}):
+        backend = TeaCacheBackend(settings)
+        backend.enable(pipe)
+        assert torch.equal(FLUX.run(pipe, STEPS), bare)
+        assert masks(backend.stats()) == {"transformer": {"#" * STEPS}}
+        backend.disable(pipe)
+
+
+def test_nothing_has_run_yet(flux: tuple[Any, torch.Tensor]) -> None:
+    backend = TeaCacheBackend()
+    assert str(backend.stats()) == "nothing has run yet"
+    backend.enable(flux[0])
+    assert backend.stats() == PipelineStats({})
+    backend.disable(flux[0])
+
+
+def test_what_has_run_is_told_in_words_and_in_json(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, _ = flux
+    backend = TeaCacheBackend({"rel_l1_thresh": 0.5})
+    backend.enable(pipe)
+    FLUX.run(pipe, STEPS)
+    stats = backend.stats()
+    backend.disable(pipe)
+    written = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
+    assert set(written["transformer"]["branches"]) == {"cond", "uncond"}
+    assert written["transformer"]["model"] == "FluxTransformer2DModel"
+    assert str(stats).startswith("transformer: FluxTransformer2DModel: rel_l1_thresh=0.5\n")
+    assert stats.computed + stats.skipped == 2 * STEPS
+
+
+def test_enabling_twice_is_refused_and_changes_nothing(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, bare = flux
+    one, other = TeaCacheBackend(FAST), TeaCacheBackend()
+    one.enable(pipe)
+    expected, before = FLUX.run(pipe, STEPS), footprint(pipe)
+    for backend in (one, other):
+        with pytest.raises(SettingError, match="already"):
+            backend.enable(pipe)
+        assert footprint(pipe) == before
+    other.disable(pipe)
+    assert torch.equal(FLUX.run(pipe, STEPS), expected), "the one that is on stays on"
+    one.disable(pipe)
+    assert torch.equal(FLUX.run(pipe, STEPS), bare)
+    other.enable(pipe)
+    other.disable(pipe)
+
+
+def test_disabling_what_is_not_enabled_is_no_error(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, _ = flux
+    before, backend = footprint(pipe), TeaCacheBackend()
+    backend.disable(pipe)
+    backend.disable(object())
+    backend.refresh(pipe, 5)
+    backend.enable(pipe)
+    backend.disable(pipe)
+    backend.disable(pipe)
+    assert footprint(pipe) == before
+
+
+def test_a_copy_of_a_cached_pipeline_is_bare(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, bare = flux
+    backend = TeaCacheBackend(FAST)
+    backend.enable(pipe)
+    expected = FLUX.run(pipe, STEPS)
+    copied = copy.deepcopy(pipe)
+    assert torch.equal(FLUX.run(copied, STEPS), bare)
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    backend.disable(pipe)
+    assert [entry[1:] for entry in footprint(copied)] == [entry[1:] for entry in footprint(pipe)]
+
+
+def test_other_hooks_stay(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, _ = flux
+    before, branches, other = footprint(pipe), BranchHook(), ModelHook()
+    registry = HookRegistry.get_or_create(pipe.transformer)
+    registry.register_hook("branches", branches)
+    registry.register_hook("other", other)
+    hook_pipeline(pipe, "mine", PipelineHook())
+    backend = TeaCacheBackend(FAST)
+    backend.enable(pipe)
+    backend.disable(pipe)
+    assert list(pipeline_hooks(pipe)) == ["mine"]
+    assert registry.get_hook("other") is other
+    assert registry.get_hook("branches") is branches, "it was there before us"
+    registry.reset()
+    unhook_pipeline(pipe, "mine")
+    assert footprint(pipe) == before
+
+
+# ------------------------------------------------------------------------------------------------ refresh
+
+
+def test_a_pipeline_begins_its_runs_itself(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, _ = flux
+    backend = TeaCacheBackend(FAST)
+    backend.enable(pipe)
+    first = FLUX.run(pipe, STEPS)
+    assert torch.equal(FLUX.run(pipe, STEPS), first), "with no refresh between"
+    backend.refresh(pipe, STEPS)
+    assert torch.equal(FLUX.run(pipe, STEPS), first), "and with one"
+    FLUX.run(pipe, STEPS + 3)
+    assert masks(backend.stats()) == {"transformer": {"#..#..#..#.#"}}
+    backend.disable(pipe)
+
+
+def test_refresh_says_how_long_a_loop_of_ones_own_is() -> None:
+    model, backend = Plain(), TeaCacheBackend(FAST)
+    backend.enable(model)
+    for steps, mask in ((STEPS, FAST_MASK), (6, "######"), (STEPS, FAST_MASK)):
+        backend.refresh(model, steps)
+        with torch.no_grad():
+            for step in range(steps):
+                model(*at(step, steps), COND)
+        assert masks(backend.stats()) == {"Plain": {mask}}
+    backend.disable(model)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, "12", True], ids=str)
+def test_a_number_of_steps_that_cannot_be_is_refused(steps: Any) -> None:
+    model, backend = Plain(), TeaCacheBackend(FAST)
+    backend.enable(model)
+    with pytest.raises(SettingError, match=f"{steps!r}"):
+        backend.refresh(model, steps)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nothing_is_kept_when_a_run_has_ended_or_was_stopped(flux: tuple[Any, torch.Tensor], is_stopped: bool) -> None:
+    pipe, _ = flux
+    backend, kept = TeaCacheBackend(FAST), []
+    backend.enable(pipe)
+    expected = FLUX.run(pipe, STEPS)
+    hook = HookRegistry.get_or_create(pipe.transformer).get_hook("teacache")
+    assert isinstance(hook, TeaCacheHook)
+
+    def note(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        kept.append(len(hook.state_manager.states()))
+        if is_stopped and step == 4:
+            raise KeyboardInterrupt
+        return {}
+
+    with contextlib.suppress(KeyboardInterrupt):
+        FLUX.run(pipe, STEPS, callback_on_step_end=note)
+    assert kept == [2] * (5 if is_stopped else STEPS), "one for each branch"
+    assert hook.state_manager.states() == {}
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    backend.disable(pipe)
+
+
+# ------------------------------------------------------------------------------------------------ which denoisers
+
+
+def test_a_bare_transformer(flux: tuple[Any, torch.Tensor]) -> None:
+    pipe, bare = flux
+    before, backend = footprint(pipe), TeaCacheBackend(FAST)
+    backend.enable(pipe.transformer)
+    cached = FLUX.run(pipe, STEPS)
+    assert not torch.equal(cached, bare)
+    assert set(backend.stats().denoisers) == {"FluxTransformer2DModel"}
+    with pytest.raises(SettingError, match="already"):
+        TeaCacheBackend().enable(pipe)
+    backend.disable(pipe.transformer)
+    assert footprint(pipe) == before
+    assert torch.equal(FLUX.run(pipe, STEPS), bare)
+
+
+def test_two_denoisers_each_with_its_own_steps() -> None:
+    pipe = WAN.build(0)
+    bare, before = WAN.run(pipe, 12), footprint(pipe)
+    backend = TeaCacheBackend(FAST)
+    backend.enable(pipe)
+    WAN.run(pipe, 12)
+    stats = backend.stats()
+    assert list(masks(stats)) == ["transformer", "transformer_2"]
+    assert sum(len(mask) for found in masks(stats).values() for mask in found) == 12
+    assert all(mask.startswith("#..#") for found in masks(stats).values() for mask in found)
+    WAN.run(pipe, 1)
+    assert masks(backend.stats()) == {"transformer": {"#"}}, "the second had no part in the most recent run"
+    backend.disable(pipe)
+    assert footprint(pipe) == before
+    assert torch.equal(WAN.run(pipe, 12), bare)
+
+
+def test_a_failure_on_the_second_denoiser_leaves_the_first_untouched() -> None:
+    pipe = WAN.build(0)
+    bare, before = WAN.run(pipe, 2), footprint(pipe)
+    apply_teacache_hook(pipe.transformer_2)
+    second, backend = footprint(pipe.transformer_2), TeaCacheBackend(FAST)
+    with pytest.raises(SettingError, match="already"):
+        backend.enable(pipe)
+    assert footprint(pipe.transformer_2) == second, "and the second as it was"
+    remove_teacache_hook(pipe.transformer_2)
+    assert footprint(pipe) == before
+    assert torch.equal(WAN.run(pipe, 2), bare)
+    backend.enable(pipe)
+    backend.disable(pipe)
+
+
+def test_a_pipeline_that_cannot_be_hooked_leaves_its_denoiser_untouched() -> None:
+    class Final:
+        def __init__(self) -> None:
+            self.transformer = Plain()
+
+        def __init_subclass__(cls) -> None:
+            raise TypeError("this class is final")
+
+    pipe = Final()
+    before, backend = footprint(pipe), TeaCacheBackend(FAST)
+    with pytest.raises(SettingError, match="Final"):
+        backend.enable(pipe)
+    assert footprint(pipe) == before
+    backend.enable(pipe.transformer)
+    backend.disable(pipe.transformer)
+
+
+class Holder:
+    """A pipeline of one's own."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+
+class Declares(Holder):
+    _dit_modules: ClassVar[list[str]] = ["net"]
+    _encoder_modules: ClassVar[list[str]] = []
+    _vae_modules: ClassVar[list[str]] = []
+
+
+@pytest.mark.parametrize(
+    ("pipe", "says"),
+    [
+        (Holder(), "No denoiser was found in Holder"),
+        (Holder(vae=torch.nn.Linear(1, 1)), "No denoiser was found in Holder"),
+        (Holder(transformer=torch.nn.Linear(1, 1)), "'transformer', a Linear, has no stack of blocks"),
+        (Declares(net=torch.nn.Linear(1, 1)), "'net', a Linear, has no stack of blocks"),
+        (torch.nn.Linear(1, 1), "No denoiser was found in Linear"),
+        (object(), "No denoiser was found in object"),
+        (None, "No denoiser was found in NoneType"),
+    ],
+    ids=["empty", "vae", "linear", "declared", "module", "object", "None"],
+)
+def test_a_pipeline_without_a_denoiser_is_refused(pipe: Any, says: str) -> None:
+    before = footprint(pipe) if hasattr(pipe, "__dict__") else []
+    with pytest.raises(ModelError, match=says):
+        TeaCacheBackend().enable(pipe)
+    assert before == (footprint(pipe) if hasattr(pipe, "__dict__") else [])
+
+
+def test_a_denoiser_under_a_name_of_its_own_is_declared() -> None:
+    pipe = Declares(net=Plain())
+    before, backend = footprint(pipe), TeaCacheBackend()
+    backend.enable(pipe)
+    assert "teacache" in HookRegistry.get_or_create(pipe.net)  # type: ignore[attr-defined]
+    backend.disable(pipe)
+    assert footprint(pipe) == before
+
+
+class ModulePipeline(torch.nn.Module):
+    """A pipeline that is a module, as other libraries have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = Plain()
+        self.text_encoder = Plain()
+
+    @torch.no_grad()
+    def forward(self, steps: int = STEPS) -> torch.Tensor:
+        sample, _ = at(0)
+        for step in range(steps):
+            sample = sample - self.transformer(sample, torch.full((1,), 1.0 - step / steps), COND) / steps
+        return sample
+
+
+class DeclaringModulePipeline(ModulePipeline):
+    _dit_modules: ClassVar[list[str]] = ["transformer"]
+    _encoder_modules: ClassVar[list[str]] = ["text_encoder"]
+    _vae_modules: ClassVar[list[str]] = []
+
+
+@pytest.mark.parametrize("cls", [ModulePipeline, DeclaringModulePipeline])
+def test_a_pipeline_that_is_a_module(cls: type[ModulePipeline]) -> None:
+    pipe = cls()
+    bare, before = pipe(), footprint(pipe)
+    backend = TeaCacheBackend({**FAST, "last_steps": 0, "min_steps": 0})
+    backend.enable(pipe)
+    assert "teacache" in HookRegistry.get_or_create(pipe.transformer), "its denoiser, and not the whole of it"
+    assert "teacache" not in HookRegistry.get_or_create(pipe.text_encoder)
+    first = pipe()
+    assert masks(backend.stats()) == {"transformer": {"#..#..#.."}}
+    assert torch.equal(pipe(), first), "each call is a run of its own"
+    backend.disable(pipe)
+    assert footprint(pipe) == before
+    assert torch.equal(pipe(), bare)
+
+
+def test_two_pipelines_on_one_backend() -> None:
+    """The most recent run is that of the pipeline that ran last, whichever was enabled last."""
+    pipes = [FLUX.build(seed) for seed in range(2)]
+    bare = [FLUX.run(pipe, STEPS) for pipe in pipes]
+    backend = TeaCacheBackend(FAST)
+    for pipe in pipes:
+        backend.enable(pipe)
+    cached = FLUX.run(pipes[0], STEPS)
+    assert masks(backend.stats()) == {"transformer": {FAST_MASK}}
+    FLUX.run(pipes[1], STEPS + 1)
+    assert masks(backend.stats()) == {"transformer": {"#..#..#..#"}}
+    backend.disable(pipes[1])
+    assert torch.equal(FLUX.run(pipes[1], STEPS), bare[1])
+    assert torch.equal(FLUX.run(pipes[0], STEPS), cached)
+    assert masks(backend.stats()) == {"transformer": {FAST_MASK}}
+    backend.disable(pipes[0])
+    assert torch.equal(FLUX.run(pipes[0], STEPS), bare[0])
+
+
+# ------------------------------------------------------------------------------------------------ a UNet
+
+
+def test_a_unet_is_cached_exactly_or_refused() -> None:
+    """Its attention blocks are stacks as well; what is between them is computed at every step."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=2, cross_attention_dim=8,
+        attention_head_dim=2, transformer_layers_per_block=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    pipe = StableDiffusionPipeline(
+        images._kl_vae(4), None, None, unet.eval(), DDIMScheduler(steps_offset=1, clip_sample=False), None, None,
+        requires_safety_checker=False,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    prompts = {"prompt_embeds": torch.randn(1, 6, 8), "negative_prompt_embeds": torch.randn(1, 6, 8)}
+
+    def run() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        result: torch.Tensor = pipe(
+            **prompts, num_inference_steps=12, output_type="latent", generator=generator, return_dict=False,
+            height=16, width=16,
+        )[0]  # fmt: skip
+        return result
+
+    bare, before = run(), footprint(pipe)
+    for settings, mask in (({"rel_l1_thresh": 0}, "#" * 12), ({"rel_l1_thresh": float("inf")}, "#....#....##")):
+        backend = TeaCacheBackend(settings)
+        try:
+            backend.enable(pipe)
+        except SamovarError:
+            assert footprint(pipe) == before
+            return
+        cached = run()
+        assert masks(backend.stats()) == {"unet": {mask}}
+        assert torch.equal(cached, bare) is (settings["rel_l1_thresh"] == 0)
+        assert float((cached - bare).norm() / bare.norm()) < 0.1
+        backend.disable(pipe)
+        assert footprint(pipe) == before
+    assert torch.equal(run(), bare)

@@ -1,0 +1,236 @@
+"""Every setting is checked when it is given, and a refused one leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from pipelines import PIPELINES
+from samovar.cache import TeaCacheConfig, apply_teacache_hook, make_cache_backend
+from samovar.cache.forecast import Forecast
+from samovar.errors import SettingError
+
+NAN, INF = math.nan, math.inf
+FLUX = PIPELINES["flux"]
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"rel_l1_thresh": -0.1}, ["rel_l1_thresh=-0.1", "from 0 upwards"]),
+    ({"rel_l1_thresh": -INF}, ["rel_l1_thresh=-inf", "from 0 upwards"]),
+    ({"rel_l1_thresh": NAN}, ["rel_l1_thresh=nan", "from 0 upwards"]),
+    ({"rel_l1_thresh": True}, ["rel_l1_thresh=True", "a number"]),
+    ({"rel_l1_thresh": "0.2"}, ["rel_l1_thresh='0.2'", "a number"]),
+    ({"rel_l1_thresh": None}, ["rel_l1_thresh=None", "a number"]),
+    ({"rel_l1_thresh": [0.2]}, ["rel_l1_thresh=[0.2]", "a number"]),
+    ({"coefficients": [1, 2, 3, 4]}, ["coefficients=[1, 2, 3, 4]", "exactly five"]),
+    ({"coefficients": [1, 2, 3, 4, 5, 6]}, ["coefficients=[1, 2, 3, 4, 5, 6]", "exactly five"]),
+    ({"coefficients": []}, ["coefficients=[]", "exactly five"]),
+    ({"coefficients": "12345"}, ["coefficients='12345'", "exactly five"]),
+    ({"coefficients": 5}, ["coefficients=5", "exactly five"]),
+    ({"coefficients": [1, 2, NAN, 4, 5]}, ["coefficients", "nan", "five finite numbers"]),
+    ({"coefficients": [1, 2, 3, 4, INF]}, ["coefficients", "inf", "five finite numbers"]),
+    ({"coefficients": [1, 2, 3, 4, True]}, ["coefficients", "True", "five finite numbers"]),
+    ({"coefficients": [1, 2, 3, 4, "5"]}, ["coefficients", "'5'", "five finite numbers"]),
+    ({"first_steps": 0}, ["first_steps=0", "from 1 upwards"]),
+    ({"first_steps": 1.0}, ["first_steps=1.0", "a whole number"]),
+    ({"first_steps": True}, ["first_steps=True", "a whole number"]),
+    ({"last_steps": -1}, ["last_steps=-1", "from 0 upwards"]),
+    ({"last_steps": None}, ["last_steps=None", "a whole number"]),
+    ({"max_skips": 0}, ["max_skips=0", "from 1 upwards"]),
+    ({"max_skips": INF}, ["max_skips=inf", "a whole number"]),
+    ({"min_steps": -1}, ["min_steps=-1", "from 0 upwards"]),
+    ({"min_steps": "8"}, ["min_steps='8'", "a whole number"]),
+    ({"start": -0.01}, ["start=-0.01", "from 0 to 1"]),
+    ({"end": 1.01}, ["end=1.01", "from 0 to 1"]),
+    ({"start": NAN}, ["start=nan", "from 0 to 1"]),
+    ({"end": "1"}, ["end='1'", "from 0 to 1"]),
+    ({"start": 0.6, "end": 0.4}, ["start=0.6", "end=0.4", "Exchange"]),
+    ({"forecast": "tailor"}, ["forecast='tailor'", "'reuse', 'linear', 'taylor'", "Did you mean 'taylor'?"]),
+    ({"forecast": None}, ["forecast=None", "'reuse', 'linear', 'taylor'"]),
+    ({"forecast": ["linear"]}, ["forecast=['linear']", "'reuse', 'linear', 'taylor'"]),
+    ({"forecast_of": "outputs"}, ["forecast_of='outputs'", "'residual', 'output'", "Did you mean 'output'?"]),
+    ({"forecast_order": 0}, ["forecast_order=0", "from 1 upwards"]),
+    ({"forecast_order": 2.0}, ["forecast_order=2.0", "a whole number"]),
+    ({"forecast_damping": -0.1}, ["forecast_damping=-0.1", "from 0"]),
+    ({"forecast_damping": 1.1}, ["forecast_damping=1.1", "to 1"]),
+    ({"forecast_damping": NAN}, ["forecast_damping=nan", "to 1"]),
+    ({"schedule": ""}, ["schedule=''", "one True or False for each step"]),
+    ({"schedule": []}, ["schedule=[]", "one True or False for each step"]),
+    ({"schedule": "#.x"}, ["schedule='#.x'", "'#'", "'.'"]),
+    ({"schedule": "# ."}, ["schedule='# .'", "'#'", "'.'"]),
+    ({"schedule": [True, None]}, ["schedule=[True, None]", "one True or False"]),
+    ({"schedule": [1, 2]}, ["schedule=[1, 2]", "one True or False"]),
+    ({"schedule": [1.0, 0.0]}, ["schedule=[1.0, 0.0]", "one True or False"]),
+    ({"schedule": 12}, ["schedule=12", "one True or False"]),
+    ({"schedule": ".##"}, ["schedule='.##'", "skips the first step"]),
+    ({"schedule": [False, True]}, ["schedule=[False, True]", "skips the first step"]),
+    ({"rel_l1_tresh": 0.2}, ["rel_l1_tresh", "Did you mean 'rel_l1_thresh'?"]),
+    ({"max_skip": 2}, ["max_skip", "Did you mean 'max_skips'?"]),
+    ({"forecast_off": "output"}, ["forecast_off", "Did you mean 'forecast_of'?"]),
+    ({"zzz": 1}, ["'zzz'", "'rel_l1_thresh'", "'schedule'"]),
+    ({3: 1}, ["no setting 3", "'rel_l1_thresh'"]),
+]
+refused = pytest.mark.parametrize(("settings", "says"), REFUSED, ids=[str(settings) for settings, _ in REFUSED])
+
+
+@refused
+def test_a_refusal_names_the_value_and_what_was_expected(settings: dict[Any, Any], says: list[str]) -> None:
+    with pytest.raises(SettingError) as refusal:
+        TeaCacheConfig.read(settings)
+    for part in says:
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("settings", [[("rel_l1_thresh", 0.2)], "rel_l1_thresh=0.2", 0.2, True])
+def test_only_a_mapping_is_read(settings: Any) -> None:
+    with pytest.raises(SettingError, match=r"cache_config is .*; a mapping such as"):
+        TeaCacheConfig.read(settings)
+
+
+Footprint = list[tuple[int, type, dict[str, int]]]
+
+
+def footprint(pipe: Any) -> Footprint:
+    """What every module of a pipeline is, and what is in it; and the same of the pipeline."""
+    modules = [m for part in pipe.components.values() if isinstance(part, torch.nn.Module) for m in part.modules()]
+    return [(id(o), type(o), {name: id(value) for name, value in vars(o).items()}) for o in (*modules, pipe)]
+
+
+@pytest.fixture(scope="module")
+def watched_pipe() -> tuple[Any, Footprint]:
+    pipe = FLUX.build(0)
+    return pipe, footprint(pipe)
+
+
+@refused
+def test_nothing_is_attached_for_a_refused_setting(
+    watched_pipe: tuple[Any, Footprint], settings: dict[Any, Any], says: list[str]
+) -> None:
+    pipe, before = watched_pipe
+    for name in ("tea_cache", "forecast"):
+        with pytest.raises(SettingError):
+            make_cache_backend(name, settings).enable(pipe)  # type: ignore[union-attr]
+    with pytest.raises(SettingError):
+        apply_teacache_hook(pipe.transformer, settings)
+    assert footprint(pipe) == before
+
+
+# ------------------------------------------------------------------------------------------------ what is accepted
+
+
+def test_the_defaults_are_those_of_the_documentation() -> None:
+    config = TeaCacheConfig()
+    assert config.rel_l1_thresh == 0.2
+    assert config.coefficients is None
+    assert (config.first_steps, config.last_steps, config.max_skips, config.min_steps) == (1, 1, 4, 8)
+    assert (config.start, config.end) == (0.0, 1.0)
+    assert (config.forecast, config.order, config.forecast_of, config.forecast_damping) == ("reuse", 0, "residual", 1.0)
+    assert config.mask is None
+    assert not config.never_skips
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rel_l1_thresh": 0},
+        {"rel_l1_thresh": INF},
+        {"coefficients": (1, 2.5, -3, 0, 1e-3)},
+        {"max_skips": None},
+        {"first_steps": 1, "last_steps": 0, "max_skips": 1, "min_steps": 0},
+        {"start": 0, "end": 1},
+        {"start": 0.5, "end": 0.5},
+        {"forecast_damping": 0},
+        {"forecast_damping": 1},
+        {"schedule": [1, 0, 1]},
+        {},
+    ],
+)
+def test_edges_are_accepted_and_kept(settings: dict[str, Any]) -> None:
+    config = TeaCacheConfig.read(settings)
+    for name, value in settings.items():
+        assert getattr(config, name) == (tuple(map(bool, value)) if name == "schedule" else value)
+    assert TeaCacheConfig.read(config) is config
+    assert TeaCacheConfig.read(None) == TeaCacheConfig()
+
+
+def test_a_schedule_is_a_mask_however_it_is_written() -> None:
+    expected = (True, False, False, True)
+    for written in ("#..#", [True, False, False, True], (1, 0, 0, 1)):
+        config = TeaCacheConfig(schedule=written)  # type: ignore[arg-type]
+        assert config.mask == expected
+        assert all(type(step) is bool for step in config.mask or ())
+        assert dataclasses.replace(config, max_skips=2).mask == expected
+
+
+def test_settings_do_not_change_when_the_list_that_they_came_from_does() -> None:
+    coefficients, mask = [1.0, 2.0, 3.0, 4.0, 5.0], [True, False]
+    config = TeaCacheConfig(coefficients=coefficients, schedule=mask)
+    coefficients.append(6.0)
+    mask.append(True)
+    assert config.coefficients is not None
+    assert list(config.coefficients) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert config.mask == (True, False)
+
+
+def test_the_order_of_a_forecast() -> None:
+    orders = {name: TeaCacheConfig.read({"forecast": name, "forecast_order": 3}).order for name in get_args(Forecast)}
+    assert orders == {"reuse": 0, "linear": 1, "taylor": 3}
+
+
+def test_which_settings_never_skip() -> None:
+    assert TeaCacheConfig(rel_l1_thresh=0).never_skips
+    assert TeaCacheConfig(schedule="###").never_skips
+    assert not TeaCacheConfig(rel_l1_thresh=1e-9).never_skips
+    assert not TeaCacheConfig(rel_l1_thresh=0, schedule="#.#").never_skips, "a schedule asks for no threshold"
+
+
+def test_the_summary_says_what_is_not_usual() -> None:
+    assert TeaCacheConfig().summary() == "rel_l1_thresh=0.2"
+    assert TeaCacheConfig(rel_l1_thresh=0.4, max_skips=None).summary() == "rel_l1_thresh=0.4, max_skips=None"
+    scheduled = TeaCacheConfig(schedule="#.#", max_skips=2, forecast="linear")
+    assert scheduled.summary() == "forecast=linear, schedule=#.#", "a schedule has no threshold and no guards"
+
+
+# ------------------------------------------------------------------------------------------------ of another length
+
+
+@pytest.mark.parametrize("steps", [9, 11])
+def test_a_schedule_of_another_length_is_refused_by_refresh_before_anything(steps: int) -> None:
+    pipe = FLUX.build(0)
+    backend = make_cache_backend("tea_cache", {"schedule": "#.#.#.#.##"})
+    assert backend is not None
+    backend.enable(pipe)
+    FLUX.run(pipe, steps=10)
+    before = backend.stats().to_dict()
+    with pytest.raises(SettingError, match=rf"for 10 steps, not for {steps}"):
+        backend.refresh(pipe, steps)
+    assert backend.stats().to_dict() == before
+    backend.refresh(pipe, 10)
+
+
+@pytest.mark.parametrize("forecast_of", ["residual", "output"])
+@pytest.mark.parametrize("steps", [9, 11])
+def test_a_schedule_of_another_length_is_refused_at_the_first_step(steps: int, forecast_of: str) -> None:
+    schedule, pipe = "#.#.#.#.##", FLUX.build(0)
+    bare = {number: FLUX.run(pipe, steps=number) for number in (steps, 10)}
+    before = footprint(pipe)
+    backend = make_cache_backend("tea_cache", {"schedule": schedule, "forecast_of": forecast_of})
+    assert backend is not None
+    backend.enable(pipe)
+    seen: list[int] = []
+    block = pipe.transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: seen.append(1))
+    with pytest.raises(SettingError, match=rf"schedule is for 10 steps, and this run has {steps} steps"):
+        FLUX.run(pipe, steps=steps)
+    assert not seen, "nothing was computed"
+    block.remove()
+    cached = FLUX.run(pipe, steps=10)
+    assert {branch.mask for branch in backend.stats().denoisers["transformer"].branches.values()} == {schedule}
+    assert not torch.equal(cached, bare[10])
+    backend.disable(pipe)
+    assert torch.equal(FLUX.run(pipe, steps=steps), bare[steps])
+    assert [(kind, set(entries)) for _, kind, entries in footprint(pipe)] == [
+        (kind, set(entries)) for _, kind, entries in before
+    ]

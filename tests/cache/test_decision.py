@@ -1,0 +1,117 @@
+"""What a decision rests on: relative changes, read from the device in one go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samovar.cache.decision import Attempt, Measured, Signal, measure
+from samovar.cache.memo import Memo
+from samovar.cache.schedule import Mode
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is read from a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # `tolist` of a tensor on the host reads its memory, which cannot be seen; its `stack` can.
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.stack.default)
+        return func(*args, **(kwargs or {}))
+
+
+def pair(change: float, size: float) -> list[torch.Tensor]:
+    return [torch.tensor(change), torch.tensor(size)]
+
+
+def test_the_change_of_a_signal_is_its_relative_l1_distance() -> None:
+    before, now = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    found = Signal(before).change(Signal(now))
+    assert found is not None
+    expected = (now - before).abs().mean() / before.abs().mean()
+    assert measure(found, (), None, None).signal == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_half_precision_do_not_overflow_or_stall(dtype: torch.dtype) -> None:
+    before = torch.full((1, 1000, 1000), 3.0, dtype=dtype)
+    found = Signal(before).change(Signal(before * 1.25))
+    assert found is not None
+    assert measure(found, (), None, None).signal == pytest.approx(0.25, rel=1e-3)
+
+
+def test_signals_of_another_form_or_place_cannot_be_compared() -> None:
+    signal = Signal(torch.ones(1, 3), "attn1")
+    assert signal.change(Signal(torch.ones(1, 3), "attn1")) is not None
+    assert signal.change(Signal(torch.ones(1, 3), "attn2")) is None
+    assert signal.change(Signal(torch.ones(2, 3), "attn1")) is None
+    assert signal.change(Signal(torch.ones(1, 3, device="meta"), "attn1")) is None
+
+
+def test_a_signal_keeps_no_graph() -> None:
+    assert not Signal(torch.ones(1, requires_grad=True) * 2).value.requires_grad
+
+
+def test_all_that_changed_is_read_at_once() -> None:
+    with Reads() as reads:
+        found = measure(pair(1.0, 4.0), [pair(0.0, 0.0), pair(1.0, 2.0)], torch.tensor(750), None)
+    assert found == Measured(0.25, 0.5, 750.0)
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "relative"), [(0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (0.0, 2.0, 0.0), (1.0, 2.0, 0.5)]
+)
+def test_what_was_nothing_and_is_something_has_changed_beyond_measure(
+    change: float, size: float, relative: float
+) -> None:
+    assert measure(pair(change, size), (), None, None).signal == relative
+    assert measure(pair(0.0, 1.0), [pair(change, size)], None, None).others == relative
+
+
+def test_what_is_no_number_is_never_small() -> None:
+    nan = float("nan")
+    assert not measure(pair(nan, 1.0), (), None, None).signal < 1e9
+    assert not measure(pair(0.0, 1.0), [pair(nan, 1.0)], None, None).others < 1e9
+    assert not measure(pair(0.0, 1.0), [pair(0.0, 1.0), pair(nan, 1.0)], None, None).others < 1e9
+
+
+@pytest.mark.parametrize("others", [[], [(1.0, 4.0)], [(1.0, 8.0), (1.0, 2.0), (0.0, 0.0)]], ids=len)
+def test_ranks_agree_on_as_many_sums_whatever_changed(others: list[tuple[float, float]]) -> None:
+    """Another rank has changes of its own; time is the same for all."""
+    seen: list[list[float]] = []
+
+    def agree(mine: torch.Tensor) -> torch.Tensor:
+        seen.append(mine.tolist())
+        return mine + torch.tensor([3.0, 4.0, 0.5, 1.0])
+
+    found = measure(pair(1.0, 4.0), [pair(*other) for other in others], torch.tensor(0.25), agree)
+    largest = max((change / size for change, size in others if change), default=0.0)
+    assert seen == [[1.0, 4.0, largest, 1.0]]
+    assert found == Measured(0.5, (largest + 0.5) / 2, 0.25)
+
+
+def test_a_rank_without_a_signal_makes_all_of_them_compute() -> None:
+    found = measure(None, (), None, lambda mine: mine + torch.tensor([0.1, 1.0, 0.0, 1.0]), torch.device("cpu"))
+    assert found.signal == float("inf")
+
+
+@pytest.mark.parametrize(("mode", "skips"), [("ask", True), ("compute", False), ("skip", False)])
+def test_only_a_step_that_is_left_to_its_signal_is_decided_by_it(mode: Mode, skips: bool) -> None:
+    asked: list[Signal] = []
+
+    def decide(signal: Signal) -> bool:
+        asked.append(signal)
+        return True
+
+    attempt = Attempt(mode, None, True, False, decide, Memo())
+    signal = Signal(torch.ones(1))
+    assert attempt.sees(signal) is skips
+    assert asked == [signal] * skips
+    assert attempt.signal is signal, "it is kept for the next step all the same"

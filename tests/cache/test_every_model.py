@@ -1,0 +1,102 @@
+"""TeaCache on every transformer class of the installed diffusers, with no code for any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import zoo
+from samovar.arch import find_anatomy
+from samovar.cache import TeaCacheConfig, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from samovar.hooks import call_context
+
+CASES = zoo.load()
+INFINITE = TeaCacheConfig(rel_l1_thresh=float("inf"), max_skips=None, min_steps=0)
+
+BLIND = {"PriorTransformer"}
+"""Its output is read off a token that is learned: what enters the blocks there does not depend on the sample."""
+
+
+def installed(case: zoo.Case) -> zoo.Case:
+    if case.model not in zoo.exported_classes():
+        pytest.skip(f"the installed diffusers has no {case.model}")
+    return case
+
+
+def run(case: zoo.Case, model: torch.nn.Module, step: int = 0) -> Any:
+    with call_context(branch="only"):
+        return case.run(model, step)
+
+
+def difference(one: Any, other: Any) -> float:
+    """The largest difference of two outputs, in proportion to the largest value."""
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor)]
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in tensors)
+
+
+@contextmanager
+def counted_blocks(case: zoo.Case, model: torch.nn.Module) -> Iterator[list[str]]:
+    """The stacks whose blocks are run, call by call."""
+    calls: list[str] = []
+    stacks = {stack.path for stack in case.stacks}
+    handles = [
+        block.register_forward_pre_hook(lambda *_, path=stack.path: calls.append(path))
+        for stack in find_anatomy(model).stacks
+        for block in stack.modules(model)
+        if stack.path in stacks
+    ]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_class(case: zoo.Case) -> None:
+    model = installed(case).build()
+    exact = [case.run(model, step) for step in range(3)]
+    before = [(type(module), set(vars(module))) for module in model.modules()]
+
+    apply_teacache_hook(model, {"rel_l1_thresh": 0})
+    assert [zoo.equal(run(case, model, step), exact[step]) for step in range(3)] == [True] * 3, "neutral"
+    remove_teacache_hook(model)
+
+    hook = apply_teacache_hook(model, INFINITE)
+    with counted_blocks(case, model) as calls:
+        _check_skips(case, model, hook, exact, calls)
+    remove_teacache_hook(model)
+    assert [(type(module), set(vars(module))) for module in model.modules()] == before, "no trace is left"
+    assert zoo.equal(case.run(model), exact[0])
+
+
+def _check_skips(case: zoo.Case, model: torch.nn.Module, hook: TeaCacheHook, exact: Any, calls: list[str]) -> None:
+    assert zoo.equal(run(case, model), exact[0]), "a computed step is not disturbed"
+    assert set(calls) == {stack.path for stack in case.stacks}
+    calls.clear()
+    skipped = run(case, model)
+    assert hook.stats().branches["only"].mask == "#.", hook.stats()
+    assert not calls, "a skipped step runs no block"
+    assert difference(skipped, exact[0]) <= 1e-5
+    moved = run(case, model, 1)
+    if case.model not in BLIND:
+        assert not zoo.equal(moved, skipped), "a skipped step sees its own input"
+    (state,) = hook.state_manager.states().values()
+    for residual in state.history.newest:
+        if residual is not None:
+            residual.zero_()
+    assert difference(run(case, model, 1), moved) > 1e-3, "what the blocks did is in what is stored"
+    assert not calls
+    hook.reset_state(model)
+    assert zoo.equal(run(case, model, 2), exact[2]), "computing after skipping is exact"
+
+
+def test_the_number_of_classes() -> None:
+    """Shown in the README; `test_every_class` is what each of them passed."""
+    exported, served = zoo.exported_classes(), {case.model for case in CASES}
+    print(f"\ntea_cache: {len(exported & served)} of {len(exported)} transformer classes of diffusers are served")
+    assert exported <= served | set(zoo.UNSERVED)

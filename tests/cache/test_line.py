@@ -1,0 +1,251 @@
+"""Which step a call belongs to: told by a scheduler, or by branches and times in a loop of one's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxImg2ImgPipeline,
+    HeunDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from driving import COND, Plain
+
+from pipelines import PIPELINES
+from samovar.cache import TeaCacheBackend
+from samovar.cache.line import Line
+from samovar.cache.schedule import Step, Verdict
+from samovar.hooks import Run
+
+COUNTING: dict[str, Callable[[], Any]] = {
+    "flow": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
+    "unipc": lambda: UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+    "dpm": DPMSolverMultistepScheduler,
+    "heun": HeunDiscreteScheduler,
+}
+SKIP = Verdict("skip", "below the threshold")
+
+
+def running(make: Callable[[], Any]) -> tuple[Run, Any]:
+    """A run of a pipeline that is nothing but its scheduler."""
+    scheduler = make()
+    return Run(SimpleNamespace(scheduler=scheduler), "request"), scheduler
+
+
+def loop(scheduler: Any, begin: int = 0) -> Iterator[int]:
+    """A denoising loop; gives the number of each step before it is made."""
+    sample = torch.ones(1, 4, 2, 2)
+    if begin:
+        scheduler.set_begin_index(begin)
+    for number, time in enumerate(scheduler.timesteps[begin:], start=begin):
+        yield number
+        if hasattr(scheduler, "scale_model_input"):  # Some complain if nobody calls it.
+            scheduler.scale_model_input(sample, time)
+        sample = scheduler.step(torch.ones_like(sample), time, sample).prev_sample
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # numpy's word to diffusers.
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_scheduler_tells_the_step_however_many_branches_there_are(make: Callable[[], Any], begin: int) -> None:
+    run, scheduler = running(make)
+    scheduler.set_timesteps(6)
+    total, line, places = len(scheduler.timesteps), Line(None), []
+    for number in loop(scheduler, begin):
+        for branch in ("cond", "uncond", "cond"):
+            assert line.begin_call(branch, run)
+            assert line.is_told
+            assert (line.index, line.step) == (number, Step(number, total, total))
+            assert line.verdict is (None if branch == "cond" and len(places) <= number - begin else SKIP)
+            if line.verdict is None:
+                places.append(line.place)
+            line.verdict = SKIP
+    assert places == [-float(scheduler.sigmas[number]) for number in range(begin, total)]
+    assert places == sorted(places), "noise goes down, so that places go up"
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+def test_a_second_loop_in_one_run_begins_anew(make: Callable[[], Any]) -> None:
+    run, scheduler = running(make)
+    line = Line(None)
+    scheduler.set_timesteps(4)
+    for _ in loop(scheduler):
+        assert line.begin_call("cond", run)
+    scheduler.set_timesteps(4)
+    assert not line.begin_call("cond", run)
+
+
+@pytest.mark.parametrize(("steps", "begin"), [(20, 10), (20, 4), (8, 4)])
+def test_a_second_loop_that_begins_later_than_the_first_ended_begins_anew_too(steps: int, begin: int) -> None:
+    """Enlarge and refine: a short run, and then the later part of a long one."""
+    run, scheduler = running(COUNTING["flow"])
+    line = Line(None)
+    scheduler.set_timesteps(4)
+    for _ in loop(scheduler):
+        assert line.begin_call("cond", run)
+    scheduler.set_timesteps(steps)
+    scheduler.set_begin_index(begin)
+    assert not line.begin_call("cond", run)
+
+
+def test_a_run_may_be_shorter_than_its_scheduler() -> None:
+    run, scheduler = running(COUNTING["flow"])
+    run.pipeline._num_timesteps = 4
+    scheduler.set_timesteps(10)
+    scheduler.set_begin_index(6)
+    line = Line(99)
+    assert line.begin_call("cond", run)
+    assert line.step == Step(6, 10, 4), "what was announced is for loops of one's own"
+
+
+def test_a_scheduler_that_does_not_count_leaves_it_to_the_branches() -> None:
+    run, scheduler = running(DDIMScheduler)
+    scheduler.set_timesteps(5)
+    line = Line(None)
+    for number in loop(scheduler):
+        for branch in ("cond", "uncond"):
+            assert line.begin_call(branch, run)
+            assert not line.is_told
+            assert line.step == Step(number, 5, 5)
+            assert line.place == float(number)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.parametrize("first_steps", [1, 3])
+def test_image_to_image_computes_its_first_steps(strength: float, first_steps: int) -> None:
+    flux = PIPELINES["flux"]
+    pipe = FluxImg2ImgPipeline(**flux.build(0).components)
+    pipe.set_progress_bar_config(disable=True)
+    backend = TeaCacheBackend({"rel_l1_thresh": float("inf"), "min_steps": 0, "first_steps": first_steps})
+    backend.enable(pipe)
+    flux.run(pipe, steps=20, image=torch.zeros(1, 3, 16, 24), strength=strength)
+    for branch in backend.stats().denoisers["transformer"].branches.values():
+        length = round(20 * strength)
+        assert [record.step for record in branch.steps] == list(range(20 - length, 20))
+        assert branch.mask[: first_steps + 4] == "#" * first_steps + "...."
+        assert branch.mask[-1] == "#"
+    backend.disable(pipe)
+
+
+class Copying:
+    """A pipeline that steps copies of its scheduler, as those of SkyReels-V2 do, so that its own never moves."""
+
+    def __init__(self) -> None:
+        self.transformer = Plain()
+        self.scheduler = FlowMatchEulerDiscreteScheduler()
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        self.scheduler.set_timesteps(12)
+        scheduler = copy.deepcopy(self.scheduler)
+        sample = torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(0))
+        for time in scheduler.timesteps:
+            sample = scheduler.step(self.transformer(sample, time[None] / 1000, COND), time, sample).prev_sample
+        return sample
+
+
+def test_a_scheduler_that_is_never_stepped_does_not_stand_in_the_way() -> None:
+    pipe, backend = Copying(), TeaCacheBackend({"rel_l1_thresh": float("inf")})
+    backend.enable(pipe)
+    pipe()
+    (branch,) = backend.stats().denoisers["transformer"].branches.values()
+    assert branch.mask == "#....#....##"
+    backend.disable(pipe)
+
+
+class Tiled:
+    """A pipeline that denoises two tiles in turn, with one text for both."""
+
+    def __init__(self) -> None:
+        self.transformer = Plain()
+        self.scheduler = FlowMatchEulerDiscreteScheduler()
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        tiles = torch.randn(2, 1, 5, 4, generator=torch.Generator().manual_seed(0))
+        self.scheduler.set_timesteps(12)
+        for time in self.scheduler.timesteps:
+            noise = torch.stack([self.transformer(tile, time[None] / 1000, COND) for tile in tiles])
+            tiles = self.scheduler.step(noise, time, tiles).prev_sample
+        return tiles
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rel_l1_thresh": 0.1}, {"rel_l1_thresh": 0.1, "forecast_of": "output"}, {"schedule": "#.#.#.#.#.##"}],
+    ids=["residual", "output", "schedule"],
+)
+def test_a_branch_that_is_called_twice_a_step_never_gets_what_is_the_other_calls(settings: dict[str, Any]) -> None:
+    pipe = Tiled()
+    bare, backend = pipe(), TeaCacheBackend(settings)
+    backend.enable(pipe)
+    assert float((pipe() - bare).norm() / bare.norm()) < 0.1, backend.stats()
+    backend.disable(pipe)
+
+
+# ------------------------------------------------------------------------------------------------ loops of one's own
+
+
+def indices(*branches: Any, announced: int | None = None) -> list[int]:
+    line, found = Line(announced), []
+    for branch in branches:
+        assert line.begin_call(branch, None)
+        assert not line.is_told
+        assert line.step == Step(line.index, announced, announced)
+        found.append(line.index)
+    return found
+
+
+def test_a_step_begins_with_a_branch_that_was_called_in_the_last_one() -> None:
+    assert indices("only", "only", "only") == [0, 1, 2]
+    assert indices("cond", "uncond", "cond", "uncond", announced=2) == [0, 0, 1, 1]
+    assert indices("cond", "uncond", "uncond", "cond") == [0, 0, 1, 1], "in any order"
+    assert indices("a", "b", "c", "a", "b", "c") == [0, 0, 0, 1, 1, 1]
+    assert indices("cond", "cond", "cond", "uncond", "cond", "uncond") == [0, 1, 2, 2, 3, 3], "guidance from half-way"
+    assert indices("cond", "uncond", "cond", "cond") == [0, 0, 1, 2], "guidance until half-way"
+
+
+def test_what_was_decided_is_for_one_step() -> None:
+    line = Line(None)
+    line.begin_call("cond", None)
+    line.verdict = SKIP
+    line.begin_call("uncond", None)
+    assert line.verdict is SKIP
+    line.begin_call("cond", None)
+    assert line.verdict is None
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([1.0, 0.9, 0.8, 0.1, 0.0], []),
+        ([0, 1, 2, 3], []),
+        ([1.0, 1.0, 0.9, 0.9, 0.8], []),
+        ([1.0, 0.9, 1.0], [2]),
+        ([1.0, 1.0, 0.9, 0.9, 1.0], [4]),
+        ([0.0, 0.1, 0.0], [2]),
+        ([1.0], []),
+        ([1.0, 0.5], []),
+        ([0.5, 1.0], []),
+        ([1.0, 0.0, 1.0], [2]),
+    ],
+)
+def test_a_run_begins_when_time_turns_back(times: list[float], expected: list[int]) -> None:
+    line = Line(None)
+    assert [number for number, time in enumerate(times) if line.goes_back(time)] == expected
+
+
+def test_times_of_long_runs_are_not_kept() -> None:
+    line = Line(None)
+    for time in range(1000):
+        assert not line.goes_back(float(time))
+    assert len(line._times) <= 3

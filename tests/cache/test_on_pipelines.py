@@ -1,0 +1,647 @@
+"""TeaCache on whole pipelines, one for each way in which a pipeline drives its denoiser."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from driving import (
+    COND,
+    INFINITE,
+    UNGUARDED,
+    Plain,
+    at,
+    cached,
+    case,
+    counted,
+    differing,
+    flux,
+    hook_on,
+    hooks_of,
+    masks,
+    qwen,
+    recorded,
+    second,
+    tensors_in,
+)
+
+import zoo
+from pipelines import PIPELINES, TinyPipeline
+from samovar.arch import find_anatomy
+from samovar.cache import TeaCacheBackend, apply_teacache_hook, remove_teacache_hook
+from samovar.hooks import call_context, pipeline_hooks, running
+
+STEPS, FEW = 6, 5
+
+every = pytest.mark.parametrize("tiny", PIPELINES.values(), ids=PIPELINES)
+SEPARATE = {name: tiny for name, tiny in PIPELINES.items() if tiny.cfg == "separate"}
+
+
+def denoisers(tiny: TinyPipeline, pipe: Any) -> list[torch.nn.Module]:
+    return [getattr(pipe, name) for name in tiny.denoisers]
+
+
+def leftovers(tiny: TinyPipeline, pipe: Any) -> list[Any]:
+    """What a run that is over has left behind, less zeros of one element."""
+    hooks = hooks_of(tiny, pipe)
+    states = [state for hook in hooks for state in hook.state_manager.states()]
+    return states + [tensor for tensor in tensors_in(*hooks) if tensor.numel() > 1]
+
+
+@every
+def test_neutral_settings_give_the_bits_of_the_bare_pipeline(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    exact, before = tiny.run(pipe, 2), set(vars(pipe))
+    for settings in ({"rel_l1_thresh": 0}, {"rel_l1_thresh": INFINITE, "first_steps": 2}):
+        backend = cached(pipe, **settings)
+        assert torch.equal(tiny.run(pipe, 2), exact)
+        backend.disable(pipe)
+    assert torch.equal(tiny.run(pipe, 2), exact)
+    assert type(pipe) is type(tiny.build(0))
+    assert set(vars(pipe)) == before
+    assert pipeline_hooks(pipe) == {}
+    assert not any("samovar" in entry for model in denoisers(tiny, pipe) for m in model.modules() for entry in vars(m))
+
+
+@every
+def test_on_off_and_on_again_gives_the_same_bits(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    runs = []
+    for _ in range(2):
+        backend = cached(pipe, rel_l1_thresh=0.3)
+        runs.append(tiny.run(pipe, FEW))
+        assert set("".join(masks(backend.stats()))) == {"#", "."}
+        backend.disable(pipe)
+    assert torch.equal(*runs)
+
+
+@every
+def test_a_skipped_step_runs_no_block(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    backend = cached(pipe, rel_l1_thresh=INFINITE)
+    tiny.run(pipe, FEW)
+    blocks = [
+        b for model in denoisers(tiny, pipe) for stack in find_anatomy(model).stacks for b in stack.modules(model)
+    ]
+    with counted(blocks) as calls:
+        tiny.run(pipe, FEW)
+    branches = 2 if tiny.cfg == "separate" else 1
+    assert len(calls) == branches * len(blocks), "each block ran once for each branch"
+    assert len(masks(backend.stats())) == branches * len(tiny.denoisers)
+    assert all(set(mask[1:]) == {"."} for mask in masks(backend.stats()))
+
+
+def alone(model: torch.nn.Module, calls: list[tuple[Any, Any]], mask: str) -> list[Any]:
+    """What a model gives in these calls when nobody else uses it, computing at the same steps."""
+    own = copy.deepcopy(model)
+    apply_teacache_hook(own, {"schedule": mask})
+    with torch.no_grad(), call_context(branch="only"):
+        outputs = [own(*args, **kwargs) for args, kwargs in calls]
+    return [output[0] if isinstance(output, tuple) else output for output in outputs]
+
+
+@pytest.mark.parametrize("tiny", SEPARATE.values(), ids=SEPARATE)
+def test_branches_never_share_a_state(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    backend = cached(pipe, rel_l1_thresh=0.3)
+    for name, model in zip(tiny.denoisers, denoisers(tiny, pipe), strict=True):
+        with recorded(model) as recorder:
+            tiny.run(pipe, STEPS)
+        branches = backend.stats().denoisers[name].branches
+        assert len(branches) == 2
+        for index, branch in enumerate(branches.values()):
+            assert "." in branch.mask
+            expected = alone(model, recorder.calls[index::2], branch.mask)
+            assert differing(recorder.outputs[index::2], expected) == []
+        skipped = [step for step, sign in enumerate(branch.mask) if sign == "."]
+        cond, uncond = recorder.outputs[::2], recorder.outputs[1::2]
+        assert not any(torch.equal(cond[step], uncond[step]) for step in skipped), "guidance is not lost"
+
+
+def test_a_branch_for_some_of_the_steps_only() -> None:
+    """Guidance by leaving layers out, in the second and third quarter of a run."""
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.build(0)
+    backend = cached(pipe, rel_l1_thresh=0.3)
+    settings = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.25, "skip_layer_guidance_stop": 0.75}
+    with recorded(pipe.transformer) as recorder:
+        tiny.run(pipe, STEPS, **settings)
+    (stats,) = backend.stats().denoisers.values()
+    is_partial = ["skip_layers" in kwargs for _, kwargs in recorder.calls]
+    assert 0 < sum(is_partial) < STEPS
+    for partial, branch in zip((False, True), stats.branches.values(), strict=True):
+        own = [index for index, found in enumerate(is_partial) if found is partial]
+        assert branch.mask[0] == "#"
+        assert "." in branch.mask
+        expected = alone(pipe.transformer, [recorder.calls[index] for index in own], branch.mask)
+        assert differing([recorder.outputs[index] for index in own], expected) == []
+
+
+def test_two_denoisers_share_a_run() -> None:
+    tiny = PIPELINES["wan"]
+    pipe = tiny.build(0)
+    for settings, masks_of_first, masks_of_second in (
+        ({"rel_l1_thresh": INFINITE, "last_steps": 1, "min_steps": STEPS}, {"#.."}, {"#.#"}),
+        ({"schedule": "##..#."}, {"##."}, {"##."}),
+    ):
+        backend = cached(pipe, **settings)
+        tiny.run(pipe, STEPS)
+        found = [{branch.mask for branch in stats.branches.values()} for stats in backend.stats().denoisers.values()]
+        assert found == [masks_of_first, masks_of_second], "the second has the run's last steps, and a first of its own"
+        backend.disable(pipe)
+
+
+# ------------------------------------------------------------------------------------------------ one run after another
+
+
+class GaveUp(Exception):
+    pass
+
+
+def at_step(step: int, action: Callable[[Any], Any]) -> Callable[..., dict[str, Any]]:
+    """A callback that does something when a step has ended."""
+
+    def callback(pipe: Any, index: int, time: Any, given: dict[str, Any]) -> dict[str, Any]:
+        result = action(given) if index == step else None
+        return result if isinstance(result, dict) else given
+
+    return callback
+
+
+def give_up(error: type[BaseException]) -> Callable[[Any], None]:
+    def action(_: Any) -> None:
+        raise error
+
+    return action
+
+
+GIVEN_UP = [*((tiny, GaveUp) for tiny in PIPELINES.values()), (flux, KeyboardInterrupt), (flux, GeneratorExit)]
+
+
+@pytest.mark.parametrize(("tiny", "error"), GIVEN_UP, ids=[f"{tiny.name}-{e.__name__}" for tiny, e in GIVEN_UP])
+def test_a_run_that_is_given_up_leaves_nothing(tiny: TinyPipeline, error: type[BaseException]) -> None:
+    pipe = tiny.build(0)
+    cached(pipe, rel_l1_thresh=0.3)
+    expected = tiny.run(pipe, FEW, seed=1)
+    with pytest.raises(error):
+        tiny.run(pipe, FEW, seed=2, callback_on_step_end=at_step(3, give_up(error)))
+    assert leftovers(tiny, pipe) == []
+    assert torch.equal(tiny.run(pipe, FEW, seed=1), expected)
+    assert leftovers(tiny, pipe) == []
+
+
+@pytest.mark.parametrize("computed", [0, 1, 2])
+def test_an_error_inside_of_a_block_leaves_nothing(computed: int) -> None:
+    pipe, fresh = flux.build(0), flux.build(0)
+    for found in (pipe, fresh):
+        cached(found, rel_l1_thresh=0.3)
+    expected = flux.run(fresh, FEW)
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2 * computed:
+            raise GaveUp
+
+    handle = pipe.transformer.transformer_blocks[0].norm1.register_forward_pre_hook(fail)
+    with pytest.raises(GaveUp):
+        flux.run(pipe, FEW)
+    handle.remove()
+    assert leftovers(flux, pipe) == []
+    assert not any(module._forward_pre_hooks for module in pipe.transformer.modules()), "no hook is left either"
+    assert torch.equal(flux.run(pipe, FEW), expected)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "prompt": {"prompt": "an owl at sea"},
+    "size": {"height": 32, "width": 16},
+    "batch": {"num_images_per_prompt": 2},
+    "steps": {"steps": 7},
+    "the first again": {},
+}
+
+
+def test_a_pipeline_is_called_again_with_something_else() -> None:
+    pipe = flux.build(0)
+    cached(pipe, rel_l1_thresh=0.3)
+    flux.run(pipe, FEW)
+    for change, given in CHANGES.items():
+        call, fresh = {"steps": FEW, **given}, flux.build(0)
+        backend = cached(fresh, rel_l1_thresh=0.3)
+        assert torch.equal(flux.run(pipe, **call), flux.run(fresh, **call)), change
+        assert "." in "".join(masks(backend.stats())), change
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "z-image"])
+def test_items_of_a_batch_do_not_pollute_each_other(name: str) -> None:
+    tiny = PIPELINES[name]
+    pipe = tiny.build(0)
+    cached(pipe, schedule="##.#.")
+    prompts, negatives = ["a cat", "an owl"], ["a dog", "a dog"]
+
+    def run(items: slice) -> torch.Tensor:
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)][items]
+        call = {**tiny.settings, "prompt": prompts[items], "negative_prompt": negatives[items]}
+        result: torch.Tensor = pipe(
+            generator=generators, output_type="latent", num_inference_steps=FEW, return_dict=False, **call
+        )[0]
+        return result
+
+    both = run(slice(0, 2))
+    for index in range(2):
+        (single,) = run(slice(index, index + 1))
+        assert torch.allclose(both[index], single, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(both[0], both[1], rtol=1e-2, atol=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ runs side by side
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """What several functions give that run at the same time."""
+    results: list[Any] = [None] * len(jobs)
+
+    def work(index: int) -> None:
+        results[index] = jobs[index]()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("is_warm", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("tiny", [flux, qwen], ids=["flux", "qwen"])
+def test_two_pipelines_of_one_denoiser_step_by_step(tiny: TinyPipeline, is_warm: bool) -> None:
+    """In two threads, each waiting for the other after every step."""
+    one = tiny.build(0)
+    other = second(one)
+    prompts = {id(one): "a cat", id(other): "a dog"}  # Of one length, so that their calls are of one form.
+
+    def run(pipe: Any, barrier: threading.Barrier | None = None) -> tuple[torch.Tensor, Any]:
+        hook = hook_on(one.transformer)
+
+        def callback(_: Any, index: int, time: Any, given: Any) -> Any:
+            if barrier is not None:
+                barrier.wait(60)
+            return given
+
+        with running(pipe) as found:
+            result = tiny.run(pipe, FEW, seed=1, prompt=prompts[id(pipe)], callback_on_step_end=callback)
+            stats = hook.stats(found.request)
+            hook.end_run(one.transformer, found.request)
+        return result, stats.branches
+
+    apply_teacache_hook(one.transformer, {**UNGUARDED, "rel_l1_thresh": 0.3})
+    expected = [run(one), run(other)]
+    assert not torch.equal(expected[0][0], expected[1][0])
+    if not is_warm:
+        remove_teacache_hook(one.transformer)
+        apply_teacache_hook(one.transformer, {**UNGUARDED, "rel_l1_thresh": 0.3})
+    barrier, begun = threading.Barrier(2), set()
+
+    def meet(*_: Any) -> None:
+        """The first block of a thread's first step waits for the other's."""
+        if threading.get_ident() not in begun:
+            begun.add(threading.get_ident())
+            barrier.wait(60)
+
+    handle = one.transformer.transformer_blocks[0].register_forward_pre_hook(meet)
+    found = in_threads(lambda: run(one, barrier), lambda: run(other, barrier))
+    handle.remove()
+    assert [branches for _, branches in found] == [branches for _, branches in expected]
+    assert differing([result for result, _ in found], [result for result, _ in expected]) == []
+    assert leftovers(tiny, one) == []
+
+
+def test_a_backend_serves_pipelines_that_share_a_denoiser() -> None:
+    one = flux.build(0)
+    other = second(one)
+    exact = flux.run(one, FEW)
+    backend = TeaCacheBackend({**UNGUARDED, "rel_l1_thresh": 0.3})
+    backend.enable(one)
+    backend.enable(other)
+    expected = flux.run(one, FEW)
+    assert torch.equal(flux.run(other, FEW), expected)
+    backend.disable(one)
+    assert torch.equal(flux.run(other, FEW), expected), "it stays on the other"
+    backend.disable(other)
+    assert torch.equal(flux.run(one, FEW), exact)
+    assert torch.equal(flux.run(other, FEW), exact)
+
+
+def test_a_pipeline_inside_of_another_is_a_run_of_its_own() -> None:
+    """A preview, say, in the middle of a run."""
+    pipe, fresh = flux.build(0), flux.build(0)
+    inner = second(pipe)
+    cached(pipe, rel_l1_thresh=0.3)
+    cached(fresh, rel_l1_thresh=0.3)
+
+    def preview(_: Any) -> None:
+        with running(inner) as run:
+            flux.run(inner, 5, seed=3)
+        hook_on(pipe.transformer).end_run(pipe.transformer, run.request)
+
+    found = flux.run(pipe, STEPS, callback_on_step_end=at_step(2, preview))
+    assert torch.equal(found, flux.run(fresh, STEPS))
+
+
+# ------------------------------------------------------------------------------------------------ what enters blocks
+
+
+def mask_of(backend: TeaCacheBackend, branch: int = 0) -> str:
+    return masks(backend.stats())[branch]
+
+
+@pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.9}, {"schedule": "#....."}], ids=["signal", "schedule"])
+@pytest.mark.parametrize("window", [(0.5, 1.0), (0.0, 0.5)], ids=["on", "off"])
+def test_control_that_is_switched_is_never_stale(window: tuple[float, float], settings: dict[str, Any]) -> None:
+    tiny = PIPELINES["flux-controlnet"]
+    call = {"control_guidance_start": window[0], "control_guidance_end": window[1]}
+    pipe = tiny.build(0)
+    backend = cached(pipe, **settings)
+    with recorded(pipe.transformer) as recorder:
+        tiny.run(pipe, STEPS, **call)
+    for branch in range(2):
+        samples = [kwargs["controlnet_block_samples"] for _, kwargs in recorder.calls[branch::2]]
+        is_on = [any(bool(sample.any()) for sample in given) for given in samples]
+        switched = [step for step in range(1, STEPS) if is_on[step] != is_on[step - 1]]
+        assert switched
+        assert {mask_of(backend, branch)[step] for step in switched} == {"#"}
+        assert "." in mask_of(backend, branch)
+
+
+def test_conditioning_that_is_overwritten_is_never_stale() -> None:
+    pipe = flux.build(0)
+    backend = cached(pipe, rel_l1_thresh=INFINITE)
+    with recorded(pipe.transformer) as recorder:
+        overwrite = at_step(2, lambda given: given["prompt_embeds"].neg_())
+        flux.run(pipe, STEPS, callback_on_step_end=overwrite, callback_on_step_end_tensor_inputs=["prompt_embeds"])
+    assert mask_of(backend) == "#..#.."
+    args, kwargs = recorder.calls[6]
+    backend.disable(pipe)
+    with torch.no_grad():
+        assert torch.equal(recorder.outputs[6], pipe.transformer(*args, **kwargs)[0])
+
+
+@pytest.mark.parametrize("prompt", ["a dog", "an owl that flies over a forest"], ids=["same length", "longer"])
+@pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.5}, {"schedule": "#....."}], ids=["signal", "schedule"])
+def test_another_prompt_from_a_step_on_is_never_stale(prompt: str, settings: dict[str, Any]) -> None:
+    pipe = qwen.build(0)
+    with torch.no_grad():
+        embeds, _ = pipe.encode_prompt(prompt)
+        before, _ = pipe.encode_prompt("a cat")
+    assert (embeds.shape == before.shape) is (prompt == "a dog")
+    backend = cached(pipe, **settings)
+    with recorded(pipe.transformer) as recorder:
+        qwen.run(
+            pipe,
+            STEPS,
+            callback_on_step_end=at_step(2, lambda given: {"prompt_embeds": embeds}),
+            callback_on_step_end_tensor_inputs=["prompt_embeds"],
+        )
+    assert mask_of(backend)[3] == "#"
+    args, kwargs = recorder.calls[6]
+    backend.disable(pipe)
+    with torch.no_grad():
+        assert torch.equal(recorder.outputs[6], pipe.transformer(*args, **kwargs)[0])
+
+
+class Adapted(Plain):
+    """Its blocks see something that is not in their input."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any, joint_attention_kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        hints = joint_attention_kwargs.get("ip_hidden_states", [])
+        self.hint = joint_attention_kwargs["scale"] * sum(hint.mean(dim=1, keepdim=True) for hint in hints)
+        return super().forward(hidden_states, timestep, encoder_hidden_states)
+
+    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, temb) + self.hint
+        return x
+
+
+HINT = zoo.cond("hint", 1, 1, 8)
+ADAPTERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "replaced": lambda given: given.update(ip_hidden_states=[-HINT]),
+    "overwritten": lambda given: given["ip_hidden_states"][0].neg_(),
+    "scaled": lambda given: given.update(scale=0.5),
+    "more": lambda given: given["ip_hidden_states"].append(HINT),
+    "none": lambda given: given.pop("ip_hidden_states"),
+}
+
+
+@pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.5}, {"schedule": "#......."}], ids=["signal", "schedule"])
+@pytest.mark.parametrize("change", ADAPTERS)
+def test_adapters_that_change_are_never_stale(change: str, settings: dict[str, Any]) -> None:
+    """At every step the same sample and time, so that nothing else can make it compute."""
+
+    @torch.no_grad()
+    def run(model: torch.nn.Module) -> list[torch.Tensor]:
+        given, outputs = {"scale": 1.0, "ip_hidden_states": [HINT.clone()]}, []
+        with call_context(branch="only"):
+            for step in range(8):
+                if step == 4:
+                    ADAPTERS[change](given)
+                outputs.append(model(*at(0), COND, given))
+        return outputs
+
+    model = Adapted()
+    hook = apply_teacache_hook(model, {**UNGUARDED, **settings})
+    found, exact = run(model), run(Adapted())
+    assert hook.stats().branches["only"].mask == "#...#..."
+    assert torch.equal(found[4], exact[4])
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.2}, {"schedule": "#......."}], ids=["signal", "schedule"])
+@pytest.mark.parametrize("is_changed", [True, False], ids=["other", "equal"])
+def test_a_large_tensor_that_is_replaced(is_changed: bool, settings: dict[str, Any]) -> None:
+    """Half of its channels change, which are not to be missed; or nothing does, and it is only another tensor."""
+    hint = zoo.cond("large", 1, 4096, 8)
+    other = hint.clone()
+    other[..., 1::2] *= -1 if is_changed else 1
+    model = Adapted()
+    hook = apply_teacache_hook(model, {**UNGUARDED, **settings})
+    with torch.no_grad(), call_context(branch="only"):
+        for step in range(8):
+            model(*at(0), COND, {"scale": 1.0, "ip_hidden_states": [hint if step < 4 else other]})
+    assert hook.stats().branches["only"].mask == ("#...#..." if is_changed else "#.......")
+
+
+@torch.no_grad()
+def rerun(name: str, settings: dict[str, Any], change: Callable[[int, dict[str, Any]], None]) -> str:
+    """The mask of a zoo model that is given the same at every step, but for a change."""
+    model = case(name).build()
+    hook = apply_teacache_hook(model, {**UNGUARDED, "coefficients": [0, 0, 0, 1, 0], **settings})
+    with call_context(branch="only"):
+        kept = case(name).inputs(0)
+        for step in range(8):
+            change(step, kept)
+            model(**kept, return_dict=False)
+    return hook.stats().branches["only"].mask
+
+
+@pytest.mark.parametrize(
+    ("settings", "mask"),
+    [({"rel_l1_thresh": 0.25}, "#..#.#.#"), ({"schedule": "#.......", "rel_l1_thresh": 0.25}, "#..#.#.#")],
+    ids=["signal", "schedule"],
+)
+def test_control_that_fades_counts_like_the_signal(settings: dict[str, Any], mask: str) -> None:
+    """A tenth of it goes at each step; the changes add up until they count."""
+    name = "FluxTransformer2DModel-controlnet"
+    full = case(name).inputs(0)["controlnet_block_samples"]
+
+    def fade(step: int, given: dict[str, Any]) -> None:
+        given["controlnet_block_samples"] = [sample * (1 - step / 10) for sample in full]
+
+    assert rerun(name, settings, fade) == mask
+
+
+@pytest.mark.parametrize("key", ["control_hidden_states", "control_hidden_states_scale"])
+@pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.4}, {"schedule": "#......."}], ids=["signal", "schedule"])
+def test_hints_that_change_are_never_stale(key: str, settings: dict[str, Any]) -> None:
+    name = "WanVACETransformer3DModel"
+
+    def halve(step: int, given: dict[str, Any]) -> None:
+        if step == 0:
+            given.setdefault("control_hidden_states_scale", torch.ones(len(case(name).config["vace_layers"])))
+        if step == 4:
+            given[key] = given[key] / 2
+
+    assert rerun(name, settings, halve) == "#...#..."
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen-image", "sd3", "wan"])
+def test_what_is_kept_during_a_run(name: str) -> None:
+    """Of each branch a residual of each stack, and of the deciding one a signal; besides, what is constant."""
+    tiny = PIPELINES[name]
+    pipe = tiny.build(0)
+    cached(pipe, rel_l1_thresh=0.3)
+    tiny.run(pipe, STEPS)
+    seen: list[list[int]] = []
+
+    def count(_: Any) -> None:
+        for hook in hooks_of(tiny, pipe):
+            for state in hook.state_manager.states().values():
+                (trace,) = hook._attached._traces.values()  # type: ignore[union-attr]
+                tokens = trace.leader.returned
+                form = tokens if isinstance(tokens, torch.Tensor) else tokens[trace.stream]
+                kept = [t for t in state.history.newest if t is not None]
+                signal = [] if state.signal is None else [state.signal.value, state.signal.size]
+                held = tensors_in(state.history, state.signal)
+                assert len(held) == len(kept) + len(signal), "and nothing else"
+                assert len(kept) <= len(trace.segments)
+                assert max(t.untyped_storage().nbytes() for t in held) <= 2 * form.numel() * form.element_size()
+                seen.append([len(kept), len(signal)])
+
+    tiny.run(pipe, STEPS, callback_on_step_end=at_step(STEPS - 1, count))
+    segments = 2 if name == "flux" else 1
+    expected = [[segments, 2]] + [[segments, 0]] * (tiny.cfg == "separate")
+    assert seen == expected * len(tiny.denoisers)
+    assert leftovers(tiny, pipe) == []
+
+
+def test_fifty_runs_leave_no_more_than_two() -> None:
+    tiny = PIPELINES["ltx"]
+    pipe = tiny.build(0)
+    cached(pipe, rel_l1_thresh=0.3)
+    for _ in range(2):
+        tiny.run(pipe, 2)
+    gc.collect()
+    gc.freeze()  # From here on only what is new is looked at.
+    for seed in range(50):
+        tiny.run(pipe, 2, seed=seed)
+    gc.collect()
+    new = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+    gc.unfreeze()
+    assert new < 50, "what a run leaves takes the place of what the one before left"
+
+
+def test_a_cache_that_is_taken_off_during_a_run_is_gone() -> None:
+    pipe = flux.build(0)
+    exact = flux.run(pipe, FEW)
+    backend = cached(pipe, rel_l1_thresh=0.3)
+    flux.run(pipe, FEW, callback_on_step_end=at_step(2, lambda _: backend.disable(pipe)))
+    assert torch.equal(flux.run(pipe, FEW), exact)
+
+
+# ------------------------------------------------------------------------------------------------ offload by others
+
+
+def blocks_in(pipe: Any) -> set[torch.nn.Module]:
+    model = pipe.transformer
+    return {part for block in (*model.transformer_blocks, *model.single_transformer_blocks) for part in block.modules()}
+
+
+def with_accelerate(pipe: Any, moved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are nowhere between two calls of their module."""
+    accelerate = pytest.importorskip("accelerate")
+    real = accelerate.hooks.AlignDevicesHook.pre_forward
+
+    def pre_forward(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        moved.append(module)
+        return real(self, module, *args, **kwargs)
+
+    monkeypatch.setattr(accelerate.hooks.AlignDevicesHook, "pre_forward", pre_forward)
+    accelerate.cpu_offload(pipe.transformer, torch.device("cpu"))
+
+
+def with_group_offload(pipe: Any, moved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.hooks import group_offloading
+
+    real = group_offloading.ModuleGroup.onload_
+
+    def onload(self: Any) -> Any:
+        moved.extend(self.modules)
+        return real(self)
+
+    monkeypatch.setattr(group_offloading.ModuleGroup, "onload_", onload)
+    cpu = torch.device("cpu")
+    pipe.transformer.enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["below", "on top"])
+@pytest.mark.parametrize("offload", [with_accelerate, with_group_offload])
+def test_offload_of_others_changes_nothing_and_moves_nothing(
+    offload: Callable[..., None], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, pipe = flux.build(0), flux.build(0)
+    expected = cached(plain, rel_l1_thresh=0.3)
+    moved: list[Any] = []
+    if first:
+        offload(pipe, moved, monkeypatch)
+    backend = cached(pipe, rel_l1_thresh=0.3)
+    if not first:
+        offload(pipe, moved, monkeypatch)
+    by_step: list[int] = []
+
+    def callback(_: Any, index: int, time: Any, given: Any) -> Any:
+        by_step.append(len(blocks & set(moved)))
+        moved.clear()
+        return given
+
+    blocks = blocks_in(pipe)
+    for _ in range(2):
+        by_step.clear()
+        assert torch.equal(flux.run(pipe, FEW, callback_on_step_end=callback), flux.run(plain, FEW))
+        mask = mask_of(backend)
+        assert "." in mask
+        assert [count == 0 for count in by_step] == [sign == "." for sign in mask]
+        found, wanted = (b.stats().denoisers["transformer"] for b in (backend, expected))
+        assert found.signal == wanted.signal
+        assert found.branches == wanted.branches

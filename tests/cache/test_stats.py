@@ -1,0 +1,109 @@
+"""What was done is counted for each branch, and can be read by people and by JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from samovar.cache import BranchStats, CacheStats, PipelineStats, StepRecord
+
+COND = BranchStats(
+    (
+        StepRecord(0, True, "first_steps"),
+        StepRecord(1, False, "below the threshold", 0.05, 0.05),
+        StepRecord(2, False, "below the threshold", 0.06, 0.11),
+        StepRecord(3, True, "the threshold is reached", 0.15, 0.26),
+    )
+)
+UNCOND = BranchStats((StepRecord(0, True, "first_steps"), StepRecord(1, False, "below the threshold", 0.05, 0.05)))
+STATS = CacheStats("Model", "rel_l1_thresh=0.2", "what reaches blocks.0.attn", {"cond": COND, "uncond": UNCOND})
+EMPTY = CacheStats("Model", "rel_l1_thresh=0.2", "the first block")
+
+
+def test_a_branch_counts_its_steps() -> None:
+    assert (COND.computed, COND.skipped, COND.mask) == (2, 2, "#..#")
+    assert (UNCOND.computed, UNCOND.skipped, UNCOND.mask) == (1, 1, "#.")
+    assert (BranchStats(()).computed, BranchStats(()).skipped, BranchStats(()).mask) == (0, 0, "")
+
+
+def test_a_model_adds_up_its_branches() -> None:
+    assert (STATS.computed, STATS.skipped) == (3, 3)
+    assert STATS.expected_speedup == pytest.approx(6 / (3 + 3 * 0.01))
+    assert (EMPTY.computed, EMPTY.skipped, EMPTY.expected_speedup) == (0, 0, 1.0)
+    only = CacheStats("Model", "", "", {"only": BranchStats((StepRecord(0, True, ""),))})
+    assert only.expected_speedup == 1.0
+
+
+def test_a_pipeline_adds_up_its_denoisers() -> None:
+    stats = PipelineStats({"transformer": STATS, "transformer_2": STATS})
+    assert (stats.computed, stats.skipped) == (6, 6)
+    assert set(stats.to_dict()) == {"transformer", "transformer_2"}
+    assert str(stats).count("Model: rel_l1_thresh=0.2") == 2
+    assert "transformer_2: " in str(stats)
+    assert (PipelineStats({}).computed, PipelineStats({}).to_dict()) == (0, {})
+    assert str(PipelineStats({})) == "nothing has run yet"
+
+
+def test_they_are_json() -> None:
+    written = json.dumps(PipelineStats({"transformer": STATS}).to_dict(), allow_nan=False)
+    assert json.loads(written) == {
+        "transformer": {
+            "model": "Model",
+            "settings": "rel_l1_thresh=0.2",
+            "signal": "what reaches blocks.0.attn",
+            "problem": None,
+            "expected_speedup": 1.98,
+            "branches": {
+                "cond": {
+                    "computed": 2,
+                    "skipped": 2,
+                    "mask": "#..#",
+                    "steps": [
+                        {"step": 0, "computed": True, "reason": "first_steps", "distance": None, "accumulated": None},
+                        {"step": 1, "computed": False, "reason": "below the threshold", "distance": 0.05,
+                         "accumulated": 0.05},
+                        {"step": 2, "computed": False, "reason": "below the threshold", "distance": 0.06,
+                         "accumulated": 0.11},
+                        {"step": 3, "computed": True, "reason": "the threshold is reached", "distance": 0.15,
+                         "accumulated": 0.26},
+                    ],
+                },
+                "uncond": {
+                    "computed": 1,
+                    "skipped": 1,
+                    "mask": "#.",
+                    "steps": [
+                        {"step": 0, "computed": True, "reason": "first_steps", "distance": None, "accumulated": None},
+                        {"step": 1, "computed": False, "reason": "below the threshold", "distance": 0.05,
+                         "accumulated": 0.05},
+                    ],
+                },
+            },
+        }
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("distance", [math.inf, math.nan])
+def test_they_are_json_whatever_was_measured(distance: float) -> None:
+    """A change of something that was zero is infinite, and JSON has no word for that."""
+    stats = CacheStats("Model", "", "", {"only": BranchStats((StepRecord(1, True, "", distance, distance),))})
+    json.dumps(stats.to_dict(), allow_nan=False)
+
+
+def test_the_summary_lines_up() -> None:
+    assert str(STATS).splitlines() == [
+        "Model: rel_l1_thresh=0.2",
+        "  judged by what reaches blocks.0.attn",
+        "  cond    2 computed, 2 skipped        #..#",
+        "  uncond  1 computed, 1 skipped        #.",
+        "  expected speed-up of the denoiser: 1.98x",
+    ]
+    assert str(EMPTY).splitlines() == ["Model: rel_l1_thresh=0.2", "  judged by the first block"]
+
+
+def test_the_summary_says_what_is_wrong() -> None:
+    stats = CacheStats("Model", "", "", {"only": BranchStats(())}, problem="the blocks are never the same")
+    assert "  nothing is skipped: the blocks are never the same" in str(stats).splitlines()
+    assert stats.to_dict()["problem"] == "the blocks are never the same"

@@ -1,0 +1,54 @@
+"""The command line as a whole: help, exit codes and errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import samovar
+from samovar import cli
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "samovar", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_help_names_the_commands_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["inspect", "--help"], ["plan", "--help"]):
+        with pytest.raises(SystemExit) as exited:
+            cli.main(arguments)
+        assert exited.value.code == 0
+        text = capsys.readouterr().out
+        assert arguments[0] in text or all(name in text for name in ("generate", "inspect", "plan"))
+        assert len(text.splitlines()) <= 24
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"samovar {samovar.__version__}\n"
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m samovar inspect FluxPipeline | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("FluxPipeline")
+    assert result.stderr == ""
+
+
+def test_bad_input_gets_a_message_and_exit_code_two() -> None:
+    result = run("inspect", "FluxTransformr2DModel")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("samovar: 'FluxTransformr2DModel' is neither")
+    assert "Did you mean 'FluxTransformer2DModel'?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert run("inspekt", "FluxPipeline").returncode == 2
+
+
+def test_interruption_is_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(source: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("samovar.arch.survey", interrupted)
+    assert cli.main(["inspect", "FluxPipeline"]) == 130
+    assert capsys.readouterr().err == "samovar: interrupted\n"

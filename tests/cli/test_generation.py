@@ -1,0 +1,105 @@
+"""`samovar generate`: pictures, what is said about them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipelines import tiny_flux_pipeline
+from samovar import cli
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "samovar", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_generate_writes_pictures_and_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "cat.png"
+    common = ["--steps", "2", "--seed", "7", "--height", "64", "--width", "64"]
+    result = run("generate", "a grinning cat, 3d style", "-o", str(file), *common)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == f"{file}  seed 7"
+    assert "x 2 steps" in result.stdout
+    assert result.stderr == "", "no progress but on a terminal"
+    with Image.open(file) as picture:
+        assert picture.size == (64, 64)
+    result = run("generate", "cat", "-o", str(tmp_path / "c.webp"), "-n", "2", "--json", *common)
+    report = json.loads(result.stdout)
+    assert [Path(picture["file"]).name for picture in report["pictures"]] == ["c-1.webp", "c-2.webp"]
+    assert [picture["seed"] for picture in report["pictures"]] == [7, 8]
+    assert report["settings"]["true_cfg_scale"] == 2.0
+    assert all(Path(picture["file"]).is_file() for picture in report["pictures"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "cat.gif2"], "'cat.gif2' must end in .png"),
+        (["-o", "nowhere/cat.png"], "The folder 'nowhere' for 'nowhere/cat.png' is not there"),
+        (["-o", "/proc/cat.png"], "'/proc/cat.png' cannot be written"),
+        (["--steps", "0"], "num_inference_steps must be at least 1, not 0"),
+        (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
+        (["--model", "emojis"], "Did you mean 'emoji'?"),
+    ],
+)
+def test_generate_refuses_before_it_computes(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["generate", "cat", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_flux_pipeline().save_pretrained(path)
+    return path
+
+
+COMMON = ["--seed", "7", "--steps", "3", "--height", "16", "--width", "24", "--max-sequence-length", "8"]
+
+
+def pixels(file: Path) -> Any:
+    with Image.open(file) as picture:
+        return np.asarray(picture).astype(float)
+
+
+def test_offload_gives_the_same_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wishes = {"a": [], "b": ["--enable-cpu-offload"], "c": ["--enable-layerwise-offload", "--gpu-memory", "3GiB"]}
+    for name, wish in wishes.items():
+        file = str(tmp_path / f"{name}.png")
+        assert cli.main(["generate", "cat", "--model", str(folder), "--device", "cpu", "-o", file, *COMMON, *wish]) == 0
+    assert capsys.readouterr().out.count("seed 7") == 3
+    assert np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+    assert np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "c.png"))
+
+
+def test_under_torchrun_all_ranks_make_the_picture_and_one_writes_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["generate", "cat", "--model", str(folder), "--device", "cpu", *COMMON]
+    assert cli.main([*common, "-o", str(tmp_path / "one.png")]) == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    file = tmp_path / "two.png"
+    command = [*launcher, "-m", "samovar", *common, "--ulysses-degree", "2", "-o", str(file), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["pictures"] == [{"file": str(file), "seed": 7}]
+    assert np.abs(pixels(file) - pixels(tmp_path / "one.png")).max() / 255 <= 1e-3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.png", "two.png"]

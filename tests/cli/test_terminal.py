@@ -1,0 +1,45 @@
+"""Colours and progress are for a terminal alone."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from samovar.cli.terminal import aligned, gib
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_sees_colours_and_progress(no_color: bool) -> None:
+    environment = {**os.environ, **({"NO_COLOR": "1"} if no_color else {})}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "samovar", "inspect", "SD3Transformer2DModel"],
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(ours, 4096)
+            except OSError:  # How Linux says that the other side has closed.
+                break
+            shown += chunk
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"reading the model" in shown
+    assert b"transformer_blocks" in shown
+    assert (b"\x1b[1m" in shown) is not no_color
+
+
+def test_rows_are_aligned() -> None:
+    assert aligned([("a", "1"), ("bcd", "23")], right=(1,)) == ["a     1", "bcd  23"]
+
+
+def test_bytes_are_for_people() -> None:
+    assert [gib(3 * 2**20), gib(5 * 2**29)] == ["3.0 MiB", "2.50 GiB"]

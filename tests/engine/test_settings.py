@@ -1,0 +1,83 @@
+"""Settings of the engine: each is checked before any weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samovar.engine import EngineConfig
+from samovar.engine.settings import model_folder
+from samovar.errors import ModelError, SamovarError, SettingError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """What looks like a model as long as nobody loads it."""
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    return str(tmp_path)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "bfloat61"}, r"dtype must be one of .*, not 'bfloat61'. Did you mean 'bfloat16'\?"),
+        ({"device": "foo"}, "'foo' is no device"),
+        ({"cache_backend": "tee_cache"}, r"Did you mean 'tea_cache'\?"),
+        ({"cache_config": {"rel_l1_thresh": 1}}, "but no cache"),
+        ({"enable_cpu_offload": True, "enable_layerwise_offload": True}, "exclude each other"),
+        ({"gpu_memory": "a lot"}, "gpu_memory is 'a lot'"),
+        ({"ulysses_degree": 0}, "ulysses_degree is 0"),
+        ({"ring_degree": "2"}, "ring_degree is '2'"),
+        ({"cfg_parallel_size": -1}, "cfg_parallel_size is -1"),
+        ({"cfg_parallel_size": 2, "device": "cpu:0"}, "device='cpu:0' names one device, and 2 ranks need one each"),
+    ],
+)
+def test_a_bad_setting_is_refused(folder: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SamovarError, match=message):
+        EngineConfig(folder, **settings)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"'emojy' is neither.*Did you mean 'emoji'\?"):
+        EngineConfig("emojy")
+    assert (model_folder("emoji") / "model_index.json").is_file()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SettingError, match="'cuda:9' cannot be used"):
+        EngineConfig("emoji", device="cuda:9")
+
+
+def test_wishes_become_what_is_attached() -> None:
+    config = EngineConfig("emoji", device="cpu", cfg_parallel_size=2, ring_degree=3, ulysses_degree=2)
+    assert (config.num_ranks, config.backend) == (12, "gloo")
+    assert (config.attach_config().offload, config.attach_config().device) == (None, None)
+    config = EngineConfig("emoji", device="cpu", enable_layerwise_offload=True, gpu_memory="2GiB")
+    attached = config.attach_config()
+    assert (attached.offload, attached.gpu_memory, attached.device) == ("layerwise", "2GiB", torch.device("cpu"))
+    assert EngineConfig("emoji", enable_cpu_offload=True).attach_config().offload == "model"
+    budget = EngineConfig("emoji", gpu_memory=2**31).attach_config()
+    assert (budget.offload, budget.offloads) == (None, True)
+
+
+def test_each_rank_needs_a_gpu_of_its_own(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig("emoji", ulysses_degree=2)
+    assert (config.backend, config.execution_device()) == ("nccl", torch.device("cuda"))
+    with pytest.raises(SettingError, match="4 ranks on this machine need a GPU each, and it has 2"):
+        EngineConfig("emoji", ulysses_degree=2, cfg_parallel_size=2)
+    assert EngineConfig("emoji", ulysses_degree=4, device="cpu").backend == "gloo"
+    with pytest.raises(SettingError, match="device='cuda:1' names one device"):
+        EngineConfig("emoji", ulysses_degree=2, device="cuda:1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # Two nodes of two GPUs each.
+    assert EngineConfig("emoji", ulysses_degree=4).num_ranks == 4

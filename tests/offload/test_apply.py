@@ -1,0 +1,300 @@
+"""The whole: applied and removed without a trace, replanned, with adapters, casts and moves, and refusals by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from holding import Holder, layerwise
+from test_layerwise import CASES
+
+import zoo
+from pipelines import tiny_flux_pipeline
+from samovar.errors import ModelError, SettingError
+from samovar.hooks import running
+from samovar.offload import HostStage, OffloadConfig, apply_offload
+
+CALL = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8, "output_type": "pt"}
+
+
+def draw(pipe: Any) -> torch.Tensor:
+    picture: torch.Tensor = pipe("a cat", generator=torch.Generator().manual_seed(0), return_dict=False, **CALL)[0]
+    return picture
+
+
+def offload(pipe: Any, mode: Any, **config: Any) -> Any:
+    return apply_offload(pipe, OffloadConfig(mode, **config), stage=HostStage())
+
+
+def least(pipe: Any) -> int:
+    """A budget in which the denoiser streams in part."""
+    planned = offload(pipe, "layerwise", activations=0)
+    plan = planned.plan
+    planned.remove()
+    whole = plan.component("transformer").num_bytes
+    return (whole + plan.component("transformer").device_bytes) // 2
+
+
+MODES: list[dict[str, Any]] = [
+    {"mode": "model"},
+    {"mode": "layerwise"},
+    {"mode": "auto", "activations": 0, "gpu_memory": least},
+]
+
+
+@pytest.fixture(params=MODES, ids=["model", "layerwise", "budget"])
+def settings(request: pytest.FixtureRequest) -> Any:
+    def fill(pipe: Any) -> dict[str, Any]:
+        return {key: value(pipe) if callable(value) else value for key, value in request.param.items()}
+
+    return fill
+
+
+def test_off_again_leaves_no_trace(settings: Any) -> None:
+    pipe = tiny_flux_pipeline()
+    modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    expected = draw(pipe)  # diffusers leaves a trace of its own in the first run.
+    inside = {id(m): (type(m), set(vars(m))) for part in modules.values() for m in part.modules()}
+    weights = {name: copy.deepcopy(part.state_dict()) for name, part in modules.items()}
+    objects = [id(p) for part in modules.values() for p in part.parameters()]
+    attributes, cls = set(vars(pipe)), type(pipe)
+    offloaded = offload(pipe, **settings(pipe))
+    assert torch.equal(draw(pipe), expected)
+    offloaded.remove()
+    offloaded.remove()
+    assert inside == {id(m): (type(m), set(vars(m))) for part in modules.values() for m in part.modules()}
+    assert objects == [id(p) for part in modules.values() for p in part.parameters()]
+    assert (set(vars(pipe)), type(pipe)) == (attributes, cls)
+    for name, part in modules.items():
+        assert all(torch.equal(value, weights[name][key]) for key, value in part.state_dict().items())
+    assert torch.equal(draw(pipe), expected)
+    assert offloaded.stage.stats.held_bytes == 0
+
+
+def test_a_budget_keeps_some_blocks_and_streams_the_rest() -> None:
+    case = CASES["QwenImageTransformer2DModel"]
+    model = type(case.build())(**{**case.config, "num_layers": 8}).eval()
+    expected = case.run(model, 0)
+    holder = Holder(transformer=model)
+    offloaded = layerwise(holder)
+    whole = offloaded.plan.component("transformer").num_bytes
+    streamed = []
+    for share in (0.5, 0.7, 0.85, 1.0):
+        plan = offloaded.replan(mode="auto", gpu_memory=int(share * whole), activations=0)
+        streamed.append(len(plan.component("transformer").streamed))
+        offloaded.stage.reset_peak()
+        with running(holder):
+            for _ in range(2):
+                assert zoo.equal(case.run(model, 0), expected)
+        assert offloaded.stage.peak_bytes() == plan.peak_bytes <= share * whole
+    assert streamed == sorted(streamed, reverse=True)
+    assert 0 < streamed[2] < streamed[0] < 8
+    assert streamed[3] == 0
+    offloaded.remove()
+    assert zoo.equal(case.run(model, 0), expected)
+
+
+def test_pieces_of_blocks_go_round_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("weights", "host"):
+        monkeypatch.setattr(f"samovar.offload.{module}.LEAST_PIECE", 600)
+    for name in ("FluxTransformer2DModel", "SD3Transformer2DModel", "HunyuanVideoTransformer3DModel"):
+        case = CASES[name]
+        model = case.build()
+        expected = [case.run(model, step) for step in range(3)]
+        for lazy in (False, True):
+            holder = Holder(transformer=model)
+            offloaded = layerwise(holder, lazy=lazy)
+            plan = offloaded.plan.component("transformer")
+            largest = max(size.num_bytes for size in offloaded._sizes[0].blocks)
+            assert plan.ring_bytes < 2 * largest
+            with running(holder):
+                for step in range(3):
+                    assert zoo.equal(case.run(model, step), expected[step])
+            offloaded.remove()
+
+
+def test_the_pipeline_makes_its_latents_where_it_computes() -> None:
+    pipe = tiny_flux_pipeline()
+    offloaded = offload(pipe, "model")
+    offloaded.execution_device = torch.device("meta")  # One that no component is on.
+    assert pipe.device == pipe._execution_device == torch.device("meta")
+    offloaded.remove()
+    assert pipe.device == torch.device("cpu")
+
+
+def lora(pipe: Any) -> None:
+    from peft import LoraConfig
+
+    torch.manual_seed(0)
+    targets = ["to_q", "to_k", "proj_mlp"]
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+
+
+def test_adapters_before_and_after(settings: Any) -> None:
+    bare = tiny_flux_pipeline()
+    plain = draw(bare)
+    lora(bare)
+    expected = draw(bare)
+    assert not torch.equal(plain, expected)
+    with_it = tiny_flux_pipeline()
+    lora(with_it)
+    offloaded = offload(with_it, **settings(with_it))
+    assert torch.equal(draw(with_it), expected)
+    offloaded.remove()
+    pipe = tiny_flux_pipeline()
+    offloaded = offload(pipe, **settings(pipe))
+    assert torch.equal(draw(pipe), plain)
+    lora(pipe)
+    assert torch.equal(draw(pipe), expected)
+    pipe.transformer.delete_adapters("default")
+    assert torch.equal(draw(pipe), plain)
+    lora(pipe)
+    offloaded.remove()
+    assert torch.equal(draw(pipe), expected)
+
+
+def test_a_fused_adapter_is_kept(settings: Any) -> None:
+    bare = tiny_flux_pipeline()
+    lora(bare)
+    bare.transformer.fuse_lora()
+    expected = draw(bare)
+    pipe = tiny_flux_pipeline()
+    lora(pipe)
+    offloaded = offload(pipe, **settings(pipe))
+    draw(pipe)
+    pipe.transformer.fuse_lora()
+    assert torch.equal(draw(pipe), expected)
+    offloaded.remove()
+    assert torch.equal(draw(pipe), expected)
+
+
+def test_moves_and_casts_while_offloaded(settings: Any) -> None:
+    pipe = tiny_flux_pipeline()
+    expected = draw(pipe)
+    offloaded = offload(pipe, **settings(pipe))
+    pipe.to("cpu")
+    assert torch.equal(draw(pipe), expected)
+    pipe.to(torch.float64)
+    double = draw(pipe)
+    assert double.dtype == torch.float64
+    pipe.transformer.load_state_dict(
+        {key: value.clone() for key, value in pipe.transformer.state_dict().items()}, assign=True
+    )
+    assert torch.equal(draw(pipe), double)
+    offloaded.remove()
+    assert torch.equal(draw(pipe), double)
+
+
+def test_saving_while_offloaded(settings: Any, tmp_path: Path) -> None:
+    from diffusers import FluxPipeline
+
+    pipe = tiny_flux_pipeline()
+    expected = draw(pipe)
+    offloaded = offload(pipe, **settings(pipe))
+    draw(pipe)
+    pipe.save_pretrained(tmp_path)
+    offloaded.remove()
+    again = FluxPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    assert torch.equal(draw(again), expected)
+    mapped = offload(again, **settings(again))  # Its weights may be pages of the files.
+    assert torch.equal(draw(again), expected)
+    mapped.remove()
+
+
+def test_out_of_memory_while_applying_undoes_everything() -> None:
+    pipe = tiny_flux_pipeline()
+    expected, attributes, cls = draw(pipe), set(vars(pipe)), type(pipe)
+    for capacity in (0, 40_000, 100_000):
+        stage = HostStage(capacity=capacity)
+        with pytest.raises(torch.OutOfMemoryError):
+            apply_offload(pipe, OffloadConfig("auto", gpu_memory="1GiB", activations=0), stage=stage)
+        assert stage.stats.held_bytes == 0
+        assert (set(vars(pipe)), type(pipe)) == (attributes, cls)
+        assert torch.equal(draw(pipe), expected)
+
+
+def test_all_the_memory_there_is_where_nothing_is_said() -> None:
+    pipe = tiny_flux_pipeline()
+    expected = draw(pipe)
+    offloaded = apply_offload(pipe, OffloadConfig(activations=0), stage=HostStage())
+    assert not offloaded.plan.offloads_anything
+    offloaded.remove()
+    offloaded = apply_offload(pipe, OffloadConfig(activations=0), stage=HostStage(capacity=200_000))
+    assert offloaded.plan.take_turns
+    assert torch.equal(draw(pipe), expected)
+    offloaded.remove()
+
+
+def test_a_lone_model() -> None:
+    case = CASES["FluxTransformer2DModel"]
+    model = case.build()
+    expected = case.run(model, 0)
+    offloaded = layerwise(model)
+    assert zoo.equal(case.run(model, 0), expected)
+    assert offloaded.stats().block_loads == len(offloaded.plan.component("transformer").streamed)
+    offloaded.remove()
+    assert "_samovar_hooks" not in vars(model)
+
+
+def test_stats_and_setting_components_by_hand() -> None:
+    pipe = tiny_flux_pipeline()
+    offloaded = offload(pipe, "model")
+    stats = offloaded.stats()
+    assert stats.entries == {"transformer": 0, "text_encoder": 0, "text_encoder_2": 0}
+    assert stats.pinned_bytes > 0
+    assert stats.setup_s > 0
+    offloaded.bring_in("transformer")
+    offloaded.bring_in("vae")
+    assert offloaded.stats().entries["transformer"] == 1
+    assert offloaded.stats().sent_bytes > stats.sent_bytes
+    with pytest.raises(SettingError, match=r"no component 'transfomer'"):
+        offloaded.bring_in("transfomer")
+    offloaded.remove()
+
+
+def test_refusals_by_name() -> None:
+    pipe = tiny_flux_pipeline()
+    offloaded = offload(pipe, "model")
+    with pytest.raises(SettingError, match=r"transformer is offloaded already. Call remove\(\)"):
+        offload(pipe, "layerwise")
+    offloaded.remove()
+    with pytest.raises(SettingError, match="Offload to 'xpu' is not supported"):
+        apply_offload(pipe, OffloadConfig("model", device="xpu"))
+    with pytest.raises(SettingError, match="'gpu' is no device"):
+        apply_offload(pipe, OffloadConfig("model", device="gpu"))
+    with pytest.raises(SettingError, match="gpu_memory is '12'"):
+        offload(pipe, "auto", gpu_memory="12")
+    with pytest.raises(ModelError, match="There is nothing to offload"):
+        offload(Holder(), "model")
+    with pytest.raises(ModelError, match="No blocks to stream"):
+        offload(Holder(transformer=torch.nn.Linear(2, 2)), "layerwise")
+
+
+def test_what_others_offload_is_refused() -> None:
+    from diffusers.hooks import apply_group_offloading
+
+    pipe = tiny_flux_pipeline()
+    apply_group_offloading(pipe.text_encoder_2, onload_device=torch.device("cpu"), offload_type="leaf_level")
+    with pytest.raises(SettingError, match=r"text_encoder_2.* is offloaded by accelerate or diffusers"):
+        offload(pipe, "model")
+
+
+def test_weights_that_diffusers_casts_layer_by_layer() -> None:
+    case = CASES["FluxTransformer2DModel"]
+    outputs = []
+    for is_offloaded in (False, True):
+        model = case.build()
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+        holder = Holder(transformer=model)
+        offloaded = layerwise(holder) if is_offloaded else None
+        with running(holder):
+            outputs.append([case.run(model, step) for step in range(2)])
+        if offloaded is not None:
+            offloaded.remove()
+            outputs.append([case.run(model, step) for step in range(2)])
+    assert zoo.equal(outputs[0], outputs[1])
+    assert zoo.equal(outputs[0], outputs[2])

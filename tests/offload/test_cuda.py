@@ -1,0 +1,63 @@
+"""The same on a GPU: copies beside computing, pinning in place, and bits. Run by `make test-gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zoo
+from samovar.errors import SettingError
+from samovar.hooks import running
+from samovar.offload import OffloadConfig, apply_offload
+from samovar.offload.cuda import CudaStage
+from samovar.offload.weights import LEAST_PIECE
+
+CASES = {case.id: case for case in zoo.load()}
+
+
+def test_without_a_gpu_it_is_refused_by_name() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SettingError, match=r"cuda cannot be used: .*finds no GPU here"):
+        CudaStage(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_a_range_is_pinned_in_place_and_an_error_is_not_left_behind() -> None:
+    stage = CudaStage(torch.device("cuda"))
+    tensor = torch.ones(LEAST_PIECE, dtype=torch.uint8)
+    assert stage.register(tensor.data_ptr(), LEAST_PIECE) is None
+    assert tensor.is_pinned()
+    assert stage.register(tensor.data_ptr(), LEAST_PIECE) is not None
+    torch.zeros(4, device="cuda").add_(1)  # Would raise what CUDA remembers.
+    stage.unregister(tensor.data_ptr())
+    assert stage.measure_bus() > 2**30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_bits_are_those_of_the_resident_model(name: str, in_place: bool) -> None:
+    class Holder:
+        transformer: torch.nn.Module
+
+    case = CASES[name]
+    holder = Holder()
+    model = holder.transformer = case.build()
+
+    def run(step: int) -> torch.Tensor:
+        inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in case.inputs(step).items()}
+        with torch.no_grad():
+            output = model(**inputs, return_dict=False)[0]
+        return output.cpu()
+
+    model.to("cuda")
+    expected = [run(step) for step in range(3)]
+    model.to("cpu")
+    offloaded = apply_offload(holder, OffloadConfig("layerwise", device="cuda", in_place=in_place))
+    with running(holder):
+        assert all(torch.equal(run(step), expected[step]) for step in range(3))
+    offloaded.remove()
+    assert all(tensor.device.type == "cpu" for tensor in model.parameters())
+    model.to("cuda")
+    assert torch.equal(run(0), expected[0])

@@ -1,0 +1,147 @@
+"""The host copy: in place where that can be, copied where not, pinned once, within a limit, and let go of."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from samovar.offload import HostStage
+from samovar.offload.host import HostMemory, file_ranges, host_limit
+from samovar.offload.weights import LEAST_PIECE, lay_out, spans_of
+
+PAGE = mmap.PAGESIZE
+
+
+def adopted(host: HostMemory, tensors: list[torch.Tensor], *, pinned: bool = True) -> list[torch.Tensor]:
+    spans = spans_of(tensors)
+    host.look_around()
+    return host.adopt(spans, lay_out([span.num_bytes for span in spans]), pinned=pinned)
+
+
+def large(value: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full((LEAST_PIECE // 4 + 5,), value))
+
+
+def test_large_weights_stay_where_they_are_and_small_ones_move_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samovar.offload.host.OWN_PAGES_BYTES", LEAST_PIECE)
+    big, small, other = large(1.0), torch.nn.Parameter(torch.arange(5.0)), torch.nn.Parameter(torch.arange(7.0))
+    before = big.data_ptr()
+    host = HostMemory(HostStage(), None)
+    pieces = adopted(host, [big, small, other])
+    assert big.data_ptr() == before
+    assert small.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() == pieces[0].data_ptr()
+    assert torch.equal(small, torch.arange(5.0))
+    assert torch.equal(other, torch.arange(7.0))
+    assert host.stats.in_place_bytes == big.numel() * 4
+    assert host.stats.copied_bytes == 12 * 4
+    assert pieces[1].data_ptr() == before
+    assert bytes(pieces[1].numpy()) == bytes(big.detach().numpy())
+
+
+def test_what_may_share_its_pages_is_not_pinned_where_it_lies() -> None:
+    weight = large(3.0)
+    before = weight.data_ptr()
+    adopted(HostMemory(HostStage(), None), [weight])
+    assert weight.data_ptr() != before
+    assert torch.equal(weight, large(3.0))
+
+
+def test_tensors_that_overlap_still_do_after_they_were_copied() -> None:
+    memory = torch.arange(10.0)
+    one, other = torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[4:].view(2, 3).t())
+    adopted(HostMemory(HostStage(), None), [one, other])
+    assert torch.equal(other, torch.tensor([[4.0, 7.0], [5.0, 8.0], [6.0, 9.0]]))
+    with torch.no_grad():
+        one[5] = -1.0
+    assert other[1, 0] == -1.0
+
+
+def test_everything_is_copied_where_nothing_may_stay() -> None:
+    big = large(2.0)
+    before = big.data_ptr()
+    host = HostMemory(HostStage(), None, in_place=False)
+    adopted(host, [big])
+    assert big.data_ptr() != before
+    assert torch.equal(big, large(2.0))
+    assert big.data_ptr() % PAGE == 0
+
+
+def test_pages_of_a_file_are_copied(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({"weight": large(3.0).detach()}, tmp_path / "model.safetensors")
+    weight = torch.from_file(str(tmp_path / "model.safetensors"), size=LEAST_PIECE // 4, dtype=torch.float32)
+    before, content = weight.data_ptr(), weight.clone()
+    adopted(HostMemory(HostStage(), None), [weight])
+    assert weight.data_ptr() != before
+    assert torch.equal(weight.view(torch.int32), content.view(torch.int32))
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], large(3.0))
+
+
+def test_file_ranges() -> None:
+    maps = (
+        "5600-5700 rw-p 00000000 00:00 0          [heap]\n"
+        "7000-7200 rw-p 00000000 fe:01 4242       /models/a file.safetensors\n"
+        "9000-9100 rw-p 00000000 00:00 0"
+    )
+    assert file_ranges(maps) == [(0x7000, 0x7200)]
+
+
+def test_pages_are_pinned_once_whoever_shares_them() -> None:
+    stage = HostStage()
+    host = HostMemory(stage, None)
+    memory = torch.zeros(8 * PAGE, dtype=torch.uint8)
+    first, second, far = memory[: 2 * PAGE + 7], memory[2 * PAGE + 7 : 3 * PAGE], memory[6 * PAGE :]
+    host.pin([second, first, far])
+    host.pin([second, first, far])
+    assert len(stage.registered) == 2
+    assert all(start % PAGE == 0 and length % PAGE == 0 for start, length in stage.registered.items())
+    assert host.stats.pinned_bytes == sum(stage.registered.values())
+    host.close()
+    assert stage.registered == {}
+
+
+def test_what_may_not_be_pinned_is_used_as_it_is_with_a_warning() -> None:
+    stage = HostStage()
+    host = HostMemory(stage, limit_bytes=3 * PAGE)
+    with pytest.warns(UserWarning, match=r"could not be pinned: no more than 12.00 KiB may be pinned.*three times"):
+        host.pin([torch.zeros(PAGE, dtype=torch.uint8), torch.zeros(20 * PAGE, dtype=torch.uint8)])
+    assert host.stats.pinned_bytes <= 3 * PAGE
+    assert host.stats.pageable_bytes >= 20 * PAGE
+
+
+def test_a_failure_to_pin_is_told_and_does_no_harm() -> None:
+    stage = HostStage()
+    tensor = torch.zeros(2 * PAGE, dtype=torch.uint8)
+    start = tensor.data_ptr() // PAGE * PAGE
+    assert stage.register(start, 4 * PAGE) is None  # Somebody else did.
+    host = HostMemory(stage, None)
+    with pytest.warns(UserWarning, match="the range is registered already"):
+        host.pin([tensor])
+    assert host.stats.pinned_bytes == 0
+
+
+def test_memory_is_unpinned_before_it_is_freed() -> None:
+    stage = HostStage()
+    host = HostMemory(stage, None)
+    host.pin([torch.zeros(4 * PAGE, dtype=torch.uint8)])
+    assert stage.registered
+    del host
+    gc.collect()
+    assert not stage.registered
+
+
+def test_the_limit_is_that_of_the_control_group_if_it_is_less(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\n")
+    assert host_limit(tmp_path) == 8 * 2**30
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert host_limit(tmp_path) == 8 * 2**30
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1073741824\n")
+    assert host_limit(tmp_path) == 2**30
+    assert host_limit(tmp_path / "nowhere") is None

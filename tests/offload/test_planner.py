@@ -1,0 +1,137 @@
+"""Plans: nothing moves that fits, turns before streams, never over the budget, and refusals with figures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from samovar.errors import ModelError, SettingError
+from samovar.offload import BlockSize, ComponentSize, OffloadPlan, Timing, plan_offload
+
+GIB = 2**30
+
+
+def stack(name: str, role: str, count: int, size: float, rest: float = 0.1) -> ComponentSize:
+    pieces = (int(size * GIB / 4),) * 4
+    blocks = tuple(BlockSize(f"blocks.{index}", pieces) for index in range(count))
+    return ComponentSize(name, role, name.title(), int(rest * GIB), blocks)  # type: ignore[arg-type]
+
+
+DENOISER, ENCODER = stack("transformer", "denoiser", 40, 0.5), stack("text_encoder", "encoder", 24, 0.35)
+VAE = ComponentSize("vae", "vae", "Vae", GIB // 4)
+ADAPTER = ComponentSize("controlnet", "resident", "ControlNet", GIB)
+PIPELINE = (DENOISER, ENCODER, VAE)
+MACHINE = Timing(50.0 * GIB, {"transformer": 0.2})
+
+
+def plan(budget: float | None, mode: str = "auto", sizes: tuple[ComponentSize, ...] = PIPELINE) -> OffloadPlan:
+    return plan_offload(
+        sizes,
+        mode=mode,  # type: ignore[arg-type]
+        gpu_memory=None if budget is None else int(budget * GIB),
+        activations={"transformer": GIB // 2, "vae": 2 * GIB, "text_encoder": GIB // 4},
+        timing=MACHINE,
+    )
+
+
+def placements(found: OffloadPlan) -> dict[str, str]:
+    return {component.name: component.placement for component in found.components}
+
+
+def test_where_everything_fits_nothing_is_offloaded() -> None:
+    for mode in ("auto", "model", "layerwise"):
+        found = plan(40, mode)
+        assert not found.offloads_anything
+        assert found.peak_bytes == sum(size.num_bytes for size in PIPELINE) + 2 * GIB
+        assert found.slow_down == 1.0
+
+
+def test_turns_come_before_streams() -> None:
+    assert placements(plan(23)) == {"transformer": "turns", "text_encoder": "turns", "vae": "resident"}
+    # Beside the denoiser there is no room for what the VAE needs, so that it takes turns as well.
+    assert placements(plan(21)) == {"transformer": "turns", "text_encoder": "turns", "vae": "turns"}
+    assert placements(plan(12)) == {"transformer": "streams", "text_encoder": "turns", "vae": "turns"}
+    assert placements(plan(3)) == {"transformer": "streams", "text_encoder": "streams", "vae": "turns"}
+
+
+def test_no_plan_is_over_its_budget_and_more_is_never_slower() -> None:
+    seconds = []
+    for budget in [*map(float, range(3, 40))]:
+        found = plan(budget)
+        assert found.peak_bytes <= budget * GIB
+        assert found.slow_down is not None
+        seconds.append(found.slow_down)
+    assert all(later <= earlier * 1.006 for earlier, later in itertools.pairwise(seconds))
+    assert seconds[0] > 1.5
+    assert seconds[-1] == 1.0
+
+
+def test_what_cannot_fit_is_refused_with_the_least_that_can() -> None:
+    with pytest.raises(
+        SettingError, match=r"1.00 GiB of GPU memory is not enough: the least is 2.25 GiB, because of vae"
+    ):
+        plan(1)
+    found = plan(2.26)
+    assert found.peak_bytes <= 2.26 * GIB
+    with pytest.raises(SettingError, match=r"10.00 GiB.*the least is 20.60 GiB, because of transformer"):
+        plan(10, "model")
+
+
+def test_model_level_takes_turns_and_the_peak_is_that_of_the_largest() -> None:
+    found = plan(None, "model")
+    assert placements(found) == {"transformer": "turns", "text_encoder": "turns", "vae": "resident"}
+    assert found.peak_bytes == DENOISER.num_bytes + VAE.num_bytes + 2 * GIB
+    two = stack("transformer_2", "denoiser", 40, 0.5)
+    assert placements(plan_offload((DENOISER, two, VAE), mode="model"))["transformer_2"] == "turns"
+    assert placements(plan_offload((DENOISER, VAE), mode="model")) == {"transformer": "turns", "vae": "turns"}
+
+
+def test_layerwise_streams_denoisers_and_encoders() -> None:
+    found = plan(None, "layerwise")
+    assert placements(found) == {"transformer": "streams", "text_encoder": "streams", "vae": "resident"}
+    assert len(found.component("transformer").streamed) == 40
+    assert found.component("transformer").blocks_at_once == 2
+    assert found.take_turns
+    alone = plan_offload((DENOISER,), mode="layerwise")
+    assert not alone.take_turns
+
+
+def test_what_must_stay_stays() -> None:
+    found = plan_offload((*PIPELINE, ADAPTER), mode="auto", gpu_memory=8 * GIB, activations=GIB // 4)
+    assert placements(found)["controlnet"] == "resident"
+    assert found.peak_bytes <= 8 * GIB
+
+
+def test_activations_that_nobody_measured_are_assumed_and_said_to_be() -> None:
+    found = plan_offload(PIPELINE, gpu_memory=23 * GIB)
+    assert "assumed: 1.00 GiB" in found.notes[0]
+    assert plan_offload(PIPELINE, gpu_memory=23 * GIB, activations=0).notes == ()
+    with pytest.raises(SettingError, match=r"activations names 'transfomer'.*'transformer'"):
+        plan_offload(PIPELINE, gpu_memory=GIB, activations={"transfomer": 1})
+
+
+def test_nothing_to_offload_says_what_was_looked_for() -> None:
+    with pytest.raises(ModelError, match=r"_dit_modules.*diffusers lists.*transformer, text_encoder and vae"):
+        plan_offload((), mode="model")
+    with pytest.raises(
+        ModelError, match=r"a denoiser and an encoder are needed, and transformer \(denoiser\) was found"
+    ):
+        plan_offload((DENOISER,), mode="model")
+    with pytest.raises(ModelError, match=r"No blocks to stream were found in vae \(Vae\)"):
+        plan_offload((VAE,), mode="layerwise")
+    with pytest.raises(SettingError, match="needs a budget"):
+        plan_offload(PIPELINE, mode="auto")
+    with pytest.raises(SettingError, match=r"mode is 'layer'.*'layerwise'"):
+        plan_offload(PIPELINE, mode="layer")  # type: ignore[arg-type]
+
+
+def test_a_plan_is_plain_data() -> None:
+    found = plan(12)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["peak_bytes"] == found.peak_bytes
+    assert data["components"][0]["streamed"] == sorted(found.component("transformer").streamed)
+    assert data["slow_down"] == found.slow_down
+    with pytest.raises(SettingError, match=r"no component 'vea'.*'vae'"):
+        found.component("vea")

@@ -1,0 +1,165 @@
+"""The ring: bytes are given in order, blocks come before they are called, and a skipped pass moves nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from samovar.offload.ring import Ring, RingSpace, least_capacity
+from samovar.offload.timeline import Timeline
+
+
+class Freight:
+    """A block that remembers where its pieces were sent."""
+
+    def __init__(self, name: str, pieces: list[int], log: list[tuple[str, int, int]]) -> None:
+        self.name, self.pieces, self._log = name, pieces, log
+        self.prepared = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def send(self, piece: int, offset: int) -> None:
+        self._log.append((self.name, piece, offset))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def ring_of(sizes: list[list[int]], capacity: int, *, goes_round: bool = True) -> tuple[Ring, list[Freight], list]:
+    log: list[tuple[str, int, int]] = []
+    blocks = [Freight("abcdefghij"[index], pieces, log) for index, pieces in enumerate(sizes)]
+    return Ring(Timeline(1.0), capacity, blocks, goes_round=lambda: goes_round), blocks, log
+
+
+def call(ring: Ring, blocks: list[Freight]) -> None:
+    ring.begin_pass()
+    for block in blocks:
+        ring.acquire(block)
+        ring.release()
+    ring.end_pass()
+
+
+def test_space_is_never_given_twice_and_pieces_do_not_go_round_the_end() -> None:
+    random.seed(0)
+    space, live = RingSpace(100), []
+    for _ in range(3000):
+        size = random.randint(1, 40)
+        start = space.take(size)
+        if start is None:
+            space.give_back(1)
+            live.pop(0)
+            continue
+        assert start + size <= 100
+        assert all(start + size <= other or end <= start for other, end in live)
+        live.append((start, start + size))
+
+
+def test_a_block_fits_wherever_it_begins() -> None:
+    random.seed(1)
+    for _ in range(200):
+        sizes = [[random.randint(1, 9) for _ in range(random.randint(1, 5))] for _ in range(6)]
+        capacity = max(map(least_capacity, sizes))
+        ring, blocks, _ = ring_of(sizes, capacity)
+        for _ in range(4):
+            call(ring, blocks)  # An assertion inside fails if a block does not fit.
+
+
+def test_what_comes_next_is_sent_as_soon_as_there_is_room() -> None:
+    ring, (a, b, _c), log = ring_of([[4, 2], [4, 2], [4, 2]], 10)
+    ring.begin_pass()
+    assert ring.acquire(a) == [0, 4]
+    assert [entry[:2] for entry in log] == [("a", 0), ("a", 1)]
+    ring.release()
+    assert [entry[:2] for entry in log[2:]] == [("b", 0), ("b", 1), ("c", 0)]  # Of c only the part that fits.
+    ring.acquire(b)
+    ring.release()
+    assert [entry[:2] for entry in log[5:]] == [("c", 1), ("a", 0)]
+    assert (ring.stats.loads, ring.stats.late, ring.stats.dropped) == (2, 1, 0)
+
+
+def test_a_pass_ends_with_the_next_one_on_its_way_only_if_there_is_one() -> None:
+    for goes_round in (True, False):
+        ring, blocks, log = ring_of([[1], [1], [1]], 2, goes_round=goes_round)
+        call(ring, blocks)
+        assert len(log) == (5 if goes_round else 3)
+        assert ring.cargoes == (blocks[:2] if goes_round else [])
+
+
+def test_a_skipped_pass_moves_nothing_and_the_next_one_goes_on() -> None:
+    ring, blocks, log = ring_of([[1], [1], [1]], 2)
+    call(ring, blocks)
+    before = list(log)
+    for _ in range(3):
+        call(ring, [])
+    assert log == before
+    call(ring, blocks)
+    assert len(log) == len(before) + 3
+    assert (ring.stats.late, ring.stats.dropped) == (1, 0)
+
+
+def test_blocks_that_are_left_out_are_dropped_and_the_rest_is_used() -> None:
+    ring, (a, b, c, d), _ = ring_of([[1], [1], [1], [1]], 3)
+    call(ring, [a, b, c, d])
+    ring.begin_pass()
+    ring.acquire(c)  # a and b were on their way, and so was c.
+    ring.release()
+    ring.acquire(d)
+    ring.release()
+    ring.end_pass()
+    assert (ring.stats.late, ring.stats.dropped) == (1, 2)
+    assert ring.order == [a, b, c, d]
+
+
+def test_another_order_is_learned_in_one_pass() -> None:
+    ring, (a, b, c), log = ring_of([[1], [1], [1]], 2)
+    call(ring, [c, a, b])
+    assert ring.order == [c, a, b]
+    call(ring, [c, a, b])
+    late, sent = ring.stats.late, len(log)
+    call(ring, [c, a, b])
+    assert (ring.stats.late, len(log)) == (late, sent + 3)
+
+
+def test_a_block_that_runs_twice_in_a_pass_is_loaded_twice() -> None:
+    ring, (a, b), _log = ring_of([[1], [1]], 1)
+    for _ in range(3):
+        call(ring, [a, b, a, b])
+    assert ring.order == [a, b, a, b]
+    assert ring.stats.loads == 12
+
+
+def test_a_block_that_was_not_known_is_loaded_and_learned() -> None:
+    ring, (a, b, c), _ = ring_of([[1], [1], [1]], 2)
+    call(ring, [a, b])
+    assert ring.order == [a, b]
+    call(ring, [a, b, c])
+    assert ring.order == [a, b, c]
+
+
+def test_releasing_twice_is_the_same_as_once() -> None:
+    ring, (a, b), _ = ring_of([[1], [1]], 2)
+    ring.acquire(a)
+    ring.release()
+    ring.release()
+    assert ring.cargoes == [b, a]
+
+
+def test_a_ring_grows_for_a_block_that_has_grown() -> None:
+    asked: list[int] = []
+    log: list[tuple[str, int, int]] = []
+    block = Freight("a", [4], log)
+    ring = Ring(Timeline(1.0), 4, [block], goes_round=lambda: False, grow=asked.append)
+    call(ring, [block])
+    block.pieces = [4, 6]
+    call(ring, [block])
+    assert asked == [16]
+    assert log[-1] == ("a", 1, 4)
+
+
+def test_blocks_inside_one_another_are_a_mistake() -> None:
+    ring, (a, b), _ = ring_of([[1], [1]], 2)
+    ring.acquire(a)
+    with pytest.raises(AssertionError, match="inside one another"):
+        ring.acquire(b)

@@ -1,0 +1,100 @@
+"""Sizes: as people write them, of loaded components and of skeletons, with what is shared counted once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipelines import tiny_flux_pipeline
+from samovar.errors import ModelError, SettingError
+from samovar.offload import format_bytes, parse_bytes, read_sizes
+from samovar.offload.sizes import SHARED, find_components, measure_components
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (77, 77), ("0B", 0)],
+)
+def test_parse_bytes(text: str | int, expected: int) -> None:
+    assert parse_bytes(text, "gpu_memory") == expected
+
+
+@pytest.mark.parametrize("text", ["12", "GiB", "12 Gib/s", "-3GiB", -1, True, 1.5, None])
+def test_what_is_no_size_is_refused_with_its_name(text: object) -> None:
+    with pytest.raises(SettingError, match=r"gpu_memory is .*'12GiB'"):
+        parse_bytes(text, "gpu_memory")  # type: ignore[arg-type]
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 2048, 3 * 2**20, 12.345 * GIB)] == [
+        "0 B", "1.00 KiB", "2.00 KiB", "3.00 MiB", "12.35 GiB",
+    ]  # fmt: skip
+
+
+def test_a_skeleton_of_full_size_weighs_what_the_model_does() -> None:
+    (flux,) = read_sizes("FluxTransformer2DModel")
+    assert (flux.name, flux.role, len(flux.blocks)) == ("transformer", "denoiser", 57)
+    assert flux.num_bytes == pytest.approx(22.15 * GIB, rel=1e-3)
+    assert {round(block.num_bytes / GIB, 2) for block in flux.blocks} == {0.63, 0.26}
+    assert flux.rest_bytes == pytest.approx(0.1 * GIB, rel=0.01)
+
+
+def test_what_depends_on_a_checkpoint_is_refused() -> None:
+    with pytest.raises(ModelError, match="depends on a checkpoint"):
+        read_sizes("StableDiffusionPipeline")
+
+
+def test_components_of_a_pipeline_and_its_skeleton_agree(tmp_path: object) -> None:
+    pipe = tiny_flux_pipeline()
+    pipe.save_pretrained(tmp_path)
+    loaded = {size.name: size for size in measure_components(*find_components(pipe))}
+    read = {size.name: size for size in read_sizes(str(tmp_path))}
+    assert set(loaded) == {"transformer", "text_encoder", "text_encoder_2", "vae"}
+    for name, size in loaded.items():
+        # Positions that transformers keeps as buffers are not on the meta device in every version.
+        assert read[name].num_bytes == pytest.approx(size.num_bytes, rel=0.1)
+        assert [b.path for b in read[name].blocks] == [b.path for b in size.blocks]
+
+
+def test_exclude() -> None:
+    pipe = tiny_flux_pipeline()
+    components, _ = find_components(pipe, ["text_encoder_2"])
+    assert "text_encoder_2" not in {component.name for component in components}
+    with pytest.raises(SettingError, match=r"exclude names 'texts'; the components are 'transformer'"):
+        find_components(pipe, ["texts"])
+
+
+def test_weights_that_parts_share_stay_apart() -> None:
+    pipe = tiny_flux_pipeline()
+    blocks = pipe.transformer.single_transformer_blocks
+    blocks[1].proj_out.weight = blocks[0].proj_out.weight
+    components, shared = find_components(pipe)
+    assert [id(tensor) for tensor in shared] == [id(blocks[0].proj_out.weight)]
+    transformer = next(component for component in components if component.name == "transformer")
+    assert id(blocks[0].proj_out.weight) not in map(id, transformer.everything())
+    sizes = measure_components(components, shared)
+    assert (sizes[-1].name, sizes[-1].role) == (SHARED, "resident")
+    assert sizes[-1].num_bytes == pytest.approx(blocks[0].proj_out.weight.numel() * 4, abs=512)
+
+
+def test_a_module_inside_another_component_belongs_to_itself() -> None:
+    class Nested(torch.nn.Module):
+        _dit_modules = ("language_model",)
+        _encoder_modules = ()
+        _vae_modules = ()
+        _resident_modules = ("language_model.time_embedder",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = torch.nn.ModuleDict(
+                {"time_embedder": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 4)}
+            )
+
+    pipe = Nested()
+    components, shared = find_components(pipe)
+    inside = {component.name: [*map(id, component.everything())] for component in components}
+    assert inside["language_model"] == [*map(id, pipe.language_model["head"].parameters())]
+    assert inside["language_model.time_embedder"] == [*map(id, pipe.language_model["time_embedder"].parameters())]
+    assert shared == []

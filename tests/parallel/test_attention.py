@@ -1,0 +1,55 @@
+"""An attention over ranks is the attention: what every strategy has in common, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samovar.parallel.attention import AttentionCall, compute_sharded
+from samovar.parallel.collectives import Group, Traffic
+from samovar.parallel.failures import ShardingError, StrategyError
+from samovar.parallel.layout import Partition, Segment
+
+ALONE = Group((0,), 0, None, Traffic())
+ONE_OF_TWO = Group((0, 1), 0, None, Traffic())
+"""Good for what is refused before anything is sent."""
+
+
+def call(queries: int, keys: int, **settings: object) -> AttentionCall:
+    return AttentionCall(torch.zeros(1, 2, queries, 4), *torch.zeros(2, 1, 2, keys, 4), **settings)  # type: ignore[arg-type]
+
+
+def never(attention: object) -> torch.Tensor:
+    raise AssertionError("it should have been refused")
+
+
+def test_three_and_five_dimensions() -> None:
+    for shape in ((3, 6, 4), (2, 3, 2, 6, 4)):
+        tensors = [torch.randn(shape) for _ in range(3)]
+        mask = torch.rand(6, 6) > 0.2
+        mask[:, 0] = True
+        made = AttentionCall(*tensors, mask)
+        whole = (Segment(6, None),)
+        out = compute_sharded(made, whole, whole, ALONE, lambda a: a.attend(a.key, a.value, a.mask))
+        torch.testing.assert_close(out, made.run_here())
+        assert made.as_four_dimensional().query.ndim == 4
+
+
+def test_dropout_is_refused() -> None:
+    half = (Segment(4, Partition(8, 2)),)
+    with pytest.raises(StrategyError, match=r"dropout_p=0\.1.*model\.eval"):
+        compute_sharded(call(4, 4, dropout_p=0.1), half, half, ONE_OF_TWO, never)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.zeros(4, 4), "4 x 4 has only the queries and the keys of this rank"),
+        (torch.zeros(3, 8), "has 3 rows; 4 queries on this rank or 8 on all"),
+        (torch.zeros(8, 5), "has 5 columns; 4 keys on this rank or 8 on all"),
+    ],
+)
+def test_a_mask_that_does_not_tell_is_refused(mask: torch.Tensor, message: str) -> None:
+    half = (Segment(4, Partition(8, 2)),)
+    with pytest.raises(ShardingError, match=message):
+        compute_sharded(call(4, 4, attn_mask=mask), half, half, ONE_OF_TWO, never)

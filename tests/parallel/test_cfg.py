@@ -1,0 +1,233 @@
+"""Branches on different ranks: batched or one by one, with sequence parallel, and with a cache that skips."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import pipelines
+from samovar.cache import TeaCacheBackend
+from samovar.errors import HookConflictError
+from samovar.hooks import NOT_BYPASSED, BaseState, HookOrder, HookRegistry, ModelHook, StateManager
+from samovar.parallel import (
+    CfgParallelHook,
+    SequenceParallelConfig,
+    agreement,
+    apply_cfg_parallel,
+    disable_sequence_parallel_for_model,
+    enable_sequence_parallel_for_model,
+    make_mesh,
+    remove_cfg_parallel,
+)
+
+from . import toys
+from .conftest import OnRanks
+
+STEPS = 4
+
+
+def traces(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
+    return [(type(module), set(vars(module))) for module in model.modules()]
+
+
+def by_pipeline(names: list[str], ulysses_degree: int) -> dict[str, dict[str, Any]]:
+    """Whole pipelines on one rank and on all: how far their latents are apart, and what each rank left to others."""
+    warnings.simplefilter("ignore")
+    config = SequenceParallelConfig(ulysses_degree=ulysses_degree)
+    mesh = make_mesh(config, cfg_degree=2)
+    found = {}
+    for name in names:
+        tiny = pipelines.PIPELINES[name]
+        pipe = tiny.build(0)
+        denoisers = [getattr(pipe, path) for path in tiny.denoisers]
+        bare, before = tiny.run(pipe, steps=STEPS), list(map(traces, denoisers))
+        hooks = [apply_cfg_parallel(denoiser, mesh) for denoiser in denoisers]
+        for denoiser in denoisers:
+            enable_sequence_parallel_for_model(denoiser, config, mesh=mesh)
+        apart = float((tiny.run(pipe, steps=STEPS) - bare).abs().max())
+        found[name] = {
+            "apart": apart,
+            "deferred": sum(hook.state.num_deferred for hook in hooks if hook),
+            "split": sum(hook.state.num_split for hook in hooks if hook),
+        }
+        for denoiser in denoisers:
+            disable_sequence_parallel_for_model(denoiser)
+            remove_cfg_parallel(denoiser)
+        assert list(map(traces, denoisers)) == before
+        assert torch.equal(tiny.run(pipe, steps=STEPS), bare)
+    return found
+
+
+@pytest.mark.parametrize("ulysses_degree", [1, 2])
+def test_pipelines(ulysses_degree: int, on_ranks: OnRanks) -> None:
+    names = list(pipelines.PIPELINES) if ulysses_degree == 1 else ["qwen-image", "flux2-klein", "sd3", "wan"]
+    by_rank = on_ranks(2 * ulysses_degree, by_pipeline, names, ulysses_degree)
+    for found in by_rank:
+        for name in names:
+            assert found[name]["apart"] <= 1e-5, name
+            if pipelines.PIPELINES[name].cfg == "fused":
+                assert found[name] == found[name] | {"split": STEPS, "deferred": 0}, name
+            else:
+                # All ranks compute the first step of a model, and then each its own branch.
+                models = len(pipelines.PIPELINES[name].denoisers)
+                assert found[name] == found[name] | {"split": 0, "deferred": STEPS - models}, name
+
+
+class _SkipState(BaseState):
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.before: torch.Tensor | None = None
+        self.residual: torch.Tensor | None = None
+
+
+class _StandIn(ModelHook):
+    """A cache of one block that skips it while its input changes little, by the group's figures."""
+
+    order = HookOrder.CACHE
+
+    def __init__(self, agree: Any) -> None:
+        self.states = StateManager(_SkipState)
+        self.decisions: list[bool] = []
+        self._agree = agree
+        self._input = torch.zeros(0)
+
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state, now = self.states.get_state(), args[0]
+        if self.states.context.branch is None:
+            return NOT_BYPASSED
+        change, size = torch.ones(()), torch.ones(())
+        if state.before is not None:
+            change, size = (now - state.before).abs().sum(), state.before.abs().sum()
+        figures = self._agree(torch.stack([change, size]))
+        state.before = now
+        skips = bool(figures[0] / figures[1] < 0.2) and state.residual is not None
+        self.decisions.append(skips)
+        return now + state.residual if skips else NOT_BYPASSED
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._input = args[0]
+        return args, kwargs
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        self.states.get_state().residual = output - self._input
+        return output
+
+
+def steps() -> list[torch.Tensor]:
+    """Inputs of which the first half of the tokens changes much at some steps, and the second half at others."""
+    inputs, current = [], toys.tokens(12)
+    for first, second in ((0, 0), (0.9, 0.0), (0.0, 0.9), (0.02, 0.0), (0.0, 0.3), (0.3, 0.0), (0.0, 0.0)):
+        change = torch.cat([torch.full((1, 6, 1), float(first)), torch.full((1, 6, 1), float(second))], dim=1)
+        current = current * (1 + change)
+        inputs.append(current)
+    return inputs
+
+
+@torch.no_grad()
+def cached(cfg_degree: int, settings: dict[str, int]) -> tuple[float, list[bool], list[bool]]:
+    """A cached loop with two branches on one rank and on all: outputs, and what was decided."""
+
+    def loop(model: toys.Transformer, agree: Any) -> tuple[list[torch.Tensor], list[bool]]:
+        hook = _StandIn(agree)
+        HookRegistry.get_or_create(model.blocks[0]).register_hook("cache", hook)
+        outputs = []
+        for hidden_states in steps():
+            cond = model(hidden_states, ids=first)
+            uncond = model(hidden_states, ids=second)
+            outputs.append(uncond + 2.0 * (cond - uncond))
+        return outputs, hook.decisions
+
+    first, second = torch.arange(12)[None], torch.arange(12, 24)[None]
+    config = SequenceParallelConfig(**settings)
+    mesh = make_mesh(config, cfg_degree)
+    alone = toys.build()
+    apply_named(alone)
+    expected, decided = loop(alone, lambda figures: figures)
+    model = toys.build()
+    apply_cfg_parallel(model, mesh)
+    enable_sequence_parallel_for_model(model, config, mesh=mesh)
+    apply_named(model)
+    outputs, found = loop(model, agreement(mesh))
+    return max(float((a - b).abs().max()) for a, b in zip(outputs, expected, strict=True)), found, decided[::2]
+
+
+def apply_named(model: torch.nn.Module) -> None:
+    from samovar.hooks import BranchHook
+
+    HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
+
+
+@pytest.mark.parametrize(("cfg_degree", "settings"), [(1, {"ulysses_degree": 2}), (2, {}), (2, {"ring_degree": 2})])
+def test_a_cache_decides_as_on_one_rank(cfg_degree: int, settings: dict[str, int], on_ranks: OnRanks) -> None:
+    """Each half of the tokens alone would decide otherwise at some step: a rank that skipped alone would hang."""
+    size = cfg_degree * settings.get("ulysses_degree", 1) * settings.get("ring_degree", 1)
+    for apart, found, decided in on_ranks(size, cached, cfg_degree, settings):
+        assert apart <= 1e-5
+        assert True in decided
+        assert False in decided[1:]
+        own = found[::2] if cfg_degree == 1 else found[-len(decided) :]
+        assert own == decided
+
+
+def with_teacache(names: list[str]) -> dict[str, tuple[float, bool, int]]:
+    """Whole pipelines with Samovar's own cache, branches on one rank and on two: how far apart, the same steps."""
+    found = {}
+    for name in names:
+        runs = []
+        for is_parallel in (False, True):
+            tiny = pipelines.PIPELINES[name]
+            pipe = tiny.build(0)
+            mesh = make_mesh(SequenceParallelConfig(), cfg_degree=2) if is_parallel else None
+            cache = TeaCacheBackend({"rel_l1_thresh": 0.3}, agree=agreement(mesh) if mesh else None)
+            cache.enable(pipe)
+            if mesh is not None:
+                for denoiser in tiny.denoisers:
+                    apply_cfg_parallel(getattr(pipe, denoiser), mesh)
+            latents = tiny.run(pipe, steps=10)
+            stats = cache.stats().denoisers
+            # What another rank computes is called here at the first step only.
+            lines = [branch for denoiser in stats.values() for branch in denoiser.branches.values()]
+            masks = {branch.mask for branch in lines if len(branch.steps) > 1}
+            runs.append((latents, masks))
+        skipped = sum(mask.count(".") for mask in runs[0][1])
+        found[name] = float((runs[0][0] - runs[1][0]).abs().max()), runs[1][1] == runs[0][1], skipped
+    return found
+
+
+@pytest.mark.parametrize("name", ["flux", "flux-controlnet", "qwen-image", "flux2-klein", "sd3"])
+def test_teacache_skips_the_same_steps_as_on_one_rank(name: str, on_ranks: OnRanks) -> None:
+    for found in on_ranks(2, with_teacache, [name]):
+        apart, is_same, skipped = found[name]
+        assert apart <= 1e-5
+        assert is_same
+        assert skipped > 3
+
+
+def attached_twice() -> str:
+    mesh = make_mesh(SequenceParallelConfig(), cfg_degree=2)
+    model = toys.build()
+    hook = apply_cfg_parallel(model, mesh)
+    assert isinstance(hook, CfgParallelHook)
+    try:
+        apply_cfg_parallel(model, mesh)
+    except HookConflictError as error:
+        return str(error)
+    return ""
+
+
+def test_twice_is_refused(on_ranks: OnRanks) -> None:
+    assert "are on several ranks already" in on_ranks(2, attached_twice)[0]
+
+
+def test_one_rank_adds_nothing() -> None:
+    model = toys.build()
+    before = traces(model)
+    assert apply_cfg_parallel(model, make_mesh(SequenceParallelConfig())) is None
+    assert traces(model) == before
+    remove_cfg_parallel(model)
+    assert traces(model) == before

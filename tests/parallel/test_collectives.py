@@ -1,0 +1,49 @@
+"""What is exchanged arrives, and is counted."""
+
+from __future__ import annotations
+
+import torch
+
+from samovar.parallel import SequenceParallelConfig, make_mesh
+from samovar.parallel.layout import spread
+
+from .conftest import OnRanks
+
+
+def exchanges() -> None:
+    mesh = make_mesh(SequenceParallelConfig(ulysses_degree=2))
+    group, traffic = mesh.sequence, mesh.traffic
+    here, other = group.index, 1 - group.index
+    counts = spread(5, 2)
+    whole = torch.arange(2 * 5 * 3.0).reshape(2, 5, 3)
+    ids = torch.arange(5)
+
+    traffic.reset()
+    own = torch.split(whole, list(counts), dim=1)[here]
+    parts = group.gather_rows([own, own.transpose(0, 2)[..., :1].transpose(0, 2)], counts, dim=1)
+    assert torch.equal(torch.cat(parts[0], 1), whole)
+    assert torch.equal(torch.cat(parts[1], 1), whole[:1])
+    assert traffic.sent_bytes == {"all-gather": 4 * 3 * (2 * 3 + 3)}, "the shorter part is padded to the longer"
+
+    flags = torch.split(ids > 2, list(counts))[here]
+    gathered = torch.cat(group.gather_rows([flags], counts, dim=0)[0])
+    assert gathered.dtype == torch.bool
+    assert torch.equal(gathered, ids > 2)
+
+    traffic.reset()
+    arrived = group.all_to_all([torch.full((rank + 1,), float(here)) for rank in range(2)], [(here + 1,)] * 2)
+    assert [part.tolist() for part in arrived] == [[0.0] * (here + 1), [1.0] * (here + 1)]
+    assert traffic.sent_bytes == {"all-to-all": 4 * (other + 1)}
+
+    wait = group.pass_on(torch.full((here + 1,), float(here)), other + 1)
+    assert wait().tolist() == [float(other)] * (other + 1)
+
+    assert group.sum(torch.tensor([1.0])).item() == 2
+    assert group.max(torch.tensor([float(here)])).item() == 1
+    assert group.broadcast(torch.tensor([here == 1]), source=1).tolist() == [True]
+    assert traffic.calls == {"all-to-all": 1, "ring": 1, "all-reduce": 2} | ({"broadcast": 1} if here else {})
+    assert traffic.total_bytes == sum(traffic.sent_bytes.values())
+
+
+def test_exchanges(on_ranks: OnRanks) -> None:
+    on_ranks(2, exchanges)

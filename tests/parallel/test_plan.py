@@ -1,0 +1,101 @@
+"""Plans as dictionaries: what is one, where it acts, and where it comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from samovar.errors import SettingError
+from samovar.parallel import SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput
+from samovar.parallel.plan import declared_plan, inputs_in, place_plan, validate_plan
+
+SPLIT, GATHER = SequenceParallelInput(split_dim=1, expected_dims=3), SequenceParallelOutput(gather_dim=1)
+RETURNED = SequenceParallelInput(split_dim=0, split_output=True)
+
+
+def model(name: str) -> torch.nn.Module:
+    return next(case for case in zoo.load() if case.id == name).build()
+
+
+def test_defaults_are_those_that_users_know() -> None:
+    assert SequenceParallelInput(1) == SequenceParallelInput(1, None, False, False)
+    assert SequenceParallelPartialInput(1, "txt") == SequenceParallelPartialInput(1, "txt", None, False)
+    assert SequenceParallelOutput(1) == SequenceParallelOutput(1, None)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({}, "at least one entry"),
+        ([], "A plan is a dictionary"),
+        ({"a.*.b.*": {"x": SPLIT}}, "at most one"),
+        ({0: {"x": SPLIT}}, "keys are module paths"),
+        ({"": {"x": 3}}, "has 3 for 'x' of ''"),
+        ({"": {"x": [SPLIT, 3]}}, "has 3 for 'x'"),
+        ({"": {0: SPLIT}}, "Output 0 of '' is split: its entry needs split_output=True"),
+        ({"": {"x": RETURNED}}, "its key must be the output's index"),
+        ({"": {1.5: SPLIT}}, "has the key 1.5"),
+        ({"": SPLIT}, "a dictionary of inputs, a SequenceParallelOutput"),
+        ({"": GATHER}, "splits nothing"),
+        ({"": {}}, "splits nothing"),
+    ],
+)
+def test_what_is_no_plan(plan: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        validate_plan(plan)
+
+
+def test_paths_and_stars() -> None:
+    flux = model("FluxTransformer2DModel")
+    placements = place_plan(
+        flux,
+        {
+            "": {"hidden_states": SPLIT},
+            "transformer_blocks.*": {"image_rotary_emb": [SPLIT, None]},
+            "transformer_blocks.*.attn": [GATHER, None],
+            "pos_embed": {0: RETURNED},
+            "proj_out": GATHER,
+        },
+    )
+    assert [placement.path for placement in placements] == [
+        "",
+        "transformer_blocks.0",
+        "transformer_blocks.1",
+        "transformer_blocks.0.attn",
+        "transformer_blocks.1.attn",
+        "pos_embed",
+        "proj_out",
+    ]
+    assert placements[3].outputs == (GATHER, None)
+    assert placements[5].returned == {0: RETURNED}
+    assert list(inputs_in({"a": [SPLIT, None], "b": RETURNED})) == [SPLIT, RETURNED]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"proj_uot": GATHER, "": {"hidden_states": SPLIT}}, "'proj_uot'.*Did you mean 'proj_out'"),
+        ({"blocks.*": {"hidden_states": SPLIT}}, "'blocks' of Flux.* is no module; a ModuleList.*transformer_blocks"),
+        ({"norm_out.*": {"hidden_states": SPLIT}}, "is a AdaLayerNormContinuous; a ModuleList"),
+        ({"transformer_blocks.*.nothing": {"x": SPLIT}}, "names 'transformer_blocks.0.nothing'"),
+        ({"": {"hiden_states": SPLIT}}, "parameter 'hiden_states'.*Did you mean 'hidden_states'"),
+        ({"": {"img_ids": SequenceParallelPartialInput(0, "text_ids")}}, "parameter 'text_ids'.*'txt_ids'"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(plan: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        place_plan(model("FluxTransformer2DModel"), plan)
+
+
+def test_plans_that_models_come_with() -> None:
+    flux = model("FluxTransformer2DModel")
+    source, plan = declared_plan(flux) or ("", {})
+    assert source == "_cp_plan"
+    assert plan["proj_out"] == SequenceParallelOutput(gather_dim=1, expected_dims=3)
+    assert plan[""]["img_ids"] == SequenceParallelInput(split_dim=0, expected_dims=2, is_optional=True)
+    vars(flux)["_sp_plan"] = {"": {"hidden_states": SPLIT}}
+    assert declared_plan(flux) == ("_sp_plan", {"": {"hidden_states": SPLIT}})
+    assert declared_plan(model("SD3Transformer2DModel")) is None
