@@ -532,7 +532,6 @@ def test_what_is_kept_during_a_run(name: str) -> None:
     tiny = PIPELINES[name]
     pipe = tiny.build(0)
     cached(pipe, rel_l1_thresh=0.3)
-    tiny.run(pipe, STEPS)
     seen: list[list[int]] = []
 
     def count(_: Any) -> None:

@@ -203,11 +203,14 @@ def _moved(value: Any) -> Any:
 
 
 def _later(value: Any) -> Any:
-    """Another time, which a model that counts them in whole numbers knows as well."""
+    """Quite another time, whether it goes from 0 to 1 or to 1000, which a model that counts in whole numbers knows."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_later, value))
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        half, shift = torch.where(value.abs() > 1.5, 500.0, 0.5), torch.where(value.abs() > 1.5, 430.0, 0.43)
+        return (torch.where(value > half, value - shift, value + shift)).to(value.dtype)
     if isinstance(value, torch.Tensor):
-        return value * 0.7 + 0.05 if value.is_floating_point() else torch.where(value < 2, 1 - value, value // 2)
+        return torch.where(value < 2, 1 - value, value // 8)
     if isinstance(value, float):
-        return value * 0.7 + 0.05
-    return (1 - value if value < 2 else value // 2) if isinstance(value, int) else value
+        return float(_later(torch.tensor(value)))
+    return (1 - value if value < 2 else value // 8) if isinstance(value, int) else value

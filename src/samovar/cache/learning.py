@@ -91,10 +91,14 @@ def _find_leader(trace: Trace, same: Passage, other: Passage) -> None:
 
 
 def _constants(same: Passage, other: Passage) -> frozenset[OuterCall]:
-    """The calls that give the same with another sample at another time, and are not part of another such call."""
+    """The calls that are given the same with another sample at another time, and are not part of another such call.
+
+    That they give the same would not do: a time that is looked up in buckets gives the same for a while.
+    """
     found = {
         call for call, output in same.outer.items()
-        if call in other.outer and _is_known(output) and equal(output, other.outer[call])
+        if call in other.outer and equal(same.outer_inputs[call], other.outer_inputs[call])
+        and _is_known(output) and equal(output, other.outer[call])
     }  # fmt: skip
     inside = {call[0] for call, around in same.nested.items() if not found.isdisjoint(around)}
     return frozenset(call for call in found if call[0] not in inside)

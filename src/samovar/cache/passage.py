@@ -58,6 +58,8 @@ class Passage:
         """On a skipped step: the same, as it was given."""
         self.outer: dict[OuterCall, Any] = {}
         """Without a memo: what each of the modules before the stacks returned."""
+        self.outer_inputs: dict[OuterCall, Any] = {}
+        """Without a memo: what each of them was given."""
         self.nested: dict[OuterCall, tuple[OuterCall, ...]] = {}
         """Without a memo: inside which others of them each was called."""
         self._trace = trace
@@ -81,9 +83,9 @@ class Passage:
         try:
             call = self._calls[self._position]
         except IndexError:
-            return self._unexpected(gate)
+            return self._unexpected(gate, args, kwargs)
         if call.gate is not gate:
-            return self._unexpected(gate)
+            return self._unexpected(gate, args, kwargs)
         self._position += 1
         if self.mode == "skip" and call.hand_on is not None:
             try:
@@ -121,7 +123,7 @@ class Passage:
             except ValueError:
                 self._lost(f"a block of {gate.path!r} returned something of another form than before")
 
-    def _enter_outer(self, gate: Gate) -> Any:
+    def _enter_outer(self, gate: Gate, args: Any, kwargs: Any) -> Any:
         if self._position > 0:
             return NOT_BYPASSED
         number = self._counts.get(gate, 0)
@@ -132,6 +134,8 @@ class Passage:
             if answer is not NOT_BYPASSED:
                 return answer
         self._open.append(call)
+        if self._memo is None:
+            self.outer_inputs[call] = args, kwargs
         return NOT_BYPASSED
 
     def _leave_outer(self, output: Any) -> None:
@@ -180,9 +184,9 @@ class Passage:
                 values.append(self._outlook.value(slot))
         return values
 
-    def _unexpected(self, gate: Gate) -> Any:
+    def _unexpected(self, gate: Gate, args: Any, kwargs: Any) -> Any:
         if gate.is_outer:
-            return self._enter_outer(gate)
+            return self._enter_outer(gate, args, kwargs)
         # What stands between blocks at times may well be called at others.
         if gate.stack is not None and gate.path not in self._trace.side:
             self._lost(f"a block of {gate.path!r} was not expected here")
