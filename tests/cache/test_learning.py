@@ -385,9 +385,6 @@ def test_what_is_constant_is_run_again_when_the_conditioning_is_new() -> None:
     assert [counts[step] for step in (4, 5, 7)] == [0, 1, 1]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a time that the model itself rounds coarsely is not seen to matter before it does"
-)
 def test_what_changes_late_is_not_taken_for_constant() -> None:
     assert wrong_steps(bucketed, "###.##.#.#.#", loop, loop) == []
 
