@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from samovar.arch import Anatomy, BlockStack, find_anatomy, probe_anatomy
 from zoo import table
 
 CASES = zoo.load()
+Count = Callable[[str, object], None]
 
 
 def installed(case: zoo.Case) -> zoo.Case:
@@ -22,11 +24,11 @@ def installed(case: zoo.Case) -> zoo.Case:
     return case
 
 
-def test_every_exported_class_has_a_case() -> None:
+def test_every_exported_class_has_a_case(record_property: Count) -> None:
     exported, served = zoo.exported_classes(), {case.model for case in CASES}
     assert exported - served - set(zoo.UNSERVED) == set(), "write a case for each in tests/zoo"
     assert not set(zoo.UNSERVED) & served
-    print(f"\nanatomy: {len(exported & served)} of {len(exported)} transformer classes of diffusers are served")
+    record_property("count", f"anatomy: {len(exported & served)} of {len(exported)} transformer classes are served")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -74,7 +76,7 @@ def _check_outputs(model: torch.nn.Module, anatomy: Anatomy, case: zoo.Case) -> 
     assert not zoo.equal(rebuilt, case.run(model, step=1)), "the next step differs"
 
 
-def test_structure_alone_explains_most_stacks() -> None:
+def test_structure_alone_explains_most_stacks(record_property: Count) -> None:
     """A probe is the exception: what signatures and return statements say is nearly always right."""
     right = wrong = 0
     for case in CASES:
@@ -84,7 +86,7 @@ def test_structure_alone_explains_most_stacks() -> None:
         for stack in case.stacks:
             is_right = found[stack.path] == stack.carried
             right, wrong = right + is_right, wrong + (not is_right)
-    print(f"\nanatomy: structure alone explains {right} of {right + wrong} stacks")
+    record_property("count", f"anatomy: structure alone explains {right} of {right + wrong} stacks")
     assert right >= 0.85 * (right + wrong)
 
 

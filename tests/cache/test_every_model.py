@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,8 +95,8 @@ def _check_skips(case: zoo.Case, model: torch.nn.Module, hook: TeaCacheHook, exa
     assert zoo.equal(run(case, model, 2), exact[2]), "computing after skipping is exact"
 
 
-def test_the_number_of_classes() -> None:
+def test_the_number_of_classes(record_property: Callable[[str, object], None]) -> None:
     """Shown in the README; `test_every_class` is what each of them passed."""
     exported, served = zoo.exported_classes(), {case.model for case in CASES}
-    print(f"\ntea_cache: {len(exported & served)} of {len(exported)} transformer classes of diffusers are served")
+    record_property("count", f"tea_cache: {len(exported & served)} of {len(exported)} transformer classes are served")
     assert exported <= served | set(zoo.UNSERVED)

@@ -59,7 +59,6 @@ def test_calls_that_differ_in_values_alone_are_alike() -> None:
         {"controlnet_block_samples": []},
         {"controlnet_block_samples": [torch.ones(2)] * 2},
         {"controlnet_block_samples": None},
-        {"attention_kwargs": {"scale": 0.5}},
         {"attention_kwargs": {"other": 1.0}},
         {"attention_kwargs": {}},
         {"guidance": 2.0},
@@ -76,6 +75,14 @@ def test_calls_that_may_do_something_else_with_their_blocks_are_not_alike(other:
     }
     assert inputs(**given).signature != inputs(**given | other).signature
     assert inputs(**given).signature == inputs(**given).signature
+
+
+def test_numbers_are_of_one_form_but_not_the_same() -> None:
+    """A scale that changes at every step is no new form each time, of which something would be remembered."""
+    one, other = (inputs(torch.zeros(2), torch.tensor([1.0]), {"scale": scale}, [2.0, 3]) for scale in (1.0, 0.5))
+    assert one.signature == other.signature
+    assert (one.numbers, other.numbers) == ((1.0, 2.0), (0.5, 2.0))
+    assert inputs(torch.zeros(2), 1.0).numbers == (), "a time is none of them"
 
 
 @pytest.mark.parametrize("times", [(1.0, 0.5), (torch.tensor([1.0]), torch.tensor([0.5])), (999, 3)])

@@ -287,21 +287,6 @@ def bucketed() -> Bucketed:
     return model
 
 
-class Switched(Plain):
-    """Part of it depends on something outside of its arguments."""
-
-    class Embed(torch.nn.Linear):
-        scale = 1.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * self.scale
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear, self.embed_c = self.embed_c, self.Embed(4, self.width)
-        self.embed_c.load_state_dict(linear.state_dict())
-
-
 class Scaled(Plain):
     """Takes a number, and control, next to its conditioning."""
 
@@ -389,7 +374,7 @@ def test_what_changes_late_is_not_taken_for_constant() -> None:
     assert wrong_steps(bucketed, "###.##.#.#.#", loop, loop) == []
 
 
-def test_weights_between_runs() -> None:
+def test_weights_that_were_zero_while_it_was_learnt_may_be_loaded_later() -> None:
     class Gateway(Plain):
         def __init__(self) -> None:
             super().__init__()

@@ -44,17 +44,25 @@ def computed(state: TeaCacheState, step: int, **given: Any) -> None:
 
 def test_a_new_state_has_nothing_to_give() -> None:
     state = TeaCacheState()
-    assert state.obstacle("a form", asks=True) == "nothing stored"
+    assert state.obstacle("a form", inputs(1), asks=True) == "nothing stored"
     computed(state, 0, parts=[torch.ones(1)], key="a form")
-    assert state.obstacle("a form", asks=False) is None
-    assert state.obstacle("a form", asks=True) == "nothing stored", "there is no signal to compare with"
+    assert state.obstacle("a form", inputs(1), asks=False) is None
+    assert state.obstacle("a form", inputs(1), asks=True) == "nothing stored", "there is no signal to compare with"
     computed(state, 1, parts=[torch.ones(1)], key="a form", signal=Signal(torch.ones(1)))
-    assert state.obstacle("a form", asks=True) is None
-    assert state.obstacle("another", asks=True) == "inputs of another form"
-    assert state.obstacle(None, asks=True) == "inputs of another form"
+    assert state.obstacle("a form", inputs(1), asks=True) is None
+    assert state.obstacle("another", inputs(1), asks=True) == "inputs of another form"
+    assert state.obstacle(None, inputs(1), asks=True) == "inputs of another form"
     state.reset()
-    assert state.obstacle("a form", asks=False) == "nothing stored"
+    assert state.obstacle("a form", inputs(1), asks=False) == "nothing stored"
     assert tensors_in(state) == []
+
+
+def test_a_number_that_changed_is_an_obstacle() -> None:
+    state, scaled = TeaCacheState(), [Inputs((*at(0), COND, scale), {}, (*NAMES, "scale")) for scale in (1.0, 0.5)]
+    made = attempt(parts=[torch.ones(1)], key="a form", signal=Signal(torch.ones(1)))
+    state.computed(line_at(0), scaled[0], made)
+    assert state.obstacle("a form", scaled[0], asks=True) is None
+    assert state.obstacle("a form", scaled[1], asks=True) == "other inputs changed"
 
 
 def test_a_step_of_another_form_begins_a_new_history() -> None:

@@ -89,7 +89,8 @@ def test_they_are_json() -> None:
 def test_they_are_json_whatever_was_measured(distance: float) -> None:
     """A change of something that was zero is infinite, and JSON has no word for that."""
     stats = CacheStats("Model", "", "", {"only": BranchStats((StepRecord(1, True, "", distance, distance),))})
-    json.dumps(stats.to_dict(), allow_nan=False)
+    (step,) = json.loads(json.dumps(stats.to_dict(), allow_nan=False))["branches"]["only"]["steps"]
+    assert (step["distance"], step["accumulated"]) == (None, None)
 
 
 def test_the_summary_lines_up() -> None:
@@ -98,6 +99,7 @@ def test_the_summary_lines_up() -> None:
         "  judged by what reaches blocks.0.attn",
         "  cond    2 computed, 2 skipped        #..#",
         "  uncond  1 computed, 1 skipped        #.",
+        "  change a step: 0.050 to 0.150, 0.077 on average",
         "  expected speed-up of the denoiser: 1.98x",
     ]
     assert str(EMPTY).splitlines() == ["Model: rel_l1_thresh=0.2", "  judged by the first block"]

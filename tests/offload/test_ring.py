@@ -61,9 +61,12 @@ def test_a_block_fits_wherever_it_begins() -> None:
     for _ in range(200):
         sizes = [[random.randint(1, 9) for _ in range(random.randint(1, 5))] for _ in range(6)]
         capacity = max(map(least_capacity, sizes))
-        ring, blocks, _ = ring_of(sizes, capacity)
+        ring, blocks, log = ring_of(sizes, capacity)
         for _ in range(4):
             call(ring, blocks)  # An assertion inside fails if a block does not fit.
+        pieces = {block.name: block.pieces for block in blocks}
+        assert all(offset + pieces[name][piece] <= capacity for name, piece, offset in log)
+        assert {(name, piece) for name, piece, _ in log} == {(n, p) for n in pieces for p in range(len(pieces[n]))}
 
 
 def test_what_comes_next_is_sent_as_soon_as_there_is_room() -> None:

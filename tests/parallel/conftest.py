@@ -10,6 +10,7 @@ import pytest
 from samovar.parallel import Ranks
 
 OnRanks = Callable[..., list[Any]]
+Count = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ from samovar.parallel.layout import spread
 from .conftest import OnRanks
 
 
-def exchanges() -> None:
+def exchanges() -> int:
+    """Every kind of exchange, checked on each rank, which it returns."""
     mesh = make_mesh(SequenceParallelConfig(ulysses_degree=2))
     group, traffic = mesh.sequence, mesh.traffic
     here, other = group.index, 1 - group.index
@@ -43,7 +44,8 @@ def exchanges() -> None:
     assert group.broadcast(torch.tensor([here == 1]), source=1).tolist() == [True]
     assert traffic.calls == {"all-to-all": 1, "ring": 1, "all-reduce": 2} | ({"broadcast": 1} if here else {})
     assert traffic.total_bytes == sum(traffic.sent_bytes.values())
+    return here
 
 
 def test_exchanges(on_ranks: OnRanks) -> None:
-    on_ranks(2, exchanges)
+    assert on_ranks(2, exchanges) == [0, 1]

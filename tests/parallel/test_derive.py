@@ -21,7 +21,7 @@ from samovar.parallel import (
 )
 from samovar.parallel.derive import split_stack, watching
 
-from .conftest import OnRanks
+from .conftest import Count, OnRanks
 
 LEAST_CLASSES, LEAST_SHARING = 64, 73
 """Of diffusers' transformer classes that run sharded by a derived plan, and of those that run on several ranks at all,
@@ -107,26 +107,29 @@ def survey(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_how_many_classes_run_by_a_derived_plan(on_ranks: OnRanks) -> None:
+def test_how_many_classes_run_by_a_derived_plan(on_ranks: OnRanks, record_property: Count) -> None:
     """One case of each class; all cases in the slow tests."""
     plain = {case.model: name for name, case in reversed(CASES.items())}
-    _check(on_ranks, list(plain.values()))
+    record_property("count", check(on_ranks, list(plain.values())))
 
 
 @pytest.mark.slow
-def test_how_many_cases_run_by_a_derived_plan(on_ranks: OnRanks) -> None:
-    _check(on_ranks, list(CASES))
+def test_how_many_cases_run_by_a_derived_plan(on_ranks: OnRanks, record_property: Count) -> None:
+    record_property("count", check(on_ranks, list(CASES)))
 
 
-def _check(on_ranks: OnRanks, names: list[str]) -> None:
+def check(on_ranks: OnRanks, names: list[str]) -> str:
+    """Asserts that enough classes run, and that what runs is right; how many do, in a line."""
     names = [name for name in names if CASES[name].model in zoo.exported_classes()]
     found = on_ranks(2, survey, names)[0]
     running = {CASES[name].model for name, (error, _) in found.items() if error is not None}
     served = {CASES[name].model for name, (_, source) in found.items() if source.startswith("derived for")}
     wrong = {name: error for name, (error, _) in found.items() if error is not None and not error <= 1e-5}
-    print(f"\nparallel: {len(served)} of {len({CASES[n].model for n in names})} transformer classes of diffusers run ")
-    print("sharded by a derived plan; sharing their attention only:", *sorted(running - served))
-    print("not at all:", *sorted({CASES[name].model for name in names} - running))
     assert wrong == {}, "what runs is right; what is not right is refused"
     assert len(served) >= LEAST_CLASSES
     assert len(running) >= LEAST_SHARING
+    classes = {CASES[name].model for name in names}
+    return (
+        f"parallel: {len(served)} of {len(classes)} transformer classes run by a derived plan; attention only: "
+        f"{', '.join(sorted(running - served))}; not at all: {', '.join(sorted(classes - running))}"
+    )

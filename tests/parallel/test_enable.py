@@ -26,7 +26,7 @@ from samovar.parallel import (
 )
 
 from . import models, toys
-from .conftest import OnRanks
+from .conftest import Count, OnRanks
 
 STRATEGIES = {
     2: {"ulysses 2": {"ulysses_degree": 2}, "ring 2": {"ring_degree": 2}, "gathered 2": {"allgather_degree": 2}},
@@ -64,7 +64,8 @@ def named_models(degrees: dict[str, dict[str, int]], names: list[str], shapes: l
     return found
 
 
-def check(by_rank: list[dict[str, Any]], count: int) -> None:
+def check(by_rank: list[dict[str, Any]], count: int) -> str:
+    """Asserts that all cases are exact, or refused as they should be; how exact, in a line."""
     for found in by_rank:
         assert len(found) == count
         for case, apart in found.items():
@@ -74,24 +75,29 @@ def check(by_rank: list[dict[str, Any]], count: int) -> None:
                 assert not isinstance(apart, str), f"{case}: {apart}"
                 assert apart <= LEAST_EXACT, case
     worst = max((apart, case) for case, apart in by_rank[0].items() if isinstance(apart, float))
-    print(f"\nparallel: {len(by_rank[0])} cases on {len(by_rank)} ranks, the worst {worst[0]:.1e} ({worst[1]})")
+    return f"parallel: {len(by_rank[0])} cases on {len(by_rank)} ranks, the worst {worst[0]:.1e} ({worst[1]})"
 
 
-def test_named_models_on_two_ranks(on_ranks: OnRanks) -> None:
+def test_named_models_on_two_ranks(on_ranks: OnRanks, record_property: Count) -> None:
     shapes = ["odd", "3 heads"]
-    check(on_ranks(2, named_models, STRATEGIES[2], list(models.MODELS), shapes), 3 * len(models.MODELS) * len(shapes))
+    found = on_ranks(2, named_models, STRATEGIES[2], list(models.MODELS), shapes)
+    record_property("count", check(found, 3 * len(models.MODELS) * len(shapes)))
 
 
-def test_named_models_on_four_ranks(on_ranks: OnRanks) -> None:
+def test_named_models_on_four_ranks(on_ranks: OnRanks, record_property: Count) -> None:
     strategies = {name: STRATEGIES[4][name] for name in ("ulysses 4", "hybrid 2x2")}
-    check(on_ranks(4, named_models, strategies, list(models.MODELS), ["5 heads, odd"]), 2 * len(models.MODELS))
+    found = on_ranks(4, named_models, strategies, list(models.MODELS), ["5 heads, odd"])
+    record_property("count", check(found, 2 * len(models.MODELS)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_named_models_in_every_shape_by_every_strategy(num_ranks: int, on_ranks: OnRanks) -> None:
+def test_named_models_in_every_shape_by_every_strategy(
+    num_ranks: int, on_ranks: OnRanks, record_property: Count
+) -> None:
     count = len(models.MODELS) * len(models.SHAPES) * len(STRATEGIES[num_ranks])
-    check(on_ranks(num_ranks, named_models, STRATEGIES[num_ranks], list(models.MODELS), list(models.SHAPES)), count)
+    found = on_ranks(num_ranks, named_models, STRATEGIES[num_ranks], list(models.MODELS), list(models.SHAPES))
+    record_property("count", check(found, count))
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -1,7 +1,7 @@
 """What is this model? The only room that knows model structure."""
 
 from .blocks import Anatomy, BlockStack, Stream, find_anatomy
-from .components import ModuleDiscovery, PipelineModules, SupportsModuleOffload
+from .components import ModuleDiscovery, PipelineModules, SupportsModuleOffload, find_denoisers
 from .declarations import BlockDeclaration, register_declaration
 from .probe import probe_anatomy, probe_pipeline
 from .survey import ModelReport, survey, survey_by_running, survey_pipeline
@@ -16,6 +16,7 @@ __all__ = [
     "Stream",
     "SupportsModuleOffload",
     "find_anatomy",
+    "find_denoisers",
     "probe_anatomy",
     "probe_pipeline",
     "register_declaration",

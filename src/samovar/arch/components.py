@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
-from ..errors import DeclarationError
+from ..errors import DeclarationError, ModelError
+from .blocks import find_anatomy
 from .modules import unwrapped
 
 Role = Literal["denoiser", "encoder", "vae", "resident"]
@@ -96,6 +97,23 @@ class ModuleDiscovery:
             names.append(name)
             modules.append(module)
         return found
+
+
+def find_denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
+    """The denoisers of a pipeline by name, or the one that was given itself."""
+    found = ModuleDiscovery.discover(pipeline)
+    denoisers = dict(zip(found.dit_names, found.dits, strict=True))
+    if isinstance(pipeline, torch.nn.Module):
+        # A denoiser's own blocks may go by a denoiser's name, but they have no stacks in them.
+        holds_some = any(find_anatomy(unwrapped(module)).stacks for module in denoisers.values())
+        if not (isinstance(pipeline, SupportsModuleOffload) or holds_some):
+            return {type(unwrapped(pipeline)).__name__: pipeline}
+    if not denoisers:
+        raise ModelError(
+            f"No denoiser was found in {type(pipeline).__name__}: a component such as 'transformer' was looked for, "
+            "or a declaration in _dit_modules."
+        )
+    return denoisers
 
 
 def _declares_all(pipeline: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..arch import ModuleDiscovery, SupportsModuleOffload, find_anatomy
+from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
 from ..hooks import PipelineHook, Run, hook_pipeline, unhook_pipeline
@@ -152,34 +152,18 @@ class _RunWatch(PipelineHook):
 
 
 def _denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
-    """The denoisers of a pipeline, or the one that was given itself."""
-    found = ModuleDiscovery.discover(pipeline)
-    denoisers = dict(zip(found.dit_names, found.dits, strict=True))
-    if isinstance(pipeline, torch.nn.Module) and not _is_pipeline(pipeline, denoisers):
-        if _can_be_cached(unwrapped(pipeline)):
-            return {type(unwrapped(pipeline)).__name__: pipeline}
-        denoisers = {}
+    """The denoisers of a pipeline, if all of them can be cached."""
+    if isinstance(pipeline, torch.nn.Module) and extractor_for(unwrapped(pipeline)) is not None:
+        return {type(unwrapped(pipeline)).__name__: pipeline}
+    denoisers = find_denoisers(pipeline)
     for name, module in denoisers.items():
-        if not _can_be_cached(unwrapped(module)):
+        bare = unwrapped(module)
+        if extractor_for(bare) is None and not find_anatomy(bare).stacks:
             raise ModelError(
                 f"{name!r}, a {type(module).__name__}, has no stack of blocks, so its steps cannot be cached. Declare "
                 "one (samovar.register_declaration), or register an extractor (samovar.cache.register_extractor)."
             )
-    if not denoisers:
-        raise ModelError(
-            f"No denoiser was found in {type(pipeline).__name__}: a component such as 'transformer' was looked for, "
-            "or a declaration in _dit_modules."
-        )
     return denoisers
-
-
-def _is_pipeline(module: torch.nn.Module, denoisers: Mapping[str, torch.nn.Module]) -> bool:
-    """Whether a module holds denoisers, and is not one whose blocks go by a denoiser's name."""
-    return isinstance(module, SupportsModuleOffload) or any(_can_be_cached(unwrapped(d)) for d in denoisers.values())
-
-
-def _can_be_cached(module: torch.nn.Module) -> bool:
-    return extractor_for(module) is not None or bool(find_anatomy(module).stacks)
 
 
 # ------------------------------------------------------------------------------------------------ by name

@@ -39,6 +39,11 @@ class Inputs:
         return tuple([(name, None if is_time(name) else _signature(value)) for name, value in self.named])
 
     @functools.cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """Numbers among the arguments other than the time: a change of one changes what the blocks do."""
+        return tuple([number for name, value in self.named if not is_time(name) for number in _floats(value)])
+
+    @functools.cached_property
     def watched(self) -> list[tuple[str, torch.Tensor, bool]]:
         """Tensors that should stay as they are: path, tensor, and whether it is conditioning."""
         return [
@@ -183,7 +188,17 @@ def _signature(value: Any) -> Any:
         return tuple((str(key), _signature(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(_signature(item) for item in value)
-    return value if isinstance(value, (str, int, float, type(None))) else type(value)
+    return value if isinstance(value, (str, int, type(None))) else type(value)
+
+
+def _floats(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _floats(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _floats(item)
 
 
 def _shallow(value: Any) -> Any:

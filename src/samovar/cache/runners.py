@@ -27,6 +27,8 @@ from .trace import Active, Call, Desynchronised, Gate, Trace, Tracer, added
 Forward = Callable[[Inputs], Any]
 """The model's own forward."""
 
+_MOST_FORMS = 32
+"""Of so many forms of inputs, such as sizes and text lengths, it is remembered what the model does."""
 _logger = logging.getLogger(__name__)
 
 
@@ -70,7 +72,7 @@ class BlockRunner:
         self._traces: dict[Hashable, Trace] = {}
         self._refused: dict[Hashable, str] = {}
         """Forms of inputs with which no trace can be made, and why."""
-        self._warned: set[Hashable] = set()
+        self._warned: set[str] = set()
         self._gated: list[torch.nn.Module] = []
         self._attention: str | None = None
         """Where the signal was last taken, within the leading block."""
@@ -115,7 +117,7 @@ class BlockRunner:
         self._gated.clear()
 
     def forget(self) -> None:
-        for trace in self._traces.values():
+        for trace in list(self._traces.values()):
             trace.probe = None
 
     def key(self, inputs: Inputs) -> Trace | None:
@@ -208,24 +210,28 @@ class BlockRunner:
         except ValueError as error:
             if signature not in self._traces:  # One odd step does not spoil what is known of the others.
                 self._refused[signature] = str(error)
-                self._warn(signature, str(error))
+                while len(self._refused) > _MOST_FORMS:
+                    self._refused.pop(next(iter(self._refused)))
+                self._warn(str(error))
             return
         del tracer
         given = learn(trace, residuals, spare, attempt.output, lambda p, i: self._pass(p, i, forward))
         if trace.problem is not None:
-            self._warn(signature, trace.problem)
+            self._warn(trace.problem)
         residuals = [None if slot in trace.idle_slots else residual for slot, residual in enumerate(residuals)]
         self._keep_gates(trace)
         quicker = self._traces.get(signature)
         trace = trace if quicker is None or quicker is known else quicker  # Another thread may have been quicker.
         self._traces[signature] = trace
+        while len(self._traces) > _MOST_FORMS:
+            self._traces.pop(next(iter(self._traces)))
         attempt.key, attempt.parts = trace, None if attempt.of_output else residuals
         if attempt.judges and attempt.signal is None and given is not None:
             attempt.signal = self._read(trace, trace.leader, given)
 
-    def _warn(self, signature: Hashable, problem: str) -> None:
-        if signature not in self._warned:
-            self._warned.add(signature)
+    def _warn(self, problem: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
             _logger.warning("%s is not cached: %s", type(self._model).__name__, problem)
 
     def _keep_gates(self, trace: Trace) -> None:

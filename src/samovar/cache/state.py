@@ -36,10 +36,12 @@ class TeaCacheState(BaseState):
         self.form: OutputForm | None = None
         """Of the model's output, where that is what is stored."""
         self.watched: change.Watch = {}
+        self.numbers: tuple[float, ...] = ()
+        """Tensors and numbers among the inputs that should stay as they are."""
         self.memo.clear()
-        self._signature: Hashable = None
-        self._known: change.Watch = {}
-        """The inputs that the memo belongs to."""
+        self._memo_form: Hashable = None
+        self._memo_inputs: change.Watch = {}
+        """What the memo belongs to."""
         self.is_ambiguous = False
         """Whether several lines of calls go by one name, so that nothing may be reused."""
 
@@ -47,24 +49,27 @@ class TeaCacheState(BaseState):
         """See whether this is still the same line of calls."""
         if line.is_told and self.last_step == line.index:  # Called twice in a step: there are two of them.
             self.is_ambiguous = True
-        if self._signature != inputs.signature or change.changed(inputs, self._known):
+        form = inputs.signature, inputs.numbers
+        if self._memo_form != form or change.changed(inputs, self._memo_inputs):
             self.memo.clear()
-            self._signature, self._known = inputs.signature, change.watch(inputs)
+            self._memo_form, self._memo_inputs = form, change.watch(inputs)
 
-    def obstacle(self, key: Any, asks: bool) -> str | None:
-        """Why nothing that is stored can stand for a step of this key."""
+    def obstacle(self, key: Any, inputs: Inputs, asks: bool) -> str | None:
+        """Why nothing that is stored can stand for a step of this key with these inputs."""
         if self.is_ambiguous:
             return "one branch name for several inputs"
         if not len(self.history) or (asks and self.signal is None):
             return "nothing stored"
-        return None if key is not None and key == self.key else "inputs of another form"
+        if key is None or key != self.key:
+            return "inputs of another form"
+        return None if inputs.numbers == self.numbers else "other inputs changed"
 
     def computed(self, line: Line, inputs: Inputs, attempt: Attempt) -> Any:
         """Store a computed step; its output."""
         self.last_step = line.index
         self.signal = attempt.signal or self.signal
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
-        self.watched = change.watch(inputs)
+        self.watched, self.numbers = change.watch(inputs), inputs.numbers
         parts = attempt.parts
         if attempt.of_output:
             self.form, parts = take_apart(attempt.output)

@@ -97,6 +97,10 @@ class CacheStats:
         for name, branch in self.branches.items():
             counts = f"{branch.computed} computed, {branch.skipped} skipped"
             lines.append(f"  {name:<{width}}  {counts:<28} {branch.mask}")
+        distances = [r.distance for b in self.branches.values() for r in b.steps if r.distance is not None]
+        if distances:
+            mean = sum(distances) / len(distances)
+            lines.append(f"  change a step: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
         if self.branches:
             lines.append(f"  expected speed-up of the denoiser: {self.expected_speedup:.2f}x")
         return "\n".join(lines)

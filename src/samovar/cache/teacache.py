@@ -1,8 +1,8 @@
 """Is this denoising step skipped, and with what? TeaCache, for any model that is built of blocks.
 
 A step is skipped while the changes of the modulated input, summed since the last computed step, stay
-below a threshold. The first branch that is called in a step decides for all; what a step is made of
-when it is skipped, each branch has stored for itself.
+below a threshold. The first branch of a run decides for those that are called after it in a step; what
+a step is made of when it is skipped, each branch has stored for itself.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class TeaCacheHook(ModelHook):
         of_output, judges = self.config.forecast_of == "output", self.config.mask is None
         key = inputs.signature if of_output and not judges else self._runner.key(inputs)
         others = change.changes(inputs, state.watched)
-        obstacle = None if verdict.action == "compute" else self._obstacle(state, key, verdict, others)
+        obstacle = None if verdict.action == "compute" else self._obstacle(call, key, verdict, others)
         if obstacle is not None and verdict.action == "ask" and self._agree is not None:
             measure(None, (), None, self._agree, inputs.device())  # The other ranks ask, and wait for this one.
         action, reason = Verdict("compute", obstacle) if obstacle else verdict
@@ -208,6 +208,8 @@ class TeaCacheHook(ModelHook):
             line.verdict = Verdict("compute" if record.computed else "skip", record.reason)
         if record.reason == _NEW_RUN:
             self._restart(call.context.request)
+            line = self._begin_call(call.context, inputs)
+            record = record._replace(step=line.index)
         self._note(call.context, record)
         if attempt.computed:
             return state.computed(line, inputs, attempt)
@@ -223,9 +225,10 @@ class TeaCacheHook(ModelHook):
         else:
             self._runner.run(call.inputs, attempt, forward)
 
-    def _obstacle(self, state: TeaCacheState, key: Any, verdict: Verdict, others: list[change.Pair]) -> str | None:
+    def _obstacle(self, call: _Call, key: Any, verdict: Verdict, others: list[change.Pair]) -> str | None:
         """Why a step that might be skipped is not."""
-        obstacle = state.obstacle(key, asks=verdict.action == "ask")
+        state, inputs = call.state, call.inputs
+        obstacle = state.obstacle(key, inputs, asks=verdict.action == "ask")
         if obstacle is None and self.config.forecast_of == "residual":
             obstacle = self._runner.problem(key)
         if obstacle is None and others and verdict.action == "skip":  # Nothing else would look at them.
