@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         survey_pipeline,
     )
     from .cache import TeaCacheConfig, make_cache_backend
+    from .compose import AttachConfig, Attached, attach
     from .engine import GeneratedPictures, OmniDiffusionSamplingParams
     from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttachConfig",
+    "Attached",
     "BlockDeclaration",
     "GeneratedPictures",
     "HookRegistry",
@@ -40,6 +43,7 @@ __all__ = [
     "SupportsModuleOffload",
     "TeaCacheConfig",
     "apply_offload",
+    "attach",
     "find_anatomy",
     "make_cache_backend",
     "probe_anatomy",
@@ -49,7 +53,7 @@ __all__ = [
 ]
 
 # Names are looked up when they are first used: importing Samovar loads neither torch nor diffusers.
-_ROOMS = ("errors", "hooks", "arch", "cache", "offload", "parallel", "engine", "omni")
+_ROOMS = ("errors", "hooks", "arch", "cache", "offload", "parallel", "compose", "engine", "omni")
 
 
 def __getattr__(name: str) -> Any:

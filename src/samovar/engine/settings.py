@@ -14,7 +14,7 @@ from ..errors import ModelError, SettingError, nearest
 if TYPE_CHECKING:
     import torch
 
-    from ..attach import AttachConfig
+    from ..compose import AttachConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -71,7 +71,7 @@ class EngineConfig:
 
     def attach_config(self) -> AttachConfig:
         """What goes on the pipeline."""
-        from ..attach import AttachConfig
+        from ..compose import AttachConfig
         from ..parallel import SequenceParallelConfig
 
         if type(self.cfg_parallel_size) is not int or self.cfg_parallel_size < 1:

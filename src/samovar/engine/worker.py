@@ -20,7 +20,7 @@ class Worker:
     """A loaded pipeline and the model's defaults."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from ..attach import Attached
+        from ..compose import Attached
 
         folder = model_folder(config.model)
         self.defaults = read_defaults(folder)

@@ -14,10 +14,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .arch import ModuleDiscovery, find_anatomy
-from .arch.modules import unwrapped
+from .arch import find_denoisers
 from .cache import CacheBackend, TeaCacheBackend, make_cache_backend
-from .errors import ModelError, SettingError, nearest
+from .errors import SettingError, nearest
 from .offload import OffloadConfig, Offloaded, OffloadStats, apply_offload, parse_bytes
 from .parallel import (
     ParallelMesh,
@@ -112,7 +111,7 @@ class Attached:
         self._denoisers: dict[str, torch.nn.Module] = {}
         self._undo = contextlib.ExitStack()
         if config.num_ranks > 1:
-            self._denoisers = _denoisers(pipe)
+            self._denoisers = find_denoisers(pipe)
             self.mesh = make_mesh(config.parallel or SequenceParallelConfig(), config.cfg_parallel)
         self.cache = config.make_cache(self.mesh)
         with contextlib.ExitStack() as undo:
@@ -184,16 +183,3 @@ def _check_device(device: str | torch.device | None) -> None:
         raise SettingError(f"device is {device!r}. Give cuda, cuda:1 for the second GPU, or cpu.") from error
     if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
         raise SettingError(f"device={str(device)!r} cannot be used for offload: a GPU that is here, or cpu, can.")
-
-
-def _denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
-    """The denoisers of a pipeline, or the one that was given itself."""
-    if isinstance(pipe, torch.nn.Module) and find_anatomy(unwrapped(pipe)).stacks:
-        return {type(unwrapped(pipe)).__name__: pipe}
-    found = ModuleDiscovery.discover(pipe)
-    if not found.dits:
-        raise ModelError(
-            f"No denoiser was found in {type(pipe).__name__}: a component such as 'transformer' was looked for, or a "
-            "declaration in _dit_modules."
-        )
-    return dict(zip(found.dit_names, found.dits, strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
-from samovar.attach import AttachConfig, Attached, attach
+from samovar.compose import AttachConfig, Attached, attach
 from samovar.cache import CACHE_BACKENDS, TeaCacheBackend, register_cache_backend
 from samovar.errors import ModelError, SamovarError, SettingError
 from samovar.hooks import HookRegistry
