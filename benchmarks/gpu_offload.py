@@ -272,17 +272,6 @@ def ours(bench: Bench, name: str, model: torch.nn.Module, budgets: tuple[float, 
     return found
 
 
-@torch.no_grad()
-def flat_set_up(bench: Bench, name: str, model: torch.nn.Module) -> dict[str, Any]:
-    """The other way to pin: into flat chunks, copied."""
-    subject = Ours(bench, name, model)
-    offloaded, found = subject.set_up(in_place=False)
-    subject.learn(offloaded)
-    found["least"] = subject.measure(offloaded)
-    offloaded.remove()
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ peers
 
 
@@ -423,10 +412,7 @@ def run_part(bench: Bench, part: str, models: dict[str, torch.nn.Module]) -> dic
     if part.endswith("peers"):
         del models[name]  # diffusers' hooks stay on it.
         return peers(bench, name, model, swap=name == "flux")
-    found = ours(bench, name, model, BUDGETS if name == "flux" else (16.0, 30.0))
-    if name == "flux":
-        found["flat"] = flat_set_up(bench, name, model)
-    return found
+    return ours(bench, name, model, BUDGETS if name == "flux" else (16.0, 30.0))
 
 
 def plot(result: dict[str, Any], file: Path) -> None:

@@ -46,8 +46,6 @@ class OffloadConfig:
     """What a component needs beside its weights, for all or by name; see `measure`."""
     host_memory: str | int | None = None
     """The most that may be pinned on the host; most of its memory if nothing is said."""
-    in_place: bool = True
-    """Pin weights where they lie. Else they are copied, once, into flat chunks."""
     exclude: tuple[str, ...] = ()
     """Components that are left alone, wherever they are."""
     timing: Timing | None = None
@@ -142,7 +140,7 @@ class Offloaded(PipelineHook):
         self._pipeline, self._components, self._shared = pipeline, components, shared
         self._sizes = measure_components(components, shared)
         limit = None if config.host_memory is None else parse_bytes(config.host_memory, "host_memory")
-        self._host = HostMemory(stage, limit, in_place=config.in_place)
+        self._host = HostMemory(stage, limit)
         self._homes = {c.name: _home(c) for c in components}
         self._plan: OffloadPlan | None = None
         self._tenants: dict[str, Tenant] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
+from .host import new_chunk
 from .ring import Mark
 from .staging import Buffer, Stage, check_no_grad
 
@@ -76,11 +77,17 @@ class CudaStage(Stage):
         if code == 0:
             return None
         self._clear_error()
+        return self._error_text(code)
+
+    def _error_text(self, code: int) -> str:
         return str(self._runtime.cudaGetErrorString(self._runtime.cudaError(code)))
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):
-            self._runtime.cudaHostUnregister(address)
+            code = int(self._runtime.cudaHostUnregister(address))
+        if code != 0:
+            self._clear_error()
+            raise RuntimeError(f"Host memory could not be unpinned: {self._error_text(code)}.")
 
     def synchronize(self) -> None:
         self._copying.synchronize()
@@ -100,7 +107,7 @@ class CudaStage(Stage):
 
     def measure_bus(self) -> float:
         with torch.inference_mode(False):
-            source = torch.empty(_PROBE_BYTES, dtype=torch.uint8).fill_(1)
+            source = new_chunk(_PROBE_BYTES).fill_(1)
             target = torch.empty_like(source, device=self.device)
         problem = self.register(source.data_ptr(), _PROBE_BYTES)
         start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)

@@ -1,13 +1,15 @@
 """Where do weights lie on the host, and how much of its memory may be pinned?
 
-One copy, made once at most. A large weight stays where it is and is pinned in place. What cannot be (smaller ones,
-which may share pages with others, and those that are pages of a file) is copied into one flat chunk for each block.
-Memory that cannot be pinned is used as it is, with a warning that says what that costs.
+One copy, made once at most: a flat chunk for each block, with pages of its own, to which its weights are moved. They
+stay where they are if those pages are theirs alone already. Pages that are shared must not be pinned: CUDA refuses to
+copy what lies partly on pinned ones, and that may be anybody's tensor. malloc may put one at either end of any weight,
+however large. Memory that cannot be pinned is used as it is, with a warning that says what that costs.
 """
 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import mmap
 import warnings
 import weakref
@@ -26,9 +28,8 @@ _PAGE = mmap.PAGESIZE
 _SHARE = 0.85
 """The part of the host's memory that may be pinned: the rest is for everybody else."""
 _THREADS = 4
-OWN_PAGES_BYTES = 2**25
-"""Anything larger than this has pages of its own: malloc maps it by itself. Pages that are shared must not be pinned,
-because CUDA refuses to copy what lies partly on pinned ones, and that may be anybody's tensor."""
+_TRIM_BYTES = 2**28
+"""Once so much was moved, malloc is asked to give back what it keeps of the old places."""
 
 
 @dataclass
@@ -75,12 +76,13 @@ def file_ranges(maps: str) -> list[tuple[int, int]]:
 class HostMemory:
     """The host's side of offloaded weights."""
 
-    def __init__(self, stage: Stage, limit_bytes: int | None, *, in_place: bool = True) -> None:
-        """With `limit_bytes`, no more than that is pinned. `in_place=False` copies every weight into flat chunks."""
+    def __init__(self, stage: Stage, limit_bytes: int | None) -> None:
+        """With `limit_bytes`, no more than that is pinned."""
         whole = host_limit()
         self.limit_bytes = limit_bytes if limit_bytes is not None or whole is None else int(whole * _SHARE)
         self.stats = HostStats()
-        self._stage, self._in_place = stage, in_place
+        self._stage = stage
+        self._untrimmed_bytes = 0
         self._pinned: dict[int, int] = {}
         """Page-aligned start and end of what is pinned."""
         self._starts: list[int] = []
@@ -101,7 +103,7 @@ class HostMemory:
             0 if piece_stays else size
             for piece_stays, size in zip(_by_piece(stays, layout), layout.pieces, strict=True)
         ]
-        chunk = _new_chunk(sum(sizes))
+        chunk = new_chunk(sum(sizes))
         pieces: list[torch.Tensor] = []
         used = 0
         for size in sizes:
@@ -118,15 +120,16 @@ class HostMemory:
             self.stats.copied_bytes += span.num_bytes
             for tensor, start in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
                 tensor.data = _view(copy, start, tensor)
+        self._untrimmed_bytes += sum(sizes)
+        if self._untrimmed_bytes >= _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            _trim()
         return pieces
 
     def _stays(self, span: Span, pinned: bool) -> bool:
         if span.num_bytes < LEAST_PIECE:
             return False
-        if not pinned:
-            return True
-        has_own_pages = span.tensors[0].untyped_storage().nbytes() > OWN_PAGES_BYTES
-        return self._in_place and has_own_pages and not self._is_file(span)
+        return not pinned or (_has_own_pages(span) and not self._is_file(span)) or self._is_pinned(_flat(span))
 
     def _is_file(self, span: Span) -> bool:
         after = bisect.bisect_right(self._files, (span.start, 2**64))
@@ -203,10 +206,25 @@ def _page_ranges(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _new_chunk(num_bytes: int) -> torch.Tensor:
-    """Zeroed memory on pages of its own, large pages if the system has them: they are quicker to fill and to pin."""
+def _has_own_pages(span: Span) -> bool:
+    """Whether the memory that a span is part of is whole pages, so that nothing else is on them."""
+    storage = span.tensors[0].untyped_storage()
+    return storage.data_ptr() % _PAGE == 0 and storage.nbytes() % _PAGE == 0
+
+
+def _trim() -> None:
+    """Let malloc give free pages back to the system, where it can: it keeps those between others that are in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def new_chunk(num_bytes: int) -> torch.Tensor:
+    """Zeroed memory on pages of its own, large pages if the system has them: they are quicker to fill and to pin. There
+    is a little more of it than was asked for, up to the end of the last page."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
+    num_bytes = -(-num_bytes // _PAGE) * _PAGE
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2**21:
         memory.madvise(mmap.MADV_HUGEPAGE)
