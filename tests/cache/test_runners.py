@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -165,13 +166,25 @@ def test_blocks_that_run_more_than_once(make: type[Plain]) -> None:
     assert mask(hook) == "##."
 
 
-@pytest.mark.xfail(strict=True, reason="a model that is compiled whole runs exactly, but uncached: compile its blocks")
 def test_a_compiled_model_is_cached_outside_of_its_graph() -> None:
     """Our own code is not compiled with it: that takes seconds, and warns of what it finds."""
     plain, compiled = Plain(num_blocks=2), torch.compile(Plain(num_blocks=2), backend="eager")
     hooks = [apply_teacache_hook(model, {**SKIPPING, "max_skips": 1}) for model in (plain, compiled)]
     for one, other in zip(loop(compiled, steps=3), loop(plain, steps=3), strict=True):
         torch.testing.assert_close(one, other)
+    torch.compiler.reset()
+    assert mask(hooks[0]) == mask(hooks[1]) == "#.#"
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "QwenImageTransformer2DModel"])
+def test_a_compiled_transformer_of_diffusers_is_cached(name: str) -> None:
+    plain = case(name).build()
+    compiled = torch.compile(copy.deepcopy(plain), backend="eager")
+    hooks = [apply_teacache_hook(model, {**SKIPPING, "max_skips": 1}) for model in (plain, compiled)]
+    with torch.no_grad(), call_context(branch="only"):
+        for step in range(3):
+            one, other = (case(name).run(model, step)[0] for model in (plain, compiled))
+            torch.testing.assert_close(one, other)
     torch.compiler.reset()
     assert mask(hooks[0]) == mask(hooks[1]) == "#.#"
 

@@ -204,6 +204,8 @@ def _intercepted_forward(bare: Callable[..., Any]) -> Callable[..., Any]:
             return bare(self, *args, **kwargs)
         return registry.run(self, _call_forward, args, kwargs)
 
+    # torch allows each piece of code so many graphs: every class has one of its own, as it had without hooks.
+    forward.__code__ = forward.__code__.replace()
     return forward
 
 
@@ -254,6 +256,10 @@ def _prepare_for_compilation() -> None:
         _outside_graph.forward = _break_graph(_forward_outside_graph)
         for function in (_call_outside_graph, _forward_outside_graph, call_bare, _call_forward):
             skip_frame(function)
+        from torch._dynamo import trace_rules
+
+        for room in ("arch", "cache"):  # Around a model that is compiled whole, they run as they are.
+            trace_rules.add(f"samovar.{room}")
 
 
 def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
