@@ -27,7 +27,7 @@ def on_ranks(started: dict[int, Ranks]) -> OnRanks:
 
     def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         if num_ranks not in started or not started[num_ranks].is_running:  # A failed test ends its ranks.
-            started[num_ranks] = Ranks(num_ranks, backend="gloo", timeout_s=60.0, num_threads=1)
+            started[num_ranks] = Ranks(num_ranks, backend="gloo", timeout_s=300.0, num_threads=1)
         return started[num_ranks].call(function, *args, limit_s=900.0)
 
     return run

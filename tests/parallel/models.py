@@ -43,25 +43,27 @@ def flux2(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Modu
 
 
 def qwen_image(
-    heads: int, rows: int, columns: int, text: int, *, masked: bool = False
+    heads: int, rows: int, columns: int, text: int, *, lengths: tuple[int, ...] = ()
 ) -> tuple[torch.nn.Module, Inputs]:
-    """With a mask: two prompts in one batch, the first one shorter by two tokens."""
-    batch = 2 if masked else 1
+    """With lengths: a mask of prompts that are shorter, or longer, than others of their batch."""
+    batch = len(lengths) or 1
     inputs: Inputs = {
         "hidden_states": noise(0, batch, rows * columns, 8),
         "encoder_hidden_states": cond("text", batch, text, 12),
         "timestep": time(0, batch, scale=1.0),
         "img_shapes": [[(1, rows, columns)]] * batch,
     }
-    if masked:
-        mask = torch.ones(2, text, dtype=torch.long)
-        mask[0, text - 2 :] = 0
-        inputs["encoder_hidden_states_mask"] = mask
+    if lengths:
+        inputs["encoder_hidden_states_mask"] = (torch.arange(text) < torch.tensor(lengths)[:, None]).long()
     return build("QwenImageTransformer2DModel", qwen.QWEN | {"num_attention_heads": heads}), inputs
 
 
 def qwen_masked(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Module, Inputs]:
-    return qwen_image(heads, rows, columns, text, masked=True)
+    return qwen_image(heads, rows, columns, text, lengths=(text - 2,))
+
+
+def qwen_two_prompts(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Module, Inputs]:
+    return qwen_image(heads, rows, columns, text, lengths=(text - 2, text))
 
 
 def wan_video(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Module, Inputs]:
@@ -130,14 +132,21 @@ MODELS = {
     "Flux": flux1,
     "Flux2": flux2,
     "Qwen-Image": qwen_image,
-    "Qwen-Image, two prompts": qwen_masked,
+    "Qwen-Image, mask": qwen_masked,
+    "Qwen-Image, two prompts": qwen_two_prompts,
     "Wan": wan_video,
     "LTX": ltx_video,
     "SD3": sd3_image,
     "Z-Image": z_image,
     "HunyuanVideo": hunyuan,
 }
-SHAPES = {"even": (4, 4, 4, 6), "odd": (4, 3, 5, 7), "3 heads": (3, 4, 4, 6), "5 heads, odd": (5, 3, 3, 5)}
+SHAPES = {
+    "even": (4, 4, 4, 6),
+    "odd": (4, 3, 5, 7),
+    "3 heads": (3, 4, 4, 6),
+    "3 heads, odd": (3, 3, 5, 7),
+    "5 heads, odd": (5, 3, 3, 5),
+}
 """Heads, rows and columns of tokens, text tokens. Three and five heads, odd lengths of image and text."""
 
 

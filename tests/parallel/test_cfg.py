@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import pipelines
-from samovar.cache import TeaCacheBackend
+from samovar.cache import TeaCacheBackend, apply_teacache_hook
 from samovar.errors import HookConflictError
 from samovar.hooks import NOT_BYPASSED, BaseState, HookOrder, HookRegistry, ModelHook, StateManager
 from samovar.parallel import (
@@ -61,9 +62,16 @@ def by_pipeline(names: list[str], ulysses_degree: int) -> dict[str, dict[str, An
     return found
 
 
-@pytest.mark.parametrize("ulysses_degree", [1, 2])
-def test_pipelines(ulysses_degree: int, on_ranks: OnRanks) -> None:
-    names = list(pipelines.PIPELINES) if ulysses_degree == 1 else ["qwen-image", "flux2-klein", "sd3", "wan"]
+@pytest.mark.parametrize(
+    ("names", "ulysses_degree"),
+    [
+        (list(pipelines.PIPELINES), 1),
+        (["qwen-image", "sd3"], 2),
+        pytest.param(list(pipelines.PIPELINES), 2, marks=pytest.mark.slow),
+    ],
+    ids=["branches", "branches and tokens", "branches and tokens of all"],
+)
+def test_pipelines(names: list[str], ulysses_degree: int, on_ranks: OnRanks) -> None:
     by_rank = on_ranks(2 * ulysses_degree, by_pipeline, names, ulysses_degree)
     for found in by_rank:
         for name in names:
@@ -172,6 +180,97 @@ def test_a_cache_decides_as_on_one_rank(cfg_degree: int, settings: dict[str, int
         assert False in decided[1:]
         own = found[::2] if cfg_degree == 1 else found[-len(decided) :]
         assert own == decided
+
+
+Loop = Callable[[toys.Transformer, torch.Tensor], torch.Tensor]
+
+
+CHANGES = ((0, 0), (0.6, 0), (0.6, 0), (0, 0), (0, 0.9), (0, 0), (0.1, 0.1), (0, 0.5), (0.3, 0.3), (0, 0))
+
+
+def drifting() -> list[torch.Tensor]:
+    """Inputs of which now the first half of the tokens changes much, now the second, in size and direction."""
+    inputs, current, random = [], toys.tokens(12), torch.Generator().manual_seed(3)
+    for first, second in CHANGES:
+        scale = torch.tensor([float(first)] * 6 + [float(second)] * 6)[None, :, None]
+        current = current + scale * torch.randn(current.shape, generator=random)
+        inputs.append(current)
+    return inputs
+
+
+def branch_by_branch(num_branches: int, length: int) -> Loop:
+    """A step that calls the model once for each branch, and then combines them."""
+    conditions = [torch.arange(length)[None] + 12 * branch for branch in range(num_branches)]
+
+    def step(model: toys.Transformer, hidden_states: torch.Tensor) -> torch.Tensor:
+        outputs = [model(hidden_states, ids=ids) for ids in conditions]
+        return sum((weight + 1) * output for weight, output in enumerate(outputs))  # type: ignore[return-value]
+
+    return step
+
+
+def in_one_batch(num_branches: int, length: int) -> Loop:
+    """A step with all branches in one batch; the sample of the first does not change at all."""
+    ids = torch.stack([torch.arange(length) + 12 * branch for branch in range(num_branches)])
+
+    def step(model: toys.Transformer, hidden_states: torch.Tensor) -> torch.Tensor:
+        return model(torch.cat([toys.tokens(length), *[hidden_states] * (num_branches - 1)]), ids=ids)
+
+    return step
+
+
+@torch.no_grad()
+def by_branches(make: Callable[[int, int], Loop], num_branches: int, cfg_degree: int, ring: int) -> dict[str, Any]:
+    """A loop with Samovar's own cache on one rank and on all, and what one would decide of parts of the inputs."""
+    config = SequenceParallelConfig(ring_degree=ring)
+    mesh = make_mesh(config, cfg_degree)
+
+    def loop(step: Loop, is_parallel: bool, tokens: slice = slice(12)) -> tuple[list[torch.Tensor], set[str], Any]:
+        model = toys.build()
+        cache = apply_teacache_hook(model, {"rel_l1_thresh": 0.25}, agree=agreement(mesh) if is_parallel else None)
+        hook = apply_cfg_parallel(model, mesh) if is_parallel else None
+        if is_parallel:
+            enable_sequence_parallel_for_model(model, config, mesh=mesh)
+        outputs = [step(model, hidden_states[:, tokens]) + 0 for hidden_states in drifting()]
+        masks = {branch.mask for branch in cache.stats().branches.values() if len(branch.steps) > 1}
+        return outputs, masks, hook
+
+    expected, masks, _ = loop(make(num_branches, 12), False)
+    outputs, found, hook = loop(make(num_branches, 12), True)
+    return {
+        "apart": max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)),
+        "masks": masks,
+        "found": found,
+        "first branch": loop(make(1, 12), False)[1],
+        "halves": [loop(make(num_branches, 6), False, tokens)[1] for tokens in (slice(6), slice(6, 12))],
+        "deferred": hook.state.num_deferred if hook else 0,
+        "split": hook.state.num_split if hook else 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_branches", "cfg_degree", "ring"), [(1, 1, 2), (3, 2, 1), (4, 2, 1), (2, 2, 2), (3, 4, 1)]
+)
+def test_any_number_of_branches_with_a_cache(num_branches: int, cfg_degree: int, ring: int, on_ranks: OnRanks) -> None:
+    """More branches than ranks, as many, and fewer. A rank asks its cache once in each step, whatever it computes."""
+    by_rank = on_ranks(cfg_degree * ring, by_branches, branch_by_branch, num_branches, cfg_degree, ring)
+    for rank, found in enumerate(by_rank):
+        assert found["apart"] <= 1e-5
+        assert found["found"] == found["masks"]
+        assert found["masks"] not in found["halves"], "a rank that decided by its own tokens would decide otherwise"
+        assert found["halves"][0] != found["halves"][1]
+        left = max(1, len(range(rank // ring, num_branches, cfg_degree)))
+        assert (found["deferred"], found["split"]) == ((len(drifting()) - 1) * (num_branches - left), 0)
+
+
+@pytest.mark.parametrize(("num_branches", "cfg_degree", "ring"), [(2, 2, 1), (3, 2, 1), (2, 2, 2)])
+def test_a_batch_of_branches_with_a_cache(num_branches: int, cfg_degree: int, ring: int, on_ranks: OnRanks) -> None:
+    """The ranks decide by the whole batch, as one rank would, and not by their own items."""
+    for found in on_ranks(cfg_degree * ring, by_branches, in_one_batch, num_branches, cfg_degree, ring):
+        assert found["apart"] <= 1e-5
+        assert found["found"] == found["masks"]
+        assert found["masks"] not in (found["first branch"], *found["halves"])
+        assert (found["deferred"], found["split"]) == (0, len(drifting()))
 
 
 def with_teacache(names: list[str]) -> dict[str, tuple[float, bool, int]]:

@@ -11,6 +11,7 @@ import torch
 
 import pipelines
 from samovar.cache import apply_teacache_hook
+from samovar.offload import OffloadConfig, apply_offload
 from samovar.parallel import (
     SequenceParallelConfig,
     SequenceParallelInput,
@@ -69,7 +70,7 @@ def check(by_rank: list[dict[str, Any]], count: int) -> str:
     for found in by_rank:
         assert len(found) == count
         for case, apart in found.items():
-            if "3 heads, ulysses 4" in case:
+            if "3 heads" in case and "ulysses 4" in case:
                 assert "Ulysses over 4 ranks needs as many heads, but this attention has 3. Use gathered" in apart
             else:
                 assert not isinstance(apart, str), f"{case}: {apart}"
@@ -79,7 +80,7 @@ def check(by_rank: list[dict[str, Any]], count: int) -> str:
 
 
 def test_named_models_on_two_ranks(on_ranks: OnRanks, record_property: Count) -> None:
-    shapes = ["odd", "3 heads"]
+    shapes = ["3 heads, odd"]
     found = on_ranks(2, named_models, STRATEGIES[2], list(models.MODELS), shapes)
     record_property("count", check(found, 3 * len(models.MODELS) * len(shapes)))
 
@@ -200,6 +201,15 @@ def declared() -> dict[str, str]:
     assert torch.allclose(model(hidden_states), bare, atol=1e-5)
     assert sharding is not None
     sources["wrong"] = sharding.source
+    model = toys.build()
+    vars(model)["_sp_plan"] = {
+        "": {"hidden_states": SequenceParallelInput(split_dim=1, expected_dims=3)},
+        "proj_out": SequenceParallelOutput(gather_dim=1, expected_dims=3),
+    }
+    right = enable_sequence_parallel_for_model(model, SequenceParallelConfig(ring_degree=2))
+    assert torch.allclose(model(hidden_states), bare, atol=1e-5)
+    assert right is not None
+    sources["right"] = right.source
     sources["why"] = sharding.rejected["_sp_plan"]
     return sources
 
@@ -208,8 +218,89 @@ def test_plans_are_checked_before_they_are_trusted(on_ranks: OnRanks) -> None:
     for sources in on_ranks(2, declared):
         assert sources["Flux"] == "_cp_plan"
         assert sources["SD3"] == "derived for transformer_blocks (split once)"
+        assert sources["right"] == "_sp_plan"
         assert sources["wrong"] == "derived for blocks (split once)"
         assert "RuntimeError" in sources["why"]
+
+
+@torch.no_grad()
+def exchanges() -> dict[str, dict[str, int]]:
+    """How often the ranks exchange anything in a forward, once it has been rehearsed."""
+    found = {}
+    for name, settings in STRATEGIES[2].items():
+        model, inputs = models.MODELS["Flux"](*models.SHAPES["odd"])
+        config = SequenceParallelConfig(**settings)
+        enable_sequence_parallel_for_model(model, config)
+        models.run(model, inputs)
+        traffic = make_mesh(config).traffic
+        traffic.reset()
+        models.run(model, inputs)
+        found[name] = dict(traffic.calls)
+    return found
+
+
+def test_a_forward_exchanges_tokens_and_no_sizes(on_ranks: OnRanks) -> None:
+    """For each attention what its strategy sends, and one gather at the end."""
+    attentions = 5  # Two blocks of text and image, three of both together.
+    for found in on_ranks(2, exchanges):
+        assert found == {
+            "ulysses 2": {"all-to-all": 2 * attentions, "all-gather": 1},
+            "ring 2": {"ring": attentions, "all-gather": 1},
+            "gathered 2": {"all-gather": attentions + 1},
+        }
+
+
+def with_offload(names: list[str]) -> dict[str, tuple[float, bool, bool]]:
+    """Whole pipelines on two ranks, each of which keeps its weights elsewhere: how far from one rank, whether of the
+    same bits as without offload, and whether bare again."""
+    config = SequenceParallelConfig(ulysses_degree=2)
+    found = {}
+    for name in names:
+        tiny = pipelines.PIPELINES[name]
+        pipe = tiny.build(0)
+        denoisers = [getattr(pipe, path) for path in tiny.denoisers]
+        alone, before = tiny.run(pipe, steps=2), [trace for denoiser in denoisers for trace in traces(denoiser)]
+
+        def shard(is_on: bool, denoisers: list[torch.nn.Module] = denoisers) -> None:
+            for denoiser in denoisers:
+                if is_on:
+                    enable_sequence_parallel_for_model(denoiser, config)
+                else:
+                    disable_sequence_parallel_for_model(denoiser)
+
+        shard(True)
+        sharded = tiny.run(pipe, steps=2)
+        shard(False)
+        for mode in ("layerwise", "model"):
+            for is_first in (True, False):
+                if not is_first:
+                    shard(True)
+                offloaded = apply_offload(pipe, OffloadConfig(mode=mode, device="cpu"))
+                if is_first:
+                    shard(True)
+                latents = tiny.run(pipe, steps=2)
+                moved = offloaded.stats().sent_bytes > 0
+                if is_first:
+                    offloaded.remove()
+                shard(False)
+                if not is_first:
+                    offloaded.remove()
+                is_bare = [trace for denoiser in denoisers for trace in traces(denoiser)] == before
+                apart = float((latents - alone).abs().max())
+                found[f"{name}, {mode}, {is_first}"] = apart, torch.equal(latents, sharded) and moved, is_bare
+        assert torch.equal(tiny.run(pipe, steps=2), alone)
+    return found
+
+
+@pytest.mark.parametrize("names", [["flux", "sd3"], pytest.param(["wan", "qwen-image"], marks=pytest.mark.slow)])
+def test_offload_on_each_rank(names: list[str], on_ranks: OnRanks) -> None:
+    """Plans of diffusers and derived ones, one denoiser and two, offload and sharding in either order."""
+    for found in on_ranks(2, with_offload, names):
+        assert len(found) == 4 * len(names)
+        for case, (apart, is_same, is_bare) in found.items():
+            assert apart <= LEAST_EXACT, case
+            assert is_same, case
+            assert is_bare, case
 
 
 def with_teacache(names: list[str]) -> dict[str, tuple[float, bool, int]]:

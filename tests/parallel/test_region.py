@@ -64,6 +64,37 @@ def test_a_forward_that_runs_no_attention_in_parallel_raises(on_ranks: OnRanks) 
         assert all("No attention of Transformer gets a part of a sequence" in message for message in messages)
 
 
+class _Fickle(toys.Attention):
+    """Uses torch's attention until it is told not to."""
+
+    is_handmade = False
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attend = toys.HandmadeAttention.attend if _Fickle.is_handmade else toys.Attention.attend
+        return attend(self, *args, **kwargs)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def fickle() -> str:
+    """A forward that differs from its rehearsal."""
+    model = toys.build(_Fickle)
+    apply_sequence_parallel(model, TWO, PLAN)
+    model(toys.tokens(12))
+    _Fickle.is_handmade = True
+    try:
+        model(toys.tokens(12))
+    except ShardingError as error:
+        return str(error)
+    finally:
+        _Fickle.is_handmade = False
+    return ""
+
+
+def test_every_forward_is_checked_and_not_its_rehearsal_alone(on_ranks: OnRanks) -> None:
+    for message in on_ranks(2, fickle):
+        assert "ran no attention on several ranks" in message
+
+
 class Skip(ModelHook):
     """A cache that answers for every block but the first."""
 

@@ -86,6 +86,26 @@ def test_plans(on_ranks: OnRanks) -> None:
 
 
 @torch.no_grad()
+def by_text() -> list[float]:
+    """Text stays whole, and how much of it there is is told by the text itself or by a number."""
+    split = SequenceParallelPartialInput(1, "text", expected_dims=3)
+    ids = SequenceParallelPartialInput(1, text_len_source="text", expected_dims=2)
+    plan = {"": {"hidden_states": split, "ids": ids}, "proj_out": SequenceParallelOutput(1)}
+    model, hidden_states = toys.build(), toys.tokens(14)
+    numbers = torch.arange(14)[None]
+    bare = model(hidden_states, ids=numbers)
+    apply_sequence_parallel(model, SequenceParallelConfig(ring_degree=2), plan)
+    texts = (hidden_states[:, :3], hidden_states[0, :5], 4)
+    return [float((model(hidden_states, ids=numbers, text=text) - bare).abs().max()) for text in texts]
+
+
+def test_the_length_of_the_text_is_read_from_a_parameter(on_ranks: OnRanks) -> None:
+    for errors in on_ranks(2, by_text):
+        assert len(errors) == 3
+        assert max(errors) <= 1e-5
+
+
+@torch.no_grad()
 def misfits() -> dict[str, str]:
     found = {}
     wrong: dict[str, dict[str, Any]] = {

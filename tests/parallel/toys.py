@@ -58,7 +58,10 @@ class Transformer(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block(attention) for _ in range(layers))
         self.proj_out = torch.nn.Linear(WIDTH, 4)
 
-    def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, ids: torch.Tensor | None = None, text: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """`text` is of no use but to those who want to know how many of the tokens are text."""
         table = None if ids is None else self.embed(ids)
         for block in self.blocks:
             hidden_states = block(hidden_states, table)

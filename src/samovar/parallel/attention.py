@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,10 +102,6 @@ class AttentionCall:
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
-
-    @classmethod
-    def of(cls, *args: Any, **kwargs: Any) -> AttentionCall:
-        return cls(*args, **kwargs)
 
     def run_here(self) -> torch.Tensor:
         """Compute it as it is."""
@@ -247,12 +242,14 @@ def _with_ordered_queries(mask: torch.Tensor, queries: Layout, group: Group) -> 
 
 def _with_all_keys(mask: torch.Tensor, keys: Layout, group: Group) -> torch.Tensor:
     """The mask's columns in the order of the keys of all ranks."""
-    columns = mask.shape[3]
+    columns, here = mask.shape[3], sum(segment.rows for segment in keys)
+    if is_sharded(keys) and columns == global_length(keys) + here:
+        # diffusers' Attention adds as many columns as there are keys to a mask that does not have as many.
+        columns, mask = global_length(keys), mask[..., : global_length(keys)]
     if columns == 1:
         return mask.expand(*mask.shape[:3], global_length(keys))
     if columns == global_length(keys):
         return mask.index_select(3, _positions(keys, group.size, mask.device))
-    here = sum(segment.rows for segment in keys)
     if columns != here:
         raise ShardingError(
             f"An attention mask has {columns} columns; {here} keys on this rank or {global_length(keys)} on all were "

@@ -9,8 +9,9 @@ the form of the output, and a batch that cannot be split shows there.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ class CfgParallelHook(ModelHook):
         """This call's output, now or later."""
         branch = current_context().branch
         if branch is None:
-            return module(*args, **kwargs)
+            return self._on_all_ranks(module, args, kwargs)
         branches, signature = self._branches(), signature_of((args, kwargs))
         is_new = branch not in branches
         if is_new:
@@ -114,18 +115,36 @@ class CfgParallelHook(ModelHook):
         form = self.state.forms.get(signature)
         # A first step is computed by all ranks alike, so that no rank has one decision more to agree on than others.
         if is_new or form is None or len(branches) == 1:
-            output = module(*args, **kwargs)
+            output = self._on_all_ranks(module, args, kwargs)
             self.state.forms[signature] = map_tensors(output, lambda tensor: tensor.to("meta"))
             return output
-        owner = branches.index(branch) % self.mesh.cfg.size
-        own = owner == self.mesh.cfg.index
+        index, size, here = branches.index(branch), self.mesh.cfg.size, self.mesh.cfg.index
+        # A rank without a branch computes one that another has: it has as many decisions to agree on as they have.
+        computes = index % size == here or (here >= len(branches) and here % len(branches) == index)
         device = next(tensors_in((args, kwargs))).device
-        output = module(*args, **kwargs) if own else map_tensors(form, lambda t: torch.empty_like(t, device=device))
-        pending = _Pending(owner, list(tensors_in(output)))
+        if computes:
+            with self._marked("is_deferred"):
+                output = module(*args, **kwargs)
+        else:
+            output = map_tensors(form, lambda tensor: torch.empty_like(tensor, device=device))
+        pending = _Pending(index % size, list(tensors_in(output)))
         self.state.pending.append(pending)
-        self.state.num_deferred += not own
+        self.state.num_deferred += not computes
         places = iter(range(len(pending.tensors)))
         return map_tensors(output, lambda tensor: DeferredTensor(tensor, self._fetcher(pending, next(places))))
+
+    def _on_all_ranks(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        self.mesh.branches.agreed = None
+        return module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _marked(self, what: str) -> Iterator[None]:
+        """Say what the running call is to other ranks."""
+        setattr(self.mesh.branches, what, True)
+        try:
+            yield
+        finally:
+            setattr(self.mesh.branches, what, False)
 
     def _fetcher(self, pending: _Pending, place: int) -> Callable[[], torch.Tensor]:
         def fetch() -> torch.Tensor:
@@ -138,6 +157,7 @@ class CfgParallelHook(ModelHook):
     def _exchange(self) -> None:
         """Give away what this rank has computed since the last time, and get the rest."""
         waiting, self.state.pending = self.state.pending, []
+        self.mesh.branches.agreed = None
         for pending in waiting:
             pending.tensors = [self.mesh.cfg.broadcast(tensor, pending.owner) for tensor in pending.tensors]
             pending.is_done = True
@@ -171,7 +191,8 @@ class CfgParallelHook(ModelHook):
         if not self.state.splits[signature]:
             return self._one_branch(module, args, kwargs)
         self.state.num_split += 1
-        return self._part_of_batch(module.__call__, size, args, kwargs)
+        with self._marked("splits_batch"):
+            return self._part_of_batch(module.__call__, size, args, kwargs)
 
     def _can_split(self, module: torch.nn.Module, size: int, args: Any, kwargs: Any, whole: Any) -> bool:
         def run(*args: Any, **kwargs: Any) -> Any:

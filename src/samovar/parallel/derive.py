@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..arch.modules import parameters_of, unwrapped
 from ..errors import ModelError
 from .attention import AttentionCall
 from .capture import attention_through
+from .flex import FlexCall
 from .plan import (
     InputTree,
     SequenceParallelInput,
@@ -121,15 +122,9 @@ def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watched, siz
     paths = [path for path in watched.order if path in stack.block_paths]
     block = unwrapped(model.get_submodule(paths[0]))
     call = watched.calls[paths[0]]
-    trial = _Trial(block, call, stack)
+    trial = Trial(block, call, stack.path, stack.carried)
     stream, dim = trial.token_dim(size)
-    tables: dict[str, InputTree] = {}
-    for leaf, tensor in _leaves(call.arguments):
-        if leaf[0] == stream or not tensor.ndim:
-            continue
-        found = trial.table(leaf, tensor)
-        if found is not None:
-            _insert(tables, leaf, found, call.arguments)
+    tables = trial.tables()
     return StackSplit(
         stack=stack,
         first=paths[0],
@@ -143,18 +138,25 @@ def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watched, siz
     )
 
 
-class _Trial:
+class Trial:
     """A block alone, with attention that leaves each token by itself."""
 
-    def __init__(self, block: torch.nn.Module, call: BlockCall, stack: BlockStack) -> None:
+    def __init__(self, block: torch.nn.Module, call: BlockCall, path: str, carried: Collection[str]) -> None:
+        """`carried`: the parameters that may hold tokens."""
         self._block = block
         self._call = call
-        self._stack = stack
+        self._path = path
+        self._carried = carried
         self._stream = ""
         self._dim = 0
         self._outputs: tuple[int, ...] = ()
         self._queries: list[torch.Tensor] = []
         self._reference = self._run(call.arguments)
+
+    @property
+    def attends(self) -> bool:
+        """Whether there is any attention in the last run."""
+        return bool(self._queries)
 
     def token_dim(self, size: int) -> tuple[str, int]:
         """The parameter that carries the image's tokens, the longest if there are several, and their dimension."""
@@ -167,20 +169,26 @@ class _Trial:
             ):
                 continue
             for dim in range(tensor.ndim - 1):
-                if tensor.shape[dim] >= max(size, 2) and self._is_token_dim(name, tensor, dim):
+                if tensor.shape[dim] >= max(size, 2) and self.is_token_dim(name, tensor, dim):
                     is_text = any(word in name for word in _TEXT)
                     found.append((not is_text, tensor.shape[dim], name, dim))
         if not found:
             raise ModelError(
-                f"The blocks of {self._stack.path!r} cannot be split: no argument of "
+                f"The blocks of {self._path!r} cannot be split: no argument of "
                 f"{type(self._block).__name__} has a dimension of at least {size} along which tokens meet in attention "
                 "only."
             )
-        _, _, self._stream, self._dim = max(found)
-        self._outputs = self.outputs_with_tokens()
-        return self._stream, self._dim
+        _, _, stream, dim = max(found)
+        self.follow(stream, dim)
+        return stream, dim
 
-    def _is_token_dim(self, name: str, tensor: torch.Tensor, dim: int) -> bool:
+    def follow(self, stream: str, dim: int) -> None:
+        """Take a parameter for the one that carries the tokens."""
+        self._stream, self._dim = stream, dim
+        self._outputs = self.outputs_with_tokens()
+
+    def is_token_dim(self, name: str, tensor: torch.Tensor, dim: int, *, attends: bool = True) -> bool:
+        """Whether rows along a dimension meet in attention only, or, where there is none, nowhere."""
         for index in (0, tensor.shape[dim] - 1):
             outputs = self._run(self._changed((name,), tensor, dim, index))
             shaped = [i for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and v.shape == tensor.shape]
@@ -188,9 +196,19 @@ class _Trial:
             # Any dimension that a block does not mix passes so far, the batch too. A token is one row of a query.
             queries = [query.isnan() for query in self._queries if query.isnan().any()]
             is_row = bool(queries) and all(q.movedim(-2, 0).flatten(1).any(1).sum() == 1 for q in queries)
-            if [index] not in rows or any(len(changed) > 1 for changed in rows) or not is_row:
+            if [index] not in rows or any(len(changed) > 1 for changed in rows) or is_row != attends:
                 return False
         return True
+
+    def tables(self) -> dict[str, InputTree]:
+        """How arguments are split that have an entry for each token."""
+        tables: dict[str, InputTree] = {}
+        for leaf, tensor in _leaves(self._call.arguments):
+            if leaf[0] != self._stream and tensor.ndim:
+                found = self.table(leaf, tensor)
+                if found is not None:
+                    _insert(tables, leaf, found, self._call.arguments)
+        return tables
 
     def table(self, leaf: _Leaf, tensor: torch.Tensor) -> Any:
         """How an argument is split that has an entry for each token; None for one that has not."""
@@ -207,6 +225,17 @@ class _Trial:
             if rows > tokens and first == [0] and last == []:
                 return SequenceParallelPartialInput(dim, self._text_source(rows - tokens), text_first=False)
         return None
+
+    def mixes_by_others(self) -> bool:
+        """Whether one token of another argument changes several: a choice of tokens by scores, say."""
+        tokens = self._call.arguments[self._stream].shape[self._dim]
+        for leaf, tensor in _leaves(self._call.arguments):
+            for dim in range(tensor.ndim - 1):
+                if leaf[0] != self._stream and tensor.shape[dim] == tokens:
+                    changed = self._rows_changed_by(leaf, tensor, dim, 0)
+                    if changed is None or len(changed) > 1:
+                        return True
+        return False
 
     def outputs_with_tokens(self) -> tuple[int, ...]:
         """Which returned values change with the tokens of the stream."""
@@ -229,7 +258,7 @@ class _Trial:
     def _text_source(self, length: int) -> str | int:
         """What tells how many tokens of a table are not the stream's."""
         for name, value in self._call.arguments.items():
-            is_stream = isinstance(value, torch.Tensor) and name != self._stream and name in self._stack.carried
+            is_stream = isinstance(value, torch.Tensor) and name != self._stream and name in self._carried
             if is_stream and value.ndim > 2 and value.shape[1] == length:
                 return name
         return length
@@ -253,8 +282,9 @@ class _Trial:
             named = dict(list(arguments.items())[count:])
             return list(output_values(self._block(*values[:count], **named)))
 
-    def _by_itself(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        call = AttentionCall.of(*args, **kwargs)
+    def _by_itself(self, call: AttentionCall) -> torch.Tensor:
+        if isinstance(call, FlexCall):
+            raise ModelError(f"The blocks of {self._path!r} cannot be split: their flex attention has a mask.")
         self._queries.append(call.query)
         output = call.query.mean(-1, keepdim=True).expand(*call.query.shape[:-1], call.value.shape[-1])
         if call.key.shape[-2] == call.query.shape[-2]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
 from typing import Any
 
 import torch
 
 from ..arch import Anatomy, find_anatomy
 from ..arch.modules import unwrapped
-from ..errors import HookConflictError, ModelError, SamovarError, SettingError
+from ..errors import HookConflictError, ModelError, SettingError
 from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, HookRegistry, ModelHook, call_context
-from .derive import split_stack, watching
+from .candidates import MISFIT, Candidate, candidates
+from .derive import watching
 from .failures import ShardingError, StrategyError
 from .mesh import ParallelMesh, SequenceParallelConfig, StrategyName, make_mesh
 from .plan import SequenceParallelModelPlan, declared_plan, place_plan
@@ -23,17 +23,6 @@ from .values import difference, most_different, signature_of, tensors_in
 
 ROOT, INNERMOST, BLOCK = "sequence_parallel", "sequence_parallel_innermost", "sequence_parallel_block"
 """The names of the hooks that are on a sharded model whatever its plan."""
-
-_MISFIT = (SamovarError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
-"""What a model raises that is given tensors of other shapes than it can take."""
-
-
-@dataclass
-class Candidate:
-    """A plan that may fit."""
-
-    source: str
-    plan: SequenceParallelModelPlan
 
 
 class Sharding:
@@ -60,7 +49,7 @@ class Sharding:
         placements = place_plan(self.model, candidate.plan) if candidate.plan else ()
         hooks = [hook_for(placement, self.region) for placement in placements]
         self.drop()
-        self.region.shares_attention = not candidate.plan
+        self.region.shares_attention = candidate.shares_attention
         # What the plan does at the model itself is done by the innermost hook, after a rehearsal that may change it.
         below = [hook for hook in hooks if hook.placement.path]
         attach_hooks(below)
@@ -122,7 +111,7 @@ class Sharding:
                     f"No attention of {type(self.model).__name__} gets a part of a sequence: its attention is not "
                     "torch's scaled dot product attention, or the plan splits nothing that attends."
                 )
-        except _MISFIT as error:
+        except MISFIT as error:
             failure = error
         flag = torch.tensor([float(failure is not None)], device=_device_of(given))
         if self.region.group.max(flag).item():
@@ -147,7 +136,8 @@ class Sharding:
         """Find a plan that gives the unsharded output, and attach it."""
         with watching(self.model, self.anatomy) as watched:
             reference = self._run_bare(given)
-        for candidate in self._candidates(watched):
+        derived = candidates(self.model, self.anatomy, watched, self.region.group.size, self.rejected)
+        for candidate in itertools.chain([self.declared] if self.declared else [], derived):
             try:
                 if candidate.source != self.source:
                     self.adopt(candidate)
@@ -155,7 +145,7 @@ class Sharding:
                 self._check(given, trace, reference)
             except StrategyError:  # No other plan would help.
                 raise
-            except _MISFIT as error:
+            except MISFIT as error:
                 self.rejected[candidate.source] = f"{type(error).__name__}: {error}"
                 self.drop()
                 continue
@@ -174,29 +164,6 @@ class Sharding:
         apart = float(self.region.group.max(torch.tensor([apart], device=_device_of(given))).item())
         if not apart <= most_different(reference):
             raise ShardingError(f"the output differs from the unsharded one by {apart:.1e} of its norm")
-
-    def _candidates(self, watched: Any) -> Iterator[Candidate]:
-        if self.declared is not None:
-            yield self.declared
-        splits = []
-        for stack in self.anatomy.stacks:
-            if any(path in watched.calls for path in stack.block_paths):
-                try:
-                    splits.append(split_stack(self.model, stack, watched, self.region.group.size))
-                except _MISFIT as error:
-                    self.rejected[stack.path] = f"{type(error).__name__}: {error}"
-        longest = max((split.length for split in splits), default=0)
-        splits = [split for split in splits if 2 * split.length >= longest]
-        scopes = {"split once": False, "split at each block": True}
-        for chosen in [splits, *([split] for split in reversed(splits) if len(splits) > 1)]:
-            for how, each_block in scopes.items():
-                plan: SequenceParallelModelPlan = {}
-                for split in chosen:
-                    plan |= split.plan(each_block=each_block)
-                if plan:
-                    yield Candidate(f"derived for {', '.join(split.stack.path for split in chosen)} ({how})", plan)
-        # What cannot be split anywhere else can still share the work of its attentions.
-        yield Candidate("attention only", {})
 
 
 class SequenceParallelHook(ModelHook):
@@ -361,7 +328,7 @@ def _check_backends(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
         backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
         name = getattr(backend, "value", backend)
-        if name is not None and not str(name).startswith(("native", "_native")):
+        if name is not None and not str(name).startswith(("native", "_native", "flex")):
             raise SettingError(
                 f"The attention backend of {path!r} is {name!r}, which cannot be sharded; torch's own can. Call "
                 'model.set_attention_backend("native") first.'

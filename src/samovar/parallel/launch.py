@@ -27,6 +27,10 @@ from .failures import RankError
 _SETTLE_S = 0.5
 """How long to go on listening after a first failure: the first to be heard is often not the first to fail."""
 
+_START = timedelta(minutes=10)
+"""How long a rank waits for others to be started, however short it waits for them later: on a busy machine one may be
+there long before another."""
+
 
 class _Answer(NamedTuple):
     """What a rank says at the end of a call."""
@@ -205,7 +209,9 @@ def _serve(settings: _Settings, pipe: Any) -> None:
 def _enter_world(settings: _Settings, timeout: timedelta) -> None:
     if settings.backend == "nccl":
         torch.cuda.set_device(settings.rank)
-    store = TCPStore("127.0.0.1", settings.port, is_master=False, timeout=timeout)
+    store = TCPStore("127.0.0.1", settings.port, is_master=False, timeout=_START)
+    store.set(f"rank {settings.rank} is here", "yes")
+    store.wait([f"rank {rank} is here" for rank in range(settings.num_ranks)], _START)
     dist.init_process_group(
         settings.backend, store=store, rank=settings.rank, world_size=settings.num_ranks, timeout=timeout
     )

@@ -78,6 +78,18 @@ class SequenceParallelConfig:
         raise SettingError(f"There is no strategy {strategy!r}. {nearest(strategy, get_args(StrategyName))}")
 
 
+@dataclass
+class BranchState:
+    """What the running call is to the ranks that compute other branches. `CfgParallelHook` keeps it."""
+
+    splits_batch: bool = False
+    """Whether it is a part of a batch whose other items are on other ranks."""
+    is_deferred: bool = False
+    """Whether other ranks compute other branches meanwhile: one of several calls of one step."""
+    agreed: torch.Tensor | None = None
+    """What the ranks have agreed on for all calls of this step."""
+
+
 @dataclass(frozen=True)
 class ParallelMesh:
     """The groups that this rank is part of."""
@@ -89,6 +101,7 @@ class ParallelMesh:
     ring: Group
     ulysses: Group
     traffic: Traffic = field(compare=False)
+    branches: BranchState = field(compare=False, default_factory=BranchState)
 
     @property
     def size(self) -> int:
@@ -123,10 +136,18 @@ def make_mesh(config: SequenceParallelConfig, cfg_degree: int = 1) -> ParallelMe
 
 def agreement(mesh: ParallelMesh) -> Callable[[torch.Tensor], torch.Tensor]:
     """For a decision that all ranks must make alike: this rank's figures in, those that a single rank would have
-    seen out. Each rank sees its own tokens, so figures are added up; branches follow the first one."""
+    seen out. Each rank sees its own tokens, or its own items of a batch, so figures are added up. Of branches that are
+    calls of their own, the others follow the first one; a rank with several of them asks once for all."""
 
     def agree(figures: torch.Tensor) -> torch.Tensor:
-        return mesh.cfg.broadcast(mesh.sequence.sum(figures), source=0)
+        state, figures = mesh.branches, mesh.sequence.sum(figures)
+        if state.splits_batch:
+            return mesh.cfg.sum(figures)
+        if state.agreed is not None:
+            return state.agreed
+        agreed = mesh.cfg.broadcast(figures, source=0)
+        state.agreed = agreed if state.is_deferred else None
+        return agreed
 
     return agree
 

@@ -188,8 +188,11 @@ def _modules_at(model: torch.nn.Module, key: str) -> Iterator[tuple[str, torch.n
             f"The plan names {key!r}, but {before!r} of {type(model).__name__} is {what}; a ModuleList was expected. "
             f"{nearest(before, lists)}"
         )
-    for index in range(len(container)):
-        yield from _modules_at(model, f"{before}.{index}{after}")
+    # Not all of a list need be alike: what some of them have is meant of those.
+    paths = [f"{before}.{index}{after}" for index in range(len(container))]
+    known = [path for path in paths if path in parts]
+    for path in known or paths:
+        yield from _modules_at(model, path)
 
 
 def _check_parameters(path: str, module: torch.nn.Module, inputs: Mapping[str, InputTree]) -> None:

@@ -21,7 +21,9 @@ import torch
 
 from .attention import Attention, AttentionCall, Strategy, compute_sharded, share_queries
 from .capture import attention_left_alone, attention_through
+from .collectives import Group
 from .failures import ShardingError, StrategyError
+from .flex import FlexCall, share_heads
 from .gather_kv import gathered_attention
 from .layout import (
     Layout,
@@ -60,9 +62,10 @@ class Trace:
 
     def num_parallel(self, size: int, *, shares_attention: bool) -> int:
         """How many attentions run on several ranks."""
-        if shares_attention:
-            return sum(can_share(queries, size) for queries, _ in self.attentions.values())
-        return sum(is_sharded(queries) or is_sharded(keys) for queries, keys in self.attentions.values())
+        return sum(
+            is_sharded(queries) or is_sharded(keys) or (shares_attention and can_share(queries, size))
+            for queries, keys in self.attentions.values()
+        )
 
 
 def can_share(queries: Layout, size: int) -> bool:
@@ -80,6 +83,11 @@ class _Marks:
     seen: dict[tuple[str, Any], dict[Partition | None, torch.Tensor]] = field(default_factory=dict)
     gathered: dict[str, Layout] = field(default_factory=dict)
     needs_mode: bool = False
+
+
+def share(call: AttentionCall, group: Group) -> torch.Tensor:
+    """An attention of which every rank has all, computed in parts."""
+    return share_heads(call, group) if isinstance(call, FlexCall) else share_queries(call, group)
 
 
 def strategy_of(config: SequenceParallelConfig, mesh: ParallelMesh, *, or_gathered: bool) -> Strategy:
@@ -207,8 +215,7 @@ class Region:
 
     # ---------------------------------------------------------------------------------------- attention
 
-    def _attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        call = AttentionCall.of(*args, **kwargs)
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
         if self.phase is Phase.OFF:
             with attention_left_alone():
                 return call.run_here()
@@ -224,13 +231,13 @@ class Region:
                 f"Attention {place[1]} of {place[0] or 'the model'!r} has {rows[0]} queries and {rows[1]} keys; the "
                 f"rehearsal of this forward had {expected}. The model does not always do the same with such inputs."
             )
+        is_split = is_sharded(layouts[0]) or is_sharded(layouts[1])
         shares = self.shares_attention and can_share(layouts[0], self.group.size) and not call.dropout_p
-        is_parallel = shares or is_sharded(layouts[0]) or is_sharded(layouts[1])
-        self.num_parallel += is_parallel
+        self.num_parallel += is_split or shares
         with attention_left_alone():
-            if shares:
-                return share_queries(call, self.group)
-            return compute_sharded(call, *layouts, self.group, self._strategy) if is_parallel else call.run_here()
+            if is_split:
+                return compute_sharded(call, *layouts, self.group, self._strategy)
+            return share(call, self.group) if shares else call.run_here()
 
     # ---------------------------------------------------------------------------------------- rehearsal
 
@@ -288,7 +295,12 @@ class Region:
 
     def _rehearse_attention(self, place: Place, call: AttentionCall) -> torch.Tensor:
         marked = self._note("queries of attention", place, call.query, -2)
-        self._note("keys of attention", place, call.key, -2)
+        other = self._note("keys of attention", place, call.key, -2)
+        if isinstance(call, FlexCall) and (marked.any() or other.any()):
+            raise ShardingError(
+                f"Attention {place[1]} of {place[0] or 'the model'!r} is a flex attention with a mask: its tokens "
+                "cannot be split, only its heads. Leave its sequence whole in the plan."
+            )
         output = call.value.new_zeros(*call.query.shape[:-1], call.value.shape[-1])
         output[..., marked, :] = math.nan
         return output
