@@ -101,6 +101,7 @@ def test_order_class_comes_before_name(order: tuple[int, ...]) -> None:
     module, registry = hooked(*(hooks[index] for index in order))
     assert module("") == "0123ECHO3210"
     assert repr(registry) == "HookRegistry(Echo: d (shard), c (cache), b (offload), a (other))"
+    assert registry.chain == tuple(zip("dcba", list(HookOrder)[1:], strict=True))
 
 
 def test_calling_forward_or_dispatch_goes_through_the_hooks_once() -> None:

@@ -15,7 +15,7 @@ import zoo
 from pipelines import tiny_flux_pipeline
 from samovar.errors import ModelError, SettingError
 from samovar.hooks import running
-from samovar.offload import HostStage, OffloadConfig, apply_offload
+from samovar.offload import HostStage, OffloadConfig, apply_offload, prepare_offload
 
 CALL = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8, "output_type": "pt"}
 
@@ -298,3 +298,23 @@ def test_weights_that_diffusers_casts_layer_by_layer() -> None:
             outputs.append([case.run(model, step) for step in range(2)])
     assert zoo.equal(outputs[0], outputs[1])
     assert zoo.equal(outputs[0], outputs[2])
+
+
+def test_what_is_prepared_has_a_plan_and_has_changed_nothing() -> None:
+    pipe = tiny_flux_pipeline(0)
+    expected = draw(pipe)
+    modules = [module for part in (pipe.transformer, pipe.text_encoder, pipe.vae) for module in part.modules()]
+    before = [(type(module), frozenset(vars(module))) for module in modules]
+    stage = HostStage()
+    offloaded = prepare_offload(pipe, OffloadConfig("layerwise", skipped=0.5), stage=stage)
+    assert offloaded.plan.component("transformer").placement == "streams"
+    assert offloaded.plan.skipped == 0.5
+    assert [(type(module), frozenset(vars(module))) for module in modules] == before
+    assert stage.stats.held_bytes == stage.stats.sent_bytes == 0
+    offloaded.start()
+    assert torch.equal(draw(pipe), expected)
+    assert offloaded.stats().sent_bytes > 0
+    offloaded.remove()
+    assert [(type(module), frozenset(vars(module))) for module in modules] == before
+    with pytest.raises(SettingError, match="skipped is 2"):
+        prepare_offload(pipe, OffloadConfig("layerwise", skipped=2), stage=HostStage())

@@ -135,3 +135,14 @@ def test_a_plan_is_plain_data() -> None:
     assert data["slow_down"] == found.slow_down
     with pytest.raises(SettingError, match=r"no component 'vea'.*'vae'"):
         found.component("vea")
+
+
+def test_what_is_skipped_is_known_and_checked() -> None:
+    for skipped in (0.0, 0.5, 0.9):
+        found = plan_offload(PIPELINE, gpu_memory=3 * GIB, activations=0, timing=MACHINE, skipped=skipped)
+        assert found.skipped == skipped
+        assert found.to_dict()["skipped"] == skipped
+        assert found.peak_bytes <= 3 * GIB
+    for wrong in (-0.1, 1.0, 50.0):
+        with pytest.raises(SettingError, match=f"skipped is {wrong}; a share of the forwards"):
+            plan_offload(PIPELINE, mode="layerwise", skipped=wrong)

@@ -28,3 +28,10 @@ def test_a_plan_that_offloads_nothing_says_so_and_assumptions_are_noted() -> Non
     assert text.splitlines()[-1] == "Note: activations are assumed: 1.00 GiB a component."
     turns = plan_offload(read_sizes("FluxTransformer2DModel"), mode="layerwise")
     assert "times as long" not in str(turns)  # Nobody said how long it takes.
+
+
+def test_forwards_that_a_cache_skips_are_told_of() -> None:
+    plan = plan_offload(read_sizes("FluxTransformer2DModel"), mode="layerwise", skipped=0.5)
+    half = f"{plan.component('transformer').streamed_bytes / 2 / GIB:.2f} GiB"
+    assert f"50% of the forwards are skipped and load nothing: {half} for a step" in str(plan)
+    assert "are skipped" not in str(plan_offload(read_sizes("FluxTransformer2DModel"), mode="layerwise"))

@@ -194,7 +194,6 @@ def _set_class(self: torch.nn.Module, cls: type) -> None:
 
 
 def _intercepted_forward(bare: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(bare)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
             return bare(self, *args, **kwargs) if self._samovar_inside else _outside_graph.forward(self, args, kwargs)
@@ -206,7 +205,7 @@ def _intercepted_forward(bare: Callable[..., Any]) -> Callable[..., Any]:
 
     # torch allows each piece of code so many graphs: every class has one of its own, as it had without hooks.
     forward.__code__ = forward.__code__.replace()
-    return forward
+    return functools.wraps(bare)(forward)
 
 
 def _followed_cache_context(cls: Any) -> Callable[..., Any]:

@@ -275,11 +275,16 @@ class HookRegistry:
             rescues=tuple(rescues),
         )
 
+    @property
+    def chain(self) -> tuple[tuple[str, HookOrder], ...]:
+        """The names of the hooks and their order classes, outermost first."""
+        return tuple((name, self._hooks[name].order) for name in self._sorted)
+
     def __contains__(self, name: str) -> bool:
         return name in self._hooks
 
     def __repr__(self) -> str:
-        chain = ", ".join(f"{name} ({self._hooks[name].order.name.lower()})" for name in self._sorted)
+        chain = ", ".join(f"{name} ({order.name.lower()})" for name, order in self.chain)
         return f"HookRegistry({type(self._module).__name__}: {chain or 'no hooks'})"
 
 

@@ -1,6 +1,6 @@
 """Where do the weights live? On the device, in turns, or block by block, within a budget."""
 
-from .apply import OffloadConfig, Offloaded, OffloadStats, apply_offload
+from .apply import OffloadConfig, Offloaded, OffloadStats, apply_offload, prepare_offload
 from .measure import Measured
 from .planner import ComponentPlan, OffloadPlan, plan_offload
 from .sizes import BlockSize, ComponentSize, format_bytes, parse_bytes, read_sizes
@@ -23,5 +23,6 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "plan_offload",
+    "prepare_offload",
     "read_sizes",
 ]

@@ -50,6 +50,8 @@ class OffloadConfig:
     """Components that are left alone, wherever they are."""
     timing: Timing | None = None
     """What is known of bus and model; the bus is measured if nothing is."""
+    skipped: float = 0.0
+    """The share of the denoisers' forwards that a cache is expected to skip: these load nothing."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,13 @@ class OffloadStats:
 
 def apply_offload(pipeline: Any, config: OffloadConfig | None = None, *, stage: Stage | None = None) -> Offloaded:
     """Offload a pipeline, or a single model, as the configuration says. `stage` is for those who bring their own."""
+    offloaded = prepare_offload(pipeline, config, stage=stage)
+    offloaded.start()
+    return offloaded
+
+
+def prepare_offload(pipeline: Any, config: OffloadConfig | None = None, *, stage: Stage | None = None) -> Offloaded:
+    """The same up to where it would change anything: all is checked and planned, and `start` does it."""
     config = config or OffloadConfig()
     started = time.perf_counter()
     stage = stage or _stage_for(config.device)
@@ -88,10 +97,7 @@ def apply_offload(pipeline: Any, config: OffloadConfig | None = None, *, stage: 
             check_compiled(f"{component.name}.{path}", block)
         check_compiled(component.name, component.module)
     offloaded = Offloaded(pipeline, config, stage, components, shared)
-    with contextlib.ExitStack() as undo:
-        undo.callback(offloaded.remove)
-        offloaded._follow(offloaded._plan_for(config))
-        undo.pop_all()
+    offloaded._plan = offloaded._plan_for(config)
     offloaded._setup_s = time.perf_counter() - started
     return offloaded
 
@@ -154,6 +160,15 @@ class Offloaded(PipelineHook):
         """Where everything is."""
         assert self._plan is not None
         return self._plan
+
+    def start(self) -> None:
+        """Follow the plan: weights go where it says. What fails half-way is undone."""
+        started = time.perf_counter()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.remove)
+            self._follow(self.plan)
+            undo.pop_all()
+        self._setup_s += time.perf_counter() - started
 
     def stats(self) -> OffloadStats:
         """What was done so far."""
@@ -244,6 +259,7 @@ class Offloaded(PipelineHook):
             gpu_memory=budget,
             activations=_read_activations(config.activations),
             timing=timing,
+            skipped=config.skipped,
         )
 
     def _all_memory(self) -> int:

@@ -61,6 +61,8 @@ class OffloadPlan:
     notes: tuple[str, ...] = ()
     take_turns: bool = False
     """Whether those that are not resident send each other off."""
+    skipped: float = 0.0
+    """The share of the denoisers' forwards that is expected to be skipped."""
 
     @property
     def offloads_anything(self) -> bool:
@@ -102,15 +104,19 @@ def plan_offload(
     gpu_memory: int | None = None,
     activations: int | Mapping[str, int] | None = None,
     timing: Timing | None = None,
+    skipped: float = 0.0,
 ) -> OffloadPlan:
     """Where to put each component, so that everything stays within `gpu_memory` and the time is least.
 
     "auto" offloads as little as it must. "model" lets denoisers and encoders take turns, "layerwise" streams their
     blocks; with a budget, as few of them as it allows. `activations` is what each component needs beside its weights.
+    `skipped` is the share of the denoisers' forwards that a cache is expected to skip: their time counts for less.
     """
     if mode not in get_args(Mode):
         raise SettingError(f"mode is {mode!r}. {nearest(str(mode), get_args(Mode))}")
-    planner = _Planner(tuple(sizes), gpu_memory, activations, timing or Timing())
+    if not 0.0 <= skipped < 1.0:
+        raise SettingError(f"skipped is {skipped!r}; a share of the forwards, from 0 to below 1, was expected.")
+    planner = _Planner(tuple(sizes), gpu_memory, activations, timing or Timing(), skipped)
     if not any(size.num_bytes for size in sizes):
         raise ModelError(
             "There is nothing to offload: no denoiser, encoder or VAE with weights was found. Looked for were what the "
@@ -129,8 +135,9 @@ class _Planner:
         budget: int | None,
         activations: int | Mapping[str, int] | None,
         timing: Timing,
+        skipped: float,
     ) -> None:
-        self.sizes, self.budget, self.timing = sizes, budget, timing
+        self.sizes, self.budget, self.timing, self.skipped = sizes, budget, timing, skipped
         given = activations if isinstance(activations, Mapping) else {}
         unknown = [name for name in given if name not in {size.name for size in sizes}]
         if unknown:
@@ -195,10 +202,15 @@ class _Planner:
             }
             plan = self._try(takers, streams)
             if plan is not None:
-                found.append((sum(choice.forward_s for choice in streams.values()), len(takers), plan))
+                found.append((self._seconds(streams), len(takers), plan))
         if not found:
             return self._refuse(least_bytes)
         return min(found, key=lambda item: item[:2])[2]
+
+    def _seconds(self, streams: Mapping[str, Streaming]) -> float:
+        """What streaming takes, each component counted as often as it computes."""
+        denoisers = {size.name for size in self.sizes if size.role == "denoiser"}
+        return sum(s.forward_s * (1 - self.skipped if name in denoisers else 1) for name, s in streams.items())
 
     def _room(self, taker: ComponentSize, takers: Sequence[ComponentSize]) -> int:
         """What a taker may have of the device: a VAE that stays may run while the taker is still there."""
@@ -221,7 +233,8 @@ class _Planner:
         notes = (
             (f"activations are assumed: {format_bytes(ASSUMED_ACTIVATIONS)} a component",) if self.is_assumed else ()
         )
-        return OffloadPlan(plans, peak, self.budget, self.timing.bus_bytes_s, notes, take_turns=len(coming) > 1)
+        turns = len(coming) > 1
+        return OffloadPlan(plans, peak, self.budget, self.timing.bus_bytes_s, notes, turns, self.skipped)
 
     def _place(self, size: ComponentSize, takes_turns: bool, streaming: Streaming | None) -> ComponentPlan:
         placement: Placement = "streams" if streaming else "turns" if takes_turns else "resident"

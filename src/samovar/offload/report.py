@@ -41,4 +41,7 @@ def _summary(plan: OffloadPlan) -> str:
         )
     if plan.slow_down is not None:
         parts.append(f"a forward takes {plan.slow_down:.2f} times as long as with everything on the device")
+    if streamed and plan.skipped:
+        average = format_bytes(round(streamed * (1 - plan.skipped)))
+        parts.append(f"{plan.skipped:.0%} of the forwards are skipped and load nothing: {average} for a step")
     return "; ".join(parts) + "."

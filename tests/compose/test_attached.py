@@ -1,0 +1,236 @@
+"""One `attach` for everything: all checked first, taken off without a trace, and nobody else touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compose.matrix import footprint, num_hooks
+from pipelines import PIPELINES
+from samovar import AttachConfig, Attached, SequenceParallelConfig, attach
+from samovar.errors import HookConflictError, ModelError, SamovarError, SettingError
+from samovar.hooks import HookOrder, HookRegistry, ModelHook
+from samovar.offload import HostStage
+from samovar.parallel import Ranks
+
+STEPS, MASK = 6, "#.##.#"
+SCHEDULE = {"schedule": MASK}
+FLUX = PIPELINES["flux"]
+ALL: dict[str, Any] = {"cache": "tea_cache", "cache_config": SCHEDULE, "offload": "layerwise", "device": "cpu"}
+
+
+@pytest.fixture
+def pipe() -> Any:
+    made = FLUX.build(0)
+    FLUX.run(made, 1)  # A pipeline has attributes that its first run gives it.
+    return made
+
+
+def test_it_goes_on_and_comes_off_as_often_as_one_likes(pipe: Any) -> None:
+    bare, before = FLUX.run(pipe, STEPS), footprint(pipe)
+    with attach(pipe, "tea_cache", SCHEDULE):
+        cached = FLUX.run(pipe, STEPS)
+    attached = attach(pipe, **ALL)
+    assert torch.equal(FLUX.run(pipe, STEPS), cached)
+    stats = attached.stats()
+    assert stats.cache.skipped == 2 * MASK.count(".")
+    assert stats.offload is not None
+    assert (stats.offload.sent_bytes > 0, stats.num_ranks, stats.sharding) == (True, 1, {})
+    attached.detach()
+    attached.detach()
+    assert (footprint(pipe), num_hooks(pipe)) == (before, 0)
+    assert torch.equal(FLUX.run(pipe, STEPS), bare)
+    with attach(pipe, **ALL):
+        assert torch.equal(FLUX.run(pipe, STEPS), cached), "attached again"
+    assert (footprint(pipe), num_hooks(pipe)) == (before, 0)
+
+
+def test_a_skipped_step_moves_no_blocks() -> None:
+    """With a schedule of half the steps, as many blocks are loaded as those steps have that are computed."""
+    tiny, loads = PIPELINES["sd3"], {}
+    pipe = tiny.build(0)
+    for mask in ("######", MASK):
+        with attach(pipe, "tea_cache", {"schedule": mask}, offload="layerwise", device="cpu") as attached:
+            assert attached.offloaded is not None
+            assert attached.offloaded.plan.skipped == mask.count(".") / STEPS
+            tiny.run(pipe, STEPS)
+            first = attached.offloaded.stats().block_loads
+            tiny.run(pipe, STEPS)
+            loads[mask] = attached.offloaded.stats().block_loads - first
+    num_blocks = len(pipe.transformer.transformer_blocks)
+    assert loads["######"] - loads[MASK] == MASK.count(".") * num_blocks
+
+
+def test_a_budget_alone_is_an_offload(pipe: Any) -> None:
+    bare = FLUX.run(pipe, 2)
+    with attach(pipe, gpu_memory="2GiB", device="cpu") as attached:
+        assert attached.offloaded is not None
+        assert attached.offloaded.plan.budget_bytes == 2**31
+        assert not attached.offloaded.plan.offloads_anything
+        assert torch.equal(FLUX.run(pipe, 2), bare)
+
+
+def test_a_lone_denoiser_is_enough() -> None:
+    model = PIPELINES["sd3"].build(0).transformer
+    before = type(model), set(vars(model))
+    with attach(model, "tea_cache", offload="layerwise", device="cpu", compile="eager") as attached:
+        assert attached.stats().cache.denoisers == {}
+        assert type(model) is not before[0], "something is on it"
+    assert (type(model), set(vars(model))) == before
+
+
+def test_nothing_wished_for_is_nothing_done(pipe: Any) -> None:
+    before = footprint(pipe)
+    attached = attach(pipe)
+    assert footprint(pipe) == before
+    assert attached.stats() == type(attached.stats())()
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"offload": "layerwise", "device": "cpu", "gpu_memory": "1MiB"}, "is not enough: the least is"),
+    ({"cfg_parallel": 2}, "need 2 ranks .* but 1 is running"),
+    ({"parallel": SequenceParallelConfig(ring_degree=3)}, "need 3 ranks"),
+    ({"offload": "modl"}, "Did you mean 'model'"),
+    ({"cache_config": {"schedul": MASK}}, "Did you mean 'schedule'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_all_is_checked_before_anything_is_changed(
+    pipe: Any, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even for a moment: no hook is registered, and no weight is another tensor."""
+    registered: list[str] = []
+    bare = HookRegistry.register_hook
+
+    def register(self: HookRegistry, name: str, hook: Any) -> None:
+        registered.append(name)
+        bare(self, name, hook)
+
+    monkeypatch.setattr(HookRegistry, "register_hook", register)
+    before, weights = footprint(pipe), [p.data_ptr() for p in pipe.transformer.parameters()]
+    with pytest.raises(SamovarError, match=message):
+        attach(pipe, **{"cache": "tea_cache", "compile": "eager"} | settings)
+    assert registered == []
+    assert footprint(pipe) == before
+    assert [p.data_ptr() for p in pipe.transformer.parameters()] == weights
+    with attach(pipe, "tea_cache"):
+        assert "teacache" in registered, "the watch would have seen it"
+
+
+def test_twice_is_refused_and_the_first_stays(pipe: Any) -> None:
+    first = attach(pipe, **ALL)
+    cached, between = FLUX.run(pipe, STEPS), footprint(pipe)
+    with pytest.raises(SettingError, match="has TeaCache already"):
+        attach(pipe, "tea_cache")
+    with pytest.raises(SettingError, match="is offloaded already"):
+        attach(pipe, offload="layerwise", device="cpu")
+    assert footprint(pipe) == between
+    assert torch.equal(FLUX.run(pipe, STEPS), cached)
+    first.detach()
+
+
+def test_a_failure_half_way_undoes_what_was_before(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offload comes last: if it fails, as for want of memory, the cache is on already and must come off."""
+    before = footprint(pipe)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(HostStage, "allocate", fail)
+    with pytest.raises(MemoryError, match="none left"):
+        Attached(pipe, AttachConfig(**ALL, compile="eager"))
+    monkeypatch.undo()
+    assert (footprint(pipe), num_hooks(pipe)) == (before, 0)
+    with attach(pipe, **ALL):
+        FLUX.run(pipe, STEPS)
+
+
+def test_two_that_take_the_place_of_forward_are_refused(pipe: Any) -> None:
+    class Own(ModelHook):
+        def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.call_original(module, *args, **kwargs)
+
+    registry = HookRegistry.get_or_create(pipe.transformer)
+    registry.register_hook("own", Own())
+    before = footprint(pipe)
+    with pytest.raises(HookConflictError, match="'own' does so already"):
+        attach(pipe, **ALL, compile="eager")
+    assert footprint(pipe) == before
+    registry.remove_hook("own")
+
+
+def test_a_pipeline_without_denoiser_is_refused() -> None:
+    with pytest.raises(ModelError, match="No denoiser was found in object"):
+        attach(object(), cfg_parallel=2)
+
+
+# ------------------------------------------------------------------------------------------------ others
+
+
+def test_another_pipeline_of_the_class_is_left_alone(pipe: Any) -> None:
+    other = FLUX.build(1)
+    alone = FLUX.run(other, STEPS)
+    before = footprint(other)
+    with attach(pipe, **ALL) as attached:
+        cached = FLUX.run(pipe, STEPS)
+        assert footprint(other) == before
+        assert torch.equal(FLUX.run(other, STEPS), alone)
+        moved = attached.stats().offload
+        FLUX.run(other, STEPS)
+        assert attached.stats().offload == moved, "its weights are not ours to move"
+        with attach(other, offload="model", device="cpu"):
+            assert torch.equal(FLUX.run(other, STEPS), alone)
+            assert torch.equal(FLUX.run(pipe, STEPS), cached)
+    assert footprint(other) == before
+
+
+def mixed(settings: dict[str, Any]) -> tuple[torch.Tensor, str, bool, list[int]]:
+    """On a rank: a picture with everything on, what was told of it, whether all came off, and how many graphs there
+    were after each call of the denoiser."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    pipe = FLUX.build(0)
+    FLUX.run(pipe, 1)
+    before, counter = footprint(pipe), CompileCounterWithBackend("eager")
+    settings = settings | ({"compile": counter} if settings["compile"] else {})
+    with attach(pipe, **settings) as attached:
+        registry, graphs = HookRegistry.get_or_create(pipe.transformer), Graphs(counter)
+        registry.register_hook("graphs", graphs)
+        picture = FLUX.run(pipe, STEPS)
+        told = str(attached.explain())
+        registry.remove_hook("graphs")
+    return picture, told, (footprint(pipe), num_hooks(pipe)) == (before, 0), graphs.counts
+
+
+class Graphs(ModelHook):
+    """How many graphs there are after each call."""
+
+    order = HookOrder.OUTERMOST
+
+    def __init__(self, counter: Any) -> None:
+        self._counter, self.counts = counter, list[int]()
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        self.counts.append(self._counter.frame_count)
+        return output
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_everything_at_once_on_two_ranks(pipe: Any, ranks: Ranks, compiles: bool) -> None:
+    with attach(pipe, "tea_cache", SCHEDULE):
+        expected = FLUX.run(pipe, STEPS)
+    settings = ALL | {"parallel": SequenceParallelConfig(ulysses_degree=2), "compile": compiles}
+    for picture, told, is_bare, graphs in ranks.call(mixed, settings, limit_s=600.0):
+        assert float((picture - expected).norm() / expected.norm()) <= 1e-5
+        assert is_bare
+        for line in ("2 ranks, ulysses", "split by the plan", "decides by figures of all 2 ranks"):
+            assert line in told
+        assert ("> compiled" in told) == compiles
+        # Two branches a step; the third step is the second that is computed.
+        assert (graphs[5] > 0) == compiles
+        assert graphs[-1] == graphs[5]
