@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs test-slow test-gpu test-ray test-browser bench bench-gpu clean
+.PHONY: demo test lint type unit docs test-slow test-gpu test-ray test-browser reliability bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -23,6 +23,7 @@ unit: $(READY)
 	$(PYTEST) -n 2
 
 test-slow: $(READY)
+	$(BIN)/pip install --quiet --editable '.[slow]'
 	$(PYTEST) -m slow
 
 test-gpu: $(READY)
@@ -33,6 +34,7 @@ test-ray: $(READY)
 	$(PYTEST) -m ray
 
 test-browser: $(READY)
+	$(BIN)/pip install --quiet --editable '.[browser]'
 	$(PYTEST) -m browser
 
 docs: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 
 import pytest
 
@@ -16,6 +17,21 @@ def test_every_error_is_in_the_drawing_and_under_the_root() -> None:
         assert cls.__name__ in errors.__doc__
     assert issubclass(errors.SettingError, ValueError)
     assert issubclass(errors.HookConflictError, RuntimeError)
+
+
+def test_errors_of_the_engine_have_a_code_each_and_travel_with_what_they_know() -> None:
+    kinds = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.EngineError)]
+    assert len({cls.code for cls in kinds}) == len(kinds) == 10
+    for cls in kinds:
+        extra = {"QueueFullError": (2.5,), "NanLatentsError": (3, "#.#")}.get(cls.__name__, ())
+        error = cls("what happened", *extra)
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is cls
+        assert str(copy) == "what happened"
+        assert vars(copy) == vars(error)
+        assert isinstance(copy, RuntimeError)
+    full = pickle.loads(pickle.dumps(errors.QueueFullError("full", 2.5)))
+    assert (full.code, full.retry_after_s) == ("queue_full", 2.5)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelines import tiny_flux_pipeline
-from samovar import Omni, OmniDiffusionSamplingParams
-from samovar.errors import SettingError
+from samovar import OmniDiffusionSamplingParams
+from samovar.engine import Done, Failed, OmniDiffusionConfig, Preview, Progress, Started
+from samovar.errors import ModelError, SettingError
+from samovar.omni import AsyncOmni, Omni
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SETTINGS = {"height": 16, "width": 16, "num_inference_steps": 1, "max_sequence_length": 8}
+SETTINGS: dict[str, Any] = {"height": 16, "width": 16, "num_inference_steps": 1, "max_sequence_length": 8}
 
 
 def test_a_list_gives_a_list_in_order_and_overrides_win(folder: Path) -> None:
@@ -38,6 +44,7 @@ def test_a_list_gives_a_list_in_order_and_overrides_win(folder: Path) -> None:
         omni.generate("a dog")
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_same_picture_and_end_with_it(folder: Path) -> None:
     settings = SETTINGS | {"width": 24, "num_inference_steps": 3, "seed": 3}
     others = set(multiprocessing.active_children())  # Of tests that keep their ranks for more than one test.
@@ -57,8 +64,8 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(folder: Path, monkey
     def loaded(*args: object) -> None:
         raise AssertionError("must be refused before")
 
-    monkeypatch.setattr("samovar.engine.worker._load_pipeline", loaded)
-    monkeypatch.setattr("samovar.parallel.Ranks.__init__", loaded)
+    monkeypatch.setattr("samovar.engine.worker.load_pipeline", loaded)
+    monkeypatch.setattr("samovar.engine.process.WorkerGroup.__init__", loaded)
     for settings, message in (
         ({"ulysses_degree": 0}, "ulysses_degree is 0; a number of ranks from 1 on was expected"),
         ({"cfg_parallel_size": 2, "cache_backend": "tee_cache"}, "Did you mean 'tea_cache'"),
@@ -76,3 +83,154 @@ def test_offload_gives_the_same_picture(folder: Path) -> None:
             pictures.append(np.asarray(omni.generate("a cat", **SETTINGS, seed=1)[0].images[0]))
     assert np.array_equal(pictures[0], pictures[1])
     assert np.array_equal(pictures[0], pictures[2])
+
+
+def test_a_bad_prompt_of_a_list_fails_alone(folder: Path) -> None:
+    prompts: list[Any] = ["a cat", "a dog", 3, "an owl", "a cat", "a fox", "a hen", "a cow"]
+    with Omni(str(folder), device="cpu", progress=False) as omni:
+        results = omni.generate(prompts, **SETTINGS, seed=3)
+        assert [result.prompt for result in results] == prompts
+        assert [len(result.images) for result in results] == [1, 1, 0, 1, 1, 1, 1, 1]
+        assert isinstance(results[2].error, SettingError)
+        assert str(results[2].error) == "A prompt must be text, not 3."
+        assert all(result.error is None for result in results if result.images)
+        assert np.array_equal(np.asarray(results[0].images[0]), np.asarray(results[4].images[0]))
+        refused = omni.generate(["a cat", "a dog"], **SETTINGS | {"height": 18})
+        assert ["multiple of 4" in str(result.error) for result in refused] == [True, True]
+        with pytest.raises(SettingError, match="multiple of 4"):
+            omni.generate("a cat", **SETTINGS | {"height": 18})
+        assert len(omni.generate("a cat", **SETTINGS)[0].images) == 1
+
+
+def test_neighbours_that_fit_are_made_at_once(folder: Path) -> None:
+    prompts = ["a cat", "a dog", "an owl", "a fox", "a hen"]
+    with Omni(str(folder), device="cpu", progress=False) as omni:
+        alone = omni.generate(prompts, **SETTINGS, seed=3)
+    calls = []
+    with Omni(str(folder), device="cpu", progress=False, max_batch=3) as omni:
+        maker = omni._open()
+        make = maker.make
+        maker.make = lambda requests, listener=None: calls.append(len(requests)) or make(requests)  # type: ignore
+        together = omni.generate(prompts, **SETTINGS, seed=3)
+    assert calls == [3, 2]
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(np.asarray(one.images[0]).astype(int) - np.asarray(other.images[0])).max() <= 1
+
+
+def test_a_stream_tells_what_happens_and_can_be_left(folder: Path) -> None:
+    settings = SETTINGS | {"num_inference_steps": 4, "seed": 3}
+    with Omni(str(folder), device="cpu", progress=False) as omni:
+        (plain,) = omni.generate("a cat", **settings)
+        events = list(omni.generate(["a cat", "a dog"], stream=True, num_previews=1, **settings))
+        kinds = [type(event) for event in events]
+        one = [Started, Progress, Progress, Preview, Progress, Progress, Done]
+        assert kinds == [*one, *one]
+        done = [event for event in events if isinstance(event, Done)]
+        assert np.array_equal(np.asarray(done[0].result.images[0]), np.asarray(plain.images[0]))
+        (started, failed) = omni.generate("a cat", stream=True, height=18)
+        assert isinstance(started, Started)
+        assert isinstance(failed, Failed)
+        steps = []
+        for event in omni.generate("a cat", stream=True, **settings | {"num_inference_steps": 5000}):
+            if isinstance(event, Progress):
+                steps.append(event.step)
+                if event.step == 3:
+                    break
+        assert steps == [1, 2, 3]
+        assert len(omni.generate("a cat", **settings)[0].images) == 1, "nothing is left running"
+
+
+def test_settings_come_as_a_whole_or_one_by_one_or_from_a_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[OmniDiffusionConfig] = []
+    monkeypatch.setattr("samovar.omni.start_worker", lambda config: made.append(config))
+    whole = OmniDiffusionConfig(str(folder), device="cpu", dtype="float32")
+    Omni(od_config=whole)
+    Omni(str(folder), device="cpu", dtype="float32")
+    (tmp_path / "omni.yaml").write_text(f"model: {folder}\ndevice: cpu\ndtype: bfloat16\n")
+    Omni(config=tmp_path / "omni.yaml", dtype="float32")
+    assert made == [whole] * 3
+    with pytest.raises(SettingError, match="od_config holds all settings, and dtype was given too"):
+        Omni(od_config=whole, dtype="float32")
+    with pytest.raises(SettingError, match=r"'cache_bakend' is no setting of Omni. Did you mean 'cache_backend'\?"):
+        Omni("emoji", cache_bakend="tea_cache")
+    with pytest.raises(SettingError, match="od_config must be an OmniDiffusionConfig"):
+        Omni(od_config="emoji")  # type: ignore[arg-type]
+
+
+def test_async_omni_checks_its_settings_and_loads_nothing() -> None:
+    omni = AsyncOmni("emoji", max_queue=3, device="cpu")
+    assert (omni.config.max_queue, omni.config.progress) == (3, False)
+    status = omni.status()
+    assert (status.model, status.is_ready, status.worker_ids) == ("emoji", False, ())
+    with pytest.raises(SettingError, match="has not been started"):
+        _ = omni.defaults
+    with pytest.raises(SettingError, match="has not been started"):
+        omni.check("a cat")
+    for settings, error in (({"max_queue": 0}, SettingError), ({"model": "emojy"}, ModelError)):
+        with pytest.raises(error):
+            AsyncOmni(**settings)  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import asyncio
+import os
+import sys
+
+from samovar.engine import Done, OmniDiffusionSamplingParams, Progress
+from samovar.errors import SettingError
+from samovar.omni import AsyncOmni
+
+
+async def main(folder):
+    omni = AsyncOmni(folder, device="cpu", max_queue=2)
+    await omni.start()
+    params = OmniDiffusionSamplingParams(height=16, width=16, num_inference_steps=3, max_sequence_length=8, seed=1)
+    assert not omni.can_edit and omni.defaults == OmniDiffusionSamplingParams()
+    omni.check("a cat", params)
+    try:
+        omni.check("a cat", OmniDiffusionSamplingParams(height=18))
+    except SettingError as error:
+        print(error)
+    events = [event async for event in omni.submit("a cat", params, num_previews=1)]
+    print([type(event).__name__ for event in events])
+    same = await omni.generate("a cat", params)
+    assert same.images[0].tobytes() == events[-1].result.images[0].tobytes()
+    long = OmniDiffusionSamplingParams(num_inference_steps=5000).over(params)
+    task = asyncio.create_task(omni.generate("a cat", long))
+    while not omni.status().running:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+    assert (await omni.generate("a cat", params)).seeds == (1,)
+    print(omni.status().failures, *omni.status().worker_ids)
+    if sys.argv[2] == "close":
+        await omni.close()
+        assert omni.status().worker_ids == ()
+    return omni
+
+
+if __name__ == "__main__":
+    omni = asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("ending", ["close", pytest.param("leave", marks=pytest.mark.slow)])
+def test_a_program_leaves_no_process_no_memory_and_no_warning(folder: Path, tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-W", "error::ResourceWarning", str(file), str(folder), ending]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert "multiple of 4" in lines[0]
+    assert lines[1] == "['Started', 'Progress', 'Progress', 'Preview', 'Progress', 'Done']"
+    *failures, worker = lines[2].split()
+    assert " ".join(failures) == "{'cancelled': 1}"
+    assert not Path(f"/proc/{worker}").exists()
+    ours = {name for name in set(os.listdir("/dev/shm")) - before if "samovar" in name}
+    assert ours == set()

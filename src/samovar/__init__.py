@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     )
     from .cache import TeaCacheConfig, make_cache_backend
     from .compose import AttachConfig, Attached, attach
-    from .engine import GeneratedPictures, OmniDiffusionSamplingParams
+    from .engine import GeneratedPictures, OmniDiffusionConfig, OmniDiffusionSamplingParams
     from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
     from .offload import OffloadConfig, apply_offload
-    from .omni import Omni
+    from .omni import AsyncOmni, Omni
     from .parallel import SequenceParallelConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncOmni",
     "AttachConfig",
     "Attached",
     "BlockDeclaration",
@@ -37,6 +38,7 @@ __all__ = [
     "ModuleDiscovery",
     "OffloadConfig",
     "Omni",
+    "OmniDiffusionConfig",
     "OmniDiffusionSamplingParams",
     "SamovarError",
     "SequenceParallelConfig",

@@ -7,7 +7,17 @@
     ├── DeclarationError (ValueError)     a declaration that does not fit the model it is about
     ├── HookConflictError (RuntimeError)  two hooks that cannot live on one module
     ├── ShardingError (RuntimeError)      a sharded forward that would have given a wrong result
-    └── RankError (RuntimeError)          a rank that failed or died, and with it its group
+    ├── RankError (RuntimeError)          a rank that failed or died, and with it its group
+    └── EngineError (RuntimeError)        a request that could not be served; `code` says why in one word
+        ├── QueueFullError                too many are waiting: ask again after `retry_after_s`
+        ├── QueueTimeoutError             it waited longer than it was allowed to
+        ├── CancelledRequestError         it was taken back
+        ├── WorkerLostError               the process that worked on it ended
+        ├── StepTimeoutError              that process hung, and was ended
+        ├── OutOfMemoryError              there was not enough memory for it
+        ├── NanLatentsError               the latents are no numbers any more
+        ├── ShuttingDownError             the engine is closing
+        └── EngineDownError               worker processes keep ending, so no new ones are started for a while
 
 Every message says what was given, what was expected and what to do. The built-in base of each class
 is what a caller who has never heard of Samovar would catch.
@@ -17,6 +27,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class SamovarError(Exception):
@@ -37,6 +48,89 @@ class DeclarationError(SamovarError, ValueError):
 
 class HookConflictError(SamovarError, RuntimeError):
     """Two hooks that cannot live on one module."""
+
+
+class EngineError(SamovarError, RuntimeError):
+    """A request that could not be served."""
+
+    code = "engine_error"
+    """The same in one word, for programs."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With what is known beside the message, whichever way the class is called."""
+        return _restored, (type(self), str(self), dict(vars(self)))
+
+
+def _restored(kind: type[EngineError], message: str, known: dict[str, Any]) -> EngineError:
+    error = kind.__new__(kind, message)
+    Exception.__init__(error, message)
+    vars(error).update(known)
+    return error
+
+
+class QueueFullError(EngineError):
+    """Too many requests are waiting."""
+
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueTimeoutError(EngineError):
+    """A request that waited longer than it was allowed to."""
+
+    code = "queue_timeout"
+
+
+class CancelledRequestError(EngineError):
+    """A request that was taken back."""
+
+    code = "cancelled"
+
+
+class WorkerLostError(EngineError):
+    """The process that worked on the request ended."""
+
+    code = "worker_restarted"
+
+
+class StepTimeoutError(EngineError):
+    """The process that worked on the request hung, and was ended."""
+
+    code = "step_timeout"
+
+
+class OutOfMemoryError(EngineError):
+    """There was not enough memory for the request."""
+
+    code = "out_of_memory"
+
+
+class NanLatentsError(EngineError):
+    """The latents hold what is no number, or infinite."""
+
+    code = "nan_latents"
+
+    def __init__(self, message: str, step: int, cache: str | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        """Counted from 1."""
+        self.cache = cache
+        """What the cache had done so far; None without one."""
+
+
+class ShuttingDownError(EngineError):
+    """The engine is closing."""
+
+    code = "shutting_down"
+
+
+class EngineDownError(EngineError):
+    """Worker processes keep ending, so that no new ones are started for a while."""
+
+    code = "engine_down"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

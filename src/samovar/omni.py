@@ -1,13 +1,39 @@
-"""How is Samovar used from Python? `Omni(model).generate(prompt)`."""
+"""How is Samovar used from Python? `Omni(model).generate(prompt)`, and `AsyncOmni` in a server."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from .engine import EngineConfig, GeneratedPictures, OmniDiffusionSamplingParams, RankedWorkers, Worker, start_worker
-from .errors import SettingError
+from .engine import (
+    Done,
+    EngineStatus,
+    Event,
+    Failed,
+    GeneratedPictures,
+    Listener,
+    OmniDiffusionConfig,
+    OmniDiffusionSamplingParams,
+    PictureMaker,
+    Request,
+    Started,
+    Supervisor,
+    Ticket,
+    start_worker,
+)
+from .errors import SamovarError, SettingError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["AsyncOmni", "Omni", "Ticket"]
 
 
 class Omni:
@@ -16,9 +42,11 @@ class Omni:
         with Omni("emoji") as omni:
             omni.generate("a grinning cat, 3d style", seed=7)[0].images[0].save("cat.png")
 
-    `model` is the name of one that comes with Samovar, or a folder in diffusers format. `cache_backend` skips
-    steps that would change little ("forecast", "tea_cache", or another by its name), with the settings in
-    `cache_config`; what it did is in the results.
+    `model` is the name of one that comes with Samovar, a folder in diffusers format, or a name of the hub. The other
+    settings are those of `OmniDiffusionConfig`, by name. `cache_backend` skips steps that would change little
+    ("forecast", "tea_cache", or another by its name), with the settings in `cache_config`; what it did is in the
+    results. What is not given is taken from the file `config` (YAML or JSON), or else from the environment
+    (SAMOVAR_CACHE_BACKEND and so on). Instead of all this, `od_config` may be a whole OmniDiffusionConfig.
 
     `gpu_memory="12GiB"` offloads as little as that much memory demands; `enable_cpu_offload` lets components take
     turns on the GPU, `enable_layerwise_offload` streams their blocks. With `ulysses_degree`, `ring_degree` or
@@ -29,68 +57,104 @@ class Omni:
 
     def __init__(
         self,
-        model: str = "emoji",
+        model: str | None = None,
         *,
-        dtype: str = "auto",
-        device: str | None = None,
-        progress: bool = True,
-        cache_backend: str | None = None,
-        cache_config: Mapping[str, Any] | None = None,
-        enable_cpu_offload: bool = False,
-        enable_layerwise_offload: bool = False,
-        gpu_memory: str | int | None = None,
-        ulysses_degree: int = 1,
-        ring_degree: int = 1,
-        cfg_parallel_size: int = 1,
+        od_config: OmniDiffusionConfig | None = None,
+        config: str | Path | None = None,
+        **settings: Any,
     ) -> None:
-        config = EngineConfig(
-            model,
-            dtype=dtype,
-            device=device,
-            progress=progress,
-            cache_backend=cache_backend,
-            cache_config=cache_config,
-            enable_cpu_offload=enable_cpu_offload,
-            enable_layerwise_offload=enable_layerwise_offload,
-            gpu_memory=gpu_memory,
-            ulysses_degree=ulysses_degree,
-            ring_degree=ring_degree,
-            cfg_parallel_size=cfg_parallel_size,
-        )
-        self._worker: Worker | RankedWorkers | None = start_worker(config)
+        self._maker: PictureMaker | None = start_worker(_read(model, od_config, config, settings))
 
     @property
     def defaults(self) -> OmniDiffusionSamplingParams:
         """What is used where neither the parameters nor the overrides say anything."""
-        return self._open_worker().defaults
+        return self._open().facts.defaults
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether the model takes a picture to start from, as `image`."""
+        return self._open().facts.can_edit
 
     @property
     def load_seconds(self) -> float:
         """How long the weights took to load."""
-        return self._open_worker().load_seconds
+        return self._open().load_seconds
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        sampling_params: OmniDiffusionSamplingParams | None = None,
+        *,
+        image: Image | None = None,
+        num_previews: int = 0,
+        stream: Literal[False] = False,
+        **overrides: Any,
+    ) -> list[GeneratedPictures]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        sampling_params: OmniDiffusionSamplingParams | None = None,
+        *,
+        image: Image | None = None,
+        num_previews: int = 0,
+        stream: Literal[True],
+        **overrides: Any,
+    ) -> Iterator[Event]: ...
 
     def generate(
         self,
         prompt: str | Sequence[str],
         sampling_params: OmniDiffusionSamplingParams | None = None,
+        *,
+        image: Image | None = None,
+        num_previews: int = 0,
+        stream: bool = False,
         **overrides: Any,
-    ) -> list[GeneratedPictures]:
-        """Pictures for one prompt or several, in their order. Overrides are settings by name, for this call."""
-        worker = self._open_worker()
+    ) -> list[GeneratedPictures] | Iterator[Event]:
+        """Pictures for one prompt or several, in their order. Overrides are settings by name, for this call.
+
+        A prompt that fails raises its error. Among several, it has a result without pictures in its place, with the
+        error in `error`, and the others are made all the same. With `stream=True`, what happens is told while it
+        happens: for each prompt in turn `Started`, `Progress` for each step, `num_previews` times `Preview`, and
+        `Done` or `Failed`. To leave the loop early is to take the request back.
+        """
+        maker = self._open()
         params = OmniDiffusionSamplingParams.from_dict(overrides).over(sampling_params or OmniDiffusionSamplingParams())
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        return [worker.generate(one, params) for one in prompts]
+        if stream:
+            return self._stream([Request(one, params, image, num_previews) for one in prompts])
+        if isinstance(prompt, str):
+            (result,) = _made(maker, [Request(prompt, params, image)])
+            if result.error is not None:
+                raise result.error
+            return [result]
+        requests: list[Request | GeneratedPictures] = []
+        for one in prompts:
+            try:
+                requests.append(Request(one, params, image))
+            except SettingError as error:
+                requests.append(GeneratedPictures(one, (), (), params, 0.0, error=error))
+        made = iter(_made(maker, [request for request in requests if isinstance(request, Request)]))
+        return [next(made) if isinstance(request, Request) else request for request in requests]
 
     def close(self) -> None:
         """Let the model go, and end its processes. A closed Omni makes no more pictures."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        maker, self._maker = self._maker, None
+        if maker is not None:
+            maker.close()
 
-    def _open_worker(self) -> Worker | RankedWorkers:
-        if self._worker is None:
+    def _stream(self, requests: Iterable[Request]) -> Iterator[Event]:
+        """One prompt after the other, each in a thread of its own: a pipeline cannot be left half-way, only told."""
+        for request in requests:
+            yield from _followed(self._open(), request)
+
+    def _open(self) -> PictureMaker:
+        if self._maker is None:
             raise SettingError("This Omni is closed. Make a new one.")
-        return self._worker
+        return self._maker
 
     def __enter__(self) -> Omni:
         return self
@@ -99,3 +163,156 @@ class Omni:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class AsyncOmni:
+    """A model for a server: a queue, and worker processes that are replaced when they die.
+
+        omni = AsyncOmni("emoji", max_queue=16)
+        await omni.start()
+        pictures = await omni.generate("a grinning cat, 3d style")
+        await omni.close()
+
+    The settings are those of `Omni`, and `max_queue`, `max_batch` and `step_timeout_s`. All are checked here, and
+    nothing is loaded before `start`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        od_config: OmniDiffusionConfig | None = None,
+        config: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = replace(_read(model, od_config, config, settings), progress=False)
+        self._supervisor = Supervisor(self.config)
+        self._finalizer = weakref.finalize(self, self._supervisor.close)
+
+    async def start(self) -> None:
+        """Start the worker and load the model; raises ModelError or SettingError if that cannot be."""
+        await asyncio.to_thread(self._supervisor.start)
+
+    @property
+    def defaults(self) -> OmniDiffusionSamplingParams:
+        """What is used where a request says nothing."""
+        return self._supervisor.facts.defaults
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether the model takes a picture to start from."""
+        return self._supervisor.facts.can_edit
+
+    @property
+    def load_seconds(self) -> float:
+        """How long the weights took to load."""
+        return self._supervisor.load_seconds
+
+    def check(
+        self, prompt: str, params: OmniDiffusionSamplingParams | None = None, *, image: Image | None = None
+    ) -> None:
+        """Raise SettingError if the model cannot make this."""
+        self._supervisor.facts.check(Request(prompt, params or OmniDiffusionSamplingParams(), image))
+
+    def submit(
+        self,
+        prompt: str,
+        params: OmniDiffusionSamplingParams | None = None,
+        *,
+        image: Image | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        num_previews: int = 0,
+    ) -> Ticket:
+        """Put a request into the queue. Those of a higher priority go first; one that is not started within
+        `deadline_s` fails with QueueTimeoutError. Refused at once: settings that the model does not take, a full
+        queue, an engine that is closing or down."""
+        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews)
+        return Ticket(self._supervisor, request, priority=priority, deadline_s=deadline_s)
+
+    async def generate(
+        self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any
+    ) -> GeneratedPictures:
+        """Submit a request and wait for its pictures. To cancel the task is to take the request back."""
+        ticket = self.submit(prompt, params, **how)
+        try:
+            return await ticket.result()
+        finally:
+            ticket.cancel()  # Of one that is over, nothing is left to be taken back.
+
+    def status(self) -> EngineStatus:
+        """How the engine is now."""
+        return self._supervisor.status()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Refuse what waits, let what runs finish within `drain_s`, and end the worker."""
+        await asyncio.to_thread(self._supervisor.close, drain_s)
+
+    async def __aenter__(self) -> AsyncOmni:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _read(
+    model: str | None, od_config: OmniDiffusionConfig | None, file: str | Path | None, settings: dict[str, Any]
+) -> OmniDiffusionConfig:
+    if model is not None:
+        settings = {"model": model, **settings}
+    if od_config is None:
+        return OmniDiffusionConfig.read(settings, file)
+    if settings or file is not None:
+        given = ", ".join(settings) or "config"
+        raise SettingError(f"od_config holds all settings, and {given} was given too. Put it into od_config.")
+    if not isinstance(od_config, OmniDiffusionConfig):
+        raise SettingError(f"od_config must be an OmniDiffusionConfig, not {od_config!r}.")
+    return od_config
+
+
+def _made(maker: PictureMaker, requests: Sequence[Request]) -> list[GeneratedPictures]:
+    """Results in order, with errors in their places; neighbours are made together where they may be."""
+    results: list[GeneratedPictures] = []
+    rest = list(requests)
+    while rest:
+        count, pictures = 1, rest[0].num_pictures
+        while count < len(rest) and rest[0].fits_with(rest[count]):
+            pictures += rest[count].num_pictures
+            if pictures > maker.max_batch:
+                break
+            count += 1
+        for request, outcome in zip(rest[:count], maker.make(rest[:count]), strict=True):
+            is_error = isinstance(outcome, SamovarError)
+            results.append(GeneratedPictures.failed(request, outcome) if is_error else outcome)  # type: ignore[arg-type]
+        rest = rest[count:]
+    return results
+
+
+def _followed(maker: PictureMaker, request: Request) -> Iterator[Event]:
+    events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+    is_left = threading.Event()
+
+    def work() -> None:
+        try:
+            (outcome,) = maker.make([request], Listener(lambda _, event: events.put(event), lambda _: is_left.is_set()))
+            events.put(Failed(outcome) if isinstance(outcome, SamovarError) else Done(outcome))
+        except BaseException as error:  # Raised where the events are read.
+            events.put(error)
+
+    thread = threading.Thread(target=work, name="samovar stream", daemon=True)
+    thread.start()
+    try:
+        yield Started(0.0)
+        while True:
+            event = events.get()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if isinstance(event, (Done, Failed)):
+                return
+    finally:
+        is_left.set()
+        thread.join()

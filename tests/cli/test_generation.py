@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import select
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +55,11 @@ def test_generate_writes_pictures_and_says_where(tmp_path: Path) -> None:
         (["--steps", "0"], "num_inference_steps must be at least 1, not 0"),
         (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
         (["--model", "emojis"], "Did you mean 'emoji'?"),
+        (["--config", "nowhere.yaml"], "The settings in 'nowhere.yaml' cannot be read"),
+        (["--image", "nowhere.png"], "--image 'nowhere.png' is no picture that can be read"),
+        (["--strength", "2"], "strength must be at most 1, not 2.0"),
+        (["--cache-config", "{"], "--cache-config '{' is no JSON"),
+        (["--max-batch", "0"], "max_batch must be a whole number from 1 on, not 0"),
     ],
 )
 def test_generate_refuses_before_it_computes(
@@ -103,3 +115,53 @@ def test_under_torchrun_all_ranks_make_the_picture_and_one_writes_it(
     assert report["pictures"] == [{"file": str(file), "seed": 7}]
     assert np.abs(pixels(file) - pixels(tmp_path / "one.png")).max() / 255 <= 1e-3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.png", "two.png"]
+
+
+def test_settings_come_from_a_file_and_options_win(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "omni.yaml").write_text(
+        f"model: {folder}\ndevice: cpu\ncache_backend: tea_cache\ncache_config: {{schedule: '#.#'}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["generate", "cat", "--config", "omni.yaml", "--json", *COMMON]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cache"][0]["transformer"]["branches"]["cond"]["mask"] == "#.#"
+    own = ["--cache-config", '{"schedule": "##."}']
+    assert cli.main(["generate", "cat", "--config", "omni.yaml", "--json", *own, *COMMON]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cache"][0]["transformer"]["branches"]["cond"]["mask"] == "##."
+    assert cli.main(["generate", "cat", "--config", "omni.yaml", "--image", "out.png", *COMMON]) == 2
+    assert "FluxPipeline takes no image" in capsys.readouterr().err
+    (tmp_path / "omni.yaml").write_text("cache_bakend: tea_cache")
+    assert cli.main(["generate", "cat", "--config", "omni.yaml"]) == 2
+    assert "Did you mean 'cache_backend'?" in capsys.readouterr().err
+    monkeypatch.setenv("SAMOVAR_CACHE_BAKEND", "tea_cache")
+    assert cli.main(["generate", "cat"]) == 2
+    assert "Did you mean 'SAMOVAR_CACHE_BACKEND'?" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_cleanly_in_the_middle_of_a_picture(folder: Path, tmp_path: Path) -> None:
+    """On a terminal, as its progress bar says when it is in the middle."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    options = ["--model", str(folder), "--device", "cpu", *COMMON, "--steps", "5000", "-o", str(tmp_path / "cat.png")]
+    command = [sys.executable, "-m", "samovar", "generate", "cat", *options]
+    said = ""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        try:
+            while "/5000" not in said:
+                assert select.select([ours], [], [], 300)[0], said
+                said += os.read(ours, 4096).decode(errors="replace")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(300) == 130
+        finally:
+            process.kill()
+    with contextlib.suppress(OSError):  # How a terminal says that nobody writes to it any more.
+        while chunk := os.read(ours, 4096):
+            said += chunk.decode(errors="replace")
+    os.close(ours)
+    assert "samovar: interrupted" in said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from samovar import OmniDiffusionSamplingParams
+from samovar.engine import GeneratedPictures, Request
 from samovar.engine.request import read_defaults
 from samovar.errors import ModelError, SettingError
 
@@ -26,6 +27,7 @@ from samovar.errors import ModelError, SettingError
         ("guidance_scale", -1.0, "must be at least 0, not -1.0"),
         ("num_outputs_per_prompt", 0, "must be at least 1, not 0"),
         ("negative_prompt", 3, "must be text, not 3"),
+        ("strength", 1.5, "must be at most 1, not 1.5"),
     ],
 )
 def test_nonsense_is_refused_by_name(name: str, value: Any, message: str) -> None:
@@ -58,3 +60,27 @@ def test_broken_defaults_are_refused(tmp_path: Path, content: str, message: str)
     (tmp_path / "samovar.json").write_text(content)
     with pytest.raises(ModelError, match=message):
         read_defaults(tmp_path)
+
+
+def test_a_request_is_checked_as_far_as_it_can_be_without_a_model() -> None:
+    for wrong, message in (
+        ({"prompt": 3}, "A prompt must be text, not 3"),
+        ({"prompt": "a", "params": {"seed": 1}}, "params must be OmniDiffusionSamplingParams"),
+        ({"prompt": "a", "num_previews": -1}, "num_previews must be a whole number from 0 on, not -1"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            Request(**wrong)  # type: ignore[arg-type]
+    assert Request("a").num_pictures == 1
+
+
+def test_requests_go_together_if_only_prompt_and_seed_differ() -> None:
+    one = Request("a cat", OmniDiffusionSamplingParams(seed=1, height=64))
+    assert one.fits_with(Request("a dog", OmniDiffusionSamplingParams(seed=2, height=64, num_outputs_per_prompt=3)))
+    for changed in ({"height": 32}, {"height": 64, "guidance_scale": 2.0}, {"height": 64, "negative_prompt": "x"}):
+        assert not one.fits_with(Request("a cat", OmniDiffusionSamplingParams(**changed)))  # type: ignore[arg-type]
+
+
+def test_no_pictures_and_why() -> None:
+    error = SettingError("no")
+    failed = GeneratedPictures.failed(Request("a cat"), error)
+    assert (failed.prompt, failed.images, failed.error) == ("a cat", (), error)

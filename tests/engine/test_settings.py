@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.engine import EngineConfig
-from samovar.engine.settings import model_folder
+from samovar.engine import OmniDiffusionConfig
+from samovar.engine.models import find_model
 from samovar.errors import ModelError, SamovarError, SettingError
 
 
@@ -44,40 +44,40 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bad_setting_is_refused(folder: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SamovarError, match=message):
-        EngineConfig(folder, **settings)
+        OmniDiffusionConfig(folder, **settings)
 
 
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'emojy' is neither.*Did you mean 'emoji'\?"):
-        EngineConfig("emojy")
-    assert (model_folder("emoji") / "model_index.json").is_file()
+        OmniDiffusionConfig("emojy")
+    assert find_model("emoji") is not None
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SettingError, match="'cuda:9' cannot be used"):
-        EngineConfig("emoji", device="cuda:9")
+        OmniDiffusionConfig("emoji", device="cuda:9")
 
 
 def test_wishes_become_what_is_attached() -> None:
-    config = EngineConfig("emoji", device="cpu", cfg_parallel_size=2, ring_degree=3, ulysses_degree=2)
+    config = OmniDiffusionConfig("emoji", device="cpu", cfg_parallel_size=2, ring_degree=3, ulysses_degree=2)
     assert (config.num_ranks, config.backend) == (12, "gloo")
     assert (config.attach_config().offload, config.attach_config().device) == (None, None)
-    config = EngineConfig("emoji", device="cpu", enable_layerwise_offload=True, gpu_memory="2GiB")
+    config = OmniDiffusionConfig("emoji", device="cpu", enable_layerwise_offload=True, gpu_memory="2GiB")
     attached = config.attach_config()
     assert (attached.offload, attached.gpu_memory, attached.device) == ("layerwise", "2GiB", torch.device("cpu"))
-    assert EngineConfig("emoji", enable_cpu_offload=True).attach_config().offload == "model"
-    budget = EngineConfig("emoji", gpu_memory=2**31).attach_config()
+    assert OmniDiffusionConfig("emoji", enable_cpu_offload=True).attach_config().offload == "model"
+    budget = OmniDiffusionConfig("emoji", gpu_memory=2**31).attach_config()
     assert (budget.offload, budget.offloads) == (None, True)
 
 
 def test_each_rank_needs_a_gpu_of_its_own(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig("emoji", ulysses_degree=2)
+    config = OmniDiffusionConfig("emoji", ulysses_degree=2)
     assert (config.backend, config.execution_device()) == ("nccl", torch.device("cuda"))
     with pytest.raises(SettingError, match="4 ranks on this machine need a GPU each, and it has 2"):
-        EngineConfig("emoji", ulysses_degree=2, cfg_parallel_size=2)
-    assert EngineConfig("emoji", ulysses_degree=4, device="cpu").backend == "gloo"
+        OmniDiffusionConfig("emoji", ulysses_degree=2, cfg_parallel_size=2)
+    assert OmniDiffusionConfig("emoji", ulysses_degree=4, device="cpu").backend == "gloo"
     with pytest.raises(SettingError, match="device='cuda:1' names one device"):
-        EngineConfig("emoji", ulysses_degree=2, device="cuda:1")
+        OmniDiffusionConfig("emoji", ulysses_degree=2, device="cuda:1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # Two nodes of two GPUs each.
-    assert EngineConfig("emoji", ulysses_degree=4).num_ranks == 4
+    assert OmniDiffusionConfig("emoji", ulysses_degree=4).num_ranks == 4

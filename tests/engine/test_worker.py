@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
-from samovar.engine import EngineConfig, Worker
-from samovar.errors import ModelError, SettingError
-from samovar.hooks import HookRegistry
+from samovar.engine import Event, Listener, OmniDiffusionConfig, Preview, Progress, Request, Worker
+from samovar.errors import (
+    CancelledRequestError,
+    EngineError,
+    ModelError,
+    NanLatentsError,
+    OutOfMemoryError,
+    SamovarError,
+    SettingError,
+)
+from samovar.hooks import HookRegistry, ModelHook
 
 FAST = OmniDiffusionSamplingParams(num_inference_steps=1, seed=1)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_flux_pipeline().save_pretrained(path)
-    defaults = {"height": 16, "width": 32, "num_inference_steps": 2, "max_sequence_length": 8}
-    (path / "samovar.json").write_text(json.dumps(defaults))
-    return path
-
-
-@pytest.fixture(scope="module")
 def tiny(folder: Path) -> Worker:
-    return Worker(EngineConfig(str(folder), progress=False))
+    return Worker(OmniDiffusionConfig(str(folder), progress=False))
 
 
 def pixels(image: Any) -> Any:
@@ -70,16 +70,6 @@ def test_sizes_that_do_not_fit_are_refused(tiny: Worker, params: dict[str, int],
         tiny.generate("a cat", OmniDiffusionSamplingParams(**params))
 
 
-def test_a_setting_that_the_pipeline_does_not_take_is_refused(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unguided(type(tiny._pipeline)):  # type: ignore[misc]
-        def __call__(self, prompt: str, generator: Any, height: int, width: int) -> Any:
-            raise AssertionError("must be refused before")
-
-    monkeypatch.setattr(tiny._pipeline, "__class__", Unguided)
-    with pytest.raises(SettingError, match="Unguided takes no num_inference_steps"):
-        tiny.generate("a cat", FAST)
-
-
 def test_a_prompt_that_is_no_text_is_refused(tiny: Worker) -> None:
     with pytest.raises(SettingError, match="A prompt must be text, not 3"):
         tiny.generate(3, FAST)  # type: ignore[arg-type]
@@ -104,7 +94,7 @@ def test_guidance_that_has_no_effect_is_noted(tiny: Worker) -> None:
 def test_a_class_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
     with pytest.raises(ModelError, match=r"is of class 'NoPipeline', which diffusers .* does not have"):
-        Worker(EngineConfig(str(tmp_path)))
+        Worker(OmniDiffusionConfig(str(tmp_path)))
 
 
 CACHE = {"cache_backend": "tea_cache", "cache_config": {"schedule": "#.#.#"}}
@@ -119,10 +109,10 @@ OFFLOADED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("cache", [{}, CACHE], ids=["bare", "cached"])
 def test_offload_changes_no_bit(folder: Path, cache: dict[str, Any]) -> None:
     params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=2)
-    resident = Worker(EngineConfig(str(folder), progress=False, **cache)).generate("a cat", params)
+    resident = Worker(OmniDiffusionConfig(str(folder), progress=False, **cache)).generate("a cat", params)
     assert len(resident.cache) == len(cache) // 2
     for settings in OFFLOADED:
-        worker = Worker(EngineConfig(str(folder), device="cpu", progress=False, **cache, **settings))
+        worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache, **settings))
         assert worker._attached.offloaded is not None
         result = worker.generate("a cat", params)
         assert np.array_equal(pixels(result.images[0]), pixels(resident.images[0])), settings
@@ -131,8 +121,196 @@ def test_offload_changes_no_bit(folder: Path, cache: dict[str, Any]) -> None:
 
 
 def test_a_closed_worker_leaves_a_bare_pipeline(folder: Path) -> None:
-    worker = Worker(EngineConfig(str(folder), device="cpu", progress=False, enable_layerwise_offload=True, **CACHE))
+    worker = Worker(
+        OmniDiffusionConfig(str(folder), device="cpu", progress=False, enable_layerwise_offload=True, **CACHE)
+    )
     transformer = worker._pipeline.transformer
     assert len(HookRegistry.get_or_create(transformer)._hooks) > 0
     worker.close()
     assert all(len(HookRegistry.get_or_create(module)._hooks) == 0 for module in transformer.modules())
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def ask(prompt: Any = "a cat", **params: Any) -> Request:
+    return Request(prompt, OmniDiffusionSamplingParams(**{"num_inference_steps": 5, "seed": 3, **params}))
+
+
+class Spoiled(ModelHook):
+    """Makes the output of one forward worthless, as an overflow would."""
+
+    def __init__(self, forward: int, value: float) -> None:
+        self._left = forward
+        self._value = value
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            output[0].flatten()[7] = self._value
+        return output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("cache", [{}, {"cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3}}])
+def test_latents_that_are_no_numbers_are_an_error_and_the_next_request_is_clean(
+    folder: Path, value: float, cache: dict[str, Any]
+) -> None:
+    worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache))
+    (clean,) = worker.make([ask()])
+    assert not isinstance(clean, SamovarError)
+    registry = HookRegistry.get_or_create(worker._pipeline.transformer)
+    registry.register_hook("spoiled", Spoiled(3, value))
+    (error,) = worker.make([ask()])
+    registry.remove_hook("spoiled")
+    assert isinstance(error, NanLatentsError)
+    assert error.step == 3
+    assert str(error).startswith("After step 3 of 5 the latents hold values that are infinite or no numbers.")
+    assert (error.cache is None) == (not cache)
+    if cache:
+        assert error.cache is not None
+        assert "3 computed, 0 skipped" in error.cache
+        assert "Try it without the cache" in str(error)
+    (again,) = worker.make([ask()])
+    assert not isinstance(again, SamovarError)
+    assert np.array_equal(pixels(again.images[0]), pixels(clean.images[0]))
+    assert [stats.to_dict() for stats in again.cache] == [stats.to_dict() for stats in clean.cache]
+    worker.close()
+
+
+def test_too_little_memory_names_the_size_and_the_worker_goes_on(tiny: Worker) -> None:
+    before = tiny.generate("a cat", FAST)
+    side = 2**22
+    with pytest.raises(OutOfMemoryError, match=f"not enough memory for 1 picture of {side} x {side} pixels: .+"):
+        tiny.generate("a cat", OmniDiffusionSamplingParams(height=side, width=side, num_inference_steps=1, seed=1))
+    assert np.array_equal(pixels(tiny.generate("a cat", FAST).images[0]), pixels(before.images[0]))
+
+
+def test_what_breaks_inside_a_pipeline_is_an_error_of_the_request(tiny: Worker) -> None:
+    class Broken(ModelHook):
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("shapes do not fit")
+
+    registry = HookRegistry.get_or_create(tiny._pipeline.transformer)
+    registry.register_hook("broken", Broken())
+    with pytest.raises(EngineError, match="FluxPipeline failed: RuntimeError: shapes do not fit"):
+        tiny.generate("a cat", FAST)
+    registry.remove_hook("broken")
+    assert tiny.generate("a cat", FAST).seeds == (1,)
+
+
+# ------------------------------------------------------------------------------------------------ several at once
+
+
+@pytest.fixture(scope="module")
+def batching(folder: Path) -> Worker:
+    return Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4))
+
+
+def test_pictures_made_at_once_are_those_made_alone(batching: Worker, tiny: Worker) -> None:
+    requests = [ask("a cat", seed=3), ask("an owl with a hat", seed=9), ask("a dog", seed=3, num_outputs_per_prompt=2)]
+    told: list[tuple[int, Event]] = []
+    together = batching.make(requests, Listener(lambda index, event: told.append((index, event)), lambda index: False))
+    for request, result in zip(requests, together, strict=True):
+        assert not isinstance(result, SamovarError)
+        alone = tiny.generate(request.prompt, request.params)
+        assert result.seeds == alone.seeds
+        for ours, theirs in zip(result.images, alone.images, strict=True):
+            assert np.abs(pixels(ours).astype(int) - pixels(theirs)).max() <= 1
+    steps = [(index, event.step) for index, event in told if isinstance(event, Progress)]
+    assert steps == [(index, step) for step in range(1, 6) for index in range(3)], "one call for all"
+
+
+def test_one_that_fails_among_others_fails_alone(batching: Worker) -> None:
+    outcomes = batching.make([ask("a cat", height=18), ask("a dog"), ask("an owl")])
+    assert isinstance(outcomes[0], SettingError)
+    assert [type(outcome).__name__ for outcome in outcomes[1:]] == ["GeneratedPictures"] * 2
+    # Too long for the pipeline, which only says so when it is called: together it refuses all, alone each.
+    outcomes = batching.make([ask("a cat", max_sequence_length=999), ask("a dog", max_sequence_length=999)])
+    assert [type(outcome).__name__ for outcome in outcomes] == ["SettingError"] * 2
+
+
+def test_a_call_goes_on_as_long_as_somebody_waits(batching: Worker) -> None:
+    steps: list[int] = []
+    listener = Listener(lambda index, event: steps.append(event.step), lambda index: index == 0 or len(steps) >= 4)  # type: ignore[union-attr]
+    outcomes = batching.make([ask("a cat", seed=1), ask("a dog", seed=2)], listener)
+    assert steps == [1, 1, 2, 2], "one waits until the second step has been told to both"
+    assert all(isinstance(outcome, CancelledRequestError) for outcome in outcomes)
+
+
+def test_a_cache_decides_for_one_picture_at_a_time(folder: Path) -> None:
+    config = OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4, **CACHE)
+    assert Worker(config).max_batch == 1
+
+
+def test_previews_change_no_bit_and_come_nearer(tiny: Worker) -> None:
+    events: list[Event] = []
+    request = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=9, seed=3), num_previews=3)
+    (seen,) = tiny.make([request], Listener(lambda index, event: events.append(event), lambda index: False))
+    assert not isinstance(seen, SamovarError)
+    plain = tiny.generate("a cat", request.params)
+    assert np.array_equal(pixels(seen.images[0]), pixels(plain.images[0]))
+    previews = [event for event in events if isinstance(event, Preview)]
+    assert [preview.step for preview in previews] == [2, 4, 7]
+    apart = [np.abs(pixels(p.image).astype(float) - pixels(plain.images[0])).mean() for p in previews]
+    assert apart[2] < apart[0]
+
+
+def test_memory_is_told(tiny: Worker) -> None:
+    assert tiny.usage().memory_bytes > 50_000_000
+    assert tiny.usage().bytes_moved == 0
+
+
+# ------------------------------------------------------------------------------------------------ from pictures
+
+
+def editing(folder: Path, tmp_path: Path, class_name: str) -> Worker:
+    """The same model behind another pipeline."""
+    shutil.copytree(folder, tmp_path / "copy")
+    index = tmp_path / "copy" / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": class_name}))
+    return Worker(OmniDiffusionConfig(str(tmp_path / "copy"), device="cpu", progress=False))
+
+
+def test_a_picture_can_be_drawn_anew(folder: Path, tmp_path: Path, tiny: Worker) -> None:
+    worker = editing(folder, tmp_path, "FluxImg2ImgPipeline")
+    assert worker.facts.can_edit
+    assert not tiny.facts.can_edit
+    start = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8))
+    made = {}
+    for strength in (0.4, 1.0):
+        events: list[Event] = []
+        params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=3, strength=strength)
+        listener = Listener(lambda index, event, events=events: events.append(event), lambda index: False)  # type: ignore[misc]
+        (result,) = worker.make([Request("a cat", params, start)], listener)
+        assert not isinstance(result, SamovarError)
+        assert result.images[0].size == (40, 24), "as large as what it was made of"
+        made[strength] = pixels(result.images[0])
+        assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, int(5 * strength) + 1))
+    assert not np.array_equal(made[0.4], made[1.0])
+    (error,) = worker.make([Request("a cat")])
+    assert isinstance(error, SamovarError), "it needs a picture"
+    (error,) = tiny.make([Request("a cat", image=start)])
+    assert "FluxPipeline takes no image" in str(error)
+
+
+def test_what_is_transparent_says_where_to_paint(folder: Path, tmp_path: Path) -> None:
+    worker = editing(folder, tmp_path, "FluxInpaintPipeline")
+    params = OmniDiffusionSamplingParams(num_inference_steps=4, seed=3, strength=1.0)
+    made = []
+    for box in ((0, 0, 16, 16), (0, 0, 16, 16), (16, 0, 32, 16)):
+        start = Image.new("RGBA", (32, 16), (200, 30, 30, 255))
+        start.putalpha(Image.composite(Image.new("L", start.size, 0), start.getchannel("A"), boxed(start.size, box)))
+        (result,) = worker.make([Request("a cat", params, start)])
+        assert not isinstance(result, SamovarError)
+        made.append(pixels(result.images[0]))
+    assert np.array_equal(made[0], made[1])
+    assert not np.array_equal(made[0], made[2])
+    (error,) = worker.make([Request("a cat", params, Image.new("RGB", (32, 16)))])
+    assert "must know which part of the image to change" in str(error)
+
+
+def boxed(size: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:
+    mask = Image.new("L", size, 0)
+    mask.paste(255, box)
+    return mask

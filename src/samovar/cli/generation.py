@@ -38,8 +38,8 @@ def add_generate(commands: Any) -> None:
     generate.add_argument("--json", action="store_true", help="print JSON for programs")
     generate.add_argument("-q", "--quiet", action="store_true", help="no progress, only errors")
     _add_picture_options(generate.add_argument_group("the picture"))
-    _add_model_options(generate.add_argument_group("the model"))
-    _add_speed_options(generate.add_argument_group("speed and memory"))
+    add_model_options(generate.add_argument_group("the model"))
+    add_speed_options(generate.add_argument_group("speed and memory"))
     generate.set_defaults(run=_generate)
 
 
@@ -52,48 +52,57 @@ def _add_picture_options(group: Any) -> None:
     group.add_argument("--guidance-scale", type=float, metavar="X", help="the same, for distilled models")
     group.add_argument("--negative-prompt", metavar="TEXT", help="what not to draw")
     group.add_argument("--max-sequence-length", type=int, metavar="TOKENS", help="tokens of text to read")
+    group.add_argument("--image", metavar="FILE", help="a picture to start from, for models that edit")
+    group.add_argument("--strength", type=float, metavar="X", help="how much of it is drawn anew, from 0 to 1")
     group.add_argument(
         "-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many: out-1.png, out-2.png ..."
     )
 
 
-def _add_model_options(group: Any) -> None:
-    group.add_argument("--model", default="emoji", help="a built-in model or a folder in diffusers format (emoji)")
-    group.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or float16 (auto)")
+def add_model_options(group: Any) -> None:
+    group.add_argument("--model", help="a built-in model, a folder in diffusers format, or a name of the hub (emoji)")
+    group.add_argument("--config", metavar="FILE", help="settings by name as YAML or JSON; what is given here wins")
+    group.add_argument("--dtype", metavar="TYPE", help="float32, bfloat16 or float16 (auto)")
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (a GPU if there is one)")
+    _add_yes(group, "--trust-remote-code", "run Python files that come with the model")
 
 
-def _add_speed_options(group: Any) -> None:
+def add_speed_options(group: Any) -> None:
     group.add_argument("--cache-backend", metavar="NAME", help="skip steps: forecast, tea_cache or cache_dit (none)")
     group.add_argument("--cache-config", metavar="JSON", help="""its settings, such as '{"rel_l1_thresh": 0.2}'""")
     group.add_argument("--gpu-memory", metavar="SIZE", help="stay within it, such as 12GiB, and offload what must be")
-    group.add_argument("--enable-cpu-offload", action="store_true", help="components take turns on the GPU")
-    group.add_argument("--enable-layerwise-offload", action="store_true", help="blocks stream to the GPU")
-    group.add_argument("--ulysses-degree", type=int, default=1, metavar="N", help="processes that share heads (1)")
-    group.add_argument("--ring-degree", type=int, default=1, metavar="N", help="processes that pass keys round (1)")
-    group.add_argument(
-        "--cfg-parallel-size", type=int, default=1, metavar="N", help="processes that share guidance (1)"
-    )
+    _add_yes(group, "--enable-cpu-offload", "components take turns on the GPU")
+    _add_yes(group, "--enable-layerwise-offload", "blocks stream to the GPU")
+    group.add_argument("--ulysses-degree", type=int, metavar="N", help="processes that share heads (1)")
+    group.add_argument("--ring-degree", type=int, metavar="N", help="processes that pass keys round (1)")
+    group.add_argument("--cfg-parallel-size", type=int, metavar="N", help="processes that share guidance (1)")
+    _add_yes(group, "--compile", "compile the blocks of the denoiser: the first picture takes longer")
+    group.add_argument("--max-batch", type=int, metavar="N", help="pictures that are made at once (1)")
+
+
+def _add_yes(group: Any, option: str, text: str) -> None:
+    """An option that is None where it is not given, so that a file may say it instead."""
+    group.add_argument(option, action="store_true", default=None, help=text)
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from ..engine import EngineConfig, OmniDiffusionSamplingParams, is_under_torchrun
+    from ..engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, is_under_torchrun
 
-    params = OmniDiffusionSamplingParams(**_taken(options, OmniDiffusionSamplingParams))
+    params = OmniDiffusionSamplingParams(**taken(options, OmniDiffusionSamplingParams))
+    image = None if options.image is None else _read_picture(options.image)
     # All ranks make the picture, and the first one writes it.
     is_first = not is_under_torchrun() or os.environ["RANK"] == "0"
     quiet = options.quiet or not is_first
     files = _output_files(options.output, params.num_outputs_per_prompt or 1) if is_first else []
-    settings = _taken(options, EngineConfig) | {
-        "cache_config": _read_settings("--cache-config", options.cache_config),
-        "progress": Status.is_shown(quiet),
-    }
+    settings = taken(options, OmniDiffusionConfig) | {"progress": Status.is_shown(quiet)}
+    if options.cache_config is not None:
+        settings["cache_config"] = read_settings("--cache-config", options.cache_config)
     with Status("starting", quiet):
         from ..omni import Omni
 
-        omni = Omni(**settings)
+        omni = Omni(config=options.config, **settings)
     with omni:
-        (result,) = omni.generate(options.prompt, params)
+        (result,) = omni.generate(options.prompt, params, image=image)
         load_seconds = omni.load_seconds
     if is_under_torchrun():
         import torch.distributed as dist
@@ -109,10 +118,10 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _taken(options: argparse.Namespace, cls: Any) -> dict[str, Any]:
-    """The options that are fields of a class."""
+def taken(options: argparse.Namespace, cls: Any) -> dict[str, Any]:
+    """The options that were given and are fields of a class."""
     names = [field.name for field in dataclasses.fields(cls)]
-    return {name: value for name, value in vars(options).items() if name in names}
+    return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
 def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -> dict[str, Any]:
@@ -137,15 +146,26 @@ def _print_result(files: list[Path], result: GeneratedPictures, load_seconds: fl
         print(f"note: {note}")
 
 
-def _read_settings(option: str, text: str | None) -> dict[str, Any] | None:
+def read_settings(option: str, text: str) -> dict[str, Any]:
     """Settings that are given as JSON on the command line."""
     try:
-        settings = None if text is None else json.loads(text)
+        settings = json.loads(text)
     except json.JSONDecodeError as error:
         raise SettingError(f"{option} {text!r} is no JSON ({error}). Expected: '{{\"name\": value}}'.") from error
-    if settings is not None and not isinstance(settings, dict):
+    if not isinstance(settings, dict):
         raise SettingError(f"{option} {text!r} must be a JSON object: '{{\"name\": value}}'.")
     return settings
+
+
+def _read_picture(file: str) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as picture:
+            picture.load()
+            return picture
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise SettingError(f"--image {file!r} is no picture that can be read: {error}") from error
 
 
 def _output_files(output: str, count: int) -> list[Path]:

@@ -1,60 +1,88 @@
-"""How do several processes make one picture? Each has a worker, and all are told the same."""
+"""Where does the worker of a Python program live? In its own process if one is enough, else in one for each rank."""
 
 from __future__ import annotations
 
 import os
+import queue
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from ..errors import SamovarError, SettingError
-from .request import GeneratedPictures, OmniDiffusionSamplingParams
-from .settings import EngineConfig
-from .worker import Worker
+from .events import SILENT, Done, Event, Failed, Listener, Started
+from .facts import PipelineFacts
+from .request import Request
+from .settings import OmniDiffusionConfig
+from .supervisor import Supervisor
+from .waiting import Entry
+from .worker import Outcome, Worker
+
+
+class PictureMaker(Protocol):
+    """What `Omni` needs of whoever makes its pictures."""
+
+    facts: PipelineFacts
+    load_seconds: float
+    max_batch: int
+
+    def make(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
+        """Pictures for requests that fit together; for each that fails, its error."""
+
+    def close(self) -> None:
+        """Let the model go."""
 
 
 class RankedWorkers:
-    """Workers in processes of their own, which act as one."""
+    """Workers in processes of their own, which act as one. If one of them dies, all are replaced."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        from ..parallel import Ranks
-
-        self._ranks = Ranks(config.num_ranks, backend=config.backend)
-        self._close = weakref.finalize(self, self._ranks.close)
-        self.defaults, self.load_seconds = self._on_all(_load, config, is_usable_after_error=False)
+    def __init__(self, config: OmniDiffusionConfig) -> None:
+        supervisor = Supervisor(replace(config, max_queue=max(config.max_queue, config.max_batch)))
+        supervisor.start()
+        self._supervisor = supervisor
+        self._close = weakref.finalize(self, supervisor.close)
+        self.facts = supervisor.facts
+        self.load_seconds = supervisor.load_seconds
+        self.max_batch = supervisor.max_batch
 
     @property
-    def process_ids(self) -> list[int]:
-        """Those of the ranks, in their order; none if they have ended."""
-        return self._ranks.process_ids
+    def process_ids(self) -> tuple[int, ...]:
+        """Those of the ranks, in their order; none while they are being replaced."""
+        return self._supervisor.status().worker_ids
 
-    def generate(self, prompt: str, params: OmniDiffusionSamplingParams) -> GeneratedPictures:
-        """Pictures of a prompt, as by one worker."""
-        pictures: GeneratedPictures = self._on_all(_generate, prompt, params)
-        return pictures
+    def make(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
+        """As by one worker."""
+        listener = listener or SILENT
+        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        outcomes: dict[int, Outcome] = {}
+        entries: dict[int, Entry] = {}
+        for index, request in enumerate(requests):
+            try:
+                entries[index] = self._supervisor.submit(request, lambda event, i=index: events.put((i, event)))  # type: ignore[misc]
+            except SamovarError as error:
+                outcomes[index] = error
+        try:
+            while len(outcomes) < len(requests):
+                index, event = events.get()
+                if isinstance(event, Failed):
+                    outcomes[index] = event.error
+                elif isinstance(event, Done):
+                    outcomes[index] = event.result
+                elif not isinstance(event, Started):
+                    listener.tell(index, event)
+                if listener.is_cancelled(index):
+                    self._supervisor.cancel(entries[index])
+        finally:
+            for entry in entries.values():
+                self._supervisor.cancel(entry)  # Of those that are over, nothing is left to be taken back.
+        return [outcomes[index] for index in range(len(requests))]
 
     def close(self) -> None:
         """End the processes."""
         self._close()
 
-    def _on_all(self, function: Callable[..., Any], *args: Any, is_usable_after_error: bool = True) -> Any:
-        """What rank 0 returns. An error of ours is raised here as it was there; the ranks live on, as all of them were
-        asked the same and refused it. After anything else nobody knows where each one is, so they are ended."""
-        is_usable = False
-        try:
-            answers: list[_Answer] = self._ranks.call(_answer, function, *args)
-            error = next((answer.error for answer in answers if answer.error is not None), None)
-            is_usable = is_usable_after_error and all(answer.error is not None for answer in answers)
-            if error is not None:
-                raise error
-            is_usable = True
-            return answers[0].result
-        finally:
-            if not is_usable:
-                self._ranks.close(wait_s=0.0)  # They may be computing, or waiting for each other.
 
-
-def start_worker(config: EngineConfig) -> Worker | RankedWorkers:
+def start_worker(config: OmniDiffusionConfig) -> PictureMaker:
     """A worker in this process if it needs no others or is one of several already, else one for each rank."""
     import torch.distributed as dist
 
@@ -75,7 +103,7 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and _world_size() > 1
 
 
-def _check_world(config: EngineConfig, size: int) -> None:
+def _check_world(config: OmniDiffusionConfig, size: int) -> None:
     if config.num_ranks != size:
         raise SettingError(
             f"{size} ranks are running, and the degrees need {config.num_ranks} (cfg {config.cfg_parallel_size} x ring "
@@ -85,37 +113,3 @@ def _check_world(config: EngineConfig, size: int) -> None:
 
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-# ------------------------------------------------------------------------------------------------ on each rank
-
-
-class _Answer(NamedTuple):
-    """What came of a call on one rank."""
-
-    result: Any = None
-    error: SamovarError | None = None
-
-
-_here: list[Worker] = []
-"""The worker of this process, if it is a rank."""
-
-
-def _answer(function: Callable[..., Any], *args: Any) -> _Answer:
-    import torch.distributed as dist
-
-    try:
-        result = function(*args)
-    except SamovarError as error:
-        return _Answer(error=error)
-    return _Answer(result if dist.get_rank() == 0 else None)
-
-
-def _load(config: EngineConfig) -> tuple[OmniDiffusionSamplingParams, float]:
-    worker = Worker(config)
-    _here.append(worker)
-    return worker.defaults, worker.load_seconds
-
-
-def _generate(prompt: str, params: OmniDiffusionSamplingParams) -> GeneratedPictures:
-    return _here[0].generate(prompt, params)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError, SettingError, nearest
+from ..errors import ModelError, SamovarError, SettingError, nearest
 from ..files import read_json
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _LEAST = {"num_inference_steps": 1, "height": 1, "width": 1, "num_outputs_per_prompt": 1, "max_sequence_length": 1}
 _WHOLE = (*_LEAST, "seed")
-_NUMBERS = ("guidance_scale", "true_cfg_scale")
+_NUMBERS = ("guidance_scale", "true_cfg_scale", "strength")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class OmniDiffusionSamplingParams:
     num_outputs_per_prompt: int | None = None
     max_sequence_length: int | None = None
     """Tokens of text that the model reads."""
+    strength: float | None = None
+    """How much of a given picture is drawn anew, from 0 to 1."""
 
     def __post_init__(self) -> None:
         for name in (*_WHOLE, *_NUMBERS):
@@ -44,6 +46,8 @@ class OmniDiffusionSamplingParams:
                 raise SettingError(f"{name} must be {kind}, not {value!r}.")
             if value is not None and value < _LEAST.get(name, 0):
                 raise SettingError(f"{name} must be at least {_LEAST.get(name, 0)}, not {value!r}.")
+        if self.strength is not None and self.strength > 1:
+            raise SettingError(f"strength must be at most 1, not {self.strength!r}.")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise SettingError(f"negative_prompt must be text, not {self.negative_prompt!r}.")
 
@@ -79,6 +83,37 @@ def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:
 
 
 @dataclass(frozen=True)
+class Request:
+    """One prompt and how its pictures are made."""
+
+    prompt: str
+    params: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
+    image: Image | None = None
+    """What to start from, for pipelines that edit."""
+    num_previews: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str):
+            raise SettingError(f"A prompt must be text, not {self.prompt!r}.")
+        if not isinstance(self.params, OmniDiffusionSamplingParams):
+            raise SettingError(f"params must be OmniDiffusionSamplingParams, not {self.params!r}.")
+        if type(self.num_previews) is not int or self.num_previews < 0:
+            raise SettingError(f"num_previews must be a whole number from 0 on, not {self.num_previews!r}.")
+
+    @property
+    def num_pictures(self) -> int:
+        return self.params.num_outputs_per_prompt or 1
+
+    def fits_with(self, other: Request) -> bool:
+        """Whether one call of the pipeline can make the pictures of both."""
+        return self.image is None and other.image is None and _shared(self.params) == _shared(other.params)
+
+
+def _shared(params: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
+    return replace(params, seed=None, num_outputs_per_prompt=None)
+
+
+@dataclass(frozen=True)
 class GeneratedPictures:
     """What came of one prompt."""
 
@@ -93,3 +128,10 @@ class GeneratedPictures:
     """What the user should know, such as a prompt that was too long."""
     cache: tuple[Any, ...] = ()
     """What the cache did for each picture, if there is one: its `stats()`."""
+    error: SamovarError | None = None
+    """Why there are no pictures, for a prompt of a list; a single prompt that fails raises it instead."""
+
+    @classmethod
+    def failed(cls, request: Request, error: SamovarError) -> GeneratedPictures:
+        """No pictures, and why."""
+        return cls(request.prompt, (), (), request.params, 0.0, error=error)

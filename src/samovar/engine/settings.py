@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..builtin import BUILTIN_MODELS
-from ..errors import ModelError, SettingError, nearest
+from ..errors import SettingError, nearest
+from .models import find_model
+from .sources import gather, read_bool, read_mapping
 
 if TYPE_CHECKING:
     import torch
@@ -19,28 +21,18 @@ if TYPE_CHECKING:
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def model_folder(model: str) -> Path:
-    """Where a model is: one that comes with Samovar, by name, or a folder in diffusers format."""
-    if model in BUILTIN_MODELS:
-        return BUILTIN_MODELS[model]
-    folder = Path(model).expanduser()
-    if not (folder / "model_index.json").is_file():
-        raise ModelError(
-            f"{model!r} is neither a model that comes with Samovar nor a folder with a model_index.json. "
-            f"{nearest(model, BUILTIN_MODELS)} A model of the hub must be downloaded first: "
-            "hf download NAME --local-dir FOLDER"
-        )
-    return folder
-
-
 @dataclass(frozen=True)
-class EngineConfig:
-    """What is wished for. The names are those of `Omni`."""
+class OmniDiffusionConfig:
+    """What is wished for: all settings of `Omni` and `AsyncOmni`."""
 
     model: str = "emoji"
+    """One that comes with Samovar, a folder in diffusers format, or a name of the hub."""
     dtype: str = "auto"
     device: str | None = None
     progress: bool = True
+    """Whether a bar is shown on a terminal."""
+    trust_remote_code: bool = False
+    """Whether Python files that come with the model may be run."""
     cache_backend: str | None = None
     cache_config: Mapping[str, Any] | None = None
     enable_cpu_offload: bool = False
@@ -54,8 +46,23 @@ class EngineConfig:
     """Ranks that share a sequence."""
     cfg_parallel_size: int = 1
     """Ranks that share the branches of the guidance."""
+    compile: bool = False
+    """Whether the denoiser's blocks are compiled: the first picture takes longer, maybe more than `step_timeout_s`, and
+    the others less."""
+    max_batch: int = 1
+    """The most pictures that are made at once; above 1 they may differ in the last bits from those made alone."""
+    max_queue: int = 16
+    """The most requests that wait in AsyncOmni."""
+    step_timeout_s: float = 60.0
+    """How long AsyncOmni waits for a step before it takes a worker for hung."""
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any], file: str | Path | None = None) -> OmniDiffusionConfig:
+        """These settings, then those of a file, then those of the environment."""
+        return cls(**gather(settings, file, {field.name: _reader(field.type) for field in fields(cls)}))
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.dtype not in _DTYPES:
             hint = nearest(str(self.dtype), _DTYPES)
             raise SettingError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}. {hint}")
@@ -64,10 +71,23 @@ class EngineConfig:
                 "enable_cpu_offload and enable_layerwise_offload exclude each other: components take turns as a whole, "
                 "or their blocks stream. Choose one, or give gpu_memory alone, which chooses for you."
             )
-        model_folder(self.model)
+        find_model(self.model)
         _check_device(self.device)
         if self.num_ranks > 1:
             self._check_gpus()
+
+    def _check_kinds(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise SettingError(f"{field.name} must be true or false, not {value!r}.")
+        for name in ("max_batch", "max_queue"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise SettingError(f"{name} must be a whole number from 1 on, not {value!r}.")
+        limit = self.step_timeout_s
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not (limit > 0 and math.isfinite(limit)):
+            raise SettingError(f"step_timeout_s must be a number of seconds above 0, not {limit!r}.")
 
     def attach_config(self) -> AttachConfig:
         """What goes on the pipeline."""
@@ -87,6 +107,7 @@ class EngineConfig:
             gpu_memory=self.gpu_memory,
             parallel=SequenceParallelConfig(ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree),
             cfg_parallel=self.cfg_parallel_size,
+            compile=self.compile,
             device=self.execution_device() if is_offloaded else None,
         )
 
@@ -137,3 +158,9 @@ def _check_device(device: str | None) -> None:
         raise SettingError(
             f"{device!r} cannot be used: torch {torch.__version__} finds no GPU here. Leave it out, or give cpu."
         )
+
+
+def _reader(annotation: Any) -> Callable[[str], Any]:
+    """What makes a value of a variable's text."""
+    readers: dict[str, Callable[[str], Any]] = {"bool": read_bool, "int": int, "float": float}
+    return readers.get(annotation, read_mapping if "Mapping" in annotation else str)

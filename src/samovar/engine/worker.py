@@ -1,68 +1,232 @@
-"""Who owns the pipeline? One worker: it loads a model and makes pictures with it, one prompt at a time."""
+"""Who owns the pipeline? One worker: it loads a model and makes pictures with it."""
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import gc
 import random
 import time
-import warnings
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ModelError, SettingError, nearest
-from ..files import read_json
-from .request import GeneratedPictures, OmniDiffusionSamplingParams, read_defaults
-from .settings import EngineConfig, model_folder
+from ..errors import EngineError, OutOfMemoryError, SamovarError, SettingError
+from .events import SILENT, Listener
+from .facts import facts_of
+from .models import fetch_model, load_pipeline
+from .request import GeneratedPictures, OmniDiffusionSamplingParams, Request, read_defaults
+from .settings import OmniDiffusionConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from .steps import Shot
+
+Outcome = GeneratedPictures | SamovarError
+
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, OSError, RuntimeError,
+             TypeError)  # fmt: skip
+"""What a pipeline raises that was asked for what it cannot do, or in which something is wrong."""
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")
+_NO_SIZE = ("Storage size calculation overflowed", "overflow")
+
+
+class Usage(NamedTuple):
+    """What a worker takes."""
+
+    memory_bytes: int
+    """Of the GPU, or of the host where there is none."""
+    bytes_moved: int
+    """Weights copied to the device so far."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request that was found good."""
+
+    request: Request
+    params: OmniDiffusionSamplingParams
+    call: dict[str, Any]
+    seeds: tuple[int, ...]
 
 
 class Worker:
     """A loaded pipeline and the model's defaults."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: OmniDiffusionConfig) -> None:
         from ..compose import Attached
 
-        folder = model_folder(config.model)
-        self.defaults = read_defaults(folder)
-        pipeline_class = _pipeline_class(folder)
+        folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
+        defaults = read_defaults(folder)
         started = time.perf_counter()
-        self._pipeline = _load_pipeline(pipeline_class, folder, config)
+        self._pipeline = load_pipeline(folder, _dtype(config), trust_remote_code=config.trust_remote_code)
+        if not config.attach_config().offloads:
+            # What is offloaded stays on the host, and never passes through the device whole.
+            self._pipeline.to(config.execution_device())
+        self.facts = facts_of(self._pipeline, defaults)
         # None: shown on a terminal, not in a file.
         shows = config.progress and _rank() == 0
         self._pipeline.set_progress_bar_config(disable=None if shows else True, leave=False, desc="denoising")
         self._attached = Attached(self._pipeline, config.attach_config())
+        self._device = config.execution_device()
+        # A cache decides for a batch as a whole: a picture would depend on those beside it.
+        self.max_batch = config.max_batch if self._attached.cache is None else 1
         self.load_seconds = time.perf_counter() - started
 
     def generate(self, prompt: str, params: OmniDiffusionSamplingParams) -> GeneratedPictures:
         """Pictures of a prompt. Every one is the same whether it is made alone or among others."""
+        (outcome,) = self.make([Request(prompt, params)])
+        if isinstance(outcome, SamovarError):
+            raise outcome
+        return outcome
+
+    def make(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
+        """Pictures for requests that fit together, in as few calls as may be; for each that fails, its error. One
+        that fails among others is made again alone, so that nobody suffers for it but itself."""
+        listener = listener or SILENT
+        outcomes: dict[int, Outcome] = {}
+        jobs: dict[int, _Job] = {}
+        for index, request in enumerate(requests):
+            try:
+                jobs[index] = self._job(request)
+            except SamovarError as error:
+                outcomes[index] = error
+        if len(jobs) > 1:
+            with contextlib.suppress(SamovarError):
+                outcomes |= self._make_together(jobs, listener)
+        for index, job in jobs.items():
+            if index not in outcomes:
+                outcomes[index] = self._make_alone(index, job, listener)
+        return [outcomes[index] for index in range(len(requests))]
+
+    def usage(self) -> Usage:
+        """What is taken now."""
         import torch
 
-        if not isinstance(prompt, str):
-            raise SettingError(f"A prompt must be text, not {prompt!r}.")
-        asked, params = params, params.over(self.defaults)
-        if params.seed is None:
-            params = replace(params, seed=self._draw_seed())
-        call = self._call_arguments(params)
-        seeds = tuple(range(params.seed or 0, (params.seed or 0) + (params.num_outputs_per_prompt or 1)))
-        started = time.perf_counter()
-        images, cache = [], []
-        for seed in seeds:
-            generator = torch.Generator("cpu").manual_seed(seed)
-            try:
-                images += self._pipeline(prompt=prompt, generator=generator, **call).images
-            except SettingError:
-                raise
-            except ValueError as error:  # How pipelines of diffusers refuse a setting.
-                raise SettingError(f"{type(self._pipeline).__name__} refuses these settings: {error}") from error
-            if self._attached.cache is not None:
-                cache.append(self._attached.cache.stats())
-        seconds = time.perf_counter() - started
-        notes = self._notes(prompt, params, asked)
-        return GeneratedPictures(prompt, tuple(images), seeds, params, seconds, notes, tuple(cache))
+        offloaded = self._attached.offloaded
+        moved = 0 if offloaded is None else offloaded.stats().sent_bytes
+        on_gpu = self._device.type == "cuda"
+        return Usage(torch.cuda.memory_allocated() if on_gpu else _resident_bytes(), moved)
 
     def close(self) -> None:
         """Take everything off the pipeline, so that its memory is given back."""
         self._attached.detach()
+
+    # ------------------------------------------------------------------------------------------ one call, or several
+
+    def _job(self, request: Request) -> _Job:
+        call = self.facts.check(request)
+        params = self.facts.completed(request)
+        if params.seed is None:
+            params = replace(params, seed=self._draw_seed())
+        first = params.seed or 0
+        return _Job(request, params, call, tuple(range(first, first + (params.num_outputs_per_prompt or 1))))
+
+    def _make_alone(self, index: int, job: _Job, listener: Listener) -> Outcome:
+        try:
+            return self._make_together({index: job}, listener)[index]
+        except SamovarError as error:
+            return error
+
+    def _make_together(self, jobs: dict[int, _Job], listener: Listener) -> dict[int, Outcome]:
+        from .steps import Shot
+
+        shots = [
+            Shot(index, picture, len(job.seeds), seed, job.request.num_previews)
+            for index, job in jobs.items()
+            for picture, seed in enumerate(job.seeds)
+        ]
+        images: dict[int, list[Any]] = {index: [] for index in jobs}
+        cache: list[Any] = []
+        started = time.perf_counter()
+        for first in range(0, len(shots), self.max_batch):
+            together = shots[first : first + self.max_batch]
+            for shot, image in zip(together, self._call(jobs, together, listener), strict=True):
+                images[shot.request].append(image)
+            if self._attached.cache is not None:
+                cache.append(self._attached.cache.stats())
+        seconds = time.perf_counter() - started
+        outcomes: dict[int, Outcome] = {}
+        for index, job in jobs.items():
+            pictures, notes = tuple(images[index]), self._notes(job)
+            outcomes[index] = GeneratedPictures(
+                job.request.prompt, pictures, job.seeds, job.params, seconds, notes, tuple(cache)
+            )
+        return outcomes
+
+    def _call(self, jobs: dict[int, _Job], shots: Sequence[Shot], listener: Listener) -> list[Any]:
+        """One call of the pipeline."""
+        import torch
+
+        lead = jobs[shots[0].request]
+        call = dict(lead.call)
+        generators = [torch.Generator("cpu").manual_seed(shot.seed) for shot in shots]
+        prompts = [jobs[shot.request].request.prompt for shot in shots]
+        if len(shots) == 1:
+            call |= {"prompt": prompts[0], "generator": generators[0]}
+        else:
+            call |= {"prompt": prompts, "generator": generators}
+            if "negative_prompt" in call:
+                call["negative_prompt"] = [call["negative_prompt"]] * len(shots)
+        problem = ""
+        try:
+            with self._watched(call, shots, listener):
+                return list(self._pipeline(**call).images)
+        except SamovarError:
+            raise
+        except ValueError as error:  # How pipelines of diffusers refuse a setting.
+            raise SettingError(f"{self.facts.class_name} refuses these settings: {error}") from error
+        except MemoryError as error:
+            problem = str(error) or "no memory is left"
+        except _FAILURES as error:
+            if not any(words in str(error) for words in (*_NO_MEMORY, *_NO_SIZE)):
+                raise EngineError(f"{self.facts.class_name} failed: {type(error).__name__}: {error}") from error
+            problem = str(error).splitlines()[0]
+        # Only here, where the error and with it every frame of the call is gone, can its memory be given back.
+        self._free_memory()
+        raise OutOfMemoryError(f"There is not enough memory for {_size_of(lead.params, len(shots))}: {problem}")
+
+    @contextlib.contextmanager
+    def _watched(self, call: dict[str, Any], shots: Sequence[Shot], listener: Listener) -> Iterator[None]:
+        """A call whose steps are followed, by its callback or by hooks."""
+        from ..arch import find_denoisers
+        from .steps import CALLBACK, StepHook, StepWatch
+
+        size = call.get("height"), call.get("width")
+        watch = StepWatch(self._pipeline, self._attached.cache, shots, listener, self._agree, size)
+        watch.check_cancelled()
+        if CALLBACK in self.facts.takes:
+            call[CALLBACK] = watch.call_back
+            yield
+            return
+        denoisers = list(find_denoisers(self._pipeline).values())
+        hook = StepHook(self._pipeline, watch)
+        hook.attach(denoisers)
+        try:
+            yield
+            hook.end()
+        finally:
+            hook.detach(denoisers)
+
+    def _free_memory(self) -> None:
+        import torch
+
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------------------------------ with other ranks
+
+    def _agree(self, word: bool) -> bool:
+        """What the first rank says, which alone hears of requests that are taken back."""
+        if self._attached.config.num_ranks == 1:
+            return word
+        import torch
+        import torch.distributed as dist
+
+        said = torch.tensor([int(word)], device=self._device)
+        dist.broadcast(said, src=0)
+        return bool(said.item())
 
     def _draw_seed(self) -> int:
         """A seed by chance, the same on all ranks."""
@@ -73,31 +237,13 @@ class Worker:
             dist.broadcast_object_list(drawn, src=0)
         return drawn[0]
 
-    def _call_arguments(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
-        """The settings as this pipeline takes them, all checked before anything is computed."""
-        multiple = 2 * getattr(self._pipeline, "vae_scale_factor", 4)
-        for name in ("height", "width"):
-            size = getattr(params, name)
-            if size is not None and size % multiple:
-                below = max(multiple, size // multiple * multiple)
-                raise SettingError(
-                    f"{name} must be a multiple of {multiple} for this model, not {size}: try {below} or "
-                    f"{size // multiple * multiple + multiple}."
-                )
-        call = {name: v for name, v in params.given().items() if name not in ("seed", "num_outputs_per_prompt")}
-        takes = inspect.signature(self._pipeline.__call__).parameters
-        for name in call:
-            if name not in takes:
-                raise SettingError(f"{type(self._pipeline).__name__} takes no {name}. {nearest(name, takes)}")
-        return call
+    # ------------------------------------------------------------------------------------------ what had no effect
 
-    def _notes(
-        self, prompt: str, params: OmniDiffusionSamplingParams, asked: OmniDiffusionSamplingParams
-    ) -> tuple[str, ...]:
-        """What had no effect: words beyond those that the model reads, and guidance that it does not know."""
-        notes = self._length_notes(prompt, params)
+    def _notes(self, job: _Job) -> tuple[str, ...]:
+        """Words beyond those that the model reads, and guidance that it does not know."""
+        notes = self._length_notes(job.request.prompt, job.params)
         config = getattr(getattr(self._pipeline, "transformer", None), "config", {})
-        if asked.guidance_scale is not None and config.get("guidance_embeds") is False:
+        if job.request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
             notes += ("guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale",)
         return notes
 
@@ -112,41 +258,27 @@ class Worker:
         return (f"the prompt is {length} tokens long, and the model read the first {limit}",)
 
 
-def _pipeline_class(folder: Path) -> Any:
-    """The class that a folder's index names. Importing it takes most of the time until the first picture."""
-    import diffusers
-    import transformers
-
-    # Their advice and their bars are for people who load models by hand.
-    for logging in (transformers.utils.logging, diffusers.utils.logging):
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-    name = read_json(folder / "model_index.json").get("_class_name")
-    pipeline_class = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if pipeline_class is None:
-        raise ModelError(
-            f"{folder / 'model_index.json'} is of class {name!r}, which diffusers {diffusers.__version__} does not "
-            "have. Upgrade diffusers, or check the file."
-        )
-    return pipeline_class
-
-
-def _load_pipeline(pipeline_class: Any, folder: Path, config: EngineConfig) -> Any:
+def _dtype(config: OmniDiffusionConfig) -> torch.dtype:
     import torch
 
-    device, dtype = config.execution_device(), config.dtype
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
-    given = {"use_safetensors": True, "local_files_only": True}
-    with warnings.catch_warnings():
-        # diffusers renamed the argument; both names work from 0.42 on, and only the old one before.
-        warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
-        pipeline = pipeline_class.from_pretrained(folder, torch_dtype=getattr(torch, dtype), **given)
-    # What is offloaded stays on the host, and never passes through the device whole.
-    return pipeline if config.attach_config().offloads else pipeline.to(device)
+    auto = "float32" if config.execution_device().type == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
+    return dtype
 
 
 def _rank() -> int:
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _resident_bytes() -> int:
+    """The memory of this process, where the system says so."""
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+    return 0
+
+
+def _size_of(params: OmniDiffusionSamplingParams, count: int) -> str:
+    size = f" of {params.width} x {params.height} pixels" if params.width and params.height else " of the default size"
+    return f"{count} picture{'s' * (count > 1)}{size}"

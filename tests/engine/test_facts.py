@@ -1,0 +1,73 @@
+"""What a pipeline takes: checked without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from samovar import OmniDiffusionSamplingParams
+from samovar.engine import PipelineFacts, Request
+from samovar.engine.facts import facts_of
+from samovar.errors import SettingError
+
+TAKES = frozenset({"prompt", "height", "width", "num_inference_steps", "generator"})
+TEXT = PipelineFacts("TextPipeline", TAKES, 16, OmniDiffusionSamplingParams(height=64, num_inference_steps=9))
+EDIT = PipelineFacts("EditPipeline", TAKES | {"image", "strength"}, 16)
+PAINT = PipelineFacts("PaintPipeline", TAKES | {"image", "mask_image"}, 16)
+PICTURE = Image.new("RGBA", (70, 45), (10, 20, 30, 255))
+
+
+def ask(image: Any = None, **params: Any) -> Request:
+    return Request("a cat", OmniDiffusionSamplingParams(**params), image)
+
+
+def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
+    assert TEXT.check(ask(seed=1, num_outputs_per_prompt=2)) == {"height": 64, "num_inference_steps": 9}
+    assert TEXT.check(ask(height=32))["height"] == 32
+    assert not TEXT.can_edit
+
+
+@pytest.mark.parametrize(
+    ("facts", "request_", "message"),
+    [
+        (TEXT, ask(height=18), "height must be a multiple of 16 for this model, not 18: try 16 or 32"),
+        (TEXT, ask(width=2), "width must be a multiple of 16 for this model, not 2: try 16 or 16"),
+        (TEXT, ask(true_cfg_scale=2.0), "TextPipeline takes no true_cfg_scale"),
+        (TEXT, ask(PICTURE), "TextPipeline takes no image: it makes pictures from text alone"),
+        (EDIT, ask("cat.png"), "image must be a picture of PIL, not 'cat.png'"),
+        (PAINT, ask(PICTURE.convert("RGB")), "must know which part of the image to change"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(facts: PipelineFacts, request_: Request, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        facts.check(request_)
+
+
+def test_a_picture_says_how_large_the_new_one_is() -> None:
+    call = EDIT.check(ask(PICTURE, strength=0.5))
+    assert (call["width"], call["height"], call["strength"]) == (64, 32, 0.5)
+    assert (call["image"].mode, call["image"].size) == ("RGB", (70, 45))
+    assert EDIT.check(ask(PICTURE, height=48))["height"] == 48
+    assert "width" not in EDIT.check(ask(PICTURE, height=48))
+    assert EDIT.check(ask(Image.new("RGB", (3, 3))))["width"] == 16
+
+
+def test_what_is_transparent_is_drawn_anew() -> None:
+    picture = PICTURE.copy()
+    picture.putpixel((5, 6), (0, 0, 0, 0))
+    mask = PAINT.check(ask(picture))["mask_image"]
+    assert (mask.getpixel((5, 6)), mask.getpixel((0, 0))) == (255, 0)
+
+
+def test_facts_are_read_off_a_pipeline() -> None:
+    class Unguided:
+        vae_scale_factor = 8
+
+        def __call__(self, prompt: str, height: int) -> None: ...
+
+    facts = facts_of(Unguided(), OmniDiffusionSamplingParams(seed=1))
+    assert facts == PipelineFacts("Unguided", frozenset({"prompt", "height"}), 16, OmniDiffusionSamplingParams(seed=1))
+    with pytest.raises(SettingError, match="Unguided takes no num_inference_steps"):
+        facts.check(ask(num_inference_steps=2))

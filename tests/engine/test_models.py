@@ -1,0 +1,97 @@
+"""Where a model is, and which ones are refused before anything of theirs can run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from samovar.engine.models import check_model, fetch_model, find_model, load_diffusers, load_pipeline
+from samovar.errors import ModelError
+
+
+def test_names_folders_and_what_is_neither(folder: Path, tmp_path: Path) -> None:
+    found = find_model("emoji")
+    assert found is not None
+    assert (found / "model_index.json").is_file()
+    assert find_model(str(folder)) == folder
+    assert find_model("black-forest-labs/FLUX.1-dev") is None, "to be had from the hub"
+    for wrong in ("emojy", "../etc", "/nowhere/at/all", str(tmp_path), "a/b/c", "", "http://x/y"):
+        with pytest.raises(ModelError, match="is neither a model that comes with Samovar"):
+            find_model(wrong)
+    with pytest.raises(ModelError, match="must be a name or a folder, not 3"):
+        find_model(3)  # type: ignore[arg-type]
+
+
+def test_a_name_of_the_hub_without_a_network_is_a_clear_error() -> None:
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is no folder here and could not be had from the hub"):
+        fetch_model("nobody/no-such-model")
+
+
+class Canary:
+    """What a pickle can do: run a command when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self._file}",)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".ckpt"])
+def test_pickled_weights_are_refused_and_never_read(folder: Path, tmp_path: Path, suffix: str) -> None:
+    copy, canary = tmp_path / "copy", tmp_path / "canary"
+    shutil.copytree(folder, copy)
+    (copy / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    (copy / "vae" / f"diffusion_pytorch_model{suffix}").write_bytes(pickle.dumps(Canary(canary)))
+    with pytest.raises(ModelError, match=rf"diffusion_pytorch_model{suffix} is a pickle, which can run code"):
+        load_pipeline(copy, torch.float32)
+    assert not canary.exists()
+    pickle.loads(pickle.dumps(Canary(canary)))
+    assert canary.exists(), "the canary sings if it is read"
+
+
+@pytest.mark.parametrize("where", ["pipeline", "component"])
+def test_code_that_comes_with_a_model_is_refused_and_never_run(folder: Path, tmp_path: Path, where: str) -> None:
+    copy, canary = tmp_path / "copy", tmp_path / "canary"
+    shutil.copytree(folder, copy)
+    code = f"open({str(canary)!r}, 'w')\nfrom diffusers import FluxPipeline as Own, AutoencoderKL as OwnVae\n"
+    index = json.loads((copy / "model_index.json").read_text())
+    if where == "pipeline":
+        (copy / "own.py").write_text(code)
+        index["_class_name"] = ["own", "Own"]
+    else:
+        (copy / "vae" / "own.py").write_text(code)
+        index["vae"] = ["own", "OwnVae"]
+    (copy / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ModelError, match=r"asks for code that comes with the model: .*own\.py.* trust_remote_code=True"
+    ):
+        load_pipeline(copy, torch.float32)
+    assert not canary.exists()
+    assert check_model(copy, trust_remote_code=True) == index
+
+
+def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"copy cannot be loaded: .* Check its files\."):
+        load_pipeline(tmp_path / "copy", torch.float32)
+    (tmp_path / "copy" / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
+    with pytest.raises(ModelError, match=r"is of class 'NoPipeline', which diffusers .* does not have"):
+        load_pipeline(tmp_path / "copy", torch.float32)
+
+
+def test_remote_code_is_switched_off_unless_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFUSERS_DISABLE_REMOTE_CODE", "0")
+    monkeypatch.delenv("DIFFUSERS_DISABLE_REMOTE_CODE")
+    load_diffusers(trust_remote_code=True)
+    assert "DIFFUSERS_DISABLE_REMOTE_CODE" not in os.environ
+    assert load_diffusers().__name__ == "diffusers"
+    assert os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] == "1"

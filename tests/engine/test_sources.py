@@ -1,0 +1,102 @@
+"""Where settings come from, who wins, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from samovar.engine import OmniDiffusionConfig
+from samovar.engine.sources import from_file, read_bool, read_mapping
+from samovar.errors import ModelError, SettingError
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in [name for name in os.environ if name.startswith("SAMOVAR_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_arguments_win_over_the_file_and_the_file_over_the_environment(
+    tmp_path: Path, bare_environment: pytest.MonkeyPatch
+) -> None:
+    bare_environment.setenv("SAMOVAR_DTYPE", "float16")
+    bare_environment.setenv("SAMOVAR_DEVICE", "cpu")
+    bare_environment.setenv("SAMOVAR_MAX_BATCH", "7")
+    bare_environment.setenv("SAMOVAR_STEP_TIMEOUT_S", "2.5")
+    bare_environment.setenv("SAMOVAR_ENABLE_CPU_OFFLOAD", "on")
+    bare_environment.setenv("SAMOVAR_API_KEY", "not a setting of the engine")
+    assert OmniDiffusionConfig.read({}) == OmniDiffusionConfig(
+        dtype="float16", device="cpu", max_batch=7, step_timeout_s=2.5, enable_cpu_offload=True
+    )
+    file = tmp_path / "settings.yaml"
+    file.write_text("dtype: bfloat16\nmax_batch: 3\ncache_backend: tea_cache\ncache_config: {rel_l1_thresh: 0.3}\n")
+    config = OmniDiffusionConfig.read({"max_batch": 2}, file)
+    assert (config.dtype, config.device, config.max_batch) == ("bfloat16", "cpu", 2)
+    assert config.cache_config == {"rel_l1_thresh": 0.3}
+    same = tmp_path / "settings.json"
+    same.write_text('{"dtype": "bfloat16", "cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3}}')
+    assert OmniDiffusionConfig.read({"max_batch": 2}, str(same)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.yaml", "dtyp: float32", r"'dtyp' is no setting of Omni, in '.*a.yaml'. Did you mean 'dtype'\?"),
+        ("a.json", '{"max_bach": 2}', r"Did you mean 'max_batch'\?"),
+        ("a.json", "{", "is no JSON"),
+        ("a.yaml", "a: [", "is no YAML"),
+        ("a.yaml", "- 1", r"must hold settings by name, such as `model: emoji`, not \[1\]"),
+        ("a.toml", "", "must end in .yaml, .yml or .json"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []", "is no YAML"),
+        ("a.yaml", "enable_cpu_offload: 'yes'", "enable_cpu_offload must be true or false, not 'yes'"),
+        ("a.yaml", "max_queue: 0", "max_queue must be a whole number from 1 on, not 0"),
+        ("a.yaml", "max_batch: 1.5", "max_batch must be a whole number from 1 on, not 1.5"),
+        ("a.yaml", "step_timeout_s: .inf", "step_timeout_s must be a number of seconds above 0, not inf"),
+        ("a.yaml", "model: emojy", r"Did you mean 'emoji'\?"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises((SettingError, ModelError), match=message):
+        OmniDiffusionConfig.read({}, file)
+
+
+def test_an_empty_file_says_nothing_and_a_missing_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("")
+    assert from_file(tmp_path / "a.yaml", ["model"]) == {}
+    with pytest.raises(SettingError, match="cannot be read"):
+        from_file(tmp_path / "b.yaml", ["model"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("SAMOVAR_DTYP", "float32", r"'SAMOVAR_DTYP' is no .* Did you mean 'SAMOVAR_DTYPE'\?"),
+        ("SAMOVAR_MAX_BATCH", "two", "SAMOVAR_MAX_BATCH='two' cannot be read"),
+        ("SAMOVAR_TRUST_REMOTE_CODE", "maybe", "expected 1 or 0"),
+        ("SAMOVAR_CACHE_CONFIG", "rel_l1_thresh", "expected JSON such as"),
+        ("SAMOVAR_CACHE_CONFIG", "[1]", "expected a JSON object"),
+    ],
+)
+def test_a_variable_with_a_mistake_is_refused(
+    bare_environment: pytest.MonkeyPatch, variable: str, text: str, message: str
+) -> None:
+    bare_environment.setenv(variable, text)
+    with pytest.raises(SettingError, match=message):
+        OmniDiffusionConfig.read({})
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"'cache_bakend' is no setting of Omni. Did you mean 'cache_backend'\?"):
+        OmniDiffusionConfig.read({"cache_bakend": "tea_cache"})
+
+
+def test_words_of_variables() -> None:
+    assert [read_bool(word) for word in ("1", "Yes", " on ", "TRUE", "0", "no", "off", "false")] == [True] * 4 + [
+        False
+    ] * 4
+    assert read_mapping('{"a": 1}') == {"a": 1}

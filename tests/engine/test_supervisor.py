@@ -1,0 +1,268 @@
+"""The supervisor with a real worker process: queue, cancellation, isolation, and what it does when workers die."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from asking import Asked, children_of, is_alive, is_step, pixels, wait_for
+
+from samovar.engine import (
+    Failed,
+    OmniDiffusionConfig,
+    Preview,
+    Progress,
+    Request,
+    Restarts,
+    Started,
+    Supervisor,
+    Worker,
+)
+from samovar.errors import (
+    CancelledRequestError,
+    EngineDownError,
+    ModelError,
+    QueueFullError,
+    QueueTimeoutError,
+    SettingError,
+    ShuttingDownError,
+    StepTimeoutError,
+    WorkerLostError,
+)
+
+LONG = 2000
+"""Steps that nobody waits for: they take longer than any test does."""
+
+
+def test_a_request_is_told_about_from_start_to_end(engine: Supervisor, folder: Path) -> None:
+    before = engine.status()
+    asked = Asked(engine, num_inference_steps=4, num_outputs_per_prompt=2, num_previews=1)
+    result = asked.result()
+    assert isinstance(asked.events[0], Started)
+    steps = [event for event in asked.events if isinstance(event, Progress)]
+    assert [(step.picture, step.step) for step in steps] == [(p, s) for p in (0, 1) for s in (1, 2, 3, 4)]
+    assert {(step.num_steps, step.num_pictures, step.is_computed) for step in steps} == {(4, 2, None)}
+    previews = [event for event in asked.events if isinstance(event, Preview)]
+    assert [(preview.picture, preview.step, preview.image.size) for preview in previews] == [
+        (0, 2, (32, 16)),
+        (1, 2, (32, 16)),
+    ]
+    alone = Worker(engine.config).generate("a cat", result.params)
+    assert result.seeds == (3, 4)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(result.images, alone.images, strict=True))
+    after = engine.status()
+    assert after.is_ready
+    assert after.is_alive
+    assert (after.queued, after.running) == (0, 0)
+    assert (after.steps_computed - before.steps_computed, after.step_count - before.step_count) == (8, 8)
+    assert after.pictures - before.pictures == 2
+    assert after.memory_bytes > 10_000_000
+    assert len(after.worker_ids) == 1
+
+
+def test_what_the_model_does_not_take_is_refused_at_once(engine: Supervisor) -> None:
+    with pytest.raises(SettingError, match="height must be a multiple of 4 for this model, not 18"):
+        Asked(engine, height=18)
+    with pytest.raises(SettingError, match="FluxPipeline takes no strength"):
+        Asked(engine, strength=0.5)
+    late = Asked(engine, max_sequence_length=1000)
+    with pytest.raises(SettingError, match="FluxPipeline refuses these settings"):
+        late.result()
+    assert engine.status().queued == 0
+
+
+def test_the_queue_ends_and_has_an_order_and_deadlines(engine: Supervisor) -> None:
+    running = Asked(engine, num_inference_steps=LONG)
+    running.until(is_step)
+    impatient = Asked(engine, deadline_s=0.05)
+    last = Asked(engine, "an owl", num_inference_steps=1)
+    first = Asked(engine, "a dog", priority=1, num_inference_steps=1)
+    assert engine.place(running.entry) == 0
+    with pytest.raises(QueueTimeoutError, match=r"was to be started within 0\.1 s|within 0\.0 s"):
+        impatient.result()
+    assert [engine.place(each.entry) for each in (first, last)] == [1, 2]
+    more = [Asked(engine, num_inference_steps=1) for _ in range(4)]
+    with pytest.raises(QueueFullError, match="6 requests are waiting"):
+        Asked(engine)
+    assert (engine.status().queued, engine.status().running) == (6, 1)
+    for each in more[1:]:
+        engine.cancel(each.entry)
+        with pytest.raises(CancelledRequestError):
+            each.result()
+    engine.cancel(running.entry)
+    assert first.result().prompt == "a dog"
+    assert last.result().prompt == "an owl"
+    assert more[0].result().prompt == "a cat"
+    failures = engine.status().failures
+    assert failures["queue_timeout"] == 1
+    assert failures["cancelled"] >= 4
+
+
+def test_what_is_taken_back_stops_at_its_step_and_leaves_no_trace(engine: Supervisor) -> None:
+    expected = pixels(Asked(engine, num_inference_steps=3).result())
+    for stop_at in (1, 4, 7):
+        before = engine.status().step_count
+        running = Asked(engine, num_inference_steps=LONG)
+        for _ in range(stop_at):
+            running.until(is_step)
+        told = engine.status().step_count - before
+        engine.cancel(running.entry)
+        with pytest.raises(CancelledRequestError):
+            running.result()
+        after = Asked(engine, num_inference_steps=3)
+        assert np.array_equal(pixels(after.result()), expected)
+        # Those that were told before, the one under way, and what was on its way in the pipe meanwhile.
+        assert engine.status().step_count - before - 3 <= told + 10
+        engine.cancel(after.entry)  # Over already: nothing happens.
+
+
+def test_requests_do_not_touch_each_other(engine: Supervisor) -> None:
+    """Two prompts by turns, with different steps, after one that was taken back and one that was refused."""
+    cases = [("a cat", 2), ("a dog", 5), ("a cat", 5), ("a dog", 2)]
+    solo = {case: pixels(Asked(engine, case[0], num_inference_steps=case[1]).result()) for case in cases}
+    dropped = Asked(engine, num_inference_steps=LONG)
+    dropped.until(is_step)
+    engine.cancel(dropped.entry)
+    refused = Asked(engine, max_sequence_length=1000)
+    mixed = [(case, Asked(engine, case[0], num_inference_steps=case[1])) for case in reversed(cases)]
+    with pytest.raises(SettingError):
+        refused.result()
+    for case, asked in mixed:
+        assert np.array_equal(pixels(asked.result()), solo[case]), case
+
+
+def test_a_worker_that_is_killed_or_hangs_is_replaced_and_only_its_request_fails(engine: Supervisor) -> None:
+    expected = pixels(Asked(engine, num_inference_steps=2).result())
+    restarts = engine.status().restarts
+    (killed,) = engine.status().worker_ids
+    running = Asked(engine, num_inference_steps=LONG)
+    waiting = [Asked(engine, num_inference_steps=2) for _ in range(3)]
+    running.until(is_step)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(WorkerLostError, match=rf"process {killed}, signal 9\), after step \d+ of {LONG}"):
+        running.result()
+    assert not engine.status().is_ready
+    assert engine.status().is_alive
+    for each in waiting:
+        assert np.array_equal(pixels(each.result()), expected)
+    assert engine.status().restarts == restarts + 1
+
+    (stopped,) = engine.status().worker_ids
+    patience = engine.config
+    running = Asked(engine, num_inference_steps=LONG)
+    after = Asked(engine, num_inference_steps=2)
+    running.until(is_step)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        engine.config = replace(patience, step_timeout_s=0.5)
+        engine.cancel(Asked(engine).entry)  # Whatever it wakes up for, it looks at the clock.
+        with pytest.raises(StepTimeoutError, match=r"said nothing for 0\.5 s, after step \d+"):
+            running.result()
+    finally:
+        engine.config = patience
+    assert np.array_equal(pixels(after.result()), expected)
+    wait_for(lambda: not is_alive(killed) and not is_alive(stopped))
+    status = engine.status()
+    assert status.restarts == restarts + 2
+    assert (status.failures["worker_restarted"], status.failures["step_timeout"]) == (1, 1)
+    assert status.is_ready
+
+
+@pytest.fixture
+def config(folder: Path) -> OmniDiffusionConfig:
+    return OmniDiffusionConfig(str(folder), device="cpu", progress=False)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_to_who_starts_it(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"]}')
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"")
+    supervisor = Supervisor(OmniDiffusionConfig(str(tmp_path), device="cpu"))
+    with pytest.raises(SettingError, match="has not been started"):
+        supervisor.submit(Request("a cat"), lambda event: None)
+    with pytest.raises(ModelError, match="is a pickle, which can run code"):
+        supervisor.start()
+    status = supervisor.status()
+    assert (status.is_ready, status.is_alive, status.worker_ids) == (False, False, ())
+    supervisor.close()
+
+
+@pytest.mark.slow
+def test_closing_refuses_what_waits_and_lets_what_runs_finish(config: OmniDiffusionConfig) -> None:
+    supervisor = Supervisor(config)
+    supervisor.start()
+    processes = supervisor.status().worker_ids
+    running, waiting = Asked(supervisor, num_inference_steps=40), Asked(supervisor)
+    running.until(is_step)
+    supervisor.close(drain_s=120.0)
+    assert running.result().seeds == (3,)
+    with pytest.raises(ShuttingDownError, match="had not been started"):
+        waiting.result()
+    with pytest.raises(ShuttingDownError, match="takes no more requests"):
+        Asked(supervisor)
+    supervisor.close()
+    assert not any(map(is_alive, processes))
+
+
+@pytest.mark.slow
+def test_the_circuit_opens_after_five_crashes_and_closes_again(config: OmniDiffusionConfig) -> None:
+    supervisor = Supervisor(config, Restarts(window_s=600.0, rest_s=20.0, first_delay_s=0.01))
+    supervisor.start()
+    for number in range(5):
+        wait_for(lambda: supervisor.status().is_ready)
+        waiting = Asked(supervisor, num_inference_steps=LONG)
+        behind = Asked(supervisor, num_inference_steps=1)
+        waiting.until(is_step)
+        os.kill(supervisor.status().worker_ids[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            waiting.result()
+        if number < 4:
+            assert behind.result().seeds == (3,)
+    with pytest.raises(EngineDownError, match="5 workers ended within 600 s"):
+        behind.result()
+    assert not supervisor.status().is_alive
+    with pytest.raises(EngineDownError):
+        Asked(supervisor)
+    wait_for(lambda: supervisor.status().is_ready)
+    assert Asked(supervisor).result().seeds == (3,)
+    supervisor.close()
+
+
+@pytest.mark.slow
+def test_twenty_kills_in_a_row_leave_no_request_hanging_and_no_process(config: OmniDiffusionConfig) -> None:
+    restarts = Restarts(most=1000, first_delay_s=0.0)
+    supervisor = Supervisor(config, restarts)
+    supervisor.start()
+    expected = pixels(Asked(supervisor).result())
+    before = children_of(os.getpid())
+    for _ in range(20):
+        wait_for(lambda: supervisor.status().is_ready)
+        running = Asked(supervisor, num_inference_steps=LONG)
+        running.until(is_step)
+        os.kill(supervisor.status().worker_ids[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            running.result()
+    assert np.array_equal(pixels(Asked(supervisor).result()), expected)
+    assert supervisor.status().restarts == 20
+    assert len(children_of(os.getpid())) == len(before)
+    supervisor.close()
+
+
+@pytest.mark.slow
+def test_five_hundred_that_are_taken_back_leave_no_memory_behind(engine: Supervisor) -> None:
+    def drop(count: int) -> int:
+        for number in range(count):
+            running = Asked(engine, num_inference_steps=LONG)
+            for _ in range(1 + number % 5):
+                running.until(is_step)
+            engine.cancel(running.entry)
+            assert isinstance(running.until(lambda event: False), Failed)
+        Asked(engine).result()
+        return engine.status().memory_bytes
+
+    warm = drop(100)
+    assert drop(500) - warm < 20_000_000

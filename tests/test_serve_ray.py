@@ -1,0 +1,151 @@
+"""Replicas of the server on Ray Serve: a real local cluster, one of two replicas killed. Run by `make test-ray`."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.ray,
+    # Ray's own, at its start and its end.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+REQUEST = {"prompt": "a cat", "size": "16x16", "num_inference_steps": 2, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    ray = pytest.importorskip("ray")
+    from ray import serve
+
+    from pipelines import tiny_flux_pipeline
+    from samovar.serve_ray import build
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_flux_pipeline().save_pretrained(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="samovar")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        settings = {"model": str(folder), "device": "cpu", "num_replicas": "2", "num_cpus": "0.5"}
+        serve.run(build({**settings, "health_period_s": "1", "drain_s": "5"}), route_prefix="/")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def client(address: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=5, timeout=120)
+
+
+def picture(answer: Any) -> bytes:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))).tobytes()
+
+
+def make(address: str) -> bytes:
+    extra = {name: REQUEST[name] for name in ("num_inference_steps", "seed")}
+    return picture(client(address).images.generate(prompt=REQUEST["prompt"], size=REQUEST["size"], extra_body=extra))
+
+
+def replicas() -> set[int]:
+    """The processes of the replicas that Ray takes for well."""
+    import psutil
+    from ray import serve
+
+    states = serve.status().applications["default"].deployments["samovar"].replica_states
+    titles = {process.pid: process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])}
+    found = {pid for pid, title in titles.items() if title[0].startswith("ray::ServeReplica")}
+    return found if len(found) == states.get("RUNNING", 0) else set()
+
+
+def eventually(what: Callable[[], bool], seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(1)
+
+
+def test_two_replicas_share_the_work_and_make_the_same_picture(address: str) -> None:
+    eventually(lambda: len(replicas()) == 2)
+    with ThreadPoolExecutor(8) as clients:
+        assert len(set(clients.map(lambda _: make(address), range(8)))) == 1
+
+
+def test_pictures_stream_through_the_proxy(address: str) -> None:
+    events = [
+        event.type
+        for event in client(address).images.generate(
+            prompt="a cat", size="16x16", stream=True, partial_images=1, extra_body={"num_inference_steps": 2}
+        )
+    ]
+    assert events[-1] == "image_generation.completed"
+
+
+def test_a_replica_that_is_killed_is_replaced_and_the_other_serves_on(address: str) -> None:
+    expected = make(address)
+    before = replicas()
+    assert len(before) == 2
+    os.kill(min(before), signal.SIGKILL)
+    assert [make(address) for _ in range(4)] == [expected] * 4
+    eventually(lambda: len(replicas()) == 2)
+    assert len(replicas() - before) == 1, "a new one"
+    assert make(address) == expected
+
+
+def test_errors_are_those_of_the_server(address: str) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="multiple of") as caught:
+        client(address).images.generate(prompt="a cat", size="17x16")
+    assert caught.value.param == "size"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_replica": "2"}, "Did you mean 'num_replicas'"),
+        ({"num_replicas": "0"}, "num_replicas must be a whole number from 1 on, not 0"),
+        ({"num_replicas": "2", "max_replicas": "4"}, "Give one of them"),
+        ({"min_replicas": "4", "max_replicas": "2"}, "less than min_replicas"),
+        ({"num_cpus": "many"}, "num_cpus must be a number from 0 on, not 'many'"),
+        ({"cache_backend": "tee_cache"}, "Did you mean 'tea_cache'"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused_before_anything_starts(settings: dict[str, str], says: str) -> None:
+    from samovar.errors import SettingError
+    from samovar.serve_ray import build
+
+    with pytest.raises(SettingError, match=says):
+        build(settings)
+
+
+def test_settings_become_rays(tmp_path: Path) -> None:
+    from samovar.engine import OmniDiffusionConfig
+    from samovar.serve_ray import RayConfig
+
+    engine = OmniDiffusionConfig(device="cpu", max_queue=4)
+    assert RayConfig(num_replicas=3).options(engine)["num_replicas"] == 3
+    options = RayConfig(min_replicas=2, max_replicas=16, num_gpus=1).options(engine)
+    assert options["autoscaling_config"]["max_replicas"] == 16
+    assert options["ray_actor_options"]["num_gpus"] == 1
+    assert options["max_ongoing_requests"] == 1 + 4 + 8
