@@ -37,17 +37,25 @@ test-browser: $(READY)
 	$(BIN)/pip install --quiet --editable '.[browser]'
 	$(PYTEST) -m browser
 
+# All of docs/reliability.md, with its figures; takes about half an hour.
+reliability: $(READY)
+	$(BIN)/pip install --quiet --editable '.[slow]'
+	$(BIN)/python benchmarks/reliability.py --write docs/reliability.md
+
 docs: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/models.md
 
 bench: $(READY)
 	$(BIN)/python benchmarks/hooks.py --json benchmarks/results/hooks.json
 	$(BIN)/python benchmarks/builtin.py --json benchmarks/results/builtin.json
+	$(BIN)/python benchmarks/parallel.py --json benchmarks/results/parallel.json
+	$(BIN)/python benchmarks/server.py --json benchmarks/results/server.json
 
 # On a machine with a GPU; cache-dit, if it is installed, takes part.
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu_cache.py --json benchmarks/results/gpu_cache.json
 	$(BIN)/python benchmarks/gpu_offload.py --json benchmarks/results/gpu_offload.json
+	$(BIN)/python benchmarks/gpu_compose.py --json benchmarks/results/gpu_compose.json
 
 clean:
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

@@ -10,6 +10,8 @@ import pytest
 import samovar
 from samovar import cli
 
+COMMANDS = ("generate", "serve", "inspect", "plan", "compare", "calibrate", "tune", "bench", "completion")
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "samovar", *arguments], capture_output=True, text=True, check=False)
@@ -21,11 +23,17 @@ def test_help_names_the_commands_and_fits_a_screen(capsys: pytest.CaptureFixture
             cli.main(arguments)
         assert exited.value.code == 0
         text = capsys.readouterr().out
-        assert arguments[0] in text or all(name in text for name in ("generate", "inspect", "plan"))
+        assert arguments[0] in text or all(name in text for name in COMMANDS)
         assert len(text.splitlines()) <= 24
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"samovar {samovar.__version__}\n"
+
+
+def test_help_loads_neither_torch_nor_a_server() -> None:
+    code = "import sys; from samovar.cli.entry import _parser; _parser().format_help(); print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "diffusers", "fastapi", "uvicorn", "asyncio"} & set(result.stdout.split())
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -1,4 +1,4 @@
-"""What can be done from the shell? `samovar generate`, `samovar inspect` and `samovar plan`."""
+"""What can be done from the shell? Every command, and what their exit codes mean."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import SamovarError
+from .completion import add_completion
 from .generation import add_generate
 from .inspection import add_inspect
+from .laboratory import add_bench, add_calibrate, add_compare, add_tune
 from .planning import add_plan
+from .serving import add_serve
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 2, 130
 
@@ -45,6 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"samovar {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_generate(commands)
+    add_serve(commands)
     add_inspect(commands)
     add_plan(commands)
+    for add in (add_compare, add_calibrate, add_tune, add_bench):
+        add(commands)
+    add_completion(commands, _parser)
     return parser

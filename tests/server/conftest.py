@@ -1,0 +1,52 @@
+"""Two servers for all tests of this room: one open, one with a key that edits pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipelines import tiny_flux_pipeline
+
+from .running import RunningServer, running
+
+KEY = "correct-horse-battery"
+DEFAULTS = {"num_inference_steps": 3, "height": 16, "width": 24, "max_sequence_length": 8}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 16x24 pixels, with its defaults."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_flux_pipeline().save_pretrained(path)
+    (path / "samovar.json").write_text(json.dumps(DEFAULTS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def editing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights, in a pipeline that starts from a picture."""
+    from diffusers import FluxImg2ImgPipeline
+
+    path = tmp_path_factory.mktemp("models") / "editor"
+    FluxImg2ImgPipeline(**tiny_flux_pipeline().components).save_pretrained(path)
+    (path / "samovar.json").write_text(json.dumps(DEFAULTS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path) -> Iterator[RunningServer]:
+    """With a cache and its exact twin, and steps without end, so that a request can last."""
+    options = ("--max-steps", "100000", "--cache-backend", "tea_cache", "--exact-twin", "--max-queue", "16")
+    with running(folder, *options) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def guarded(editing_folder: Path) -> Iterator[RunningServer]:
+    """With a key, one origin, and little patience for slow senders."""
+    options = ("--max-steps", "100000", "--cors-origin", "https://friend.example", "--request-timeout", "4")
+    with running(editing_folder, *options, environment={"SAMOVAR_API_KEY": KEY}) as started:
+        yield started

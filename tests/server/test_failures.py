@@ -1,0 +1,67 @@
+"""Every error of the engine has a status, and tells the client no more than is meant for it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from samovar import errors
+from samovar.server.failures import Refusal, refusal_of
+
+ENGINE_ERRORS = [
+    (errors.QueueFullError("full", 2.2), 429, "3"),
+    (errors.QueueTimeoutError("late"), 503, "5"),
+    (errors.WorkerLostError("lost"), 503, "2"),
+    (errors.ShuttingDownError("closing"), 503, "5"),
+    (errors.EngineDownError("down"), 503, "30"),
+    (errors.StepTimeoutError("hung"), 504, None),
+    (errors.OutOfMemoryError("1024x1024 needs more"), 507, None),
+    (errors.NanLatentsError("nan", 3, None), 500, None),
+    (errors.CancelledRequestError("gone"), 499, None),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "retry_after"), ENGINE_ERRORS, ids=lambda value: type(value).__name__)
+def test_engine_errors_have_their_status(error: errors.EngineError, status: int, retry_after: str | None) -> None:
+    refusal = refusal_of(error)
+    assert (refusal.status, refusal.code, refusal.message) == (status, error.code, str(error))
+    assert refusal.headers.get("Retry-After") == retry_after
+
+
+def test_all_engine_errors_are_known() -> None:
+    assert {type(error) for error, _, _ in ENGINE_ERRORS} == set(errors.EngineError.__subclasses__())
+
+
+def test_what_would_fail_again_is_not_to_be_repeated() -> None:
+    assert refusal_of(errors.OutOfMemoryError("x")).headers == {"x-should-retry": "false"}
+    assert refusal_of(errors.NanLatentsError("x", 1, None)).headers == {"x-should-retry": "false"}
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("height must be a multiple of 8 for this model, not 17", "size"),
+        ("FluxPipeline takes no negative_prompt. Did you mean ...", "negative_prompt"),
+        ("num_outputs_per_prompt must be at least 1", "n"),
+        ("FluxPipeline refuses these settings: something", None),
+        ("", None),
+    ],
+)
+def test_settings_that_are_refused_are_named(message: str, param: str | None) -> None:
+    refusal = refusal_of(errors.SettingError(message))
+    assert (refusal.status, refusal.param) == (400, param)
+
+
+def test_other_errors_stay_in_the_log() -> None:
+    refusal = refusal_of(errors.ModelError("/home/me/models/secret is broken"))
+    assert refusal.status == 500
+    assert "secret" not in json.dumps(refusal.body())
+
+
+def test_the_body_is_openais() -> None:
+    response = Refusal(404, "not here", param="model", code="model_not_found").response()
+    assert response.status_code == 404
+    assert json.loads(bytes(response.body)) == {
+        "error": {"message": "not here", "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+    }

@@ -1,0 +1,113 @@
+"""Who gets in, and what is written down about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from samovar.server import ServerConfig
+from samovar.server.guard import Guard
+
+from .conftest import KEY
+from .running import RunningServer
+
+COUNTED: list[tuple[str, str, int]] = []
+
+
+def guarded_by(config: ServerConfig) -> httpx.AsyncClient:
+    guard = Guard(
+        PlainTextResponse("in"), config, lambda method, route, status, _: COUNTED.append((method, route, status))
+    )
+    return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://here:8091")
+
+
+async def answers(config: ServerConfig, *requests: tuple[str, str, dict[str, str]]) -> list[int]:
+    async with guarded_by(config) as http:
+        return [(await http.request(method, path, headers=headers)).status_code for method, path, headers in requests]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("is_metrics_open", [False, True])
+def test_the_key_opens_all_but_what_is_open(is_metrics_open: bool) -> None:
+    config = ServerConfig(api_key=KEY, is_metrics_open=is_metrics_open)
+    tries = [
+        ("GET", "/v1/models", {}, 401),
+        ("GET", "/v1/models", bearer("wrong"), 401),
+        ("GET", "/v1/models", bearer(KEY + "x"), 401),
+        ("GET", "/v1/models", bearer(KEY[:-1]), 401),
+        ("GET", "/v1/models", bearer(""), 401),
+        ("GET", "/v1/models", {"Authorization": KEY}, 401),
+        ("GET", "/v1/models", {"Authorization": f"Basic {KEY}"}, 401),
+        ("GET", f"/v1/models?api_key={KEY}", {}, 401),
+        ("GET", "/openapi.json", {}, 401),
+        ("GET", "/live/../v1/models", {}, 401),
+        ("GET", "/v1/models", bearer(KEY), 200),
+        ("GET", "/v1/models", {"Authorization": f"bearer  {KEY} "}, 200),
+        ("GET", "/live", {}, 200),
+        ("GET", "/health", {}, 200),
+        ("GET", "/ready", {}, 200),
+        ("GET", "/", {}, 200),
+        ("GET", "/page/page.js", {}, 200),
+        ("GET", "/metrics", {}, 200 if is_metrics_open else 401),
+    ]
+    found = asyncio.run(answers(config, *((method, path, headers) for method, path, headers, _ in tries)))
+    assert found == [status for *_, status in tries]
+
+
+def test_pages_of_other_sites_are_kept_out() -> None:
+    config = ServerConfig(cors_origins=("https://friend.example",))
+    tries = [
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("http://here:9999", 403),
+        ("http://here:8091", 200),
+        ("https://friend.example", 200),
+        ("https://friend.example.evil.example", 403),
+    ]
+    found = asyncio.run(answers(config, *(("POST", "/v1/images/edits", {"Origin": origin}) for origin, _ in tries)))
+    assert found == [status for _, status in tries]
+
+
+def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="samovar.server"):
+        asyncio.run(answers(ServerConfig(api_key=KEY), ("GET", f"/v1/models?key={KEY}%0Ainjected", bearer(KEY))))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "samovar.server"]
+    assert line.startswith("GET /v1/models 200 ")
+    assert KEY not in line
+    assert COUNTED[-1] == ("GET", "other", 200)
+
+
+def test_a_thousand_wrong_keys_open_nothing() -> None:
+    tries = [("GET", "/v1/models", bearer(f"{KEY}{number}")) for number in range(1_000)]
+
+    async def all_of_them() -> set[int]:
+        async with guarded_by(ServerConfig(api_key=KEY)) as http:
+            return {(await http.request(m, p, headers=h)).status_code for m, p, h in tries}
+
+    assert asyncio.run(all_of_them()) == {401}
+
+
+def test_a_real_server_keeps_its_key_to_itself(guarded: RunningServer) -> None:
+    with guarded.client() as http:
+        assert http.get("/live").status_code == http.get("/health").status_code == 200
+        assert http.get("/metrics").status_code == 401
+        assert http.get("/metrics", headers=bearer(KEY)).status_code == 200
+        assert http.get(f"/v1/models?api_key={KEY}").status_code == 401
+        refused = http.get("/v1/models", headers=bearer("wrong"))
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        friend = {"Origin": "https://friend.example", "Access-Control-Request-Method": "POST",
+                  "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+        allowed = http.options("/v1/images/generations", headers=friend)
+        assert allowed.headers["access-control-allow-origin"] == "https://friend.example"
+        assert "access-control-allow-credentials" not in allowed.headers
+        stranger = friend | {"Origin": "https://evil.example"}
+        assert http.options("/v1/images/generations", headers=stranger).status_code == 403
+    assert KEY not in guarded.text

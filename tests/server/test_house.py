@@ -1,0 +1,77 @@
+"""What is refused at the door, before an engine is asked. The engines here are real, and not started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from samovar.errors import ModelError
+from samovar.omni import AsyncOmni
+from samovar.server import House, Limits, ServerConfig
+from samovar.server.failures import Refusal
+from samovar.server.protocol import ImageRequest
+
+
+def house(**settings: Any) -> House:
+    return House(AsyncOmni("emoji", device="cpu", **settings), ServerConfig())
+
+
+def asked(**values: Any) -> ImageRequest:
+    return ImageRequest.from_values({"prompt": "a cat", **values}, Limits())
+
+
+def refusal(of: House, **values: Any) -> Refusal:
+    with pytest.raises(Refusal) as refused:
+        of.engine_for(asked(**values))
+    return refused.value
+
+
+def test_nothing_is_taken_while_the_model_loads() -> None:
+    one = house()
+    assert one.problem() == "loading"
+    assert (refusal(one).status, refusal(one).code, refusal(one).headers) == (503, "loading", {"Retry-After": "2"})
+
+
+def test_an_engine_that_is_not_alive_is_told() -> None:
+    one = house()
+    one.phase = "serving"
+    assert one.problem() == "dead"
+    one.phase = "draining"
+    assert one.problem() == "draining"
+
+
+@pytest.mark.parametrize("name", ["other", "../emoji", "/etc/passwd", "emoji/", "emoji\x00", "%2e%2e", "EMOJI"])
+def test_only_the_model_that_is_served_is_known(name: str) -> None:
+    found = refusal(house(), model=name)
+    assert (found.status, found.param, found.code) == (404, "model", "model_not_found")
+
+
+def test_without_a_cache_every_picture_is_exact() -> None:
+    one = house()
+    one.phase = "serving"
+    assert one.engine_for(asked(model="emoji", cache=False)) is one.omni
+
+
+def test_a_cache_of_the_environment_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not house().is_cached
+    monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "forecast")
+    assert house().is_cached
+    assert not house(cache_backend="none").is_cached
+
+
+def test_with_a_cache_exact_pictures_need_a_twin() -> None:
+    one = house(cache_backend="forecast")
+    one.phase = "serving"
+    assert one.engine_for(asked()) is one.omni
+    assert (refusal(one, cache=False).status, refusal(one, cache=False).param) == (400, "cache")
+    assert "--exact-twin" in refusal(one, cache=False).message
+    one.exact = AsyncOmni(od_config=replace(one.omni.config, cache_backend="none"))
+    assert one.engine_for(asked(cache=False)) is one.exact
+    assert one.engines == [one.omni, one.exact]
+
+
+def test_errors_that_are_not_for_clients_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert house().refusal_of(ModelError("/secret/folder")).status == 500
+    assert "/secret/folder" in caplog.text

@@ -1,0 +1,252 @@
+"""Pictures over HTTP, asked for by OpenAI's own client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import PIL.Image
+import pytest
+
+from .conftest import KEY
+from .running import PATIENCE_S, PROMPT, RunningServer, until
+from .test_uploads import png_of
+
+GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
+LONG = 50_000
+"""Steps that nobody waits for."""
+
+
+def client(server: RunningServer, key: str = "none", retries: int = 0) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=retries, timeout=PATIENCE_S)
+
+
+def picture(b64: str | None) -> PIL.Image.Image:
+    return PIL.Image.open(io.BytesIO(base64.b64decode(b64 or "")))
+
+
+@contextmanager
+def long_request(server: RunningServer, **values: Any) -> Iterator[Iterator[str]]:
+    """A stream that would last for minutes, entered when it has begun, and left by going away."""
+    body = {"prompt": PROMPT, "num_inference_steps": LONG, "stream": True, "progress": True, **values}
+    with server.client() as http, http.stream("POST", GENERATE, json=body) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        next(line for line in lines if "samovar.progress" in line)
+        yield lines
+
+
+def counter(server: RunningServer, name: str) -> float:
+    text = httpx.get(f"{server.address}/metrics", timeout=PATIENCE_S).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+def is_idle(server: RunningServer) -> bool:
+    status = server.status()
+    return bool(status["running"] == status["queued"] == 0)
+
+
+def test_the_client_gets_pictures(server: RunningServer) -> None:
+    extra = {"seed": 7, "num_inference_steps": 4, "guidance_scale": 3.5}
+    answer = client(server).images.generate(prompt=PROMPT, n=2, size="24x16", model="tiny", extra_body=extra)
+    assert answer.data is not None
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 2 + 4
+    assert [picture(item.b64_json).size for item in answer.data] == [(24, 16)] * 2
+    assert [item.seed for item in answer.data] == [7, 8]  # type: ignore[attr-defined]
+    alone = client(server).images.generate(prompt=PROMPT, size="24x16", extra_body={**extra, "seed": 8})
+    assert alone.data is not None
+    assert alone.data[0].b64_json == answer.data[1].b64_json
+
+
+def test_a_picture_without_the_cache_is_the_exact_one(server: RunningServer, folder: Path) -> None:
+    import torch
+    from diffusers import FluxPipeline
+
+    body = {"prompt": PROMPT, "seed": 3, "num_inference_steps": 12, "cache": False}
+    with server.client() as http:
+        exact = http.post(GENERATE, json=body).json()
+        cached = http.post(GENERATE, json=body | {"cache": True}).json()
+    assert exact["samovar"]["cache"] == []
+    assert cached["samovar"]["cache"] != []
+    pipe = FluxPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    bare = pipe(PROMPT, num_inference_steps=12, height=16, width=24, max_sequence_length=8,
+                generator=torch.Generator("cpu").manual_seed(3)).images[0]  # fmt: skip
+    assert picture(exact["data"][0]["b64_json"]).tobytes() == bare.tobytes()
+
+
+def test_the_client_reads_a_stream(server: RunningServer) -> None:
+    extra = {"num_inference_steps": 6, "seed": 1}
+    stream = client(server).images.generate(prompt=PROMPT, stream=True, partial_images=2, extra_body=extra)
+    events = list(stream)
+    assert [event.type for event in events] == [*["image_generation.partial_image"] * 2, "image_generation.completed"]
+    assert [getattr(event, "partial_image_index", None) for event in events] == [0, 1, None]
+    whole = client(server).images.generate(prompt=PROMPT, extra_body=extra)
+    assert whole.data is not None
+    assert events[-1].b64_json == whole.data[0].b64_json
+
+
+def test_a_stream_tells_every_step_to_those_who_ask(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "num_inference_steps": 12, "stream": True, "progress": True}
+    with server.client() as http, http.stream("POST", GENERATE, json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+    steps = [event for event in events if event["type"] == "samovar.progress"]
+    assert events[0]["type"] == "samovar.started"
+    assert [event["step"] for event in steps] == list(range(1, 13))
+    assert all(isinstance(event["is_computed"], bool) for event in steps)
+    assert events[-1]["type"] == "image_generation.completed"
+    assert events[-1]["samovar"]["memory_bytes"] > 0
+
+
+def test_errors_have_their_types(server: RunningServer, guarded: RunningServer) -> None:
+    images = client(server).images
+    with pytest.raises(openai.BadRequestError) as bad:
+        images.generate(prompt=PROMPT, extra_body={"sed": 4})
+    assert (bad.value.param, bad.value.code) == ("sed", "unknown_field")
+    with pytest.raises(openai.BadRequestError, match="must be a multiple of 4") as bad:
+        images.generate(prompt=PROMPT, size="1023x1023")
+    assert bad.value.param == "size"
+    with pytest.raises(openai.BadRequestError, match="is no known field"):
+        images.generate(prompt=PROMPT, extra_body={"strength": 0.5})
+    with pytest.raises(openai.NotFoundError) as missing:
+        images.generate(prompt=PROMPT, model="../../etc/passwd")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError):
+        client(guarded, "wrong").images.generate(prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="makes pictures from text alone"):
+        images.edit(image=png(), prompt=PROMPT)
+
+
+def test_a_late_request_is_given_up(server: RunningServer) -> None:
+    with long_request(server), pytest.raises(openai.InternalServerError) as late:
+        client(server).images.generate(prompt=PROMPT, extra_body={"deadline": 0.3})
+    assert (late.value.status_code, late.value.code) == (503, "queue_timeout")
+    until(lambda: is_idle(server), "the long request ends with its client")
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_goes_away_frees_its_place(server: RunningServer, is_streamed: bool) -> None:
+    before = counter(server, "samovar_steps_total")
+    if is_streamed:
+        with long_request(server):
+            pass
+    else:
+        body = {"prompt": PROMPT, "num_inference_steps": LONG}
+        with server.client() as http, pytest.raises(httpx.ReadTimeout):
+            http.post(GENERATE, json=body, timeout=httpx.Timeout(PATIENCE_S, read=1.0))
+    until(lambda: is_idle(server), "nothing is running")
+    made = counter(server, "samovar_steps_total") - before
+    assert 0 < made < LONG / 5
+    assert counter(server, 'samovar_failures_total{code="cancelled"}') >= 1
+    assert client(server).images.generate(prompt=PROMPT).data
+
+
+def test_the_queue_has_an_end_and_the_client_tries_again(server: RunningServer) -> None:
+    """200 at once on a queue of 16: one runs, 16 wait, the others are told when to come back."""
+    refused = 'samovar_requests_total{method="POST",route="/v1/images/generations",status="429"}'
+    before = counter(server, refused)
+    limits = httpx.Limits(max_connections=300)
+    with ThreadPoolExecutor(200) as pool, server.client(limits=limits) as http:
+        with long_request(server):
+            answers = [pool.submit(http.post, GENERATE, json={"prompt": PROMPT}) for _ in range(199)]
+            until(lambda: counter(server, refused) - before >= 183, "183 are refused")
+            assert (server.status()["queued"], server.status()["running"]) == (16, 1)
+            patient = pool.submit(client(server, retries=5).images.generate, prompt=PROMPT)
+            until(lambda: counter(server, refused) - before >= 184, "one more is refused, and tries again")
+        done = [answer.result(PATIENCE_S) for answer in answers]
+        assert sorted(answer.status_code for answer in done) == [200] * 16 + [429] * 183
+        for answer in done:
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.json()["error"]["code"] == "queue_full"
+        assert patient.result(PATIENCE_S).data
+
+
+def test_a_worker_that_dies_costs_one_answer_and_the_client_tries_again(server: RunningServer) -> None:
+    restarts = server.status()["restarts"]
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(
+            client(server, retries=6).images.generate, prompt=PROMPT, extra_body={"num_inference_steps": 300, "seed": 5}
+        )
+        until(lambda: server.status()["running"] == 1, "it runs")
+        before = counter(server, "samovar_requests_total")
+        busiest = max(server.workers(), key=lambda worker: sum(worker.cpu_times()[:2]))
+        busiest.kill()
+        answer = patient.result(PATIENCE_S)
+    assert counter(server, "samovar_requests_total") > before
+    again = client(server, retries=6).images.generate(prompt=PROMPT, extra_body={"num_inference_steps": 300, "seed": 5})
+    assert answer.data is not None
+    assert again.data is not None
+    assert answer.data[0].b64_json == again.data[0].b64_json
+    until(lambda: httpx.get(f"{server.address}/ready", timeout=PATIENCE_S).status_code == 200, "it is ready again")
+    assert server.status()["restarts"] >= restarts
+
+
+# ------------------------------------------------------------------------------------------------ edits
+
+
+def png(size: tuple[int, int] = (24, 16), colour: str = "teal") -> tuple[str, bytes, str]:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", size, colour).save(file, "PNG")
+    return "../../etc/passwd", file.getvalue(), "image/png"
+
+
+def test_the_client_edits_a_picture(guarded: RunningServer) -> None:
+    images = client(guarded, KEY).images
+    extra = {"seed": 3, "num_inference_steps": 4, "strength": 0.6}
+    answer = images.edit(image=png((32, 16)), prompt=PROMPT, n=1, extra_body=extra)
+    assert answer.data is not None
+    assert picture(answer.data[0].b64_json).size == (32, 16)
+    other = images.edit(image=png((32, 16), "red"), prompt=PROMPT, extra_body=extra)
+    assert other.data is not None
+    assert other.data[0].b64_json != answer.data[0].b64_json
+    events = list(images.edit(image=png(), prompt=PROMPT, stream=True, partial_images=1, extra_body=extra))
+    assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
+
+
+def test_bad_forms_are_refused(guarded: RunningServer) -> None:
+    good = {"image": png()}
+    with guarded.client(headers={"Authorization": f"Bearer {KEY}"}) as http:
+        for fields, files, param in (
+            ({"prompt": PROMPT}, {"image": ("a.png", b"no picture", "image/png")}, "image"),
+            ({"prompt": PROMPT}, {"image": ("a.png", png_of(50_000, 50_000, bytes(1000)), "image/png")}, "image"),
+            ({"prompt": PROMPT, "n": "1_0"}, good, "n"),
+            ({"prompt": PROMPT, "url": "http://169.254.169.254/"}, good, "url"),
+            ({"prompt": PROMPT, "image": "file:///etc/passwd"}, {"mask": png()}, "image"),
+            ({"prompt": PROMPT}, {**good, "mask": png()}, "mask"),
+            ({}, good, "prompt"),
+        ):
+            answer = http.post(EDIT, data=fields, files=files)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        assert http.post(EDIT, json={"prompt": PROMPT}).status_code == 415
+        broken = {"Content-Type": "multipart/form-data; boundary=x"}
+        assert http.post(EDIT, content=b"--y\r\nnonsense", headers=broken).status_code == 400
+
+
+def test_a_bomb_takes_no_memory(guarded: RunningServer) -> None:
+    """A PNG of 50,000 x 50,000 in three megabytes: known by its header, before a pixel is decoded."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    bomb = png_of(50_000, 50_000, b"\x78\x01" + bytes(3_000_000))
+    before = guarded.resident_bytes()
+    with guarded.client(headers=headers) as http:
+        answer = http.post(EDIT, data={"prompt": PROMPT}, files={"image": ("bomb.png", bomb, "image/png")})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "image_above_limit")
+    assert guarded.resident_bytes() - before < 40e6
+
+
+def test_an_editor_that_goes_away_frees_its_place(guarded: RunningServer) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    fields = {"prompt": PROMPT, "num_inference_steps": str(LONG), "strength": "1.0"}
+    with guarded.client(headers=headers) as http, pytest.raises(httpx.ReadTimeout):
+        http.post(EDIT, data=fields, files={"image": png()}, timeout=httpx.Timeout(PATIENCE_S, read=1.0))
+    until(lambda: guarded.status(**headers)["running"] == 0, "nothing is running")

@@ -1,0 +1,126 @@
+"""How a server begins and ends, and what it does with those who dawdle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from .conftest import KEY
+from .running import PATIENCE_S, PROMPT, RunningServer, running, until
+
+GENERATE = "/v1/images/generations"
+
+
+def connect(server: RunningServer) -> socket.socket:
+    host, port = server.address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def test_dawdlers_are_closed_and_disturb_nobody(guarded: RunningServer) -> None:
+    """A hundred sockets that send a little and stop: within a header, within a body, after an answer, or nothing."""
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}\r\n"
+    body = f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + '{"prompt":'
+    after = "GET /live HTTP/1.1\r\nHost: here\r\n\r\nGET /live HTTP/1.1\r\n"
+    beginnings = [head, body, after, ""]
+    sockets = [connect(guarded) for _ in range(100)]
+    try:
+        for index, one in enumerate(sockets):
+            one.sendall(beginnings[index % 4].encode())
+        times = []
+        with guarded.client() as http:
+            for _ in range(100):
+                started = time.perf_counter()
+                assert http.get("/live").status_code == 200
+                times.append(time.perf_counter() - started)
+        assert statistics.median(times) < 1.0
+        for one in sockets:
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(65536):
+                    pass
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_a_body_that_dribbles_is_closed(guarded: RunningServer) -> None:
+    """A byte now and then is no reason to wait longer."""
+    with connect(guarded) as one:
+        one.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
+        one.settimeout(0.2)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(10_000):
+                one.sendall(b" ")
+                with contextlib.suppress(TimeoutError):
+                    if not one.recv(65536):
+                        return
+            pytest.fail("it was not closed")
+
+
+def test_the_first_signal_lets_what_runs_finish(folder: Path) -> None:
+    """One running and five waiting: 200 for the one, 503 at once for the five, exit code 0, nobody left behind."""
+    with running(folder, "--max-steps", "100000", "--shutdown-timeout", "120") as server, ThreadPoolExecutor(6) as pool:
+        workers = server.workers()
+        with server.client() as http:
+            body = {"prompt": PROMPT, "num_inference_steps": 400}
+            first = pool.submit(http.post, GENERATE, json=body)
+            until(lambda: server.status()["running"] == 1, "one runs")
+            others = [pool.submit(http.post, GENERATE, json=body) for _ in range(5)]
+            until(lambda: server.status()["queued"] == 5, "five wait")
+            server.process.send_signal(signal.SIGTERM)
+            refused = [other.result(PATIENCE_S) for other in others]
+            assert [answer.status_code for answer in refused] == [503] * 5
+            assert {answer.json()["error"]["code"] for answer in refused} == {"shutting_down"}
+            assert first.result(PATIENCE_S).status_code == 200
+        assert server.process.wait(PATIENCE_S) == 0
+        assert not any(worker.is_running() for worker in workers)
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
+    with running(folder, "--max-steps", "100000") as server, ThreadPoolExecutor(1) as pool, server.client() as http:
+        answer = pool.submit(http.post, GENERATE, json={"prompt": PROMPT, "num_inference_steps": 50_000})
+        until(lambda: server.status()["running"] == 1, "one runs")
+        server.process.send_signal(number)
+        until(lambda: httpx.get(f"{server.address}/ready", timeout=60).status_code == 503, "it drains")
+        server.process.send_signal(number)
+        assert server.process.wait(30) == 128 + number
+        with contextlib.suppress(httpx.TransportError):  # At once may mean without an answer.
+            assert answer.result(PATIENCE_S).status_code == 503
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_takes_its_workers_along(folder: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running(folder) as server:
+        workers = server.workers()
+        assert workers
+        server.process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+    mine = {name for name in set(os.listdir("/dev/shm")) - before if str(server.process.pid) in name}
+    assert not mine
+
+
+@pytest.mark.slow
+def test_a_signal_while_it_loads_ends_it(folder: Path) -> None:
+    server = RunningServer(folder)
+    try:
+        server.wait_listening()
+        assert httpx.get(f"{server.address}/live", timeout=60).status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+    finally:
+        server.end(signal.SIGKILL)
+    assert "Traceback" not in server.text

@@ -1,0 +1,41 @@
+"""What a server may be told, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from samovar.errors import SettingError
+from samovar.server import Limits, ServerConfig
+
+
+def test_the_defaults_reach_this_machine_only() -> None:
+    config = ServerConfig()
+    assert (config.host, config.port, config.cors_origins, config.is_metrics_open) == ("127.0.0.1", 8091, (), False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"port": 65536}, "port must be a number from 0 to 65535, not 65536"),
+        ({"port": "8091"}, "not '8091'"),
+        ({"api_key": ""}, "must be printable ASCII and not empty"),
+        ({"api_key": "schlüssel"}, "must be printable ASCII"),
+        ({"cors_origins": ("*",)}, "'*' is no origin"),
+        ({"cors_origins": ("https://example.com/page",)}, "without a path"),
+        ({"request_timeout_s": float("inf")}, "request_timeout_s must be a number of seconds"),
+        ({"shutdown_timeout_s": -1}, "not -1"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingError, match=message.replace("*", r"\*")):
+        ServerConfig(**settings)
+
+
+def test_limits_are_whole_numbers_from_one_on() -> None:
+    for value in (0, -1, 1.5, True, "9"):
+        with pytest.raises(SettingError, match="max_steps must be a whole number from 1 on"):
+            Limits(max_steps=value)  # type: ignore[arg-type]
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(ServerConfig(api_key="secret"))
