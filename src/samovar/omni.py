@@ -88,6 +88,7 @@ class Omni:
         *,
         image: Image | None = None,
         num_previews: int = 0,
+        exact: bool = False,
         stream: Literal[False] = False,
         **overrides: Any,
     ) -> list[GeneratedPictures]: ...
@@ -100,6 +101,7 @@ class Omni:
         *,
         image: Image | None = None,
         num_previews: int = 0,
+        exact: bool = False,
         stream: Literal[True],
         **overrides: Any,
     ) -> Iterator[Event]: ...
@@ -111,13 +113,15 @@ class Omni:
         *,
         image: Image | None = None,
         num_previews: int = 0,
+        exact: bool = False,
         stream: bool = False,
         **overrides: Any,
     ) -> list[GeneratedPictures] | Iterator[Event]:
         """Pictures for one prompt or several, in their order. Overrides are settings by name, for this call.
 
         A prompt that fails raises its error. Among several, it has a result without pictures in its place, with the
-        error in `error`, and the others are made all the same. With `stream=True`, what happens is told while it
+        error in `error`, and the others are made all the same. With `exact=True` every step is computed, whatever the
+        cache would skip. With `stream=True`, what happens is told while it
         happens: for each prompt in turn `Started`, `Progress` for each step, `num_previews` times `Preview`, and
         `Done` or `Failed`. To leave the loop early is to take the request back.
         """
@@ -125,16 +129,16 @@ class Omni:
         params = OmniDiffusionSamplingParams.from_dict(overrides).over(sampling_params or OmniDiffusionSamplingParams())
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if stream:
-            return self._stream([Request(one, params, image, num_previews) for one in prompts])
+            return self._stream([Request(one, params, image, num_previews, exact) for one in prompts])
         if isinstance(prompt, str):
-            (result,) = _made(maker, [Request(prompt, params, image)])
+            (result,) = _made(maker, [Request(prompt, params, image, exact=exact)])
             if result.error is not None:
                 raise result.error
             return [result]
         requests: list[Request | GeneratedPictures] = []
         for one in prompts:
             try:
-                requests.append(Request(one, params, image))
+                requests.append(Request(one, params, image, exact=exact))
             except SettingError as error:
                 requests.append(GeneratedPictures(one, (), (), params, 0.0, error=error))
         made = iter(_made(maker, [request for request in requests if isinstance(request, Request)]))
@@ -223,11 +227,12 @@ class AsyncOmni:
         priority: int = 0,
         deadline_s: float | None = None,
         num_previews: int = 0,
+        exact: bool = False,
     ) -> Ticket:
         """Put a request into the queue. Those of a higher priority go first; one that is not started within
         `deadline_s` fails with QueueTimeoutError. Refused at once: settings that the model does not take, a full
         queue, an engine that is closing or down."""
-        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews)
+        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact)
         return Ticket(self._supervisor, request, priority=priority, deadline_s=deadline_s)
 
     async def generate(

@@ -20,7 +20,7 @@ PROMPT = "a grinning cat, 3d style"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running("emoji", "--cache-backend", "forecast", "--exact-twin") as started:
+    with running("emoji", "--cache-backend", "forecast") as started:
         yield started
 
 

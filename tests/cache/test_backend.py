@@ -6,12 +6,13 @@ import contextlib
 import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from driving import COND, Plain, at
+from driving import COND, INFINITE, UNGUARDED, Plain, at
 
 from pipelines import PIPELINES, images
 from samovar.cache import (
@@ -597,3 +598,40 @@ def test_a_unet_is_cached_exactly_or_refused() -> None:
         backend.disable(pipe)
         assert footprint(pipe) == before
     assert torch.equal(run(), bare)
+
+
+def test_while_it_is_paused_everything_is_computed_and_nothing_forgotten() -> None:
+    tiny = PIPELINES["flux"]
+    pipe = tiny.build(0)
+    exact = tiny.run(pipe, 12)
+    backend = TeaCacheBackend({**UNGUARDED, "rel_l1_thresh": INFINITE})
+    backend.enable(pipe)
+    cached_before = tiny.run(pipe, 12)
+    with backend.paused():
+        assert torch.equal(tiny.run(pipe, 12), exact)
+        assert backend.stats().skipped == 0
+    assert torch.equal(tiny.run(pipe, 12), cached_before)
+    assert backend.stats().skipped > 0
+    assert not torch.equal(cached_before, exact)
+    backend.disable(pipe)
+
+
+def test_settings_are_read_from_the_file_that_they_were_saved_in(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    saved = {"cache_backend": "forecast", "cache_config": {"rel_l1_thresh": 0.3}, "promise": "PSNR of 30 dB"}
+    file.write_text(json.dumps(saved))
+    for name, given in ((None, file), (None, str(file)), ("forecast", file)):
+        backend = make_cache_backend(name, given)
+        assert isinstance(backend, TeaCacheBackend)
+        assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, "linear")
+    with pytest.raises(SettingError, match="is for cache_backend='forecast', not for 'tea_cache'"):
+        make_cache_backend("tea_cache", file)
+    file.write_text('{"rel_l1_thresh": 0.3}')
+    backend = make_cache_backend("tea_cache", file)
+    assert isinstance(backend, TeaCacheBackend)
+    assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, "reuse")
+    with pytest.raises(SettingError, match=r"nowhere.json' is no file"):
+        make_cache_backend("tea_cache", tmp_path / "nowhere.json")
+    file.write_text("{")
+    with pytest.raises(ModelError, match=r"tuned.json is not valid JSON"):
+        make_cache_backend("tea_cache", file)

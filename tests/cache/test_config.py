@@ -17,6 +17,14 @@ from samovar.errors import SettingError
 NAN, INF = math.nan, math.inf
 FLUX = PIPELINES["flux"]
 
+WEIGHTS = {"2": {"0": -0.5, "1": 1.5}}
+FITTED: dict[str, Any] = {
+    "forecast": "fitted",
+    "forecast_of": "output",
+    "schedule": {"cond": "##.#", "uncond": "##.#"},
+    "forecast_weights": {"cond": WEIGHTS, "uncond": WEIGHTS},
+}
+
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"rel_l1_thresh": -0.1}, ["rel_l1_thresh=-0.1", "from 0 upwards"]),
     ({"rel_l1_thresh": -INF}, ["rel_l1_thresh=-inf", "from 0 upwards"]),
@@ -48,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"start": NAN}, ["start=nan", "from 0 to 1"]),
     ({"end": "1"}, ["end='1'", "from 0 to 1"]),
     ({"start": 0.6, "end": 0.4}, ["start=0.6", "end=0.4", "Exchange"]),
-    ({"forecast": "tailor"}, ["forecast='tailor'", "'reuse', 'linear', 'taylor'", "Did you mean 'taylor'?"]),
+    ({"forecast": "tailor"}, ["forecast='tailor'", "'reuse', 'linear', 'taylor', 'fitted'", "Did you mean 'taylor'?"]),
     ({"forecast": None}, ["forecast=None", "'reuse', 'linear', 'taylor'"]),
     ({"forecast": ["linear"]}, ["forecast=['linear']", "'reuse', 'linear', 'taylor'"]),
     ({"forecast_of": "outputs"}, ["forecast_of='outputs'", "'residual', 'output'", "Did you mean 'output'?"]),
@@ -67,6 +75,23 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"schedule": 12}, ["schedule=12", "one True or False"]),
     ({"schedule": ".##"}, ["schedule='.##'", "skips the first step"]),
     ({"schedule": [False, True]}, ["schedule=[False, True]", "skips the first step"]),
+    ({"schedule": {}}, ["schedule={}", "one mask each", "'*'"]),
+    ({"schedule": {"cond": "#.", "uncond": "#.."}}, ["one mask each", "as many steps"]),
+    ({"schedule": {"cond": "#.", "uncond": ".#"}}, ["schedule='.#'", "skips the first step"]),
+    ({"schedule": {3: "#."}}, ["schedule={3: '#.'}", "by name of branch"]),
+    ({"forecast": "fitted"}, ["forecast='fitted' with no forecast_weights", "samovar.cache.fitting"]),
+    (FITTED | {"forecast": "linear"}, ["forecast='linear' with some forecast_weights"]),
+    (FITTED | {"schedule": None}, ["schedule=None", "that its weights were fitted for"]),
+    (FITTED | {"forecast_of": "residual"}, ["forecast_of='residual'", "forecast_of='output'"]),
+    (FITTED | {"forecast_weights": 3}, ["forecast_weights=3", "by branch and skipped step"]),
+    (FITTED | {"forecast_weights": {}}, ["forecast_weights of the branches []", "['cond', 'uncond']"]),
+    (FITTED | {"forecast_weights": {"cond": [1.0]}}, ["forecast_weights={'cond': [1.0]}", "by branch and skipped"]),
+    (FITTED | {"forecast_weights": {"cond": WEIGHTS}}, ["['cond']", "['cond', 'uncond']", "the same branches"]),
+    (FITTED | {"schedule": "#.."}, ["'cond' at step 1 rest on []", "computed steps before it"]),
+    (FITTED | {"forecast_weights": {"*": {"1": {"0": 1.0}} | WEIGHTS}, "schedule": "#.."}, ["step 2 rest on [0, 1]"]),
+    (FITTED | {"schedule": "#.##."}, ["'cond' at step 1 rest on []", "computed steps before it"]),
+    (FITTED | {"forecast_weights": {"*": {"2": {"1": NAN}}}, "schedule": "##."}, ["'*' at step 2", "finite"]),
+    (FITTED | {"forecast_weights": {"*": {"2": {"3": 1.0}}}, "schedule": "##.#"}, ["'*' at step 2 rest on [3]"]),
     ({"rel_l1_tresh": 0.2}, ["rel_l1_tresh", "Did you mean 'rel_l1_thresh'?"]),
     ({"max_skip": 2}, ["max_skip", "Did you mean 'max_skips'?"]),
     ({"forecast_off": "output"}, ["forecast_off", "Did you mean 'forecast_of'?"]),
@@ -176,8 +201,35 @@ def test_settings_do_not_change_when_the_list_that_they_came_from_does() -> None
 
 
 def test_the_order_of_a_forecast() -> None:
-    orders = {name: TeaCacheConfig.read({"forecast": name, "forecast_order": 3}).order for name in get_args(Forecast)}
+    curves = [name for name in get_args(Forecast) if name != "fitted"]
+    orders = {name: TeaCacheConfig.read({"forecast": name, "forecast_order": 3}).order for name in curves}
     assert orders == {"reuse": 0, "linear": 1, "taylor": 3}
+    assert TeaCacheConfig.read(FITTED).order == 1
+    reaching_back = {"2": {"1": 1.0}, "4": {"0": 1.0, "3": 1.0}}
+    assert TeaCacheConfig.read(FITTED | {"schedule": "##.#.", "forecast_weights": {"*": reaching_back}}).order == 2
+
+
+def test_schedules_and_weights_are_found_by_branch() -> None:
+    config = TeaCacheConfig.read(FITTED | {"schedule": {"cond": "##.#", "*": "##.."}, "forecast_weights": {
+        "cond": WEIGHTS, "*": {2: {1: 1.0}, 3: {0: 2.0}}}})  # fmt: skip
+    assert config.mask is None
+    assert config.mask_for("cond") == (True, True, False, True)
+    assert config.mask_for("other") == config.mask_for(None) == (True, True, False, False)
+    assert config.weights_for("cond", 2) == {0: -0.5, 1: 1.5}
+    assert config.weights_for("cond", 3) is None
+    assert config.weights_for("other", 3) == config.weights_for(None, 3) == {0: 2.0}
+    assert config.scheduled_steps == 4
+    assert dataclasses.replace(config, max_skips=2).masks == config.masks
+    without = TeaCacheConfig.read(FITTED)
+    assert without.mask_for("other") is None
+    assert without.weights_for("other", 2) is None
+
+
+def test_who_decides_for_a_branch() -> None:
+    assert not TeaCacheConfig().is_by_branch
+    assert not TeaCacheConfig(schedule="#.").is_by_branch, "the first branch decides for all"
+    assert TeaCacheConfig(schedule={"cond": "#.", "uncond": "##"}).is_by_branch
+    assert TeaCacheConfig.read(FITTED).is_by_branch
 
 
 def test_which_settings_never_skip() -> None:
@@ -185,6 +237,8 @@ def test_which_settings_never_skip() -> None:
     assert TeaCacheConfig(schedule="###").never_skips
     assert not TeaCacheConfig(rel_l1_thresh=1e-9).never_skips
     assert not TeaCacheConfig(rel_l1_thresh=0, schedule="#.#").never_skips, "a schedule asks for no threshold"
+    assert TeaCacheConfig(schedule={"cond": "##", "uncond": "##"}).never_skips
+    assert not TeaCacheConfig(schedule={"cond": "##", "uncond": "#."}).never_skips
 
 
 def test_the_summary_says_what_is_not_usual() -> None:
@@ -192,6 +246,8 @@ def test_the_summary_says_what_is_not_usual() -> None:
     assert TeaCacheConfig(rel_l1_thresh=0.4, max_skips=None).summary() == "rel_l1_thresh=0.4, max_skips=None"
     scheduled = TeaCacheConfig(schedule="#.#", max_skips=2, forecast="linear")
     assert scheduled.summary() == "forecast=linear, schedule=#.#", "a schedule has no threshold and no guards"
+    fitted = TeaCacheConfig.read(FITTED).summary()
+    assert fitted == "forecast=fitted, forecast_of=output, schedule=cond:##.# uncond:##.#", "weights are too many"
 
 
 # ------------------------------------------------------------------------------------------------ of another length

@@ -80,6 +80,45 @@ def test_damping_goes_part_of_the_way_from_reuse_to_the_forecast(damping: float)
     assert close(forecast(history(2, CURVES[2], 4, damping), 0.1), reused + damping * (full - reused))
 
 
+def test_fitted_weights_are_those_of_numbered_steps() -> None:
+    known = History(2, 0.5)
+    for number, place in zip((0, 3, 4, 7), PLACES, strict=False):
+        known.push(place, [CURVES[2](place), None], number)
+    outlook = known.weighted({7: 2.0, 3: -0.25})
+    assert outlook is not None
+    value = outlook.value(0)
+    assert value is not None
+    assert close(value, 2.0 * CURVES[2](PLACES[3]) - 0.25 * CURVES[2](PLACES[1]))
+    assert outlook.value(1) is None
+    assert torch.equal(known.newest[0], CURVES[2](PLACES[3])), "what is stored stays"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64])
+def test_fitted_weights_that_nearly_cancel_cost_no_precision(dtype: torch.dtype) -> None:
+    known, draw = History(2, 1.0), torch.Generator().manual_seed(0)
+    stored = [torch.randn(100, generator=draw, dtype=torch.float64).to(dtype) for _ in range(3)]
+    weights = {0: 1.625, 1: -4.25, 2: 3.625}
+    for number, tensor in enumerate(stored):
+        known.push(float(number), [tensor], number)
+    outlook = known.weighted(weights)
+    assert outlook is not None
+    value = outlook.value(0)
+    assert value is not None
+    assert value.dtype == dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    exact = torch.stack([weights[number] * tensor.to(wide) for number, tensor in enumerate(stored)]).sum(0)
+    nearest = (exact.to(dtype).to(wide) - exact).abs()
+    assert ((value.to(wide) - exact).abs() <= 1.01 * nearest + 4e-6).all()
+
+
+@pytest.mark.parametrize("weights", [{0: 1.0}, {5: 1.0}, {7: 1.0, 0: 0.5}], ids=["gone", "never there", "one of two"])
+def test_without_a_step_that_it_rests_on_there_is_no_fitted_forecast(weights: dict[int, float]) -> None:
+    known = History(2, 1.0)
+    for number, place in zip((0, 3, 4, 7), PLACES, strict=False):
+        known.push(place, [CURVES[1](place)], number)
+    assert known.weighted(weights) is None
+
+
 def test_where_time_stands_still_the_last_step_is_reused() -> None:
     known = History(1, 1.0)
     known.push(0.5, [A])

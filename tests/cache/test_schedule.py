@@ -132,3 +132,20 @@ def test_a_schedule_of_another_length_is_refused(step: Step, says: str) -> None:
 def test_a_schedule_of_another_length_is_refused_even_if_it_skips_nothing() -> None:
     with pytest.raises(SettingError, match="for 4 steps, and this run has 5 steps"):
         judge(TeaCacheConfig(schedule="####"), whole(0, 5), 0)
+
+
+def test_each_branch_has_its_own_schedule() -> None:
+    config = TeaCacheConfig(schedule={"cond": "#.#.", "uncond": "##.."})
+    found = {
+        branch: "".join("#" if judge(config, whole(n, 4), 0, branch).action == "compute" else "." for n in range(4))
+        for branch in ("cond", "uncond", "other", None)
+    }
+    assert found == {"cond": "#.#.", "uncond": "##..", "other": "####", None: "####"}
+    assert judge(config, whole(1, 4), 0, "other") == Verdict("compute", "no schedule for this branch")
+    others = TeaCacheConfig(schedule={"cond": "#.#.", "*": "#..."})
+    assert [judge(others, whole(2, 4), 0, branch).action for branch in ("cond", "other")] == ["compute", "skip"]
+
+
+def test_a_branchs_schedule_of_another_length_is_refused() -> None:
+    with pytest.raises(SettingError, match="schedule is for 4 steps, and this run has 5 steps"):
+        judge(TeaCacheConfig(schedule={"*": "#..#"}), whole(0, 5), 0, "cond")

@@ -58,7 +58,7 @@ def test_generate_writes_pictures_and_says_where(tmp_path: Path) -> None:
         (["--config", "nowhere.yaml"], "The settings in 'nowhere.yaml' cannot be read"),
         (["--image", "nowhere.png"], "--image 'nowhere.png' is no picture that can be read"),
         (["--strength", "2"], "strength must be at most 1, not 2.0"),
-        (["--cache-config", "{"], "--cache-config '{' is no JSON"),
+        (["--cache-config", "{"], "--cache-config '{' cannot be read"),
         (["--max-batch", "0"], "max_batch must be a whole number from 1 on, not 0"),
     ],
 )

@@ -18,7 +18,7 @@ from samovar import cli
         (["emojis"], "Did you mean 'emoji'?"),
         (["--port", "70000"], "port must be a number from 0 to 65535, not 70000"),
         (["emoji", "--model", "other"], "Two models are given: 'emoji' and --model 'other'"),
-        (["--cache-config", "{"], "--cache-config '{' is no JSON"),
+        (["--cache-config", "{"], "--cache-config '{' cannot be read"),
         (["--cors-origin", "*"], "'*' is no origin"),
         (["--max-pixels", "0"], "max_pixels must be a whole number from 1 on, not 0"),
         (["--max-queue", "0"], "max_queue must be a whole number from 1 on, not 0"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samovar.engine import OmniDiffusionConfig
-from samovar.engine.sources import from_file, read_bool, read_mapping
+from samovar.engine.sources import from_file, read_bool, read_mapping_or_file
 from samovar.errors import ModelError, SettingError
 
 
@@ -78,7 +78,7 @@ def test_an_empty_file_says_nothing_and_a_missing_one_is_refused(tmp_path: Path)
         ("SAMOVAR_DTYP", "float32", r"'SAMOVAR_DTYP' is no .* Did you mean 'SAMOVAR_DTYPE'\?"),
         ("SAMOVAR_MAX_BATCH", "two", "SAMOVAR_MAX_BATCH='two' cannot be read"),
         ("SAMOVAR_TRUST_REMOTE_CODE", "maybe", "expected 1 or 0"),
-        ("SAMOVAR_CACHE_CONFIG", "rel_l1_thresh", "expected JSON such as"),
+        ("SAMOVAR_CACHE_CONFIG", "rel_l1_thresh", "is no file"),
         ("SAMOVAR_CACHE_CONFIG", "[1]", "expected a JSON object"),
     ],
 )
@@ -99,4 +99,5 @@ def test_words_of_variables() -> None:
     assert [read_bool(word) for word in ("1", "Yes", " on ", "TRUE", "0", "no", "off", "false")] == [True] * 4 + [
         False
     ] * 4
-    assert read_mapping('{"a": 1}') == {"a": 1}
+    assert read_mapping_or_file('{"a": 1}') == {"a": 1}
+    assert read_mapping_or_file("tuned.json") == "tuned.json"

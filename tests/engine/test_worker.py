@@ -314,3 +314,20 @@ def boxed(size: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:
     mask = Image.new("L", size, 0)
     mask.paste(255, box)
     return mask
+
+
+def test_an_exact_picture_is_that_without_a_cache(folder: Path, tiny: Worker) -> None:
+    params = OmniDiffusionSamplingParams(num_inference_steps=12, seed=2)
+    settings = {"rel_l1_thresh": 1e9}
+    worker = Worker(OmniDiffusionConfig(str(folder), progress=False, cache_backend="tea_cache", cache_config=settings))
+    events: list[Event] = []
+    listener = Listener(lambda _, event: events.append(event), lambda _: False)
+    (exact,) = worker.make([Request("a cat", params, exact=True)], listener)
+    assert not isinstance(exact, SamovarError)
+    assert np.array_equal(pixels(exact.images[0]), pixels(tiny.generate("a cat", params).images[0]))
+    assert exact.cache == ()
+    assert {event.is_computed for event in events if isinstance(event, Progress)} == {None}
+    cached = worker.generate("a cat", params)
+    assert cached.cache[0].skipped > 0
+    assert not np.array_equal(pixels(exact.images[0]), pixels(cached.images[0]))
+    worker.close()

@@ -38,8 +38,8 @@ def editing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[RunningServer]:
-    """With a cache and its exact twin, and steps without end, so that a request can last."""
-    options = ("--max-steps", "100000", "--cache-backend", "tea_cache", "--exact-twin", "--max-queue", "16")
+    """With a cache, and steps without end, so that a request can last."""
+    options = ("--max-steps", "100000", "--cache-backend", "tea_cache", "--max-queue", "16")
     with running(folder, *options) as started:
         yield started
 

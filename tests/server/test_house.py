@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ def test_only_the_model_that_is_served_is_known(name: str) -> None:
     assert (found.status, found.param, found.code) == (404, "model", "model_not_found")
 
 
-def test_without_a_cache_every_picture_is_exact() -> None:
+def test_the_engine_is_asked_with_or_without_a_cache() -> None:
     one = house()
     one.phase = "serving"
     assert one.engine_for(asked(model="emoji", cache=False)) is one.omni
@@ -59,17 +58,6 @@ def test_a_cache_of_the_environment_is_one_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "forecast")
     assert house().is_cached
     assert not house(cache_backend="none").is_cached
-
-
-def test_with_a_cache_exact_pictures_need_a_twin() -> None:
-    one = house(cache_backend="forecast")
-    one.phase = "serving"
-    assert one.engine_for(asked()) is one.omni
-    assert (refusal(one, cache=False).status, refusal(one, cache=False).param) == (400, "cache")
-    assert "--exact-twin" in refusal(one, cache=False).message
-    one.exact = AsyncOmni(od_config=replace(one.omni.config, cache_backend="none"))
-    assert one.engine_for(asked(cache=False)) is one.exact
-    assert one.engines == [one.omni, one.exact]
 
 
 def test_errors_that_are_not_for_clients_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,9 +6,11 @@ A backend is anything with the four methods of `CacheBackend`; one's own is made
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
+from ..files import read_json
 from ..hooks import PipelineHook, Run, hook_pipeline, unhook_pipeline
 from .config import TeaCacheConfig
 from .decision import Agree
@@ -121,6 +124,18 @@ class TeaCacheBackend:
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, everything is computed as if there were no cache; what was learnt of the models is kept."""
+        hooks = list(self._modules().values())
+        for hook in hooks:
+            hook.is_paused = True
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.is_paused = False
+
     def stats(self) -> PipelineStats:
         if self._latest is not None:
             hooks, request = self._latest
@@ -203,10 +218,16 @@ def register_cache_backend(name: str, factory: Factory) -> None:
     CACHE_BACKENDS[name] = factory
 
 
-def make_cache_backend(name: str | None = None, settings: Settings = None) -> CacheBackend | None:
-    """The backend of a name, or that of the environment if none is named; None for "none" or if neither is there."""
+def make_cache_backend(name: str | None = None, settings: Settings | str | Path = None) -> CacheBackend | None:
+    """The backend of a name, or that of the environment if none is named; None for "none" or if neither is there.
+
+    Settings may be a file, as `samovar tune` saves them; it says which backend they are for, unless `name` does."""
+    if isinstance(settings, (str, Path)):
+        name, settings = _read_saved(Path(settings), name)
     if settings is not None and not isinstance(settings, Mapping):
-        raise SettingError(f"cache_config={settings!r}; a mapping such as {{'rel_l1_thresh': 0.2}} was expected.")
+        raise SettingError(
+            f"cache_config={settings!r}; a mapping such as {{'rel_l1_thresh': 0.2}}, or a file with one, was expected."
+        )
     chosen = name if name is not None else os.environ.get(ENVIRONMENT_VARIABLE)
     if chosen is not None and not isinstance(chosen, str):
         raise SettingError(f"cache_backend={chosen!r}; a name such as 'tea_cache' was expected.")
@@ -226,3 +247,19 @@ def make_cache_backend(name: str | None = None, settings: Settings = None) -> Ca
             "and stats."
         )
     return backend
+
+
+def _read_saved(file: Path, name: str | None) -> tuple[str | None, Any]:
+    """Which backend a file is for, and its settings: under `cache_config`, or all that is in it."""
+    file = file.expanduser()
+    if not file.is_file():
+        raise SettingError(
+            f"cache_config={str(file)!r} is no file. Give one that `samovar tune` saved, or settings by name such as "
+            "{'rel_l1_thresh': 0.2}."
+        )
+    content = read_json(file)
+    saved = content.get("cache_backend")
+    if name is not None and saved is not None and name != saved:
+        raise SettingError(f"{str(file)!r} is for cache_backend={saved!r}, not for {name!r}. Leave out cache_backend.")
+    rest = {key: value for key, value in content.items() if key != "cache_backend"}
+    return name if name is not None else saved, content.get("cache_config", rest)

@@ -11,6 +11,10 @@ from typing import Any, get_args
 from ..errors import SettingError, nearest
 from .forecast import Forecast, Target
 
+EVERY_BRANCH = "*"
+"""The name that stands for every branch that is not named."""
+Mask = tuple[bool, ...]
+
 
 @dataclass(frozen=True)
 class TeaCacheConfig:
@@ -37,17 +41,21 @@ class TeaCacheConfig:
 
     forecast: Forecast = "reuse"
     """What takes the place of a step that is skipped: what the last computed one added ("reuse"), or that carried
-    on along a line through the last two ("linear") or a curve through the last `forecast_order` + 1 ("taylor")."""
+    on along a line through the last two ("linear") or a curve through the last `forecast_order` + 1 ("taylor"), or
+    what `forecast_weights` make of the computed ones ("fitted")."""
     forecast_order: int = 2
     """The order of "taylor"."""
     forecast_of: Target = "residual"
     """What is carried on: what each stack of blocks added to its input, or the model's output as a whole."""
     forecast_damping: float = 1.0
-    """How much of the way from reuse to the forecast is gone."""
+    """How much of the way from reuse to a curve is gone."""
+    forecast_weights: Mapping[str, Mapping[Any, Mapping[Any, float]]] | None = None
+    """For "fitted": by branch, for each skipped step, what each of some computed steps before it counts for. The
+    branch "*" stands for all that are not named."""
 
-    schedule: Sequence[bool] | str | None = None
+    schedule: Sequence[bool] | str | Mapping[str, Sequence[bool] | str] | None = None
     """Which steps are computed, decided beforehand: a mask, or a string with `#` for computed and `.` for
-    skipped. Nothing is measured then, and no device has to be waited for."""
+    skipped, or one of them for each branch by name. Nothing is measured then, and no device has to be waited for."""
 
     def __post_init__(self) -> None:
         _check_number("rel_l1_thresh", self.rel_l1_thresh, "a number from 0 upwards, such as 0.2", 0.0, math.inf)
@@ -65,7 +73,9 @@ class TeaCacheConfig:
         _check_choice("forecast_of", self.forecast_of, get_args(Target))
         _check_count("forecast_order", self.forecast_order, 1)
         _check_number("forecast_damping", self.forecast_damping, "a number from 0 (reuse) to 1 (all the way)", 0.0, 1.0)
-        object.__setattr__(self, "schedule", _read_mask(self.schedule))
+        object.__setattr__(self, "schedule", _read_schedule(self.schedule))
+        object.__setattr__(self, "forecast_weights", _read_weights(self.forecast_weights))
+        _check_fitted(self)
 
     @classmethod
     def read(cls, settings: TeaCacheConfig | Mapping[str, Any] | None) -> TeaCacheConfig:
@@ -84,13 +94,42 @@ class TeaCacheConfig:
         return cls(**settings)
 
     @property
-    def mask(self) -> tuple[bool, ...] | None:
-        """The schedule as a mask."""
-        return self.schedule  # type: ignore[return-value]  # `__post_init__` made it one.
+    def mask(self) -> Mask | None:
+        """The schedule as a mask, if there is one for all branches."""
+        return None if isinstance(self.schedule, Mapping) else self.schedule  # type: ignore[return-value]  # Read above.
+
+    @property
+    def masks(self) -> Mapping[str, Mask]:
+        """The schedules by branch."""
+        if isinstance(self.schedule, Mapping):
+            return self.schedule  # type: ignore[return-value]  # Read above.
+        return {} if self.mask is None else {EVERY_BRANCH: self.mask}
+
+    def mask_for(self, branch: str | None) -> Mask | None:
+        """The schedule of a branch, if it has one."""
+        masks = self.masks
+        return masks.get(branch or "", masks.get(EVERY_BRANCH))
+
+    @property
+    def scheduled_steps(self) -> int | None:
+        """How many steps the schedule is for."""
+        return next((len(mask) for mask in self.masks.values()), None)
+
+    @property
+    def is_by_branch(self) -> bool:
+        """Whether each branch goes by what is saved for it, whatever the first one does."""
+        return isinstance(self.schedule, Mapping) or self.forecast == "fitted"
+
+    def weights_for(self, branch: str | None, step: int) -> Mapping[int, float] | None:
+        """What a skipped step of a branch is made of, if that was fitted."""
+        weights = self.forecast_weights or {}
+        return weights.get(branch or "", weights.get(EVERY_BRANCH, {})).get(step)
 
     @property
     def order(self) -> int:
         """How many computed steps, less one, a forecast rests on."""
+        if self.forecast == "fitted":
+            return max(_depth(self, branch) for branch in self.forecast_weights or {}) - 1
         return {"reuse": 0, "linear": 1, "taylor": self.forecast_order}[self.forecast]
 
     def summary(self) -> str:
@@ -98,15 +137,17 @@ class TeaCacheConfig:
         usual = {field.name: field.default for field in dataclasses.fields(self)}
         given = {name: getattr(self, name) for name in usual}
         shown = {name: value for name, value in given.items() if name == "rel_l1_thresh" or value != usual[name]}
-        if self.mask is not None:
+        shown.pop("forecast_weights", None)  # Too many for a line.
+        if self.schedule is not None:
             shown = {name: value for name, value in shown.items() if name.startswith("forecast")}
-            shown["schedule"] = "".join(".#"[computed] for computed in self.mask)
+            written = {name: "".join(".#"[computed] for computed in mask) for name, mask in self.masks.items()}
+            shown["schedule"] = " ".join(mask if self.mask else f"{name}:{mask}" for name, mask in written.items())
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     @property
     def never_skips(self) -> bool:
         """Whether these settings are those of the bare model."""
-        return all(self.mask) if self.mask is not None else self.rel_l1_thresh == 0
+        return all(map(all, self.masks.values())) if self.schedule is not None else self.rel_l1_thresh == 0
 
 
 def _check_number(name: str, value: Any, expected: str, least: float, most: float) -> None:
@@ -140,9 +181,84 @@ def _read_coefficients(coefficients: Any) -> tuple[float, ...] | None:
     return tuple(numbers)
 
 
-def _read_mask(schedule: Any) -> tuple[bool, ...] | None:
+def _read_schedule(schedule: Any) -> Mask | dict[str, Mask] | None:
     if schedule is None:
         return None
+    if not isinstance(schedule, Mapping):
+        return _read_mask(schedule)
+    masks = {name: _read_mask(mask) for name, mask in schedule.items()}
+    if len({len(mask) for mask in masks.values()}) != 1 or not all(isinstance(name, str) for name in masks):
+        raise SettingError(
+            f"schedule={schedule!r}; by name of branch one mask each was expected, all for as many steps. "
+            f"{EVERY_BRANCH!r} stands for every branch that is not named."
+        )
+    return masks
+
+
+def _read_weights(weights: Any) -> dict[str, dict[int, dict[int, float]]] | None:
+    """With whole numbers for steps, which JSON has as strings."""
+    if weights is None:
+        return None
+    try:
+        read = {
+            str(branch): {
+                int(step): {int(old): float(weight) for old, weight in row.items()} for step, row in steps.items()
+            }
+            for branch, steps in weights.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise SettingError(
+            f"forecast_weights={weights!r:.200}; by branch and skipped step a weight for each of some computed steps "
+            f"was expected, such as {{'cond': {{'3': {{'2': 1.9, '1': -0.9}}}}}}. Fit them: samovar.cache.fitting."
+        ) from error
+    for branch, steps in read.items():
+        for step, row in steps.items():
+            if not row or not all(map(math.isfinite, row.values())):
+                raise SettingError(
+                    f"forecast_weights of {branch!r} at step {step} are {row!r}; some finite numbers were expected."
+                )
+    return read
+
+
+def _check_fitted(config: TeaCacheConfig) -> None:
+    """Weights are for one schedule: each skipped step must have some, of computed steps before it."""
+    weights = config.forecast_weights
+    if (config.forecast == "fitted") != (weights is not None):
+        raise SettingError(
+            f"forecast={config.forecast!r} with {'no' if weights is None else 'some'} forecast_weights; 'fitted' and "
+            "its weights were expected together. Fit them: samovar.cache.fitting."
+        )
+    if weights is None:
+        return
+    if config.schedule is None or config.forecast_of != "output":
+        raise SettingError(
+            f"forecast='fitted' with schedule={config.schedule!r} and forecast_of={config.forecast_of!r}; the schedule "
+            "that its weights were fitted for was expected, and forecast_of='output'."
+        )
+    if not weights or (config.mask is None and set(weights) != set(config.masks)):
+        raise SettingError(
+            f"forecast_weights of the branches {sorted(weights)!r} for schedules of {sorted(config.masks)!r}; the same "
+            "branches were expected."
+        )
+    for branch, steps in weights.items():
+        mask = config.mask or config.masks[branch]
+        for step in (number for number, computed in enumerate(mask) if not computed):
+            row = steps.get(step, {})
+            if not row or not all(0 <= old < step and mask[old] for old in row):
+                raise SettingError(
+                    f"forecast_weights of {branch!r} at step {step} rest on {sorted(row)!r}; computed steps before it "
+                    "were expected. Fit them to the schedule that they are used with."
+                )
+
+
+def _depth(config: TeaCacheConfig, branch: str) -> int:
+    """How many computed steps back the weights of a branch reach."""
+    mask, weights = config.mask or config.masks[branch], config.forecast_weights
+    assert weights is not None
+    return max((sum(mask[min(row) : step]) for step, row in weights[branch].items()), default=1)
+
+
+def _read_mask(schedule: Any) -> Mask:
     steps: Sequence[Any] = schedule if isinstance(schedule, Sequence) else ()
     if isinstance(schedule, str):
         steps = [{"#": True, ".": False}.get(sign) for sign in schedule]

@@ -1,20 +1,21 @@
 """What would a skipped step have given? A curve through the last computed ones, carried on.
 
 The curve is a polynomial in how much noise there is, so that uneven steps are no matter. Of order 0 it is
-reuse. A forecast costs one pass over the stored tensors for each of them, and no synchronisation.
+reuse. Where weights were fitted beforehand (`fitting.py`), they take the place of the curve's. A forecast
+costs one pass over the stored tensors for each of them, and no synchronisation.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-Forecast = Literal["reuse", "linear", "taylor"]
+Forecast = Literal["reuse", "linear", "taylor", "fitted"]
 Target = Literal["residual", "output"]
 Tensors = Sequence[torch.Tensor | None]
 
@@ -23,7 +24,7 @@ class History:
     """What the last computed steps gave: for each, where it was, and a list of tensors."""
 
     def __init__(self, order: int, damping: float) -> None:
-        self._steps: deque[tuple[float, Tensors]] = deque(maxlen=order + 1)
+        self._steps: deque[_Known] = deque(maxlen=order + 1)
         self._damping = damping
 
     def __len__(self) -> int:
@@ -32,32 +33,49 @@ class History:
     @property
     def newest(self) -> Tensors:
         """What the last computed step gave."""
-        return self._steps[-1][1]
+        return self._steps[-1].tensors
 
-    def push(self, place: float, tensors: Tensors) -> None:
+    def push(self, place: float, tensors: Tensors, number: int | None = None) -> None:
         """Add a computed step; the oldest goes when there are as many as the order needs."""
-        if self._steps and [_form(t) for t in self._steps[-1][1]] != [_form(t) for t in tensors]:
+        if self._steps and [_form(t) for t in self._steps[-1].tensors] != [_form(t) for t in tensors]:
             self._steps.clear()
-        self._steps.append((place, tensors))
+        self._steps.append(_Known(place, tensors, number))
 
     def forecast(self, place: float) -> Outlook:
         """What a step at this place would give."""
         steps = list(reversed(self._steps))
-        weights = _weights([step for step, _ in steps], place)
+        weights = _weights([step.place for step in steps], place)
         damped = [self._damping * weight for weight in weights]
         damped[0] += 1.0 - self._damping
-        return Outlook(damped, [tensors for _, tensors in steps])
+        return Outlook(damped, [step.tensors for step in steps])
+
+    def weighted(self, weights: Mapping[int, float]) -> Outlook | None:
+        """The sum of some computed steps, each times a weight; None if one of them is not stored."""
+        steps = [step for step in reversed(self._steps) if step.number in weights]
+        if len(steps) < len(weights):
+            return None
+        found = [weights[step.number] for step in steps if step.number is not None]
+        return Outlook(found, [step.tensors for step in steps], is_precise=True)
 
     def clear(self) -> None:
         """Forget all steps."""
         self._steps.clear()
 
 
+class _Known(NamedTuple):
+    """A computed step."""
+
+    place: float
+    tensors: Tensors
+    number: int | None
+
+
 class Outlook:
     """A weighted sum of stored lists of tensors, of which each is made when it is asked for."""
 
-    def __init__(self, weights: Sequence[float], stored: Sequence[Tensors]) -> None:
-        self._weights, self._stored = weights, stored
+    def __init__(self, weights: Sequence[float], stored: Sequence[Tensors], is_precise: bool = False) -> None:
+        """`is_precise`: values of 16 bits are summed in 32, as large weights that nearly cancel need it."""
+        self._weights, self._stored, self._is_precise = weights, stored, is_precise
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +90,8 @@ class Outlook:
             return None
         if not (newest.is_floating_point() or newest.is_complex()):  # There is nothing between whole numbers.
             return newest.clone()
-        return self._add_rest(newest * self._weights[0], index)
+        start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
+        return self._add_rest(start * self._weights[0], index).to(newest.dtype)
 
     def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
         """One tensor of the list, added to another."""

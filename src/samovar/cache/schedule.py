@@ -33,12 +33,15 @@ class Step(NamedTuple):
         return 0 if self.total is None or self.run_length is None else max(0, self.total - self.run_length)
 
 
-def judge(config: TeaCacheConfig, step: Step, skipped_in_a_row: int) -> Verdict:
-    """What schedule and guards say to a step."""
-    is_planned = config.mask is None or _planned(config.mask, step)
+def judge(config: TeaCacheConfig, step: Step, skipped_in_a_row: int, branch: str | None = None) -> Verdict:
+    """What schedule and guards say to a step of a branch."""
+    mask = config.mask_for(branch)
+    is_planned = mask is None or _planned(mask, step)
     if config.never_skips:
         return Verdict("compute", "settings")
-    if config.mask is not None:
+    if config.schedule is not None:
+        if mask is None:
+            return Verdict("compute", "no schedule for this branch")
         return Verdict("compute" if is_planned else "skip", "schedule")
     if step.run_length is not None and step.run_length < config.min_steps:
         return Verdict("compute", "min_steps")

@@ -64,8 +64,8 @@ class TeaCacheState(BaseState):
             return "inputs of another form"
         return None if inputs.numbers == self.numbers else "other inputs changed"
 
-    def computed(self, line: Line, inputs: Inputs, attempt: Attempt) -> Any:
-        """Store a computed step; its output."""
+    def computed(self, line: Line, inputs: Inputs, attempt: Attempt, *, counts: bool = True) -> Any:
+        """Store a computed step, if forecasts may rest on it; its output."""
         self.last_step = line.index
         self.signal = attempt.signal or self.signal
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
@@ -76,8 +76,8 @@ class TeaCacheState(BaseState):
         if parts is None or self.key != attempt.key:
             self.history.clear()
         self.key = attempt.key
-        if parts is not None:
-            self.history.push(line.place, parts)
+        if parts is not None and counts:
+            self.history.push(line.place, parts, line.index)
         return attempt.output
 
     def skipped(self, line: Line, inputs: Inputs, attempt: Attempt, accumulated: float, others_changed: bool) -> Any:

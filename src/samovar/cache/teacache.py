@@ -23,6 +23,7 @@ from .coefficients import coefficients_for, rescaling
 from .config import TeaCacheConfig
 from .decision import Agree, Attempt, Signal, measure
 from .extractors import Extractor, extractor_for
+from .forecast import Outlook
 from .inputs import Inputs
 from .line import Line
 from .runners import BlockRunner, ExtractorRunner, Runner
@@ -66,6 +67,8 @@ class TeaCacheHook(ModelHook):
         self._model = ""
         self._polynomial = ""
         self._signal = ""
+        self.is_paused = False
+        """Whether every call is computed as if there were no cache."""
         self.brought_branches = False
         """Whether the hook that tells branches apart came with this one."""
         self._announced: int | None = None
@@ -85,7 +88,7 @@ class TeaCacheHook(ModelHook):
             self._attached = ExtractorRunner(module, self.extractor_fn)
         else:
             self._attached = BlockRunner(module, HOOK_NAME)
-        if known is None and self.config.mask is None:
+        if known is None and self.config.schedule is None:
             _logger.info("No coefficients are known for %s: changes of its signal are taken as they are.", self._model)
         return module
 
@@ -115,10 +118,10 @@ class TeaCacheHook(ModelHook):
         is_count = isinstance(num_inference_steps, int) and not isinstance(num_inference_steps, bool)
         if num_inference_steps is not None and not (is_count and num_inference_steps >= 1):
             raise SettingError(f"A run of {num_inference_steps!r} steps; a whole number from 1 upwards was expected.")
-        mask = self.config.mask
-        if mask is not None and num_inference_steps not in (None, len(mask)):
+        scheduled = self.config.scheduled_steps
+        if scheduled is not None and num_inference_steps not in (None, scheduled):
             raise SettingError(
-                f"The schedule is for {len(mask)} steps, not for {num_inference_steps}. Give one of the right length."
+                f"The schedule is for {scheduled} steps, not for {num_inference_steps}. Give one of the right length."
             )
         self._announced = num_inference_steps
         self.reset_state(module)
@@ -137,13 +140,14 @@ class TeaCacheHook(ModelHook):
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         context = self.state_manager.context
-        if context.branch is None:  # Whose call this is cannot be told, so nothing may be reused.
+        if self.is_paused or context.branch is None:  # Whose call this is cannot be told, so nothing may be reused.
             return self.call_original(module, *args, **kwargs)
         inputs = Inputs(args, kwargs, self._names)
         line = self._begin_call(context, inputs)
         call = _Call(module, inputs, context, line, self.state_manager.get_state())
         call.state.begin_call(line, inputs)
-        verdict = line.verdict or judge(self.config, line.step, call.state.skipped_in_a_row)
+        decided = None if self.config.is_by_branch else line.verdict
+        verdict = decided or judge(self.config, line.step, call.state.skipped_in_a_row, context.branch)
         if verdict.reason in ("settings", "min_steps"):  # Nothing of this run will ever be skipped.
             self._note(context, StepRecord(line.index, True, verdict.reason))
             return self.call_original(module, *args, **kwargs)
@@ -183,10 +187,14 @@ class TeaCacheHook(ModelHook):
 
     def _take_step(self, call: _Call, verdict: Verdict) -> Any:
         inputs, line, state = call.inputs, call.line, call.state
-        of_output, judges = self.config.forecast_of == "output", self.config.mask is None
+        of_output, judges = self.config.forecast_of == "output", self.config.schedule is None
         key = inputs.signature if of_output and not judges else self._runner.key(inputs)
         others = change.changes(inputs, state.watched)
         obstacle = None if verdict.action == "compute" else self._obstacle(call, key, verdict, others)
+        outlook = None
+        if verdict.action != "compute" and obstacle is None:
+            outlook = self._outlook(call)
+            obstacle = "a step that its forecast rests on is not stored" if outlook is None else None
         if obstacle is not None and verdict.action == "ask" and self._agree is not None:
             measure(None, (), None, self._agree, inputs.device())  # The other ranks ask, and wait for this one.
         action, reason = Verdict("compute", obstacle) if obstacle else verdict
@@ -197,7 +205,6 @@ class TeaCacheHook(ModelHook):
             record = self._decide(record, signal, call, others)
             return not record.computed
 
-        outlook = None if action == "compute" else state.history.forecast(line.place)
         # On another rank a branch that follows here may lead: it needs its signal of the step before.
         may_lead = line.verdict is None or (self._agree is not None and action == "compute")
         attempt = Attempt(action, outlook, judges and may_lead, of_output, decide, state.memo)
@@ -211,9 +218,17 @@ class TeaCacheHook(ModelHook):
             line = self._begin_call(call.context, inputs)
             record = record._replace(step=line.index)
         self._note(call.context, record)
-        if attempt.computed:
-            return state.computed(line, inputs, attempt)
+        if attempt.computed:  # Fitted weights are for the scheduled steps: one more would push out one of them.
+            counts = verdict.action == "compute" or self.config.forecast != "fitted"
+            return state.computed(line, inputs, attempt, counts=counts)
         return state.skipped(line, inputs, attempt, record.accumulated or 0.0, bool(others))
+
+    def _outlook(self, call: _Call) -> Outlook | None:
+        """What the step would give if it were skipped; None if that cannot be said."""
+        if self.config.forecast != "fitted":
+            return call.state.history.forecast(call.line.place)
+        weights = self.config.weights_for(call.context.branch, call.line.index)
+        return None if weights is None else call.state.history.weighted(weights)
 
     def _carry_out(self, call: _Call, attempt: Attempt, key: Hashable) -> None:
         def forward(given: Inputs) -> Any:
@@ -270,7 +285,7 @@ class TeaCacheHook(ModelHook):
         return CacheStats(
             self._model,
             self.config.summary(),
-            "a saved schedule" if self.config.mask else signal,
+            "a saved schedule" if self.config.schedule else signal,
             {name: BranchStats(tuple(steps)) for name, steps in branches.items()},
             attached.trouble() if attached else None,
         )

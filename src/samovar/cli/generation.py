@@ -69,7 +69,9 @@ def add_model_options(group: Any) -> None:
 
 def add_speed_options(group: Any) -> None:
     group.add_argument("--cache-backend", metavar="NAME", help="skip steps: forecast, tea_cache or cache_dit (none)")
-    group.add_argument("--cache-config", metavar="JSON", help="""its settings, such as '{"rel_l1_thresh": 0.2}'""")
+    group.add_argument(
+        "--cache-config", metavar="JSON", help="""its settings, such as '{"rel_l1_thresh": 0.2}', or a file"""
+    )
     group.add_argument("--gpu-memory", metavar="SIZE", help="stay within it, such as 12GiB, and offload what must be")
     _add_yes(group, "--enable-cpu-offload", "components take turns on the GPU")
     _add_yes(group, "--enable-layerwise-offload", "blocks stream to the GPU")
@@ -146,15 +148,14 @@ def _print_result(files: list[Path], result: GeneratedPictures, load_seconds: fl
         print(f"note: {note}")
 
 
-def read_settings(option: str, text: str) -> dict[str, Any]:
-    """Settings that are given as JSON on the command line."""
+def read_settings(option: str, text: str) -> dict[str, Any] | str:
+    """Settings that are given on the command line, as JSON or as a file."""
+    from ..engine.sources import read_mapping_or_file
+
     try:
-        settings = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SettingError(f"{option} {text!r} is no JSON ({error}). Expected: '{{\"name\": value}}'.") from error
-    if not isinstance(settings, dict):
-        raise SettingError(f"{option} {text!r} must be a JSON object: '{{\"name\": value}}'.")
-    return settings
+        return read_mapping_or_file(text)
+    except ValueError as error:
+        raise SettingError(f"{option} {text!r} cannot be read: {error}") from error
 
 
 def _read_picture(file: str) -> Any:

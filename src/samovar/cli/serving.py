@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import os
 import sys
-from dataclasses import replace
 from typing import Any
 
 from ..errors import SettingError
@@ -36,11 +35,7 @@ def add_serve(commands: Any) -> None:
     _add_address_options(serve.add_argument_group("the address"))
     _add_limit_options(serve.add_argument_group("limits"))
     add_model_options(serve.add_argument_group("the model"))
-    speed = serve.add_argument_group("speed and memory")
-    add_speed_options(speed)
-    speed.add_argument(
-        "--exact-twin", action="store_true", help="load the model once more without the cache, to compare (cache=false)"
-    )
+    add_speed_options(serve.add_argument_group("speed and memory"))
     serve.set_defaults(run=_serve)
 
 
@@ -117,10 +112,7 @@ def _house(options: argparse.Namespace) -> Any:
             raise SettingError(f"Two models are given: {options.place!r} and --model {options.model!r}. Give one.")
         settings["model"] = options.place
     omni = AsyncOmni(config=options.config, **settings)
-    house = House(omni, config)
-    if options.exact_twin and house.is_cached:
-        house.exact = AsyncOmni(od_config=replace(omni.config, cache_backend="none", cache_config=None))
-    return house
+    return House(omni, config)
 
 
 def _announce(address: str, house: Any) -> None:

@@ -7,15 +7,16 @@ another it is told here: a cache asks all ranks before it decides, and the plann
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from ..arch import find_denoisers
-from ..cache import CacheBackend
+from ..cache import CacheBackend, TeaCacheBackend
 from ..offload import Offloaded, OffloadStats, prepare_offload
 from ..parallel import (
     ParallelMesh,
@@ -119,6 +120,17 @@ class Attached:
             sharding=self.stats().sharding,
         )
 
+    @contextlib.contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Runs inside are computed whole, whatever the cache would skip."""
+        with contextlib.ExitStack() as undo:
+            if isinstance(self.cache, TeaCacheBackend):
+                undo.enter_context(self.cache.paused())
+            elif self.cache is not None:
+                self.cache.disable(self._pipe)
+                undo.callback(self.cache.enable, self._pipe)
+            yield
+
     def detach(self) -> None:
         """Take everything off: the pipeline is what it was. What is off already stays so."""
         self._undo.close()
@@ -135,7 +147,7 @@ class Attached:
 def attach(
     pipe: Any,
     cache: str | None = None,
-    cache_config: Mapping[str, Any] | None = None,
+    cache_config: Mapping[str, Any] | str | Path | None = None,
     offload: OffloadMode | None = None,
     gpu_memory: str | int | None = None,
     parallel: SequenceParallelConfig | None = None,

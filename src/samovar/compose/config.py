@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,7 +24,8 @@ class AttachConfig:
 
     cache: str | None = None
     """A cache backend by name; None asks the environment, "none" is no cache."""
-    cache_config: Mapping[str, Any] | None = None
+    cache_config: Mapping[str, Any] | str | Path | None = None
+    """Its settings, or a file in which `samovar tune` saved them."""
     offload: OffloadMode | None = None
     gpu_memory: str | int | None = None
     """The most that may be used on the device; alone it means offload="auto"."""
@@ -111,9 +113,9 @@ def skipped_share(cache: CacheBackend | None) -> float | None:
         return 0.0
     if not isinstance(cache, TeaCacheBackend):
         return None
-    mask = cache.config.mask
-    if mask is not None:
-        return mask.count(False) / len(mask)
+    masks = list(cache.config.masks.values())
+    if masks:  # One for all branches, or one for each.
+        return sum(mask.count(False) for mask in masks) / sum(map(len, masks))
     return 0.0 if cache.config.never_skips else None
 
 

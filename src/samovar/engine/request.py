@@ -91,6 +91,8 @@ class Request:
     image: Image | None = None
     """What to start from, for pipelines that edit."""
     num_previews: int = 0
+    exact: bool = False
+    """Whether every step is computed, cache or not."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
@@ -99,6 +101,8 @@ class Request:
             raise SettingError(f"params must be OmniDiffusionSamplingParams, not {self.params!r}.")
         if type(self.num_previews) is not int or self.num_previews < 0:
             raise SettingError(f"num_previews must be a whole number from 0 on, not {self.num_previews!r}.")
+        if not isinstance(self.exact, bool):
+            raise SettingError(f"exact must be True or False, not {self.exact!r}.")
 
     @property
     def num_pictures(self) -> int:
@@ -106,7 +110,8 @@ class Request:
 
     def fits_with(self, other: Request) -> bool:
         """Whether one call of the pipeline can make the pictures of both."""
-        return self.image is None and other.image is None and _shared(self.params) == _shared(other.params)
+        is_plain = self.image is None and other.image is None and self.exact == other.exact
+        return is_plain and _shared(self.params) == _shared(other.params)
 
 
 def _shared(params: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, nearest
 from .models import find_model
-from .sources import gather, read_bool, read_mapping
+from .sources import gather, read_bool, read_mapping_or_file
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,8 @@ class OmniDiffusionConfig:
     trust_remote_code: bool = False
     """Whether Python files that come with the model may be run."""
     cache_backend: str | None = None
-    cache_config: Mapping[str, Any] | None = None
+    cache_config: Mapping[str, Any] | str | Path | None = None
+    """Its settings, or a file in which `samovar tune` saved them."""
     enable_cpu_offload: bool = False
     """Denoisers and encoders take turns on the device."""
     enable_layerwise_offload: bool = False
@@ -163,4 +164,4 @@ def _check_device(device: str | None) -> None:
 def _reader(annotation: Any) -> Callable[[str], Any]:
     """What makes a value of a variable's text."""
     readers: dict[str, Callable[[str], Any]] = {"bool": read_bool, "int": int, "float": float}
-    return readers.get(annotation, read_mapping if "Mapping" in annotation else str)
+    return readers.get(annotation, read_mapping_or_file if "Mapping" in annotation else str)

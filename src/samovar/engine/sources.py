@@ -88,12 +88,14 @@ def read_bool(text: str) -> bool:
     return words[text.strip().lower()]
 
 
-def read_mapping(text: str) -> dict[str, Any]:
-    """Settings as JSON."""
+def read_mapping_or_file(text: str) -> dict[str, Any] | str:
+    """Settings as JSON, or the name of a file that holds them."""
+    if not text.lstrip().startswith(("{", "[", '"')):
+        return text
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f'{error}; expected JSON such as {{"name": value}}') from error
+        raise ValueError(f'{error}; expected JSON such as {{"name": value}}, or a file') from error
     if not isinstance(value, dict):
-        raise ValueError('expected a JSON object, such as {"name": value}')
+        raise ValueError('expected a JSON object, such as {"name": value}, or a file')
     return value

@@ -20,6 +20,7 @@ from .settings import OmniDiffusionConfig
 if TYPE_CHECKING:
     import torch
 
+    from ..cache import CacheBackend
     from .steps import Shot
 
 Outcome = GeneratedPictures | SamovarError
@@ -143,8 +144,9 @@ class Worker:
             together = shots[first : first + self.max_batch]
             for shot, image in zip(together, self._call(jobs, together, listener), strict=True):
                 images[shot.request].append(image)
-            if self._attached.cache is not None:
-                cache.append(self._attached.cache.stats())
+            backend = self._cache_for(jobs[together[0].request].request)
+            if backend is not None:
+                cache.append(backend.stats())
         seconds = time.perf_counter() - started
         outcomes: dict[int, Outcome] = {}
         for index, job in jobs.items():
@@ -170,7 +172,7 @@ class Worker:
                 call["negative_prompt"] = [call["negative_prompt"]] * len(shots)
         problem = ""
         try:
-            with self._watched(call, shots, listener):
+            with self._watched(call, shots, listener, lead.request):
                 return list(self._pipeline(**call).images)
         except SamovarError:
             raise
@@ -187,26 +189,32 @@ class Worker:
         raise OutOfMemoryError(f"There is not enough memory for {_size_of(lead.params, len(shots))}: {problem}")
 
     @contextlib.contextmanager
-    def _watched(self, call: dict[str, Any], shots: Sequence[Shot], listener: Listener) -> Iterator[None]:
-        """A call whose steps are followed, by its callback or by hooks."""
+    def _watched(
+        self, call: dict[str, Any], shots: Sequence[Shot], listener: Listener, request: Request
+    ) -> Iterator[None]:
+        """A call whose steps are followed, by its callback or by hooks, and computed if that was asked for."""
         from ..arch import find_denoisers
         from .steps import CALLBACK, StepHook, StepWatch
 
         size = call.get("height"), call.get("width")
-        watch = StepWatch(self._pipeline, self._attached.cache, shots, listener, self._agree, size)
+        watch = StepWatch(self._pipeline, self._cache_for(request), shots, listener, self._agree, size)
         watch.check_cancelled()
-        if CALLBACK in self.facts.takes:
-            call[CALLBACK] = watch.call_back
-            yield
-            return
-        denoisers = list(find_denoisers(self._pipeline).values())
-        hook = StepHook(self._pipeline, watch)
-        hook.attach(denoisers)
-        try:
-            yield
-            hook.end()
-        finally:
-            hook.detach(denoisers)
+        with self._attached.exactly() if request.exact else contextlib.nullcontext():
+            if CALLBACK in self.facts.takes:
+                call[CALLBACK] = watch.call_back
+                yield
+                return
+            denoisers = list(find_denoisers(self._pipeline).values())
+            hook = StepHook(self._pipeline, watch)
+            hook.attach(denoisers)
+            try:
+                yield
+                hook.end()
+            finally:
+                hook.detach(denoisers)
+
+    def _cache_for(self, request: Request) -> CacheBackend | None:
+        return None if request.exact else self._attached.cache
 
     def _free_memory(self) -> None:
         import torch

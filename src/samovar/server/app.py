@@ -178,7 +178,6 @@ def _status(house: House) -> dict[str, Any]:
         "defaults": house.omni.defaults.given() if is_loaded else {},
         "can_edit": house.omni.can_edit if is_loaded else False,
         "is_cached": house.is_cached,
-        "has_exact": house.exact is not None or not house.is_cached,
         "limits": {
             "max_pixels": limits.max_pixels,
             "max_steps": limits.max_steps,

@@ -1,4 +1,4 @@
-"""Who is at home? The engine, its exact twin if there is one, and whether they take requests."""
+"""Who is at home? The engine, and whether it takes requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ class House:
 
     omni: AsyncOmni
     config: ServerConfig
-    exact: AsyncOmni | None = None
-    """The same model without a cache, for requests that want it so."""
     phase: Phase = "loading"
 
     @property
@@ -39,18 +37,12 @@ class House:
         """Whether the engine skips steps; the environment may say so too."""
         return self.omni.config.attach_config().make_cache(None) is not None
 
-    @property
-    def engines(self) -> list[AsyncOmni]:
-        return [self.omni] if self.exact is None else [self.omni, self.exact]
-
     def problem(self) -> str | None:
         """Why no request can be taken now, if so."""
         if self.phase != "serving":
             return self.phase
-        statuses = [engine.status() for engine in self.engines]
-        if not all(status.is_alive for status in statuses):
-            return "dead"
-        return None if all(status.is_ready for status in statuses) else "restarting"
+        status = self.omni.status()
+        return None if status.is_ready and status.is_alive else "restarting" if status.is_alive else "dead"
 
     def engine_for(self, asked: ImageRequest) -> AsyncOmni:
         """Who makes the pictures; a request for another model, or for what is not there, is refused."""
@@ -59,12 +51,7 @@ class House:
             raise Refusal(404, message, param="model", code="model_not_found")
         if self.phase == "loading":
             raise Refusal(503, "The model is still being loaded.", code="loading", headers={"Retry-After": "2"})
-        if asked.is_cached or not self.is_cached:
-            return self.omni
-        if self.exact is None:
-            message = "cache=false needs an engine without a cache beside this one: start it with --exact-twin."
-            raise Refusal(400, message, param="cache", code="unsupported_value")
-        return self.exact
+        return self.omni
 
     def check_can_edit(self) -> None:
         if self.phase == "serving" and not self.omni.can_edit:

@@ -64,6 +64,7 @@ class Images:
                 priority=asked.priority,
                 deadline_s=asked.deadline_s,
                 num_previews=asked.num_previews,
+                exact=not asked.is_cached,
             )
         except SamovarError as error:
             raise self.house.refusal_of(error) from error

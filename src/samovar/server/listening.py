@@ -50,8 +50,8 @@ async def serve(house: House, on_listening: Callable[[str], None], on_ready: Cal
 
 
 async def _load(house: House, stop: asyncio.Event) -> bool:
-    """Start the engines; False if the server was told to end before they were ready."""
-    loading = asyncio.gather(*(engine.start() for engine in house.engines))
+    """Start the engine; False if the server was told to end before it was ready."""
+    loading = asyncio.ensure_future(house.omni.start())
     if not await _ended_before(loading, stop):
         loading.cancel()
         return False
@@ -78,7 +78,7 @@ async def _ended_before(work: asyncio.Future[Any], event: asyncio.Event) -> bool
 
 
 async def _close(house: House, drain_s: float) -> None:
-    await asyncio.gather(*(engine.close(drain_s) for engine in house.engines))
+    await house.omni.close(drain_s)
 
 
 class _Signals:

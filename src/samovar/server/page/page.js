@@ -40,13 +40,11 @@ function showServer() {
   $("guidance").placeholder = defaults.guidance_scale ?? "";
   $("steps").max = limits.max_steps;
   $("prompt").maxLength = limits.max_prompt_characters;
-  const canCompare = server.is_cached && server.has_exact;
+  const canCompare = server.is_cached;
   $("compare").disabled = !canCompare;
   if (!canCompare) $("compare").checked = false;
   $("compare-hint").hidden = canCompare;
-  $("compare-hint").textContent = server.is_cached
-    ? "Needs an engine without a cache beside this one: --exact-twin."
-    : "This server runs without a cache, so every picture is exact.";
+  $("compare-hint").textContent = "This server runs without a cache, so every picture is exact.";
   drawSnippet();
 }
 

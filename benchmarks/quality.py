@@ -1,0 +1,110 @@
+"""What do skipped steps cost in quality, beside other caches and beside fewer plain steps? On the built-in model.
+
+    python benchmarks/quality.py --device cuda --dtype float32 --batch 64 --json benchmarks/results/quality.json
+
+One process: settings are planned and tuned on 32 captions, then everything is measured on 64 others with 4 seeds each,
+50 steps. A promise is tuned for at three levels each of PSNR, LPIPS and speed, and checked on those others. What is
+done is kept in `--state` until the end, so that an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from samovar.engine import OmniDiffusionSamplingParams
+from samovar.errors import SettingError
+from samovar.lab import Journal, Promise, Session, Studio, StudioConfig, read_prompts, tasks_of
+from samovar.lab.bench import all_methods, bench
+from samovar.lab.tune import tune
+
+PROMISES = [("psnr", 35.0), ("psnr", 40.0), ("psnr", 45.0), ("lpips", 0.02), ("lpips", 0.01), ("lpips", 0.005),
+            ("speedup", 2.0), ("speedup", 3.0), ("speedup", 5.0)]  # fmt: skip
+
+
+def tuned(tuning: Session, testing: Session, refinements: int) -> list[dict[str, Any]]:
+    """Each promise, what was chosen for it, and how often it is kept on captions that had no say in it."""
+    rows = []
+    for target, value in PROMISES:
+        promise = Promise(target, value)  # type: ignore[arg-type]
+        try:
+            found = tune(tuning, testing, promise, refinements=refinements)
+        except SettingError as error:
+            rows.append({"promise": str(promise), "problem": str(error)})
+            continue
+        held_out = {name: value for name, value in found.held_out.to_dict().items() if name != "each"}
+        plain = found.plain.quality
+        rows.append(
+            {
+                "promise": str(promise), "setting": found.setting("benchmarks/quality.py"), "held_out": held_out,
+                "share_kept": found.share_kept, "num_tried": len(found.tried),
+                "worst": found.to_dict()["held_out"]["worst"], "plain_steps": plain._asdict(),
+            }
+        )  # fmt: skip
+        print(
+            f"{promise}: {held_out['computed']} computed, {held_out['psnr']} dB, kept by {found.share_kept:.1%}",
+            flush=True,
+        )
+    return rows
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    params = OmniDiffusionSamplingParams(num_inference_steps=options.steps)
+    studio = Studio(StudioConfig("emoji", options.dtype, options.device, params, options.batch))
+    single = Studio(StudioConfig("emoji", options.dtype, options.device, params), studio.pipeline)
+    single.params = studio.params
+    learning = tasks_of(read_prompts("tuning", options.tuning_captions), 1, 0)
+    judging = tasks_of(read_prompts("testing", options.captions), options.seeds, 100_000)
+    wish = {**studio.about(), "tuning": learning, "testing": judging, "refine": options.refine}
+    journal = Journal(options.state, wish)
+    tuning = Session(studio, learning, journal, "tuning", progress=False)
+    testing = Session(studio, judging, journal, "testing", progress=False)
+    alone = Session(single, judging[: options.alone], journal, "alone", progress=False) if options.alone else None
+    started = time.perf_counter()
+    methods = all_methods(tuning, refinements=options.refine)
+    print(f"planned in {time.perf_counter() - started:.0f} s; {len(methods)} methods", flush=True)
+    rows = bench(
+        testing, methods, alone, lambda name: print(f"{time.perf_counter() - started:5.0f} s  {name}", flush=True)
+    )
+    print(f"measured after {time.perf_counter() - started:.0f} s", flush=True)
+    promises = [] if options.no_tune else tuned(tuning, testing, options.refine)
+    about = studio.about() | {"date": date.today().isoformat(), "pictures": len(judging), "captions": options.captions}
+    return {"about": about, "seconds": round(time.perf_counter() - started), "rows": rows, "promises": promises}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", help="cuda or cpu (a GPU if there is one)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--captions", type=int, default=64)
+    parser.add_argument("--tuning-captions", type=int, default=32)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--alone", type=int, default=8, help="pictures that adaptive methods make one at a time too")
+    parser.add_argument("--refine", type=int, default=0, help="changes of each planned schedule to try")
+    parser.add_argument("--no-tune", action="store_true", help="only the curves")
+    parser.add_argument("--state", type=Path, default=Path("quality-state"), help="where an interrupted run goes on")
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    options = parser.parse_args()
+    result = measure(options)
+    command = f"python benchmarks/quality.py {' '.join(sys.argv[1:])}"
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"command": command, **result}) + "\n")
+    shutil.rmtree(options.state)
+    for row in result["rows"]:
+        if "problem" in row:
+            print(f"{row['method']:70} {row['problem']}")
+        else:
+            figures = f"{row['computed']:6.2f} {row['speedup']:5.2f}x {row['psnr']:6.2f} dB {row['lpips']:.5f}"
+            print(f"{row['method'][:70]:70} {figures}")
+
+
+if __name__ == "__main__":
+    main()

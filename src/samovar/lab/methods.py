@@ -1,0 +1,87 @@
+"""What can be put on a pipeline to make it faster, and how is it taken off again?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cache import PipelineStats, make_cache_backend
+from ..compose import attach
+from ..errors import SettingError
+
+Notes = Callable[[], Any]
+"""What a method says of the last run, as plain JSON values."""
+
+
+@contextlib.contextmanager
+def _nothing(pipeline: Any) -> Iterator[Notes]:
+    yield lambda: None
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """One point of a curve."""
+
+    name: str
+    family: str
+    """Which curve it belongs to."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    attached: Callable[[Any], AbstractContextManager[Notes]] = _nothing
+    """Puts it on a pipeline for as long as the context lasts."""
+    steps: int | None = None
+    """Other than the exact picture's."""
+    is_adaptive: bool = False
+    """Whether it looks at the pictures to decide, so that a batch decides as one."""
+
+
+EXACT = Method("exact", "exact")
+
+
+def plain(steps: int) -> Method:
+    """Fewer steps, and nothing else: what any cache must beat."""
+    return Method(f"plain {steps} steps", "plain steps", {"steps": steps}, steps=steps)
+
+
+def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, family: str | None = None) -> Method:
+    """A cache of Samovar, by its name."""
+
+    @contextlib.contextmanager
+    def attached(pipeline: Any) -> Iterator[Notes]:
+        with attach(pipeline, cache=backend, cache_config=dict(settings)) as on_it:
+            yield lambda: _masks(on_it.stats().cache)
+
+    words = ", ".join(f"{key}={value}" for key, value in settings.items() if key != "forecast_weights")
+    return Method(
+        name or f"{backend} {words}".strip(),
+        family or f"samovar {backend}",
+        {"cache_backend": backend, **settings},
+        attached,
+        is_adaptive="schedule" not in settings,
+    )
+
+
+def _masks(stats: Any) -> dict[str, str] | None:
+    """Which steps were computed, by denoiser and branch, where a cache of ours tells."""
+    if not isinstance(stats, PipelineStats):
+        return None
+    found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
+    return {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
+
+
+def read_method(wish: Mapping[str, Any]) -> Method:
+    """The method of a saved setting, or of one that was typed in.
+
+    It is a mapping with `cache_backend` and `cache_config`, as `tune` saves it, or the settings alone, which are then
+    those of "forecast". A wrong name or value is refused.
+    """
+    is_saved = "cache_config" in wish
+    backend = wish.get("cache_backend", "tea_cache" if is_saved else "forecast")
+    settings = wish["cache_config"] if is_saved else {k: v for k, v in wish.items() if k != "cache_backend"}
+    if not isinstance(settings, Mapping):
+        raise SettingError(f"cache_config is {settings!r}; a mapping such as {{'rel_l1_thresh': 0.2}} was expected.")
+    if make_cache_backend(backend, settings) is None:
+        raise SettingError(f"cache_backend={backend!r} is no cache, and the exact pictures are made anyway.")
+    return ours(backend, settings)

@@ -1,0 +1,131 @@
+"""How is a comparison looked at? A contact sheet, and a page with a slider that needs nothing else.
+
+The exact pictures are on top, each setting below, tasks across.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from .compare import Comparison
+from .session import Row
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_LABEL_WIDTH, _GAP, _HEADER = 250, 4, 18
+_INK, _PAPER, _DIM = (20, 20, 20), (255, 255, 255), (110, 110, 110)
+_WIDEST = 256
+"""Pixels of a picture on the sheet; larger ones are made smaller."""
+
+
+def contact_sheet(comparison: Comparison) -> Image:
+    """All pictures, as one."""
+    from PIL import Image, ImageDraw
+
+    rows = [_pictures(comparison, number) for number in range(len(comparison.rows))]
+    width = max(picture.width for row in rows for picture in row) + _GAP
+    height = max(max(picture.height for row in rows for picture in row) + _GAP, 64)
+    size = (_LABEL_WIDTH + width * len(rows[0]), _HEADER + height * len(rows))
+    sheet = Image.new("RGB", size, _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for column, task in enumerate(comparison.tasks):
+        words = _fitted(draw, f"{task.prompt} · {task.seed}", width - 2 * _GAP)
+        draw.text((_LABEL_WIDTH + column * width, 3), words, fill=_DIM)
+    for number, (row, pictures) in enumerate(zip(comparison.rows, rows, strict=True)):
+        top = _HEADER + number * height
+        for line, words in enumerate(_label(row)):
+            text = _fitted(draw, words, _LABEL_WIDTH - 2 * _GAP)
+            draw.text((_GAP, top + 14 * line), text, fill=_INK if line == 0 else _DIM)
+        for column, picture in enumerate(pictures):
+            sheet.paste(picture, (_LABEL_WIDTH + column * width, top))
+    return sheet
+
+
+def page(comparison: Comparison, title: str) -> str:
+    """One HTML page with all pictures in it."""
+    data = {
+        "tasks": [f"{task.prompt}, seed {task.seed}" for task in comparison.tasks],
+        "rows": [
+            {
+                "name": row.method,
+                "figures": [[round(value, 4) for value in quality] for quality in row.pictures],
+                "pictures": [_embedded(picture) for picture in _pictures(comparison, number, shrink=False)],
+            }
+            for number, row in enumerate(comparison.rows)
+        ],
+    }
+    template = (resources.files(__package__) / "data" / "compare.html").read_text(encoding="utf-8")
+    # "</" in a name must not end the script that holds it.
+    filled = {
+        "TITLE": html.escape(title),
+        "TABLE": _table(comparison.rows),
+        "DATA": json.dumps(data).replace("</", "<\\/"),
+    }
+    for name, text in filled.items():
+        template = template.replace(f"@{name}@", text)
+    return template
+
+
+def figures_of(row: Row) -> dict[str, str]:
+    """A row's figures as words, by column."""
+    is_exact = row.family == "exact"
+    return {
+        "setting": row.method,
+        "computed": f"{row.computed:g}",
+        "speed-up": f"{row.speedup:.2f}x",
+        "PSNR dB": "" if is_exact else f"{row.quality.psnr:.2f}",
+        "SSIM": "" if is_exact else f"{row.quality.ssim:.4f}",
+        "LPIPS": "" if is_exact else f"{row.quality.lpips:.4f}",
+    }
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [figures_of(row) for row in rows]
+    head = "".join(f"<th>{name}</th>" for name in lines[0])
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in line.values())}</tr>" for line in lines)
+    return f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+
+
+def _label(row: Row) -> list[str]:
+    if row.family == "exact":
+        return [f"exact, {row.steps} steps", f"{row.seconds / len(row.pictures):.2f} s a picture"]
+    quality = row.quality
+    return [
+        row.method,
+        f"{row.computed:g} computed, {row.speedup:.2f}x",
+        f"PSNR {quality.psnr:.1f} dB, SSIM {quality.ssim:.3f}",
+        f"LPIPS {quality.lpips:.4f}",
+    ]
+
+
+def _pictures(comparison: Comparison, row: int, shrink: bool = True) -> list[Image]:
+    from PIL import Image
+
+    pictures = []
+    for number in range(len(comparison.tasks)):
+        with Image.open(comparison.folders[row] / f"{number}.png") as file:
+            picture = file.convert("RGB")
+        if shrink and max(picture.size) > _WIDEST:
+            picture.thumbnail((_WIDEST, _WIDEST))
+        pictures.append(picture)
+    return pictures
+
+
+def _fitted(draw: Any, text: str, width: int) -> str:
+    """As much of a text as there is room for."""
+    while draw.textlength(text) > width and len(text) > 1:
+        text = text[:-2] + "…"
+    return text
+
+
+def _embedded(picture: Image) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

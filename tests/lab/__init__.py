@@ -1,0 +1,1 @@
+"""The lab, on tiny pipelines."""

@@ -1,0 +1,65 @@
+"""All methods are measured alike, failures are rows, and the best are marked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lab.tiny import TASKS, MakeSession
+from samovar.lab.bench import all_methods, bench, mark_best, our_methods, plain_methods
+from samovar.lab.methods import Method, Notes, ours, plain
+from samovar.lab.studio import Task
+
+
+@contextlib.contextmanager
+def _fails(pipeline: Any) -> Iterator[Notes]:
+    raise TypeError("no such\n  model")
+    yield lambda: None
+
+
+def test_rows_and_failures(make_session: MakeSession) -> None:
+    session = make_session(steps=8)
+    alone = make_session(steps=8, batch=1, tasks=TASKS[:1], name="alone")
+    forecast = ours("forecast", {"rel_l1_thresh": 0.4})
+    rows = bench(session, [plain(4), Method("a peer", "peers", attached=_fails), forecast], alone)
+    assert [row["method"] for row in rows] == ["exact", "plain 4 steps", "a peer", forecast.name]
+    assert rows[2] == {"method": "a peer", "family": "peers", "problem": "TypeError: no such model"}
+    assert "alone" not in rows[1], "plain steps are the same in any company"
+    assert rows[3]["alone"]["pictures"] == 1
+    assert rows[3]["alone"]["psnr_in_batch"] == pytest.approx(rows[3]["each"]["psnr"][0], abs=1e-3)
+
+
+def test_the_best_are_marked() -> None:
+    rows: list[dict[str, Any]] = [
+        {"family": "exact", "computed": 50, "psnr": 100, "lpips": 0},
+        {"family": "a", "computed": 20, "psnr": 40, "lpips": 0.01},
+        {"family": "b", "computed": 20, "psnr": 39, "lpips": 0.005},
+        {"family": "c", "computed": 25, "psnr": 38, "lpips": 0.02},
+        {"family": "d", "problem": "no"},
+    ]
+    mark_best(rows)
+    assert [row.get("is_best_by_psnr") for row in rows] == [None, True, False, False, None]
+    assert [row.get("is_best_by_lpips") for row in rows] == [None, False, True, False, None]
+
+
+def test_our_schedules_are_planned_on_other_prompts(make_session: MakeSession) -> None:
+    tuning = make_session(steps=10, tasks=[Task("a hat", 50)], name="tuning")
+    methods = our_methods(tuning)
+    schedules = [method for method in methods if "schedule" in method.settings]
+    assert [method.name.split(" (")[0] for method in schedules] == [f"schedule, {n} computed" for n in (2, 3, 4, 5)]
+    assert not any(method.is_adaptive for method in schedules)
+    row = tuning.measure(schedules[2])
+    assert row.computed == 4
+    assert [method.steps for method in plain_methods(50)] == [33, 25, 20, 16, 12, 10]
+
+
+@pytest.mark.slow
+def test_everything_at_once(make_session: MakeSession) -> None:
+    session, tuning = make_session(steps=12), make_session(steps=12, tasks=[Task("a hat", 50)], name="tuning")
+    methods = all_methods(tuning)
+    assert len({method.name for method in methods}) == len(methods)
+    rows = bench(session, methods)
+    assert {row["family"] for row in rows if "problem" in row} <= {"diffusers SeaCache"}

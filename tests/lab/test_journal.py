@@ -1,0 +1,59 @@
+"""What is known survives an interruption, wherever it comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from samovar.errors import SettingError
+from samovar.lab.journal import Journal
+
+
+def test_values_and_pictures_are_found_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state", {"steps": 4})
+    pictures = torch.rand(2, 3, 4, 4)
+    journal.keep_pictures("exact-0", pictures)
+    journal.record("exact 0", {"seconds": 1.5})
+    again = Journal(tmp_path / "state", {"steps": 4})
+    assert again.num_known == 1
+    assert "exact 0" in again
+    assert again["exact 0"] == {"seconds": 1.5}
+    assert torch.equal(again.pictures("exact-0"), pictures), "not rounded"
+    again.close()
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_torn_line_is_measured_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {"steps": 4})
+    journal.record("a", 1)
+    journal.record("b", 2)
+    file = tmp_path / "journal.jsonl"
+    whole = file.read_bytes()
+    for length in range(whole.index(b'"a"'), len(whole)):
+        file.write_bytes(whole[:length])
+        again = Journal(tmp_path, {"steps": 4})
+        assert "b" not in again
+        again.record("b", 3)
+        assert Journal(tmp_path, {"steps": 4})["b"] == 3, "and what follows a torn line is readable"
+
+
+def test_a_journal_torn_in_its_first_line_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text('{"about": {"st')
+    journal = Journal(tmp_path, {"steps": 4})
+    journal.record("a", 1)
+    assert Journal(tmp_path, {"steps": 4})["a"] == 1
+
+
+def test_another_wish_is_refused_by_what_differs(tmp_path: Path) -> None:
+    Journal(tmp_path, {"steps": 4, "model": "emoji"}).record("a", 1)
+    with pytest.raises(SettingError, match="unfinished run of another wish: steps was 4 and is 5"):
+        Journal(tmp_path, {"steps": 5, "model": "emoji"})
+    assert Journal(tmp_path, {"steps": 4, "model": "emoji"})["a"] == 1, "and is left as it was"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="cannot be made"):
+        Journal(tmp_path / "file" / "state", {})

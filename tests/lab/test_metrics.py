@@ -1,0 +1,63 @@
+"""PSNR and SSIM on cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from samovar.errors import SettingError
+from samovar.lab.metrics import HIGHEST_PSNR, Quality, average, measure, psnr, ssim
+
+
+def grey(value: float, size: int = 16) -> torch.Tensor:
+    return torch.full((1, 3, size, size), value)
+
+
+def test_psnr_of_a_known_error() -> None:
+    assert psnr(grey(0.5), grey(0.6)).item() == pytest.approx(20.0, abs=1e-4)  # A mean square of 0.01.
+    one_pixel = grey(0.5)
+    one_pixel[0, 0, 3, 4] += 0.25
+    expected = -10 * math.log10(0.25**2 / (3 * 16 * 16))
+    assert psnr(one_pixel, grey(0.5)).item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_equal_pictures_have_the_highest_psnr() -> None:
+    assert psnr(grey(0.5), grey(0.5)).item() == HIGHEST_PSNR
+
+
+def test_ssim_of_flat_pictures_is_their_luminance() -> None:
+    a, b = 0.4, 0.6
+    expected = (2 * a * b + 1e-4) / (a * a + b * b + 1e-4)
+    assert ssim(grey(a), grey(b)).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_ssim_sees_structure_that_psnr_does_not() -> None:
+    torch.manual_seed(0)
+    stripes = (torch.arange(32) % 2).float().expand(1, 3, 32, 32) * 0.5 + 0.25
+    shifted, noisy = stripes + 0.1, stripes + 0.1 * torch.randn(stripes.shape).sign()
+    assert psnr(shifted, stripes).item() == pytest.approx(psnr(noisy, stripes).item(), abs=1e-4)
+    assert ssim(shifted, stripes).item() > ssim(noisy, stripes).item() + 0.02
+    assert ssim(stripes, stripes).item() == pytest.approx(1.0, abs=1e-6)
+    assert ssim(1 - stripes, stripes).item() < -0.9, "the opposite is structure too"
+
+
+def test_pictures_smaller_than_the_window() -> None:
+    assert ssim(grey(0.5, 8), grey(0.5, 8)).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_measure_has_all_three_for_each_picture() -> None:
+    exact = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    pictures = torch.stack([exact[0], 1 - exact[1]])
+    same, other = measure(pictures, exact)
+    assert same == Quality(HIGHEST_PSNR, pytest.approx(1.0), 0.0)
+    assert other.psnr < 10
+    assert other.ssim < 0
+    assert other.lpips > 0
+    assert average([same, other]).psnr == pytest.approx((same.psnr + other.psnr) / 2)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"\(1, 3, 16, 16\) and \(1, 3, 8, 8\) cannot be compared"):
+        measure(grey(0.5), grey(0.5, 8))

@@ -1,0 +1,53 @@
+"""Caches of others go on and off the pipeline, and what they skip is counted like ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lab.tiny import TASKS, MakeStudio
+from samovar.lab.methods import EXACT
+from samovar.lab.peers import peers
+
+
+def test_every_peer_that_runs_skips_and_comes_off(make_studio: MakeStudio) -> None:
+    studio = make_studio(steps=10)
+    methods = peers(studio, TASKS[:1])
+    families = dict.fromkeys(method.family for method in methods)
+    assert {"diffusers FirstBlockCache", "diffusers TaylorSeer lite", "diffusers MagCache"} <= set(families)
+    with studio.under(EXACT) as make:
+        exact = make(TASKS[:1])
+    for family in families:
+        method = [method for method in methods if method.family == family][-1]
+        with studio.under(method) as make:
+            made = make(TASKS[:1])
+        if family == "diffusers SeaCache":  # It needs a step from the pipeline, which FLUX's does not give.
+            assert made.forwards == exact.forwards
+        else:
+            assert made.forwards < exact.forwards, f"{family} skips nothing at its strongest"
+    with studio.under(EXACT) as make:
+        assert torch.equal(make(TASKS[:1]).pictures, exact.pictures), "no peer left anything behind"
+
+
+def test_a_fixed_rhythm_is_counted_right(make_studio: MakeStudio) -> None:
+    studio = make_studio(steps=10)
+    (every_third,) = [m for m in peers(studio, TASKS[:1]) if m.name == "diffusers TaylorSeer lite every 3"]
+    assert not every_third.is_adaptive
+    with studio.under(every_third) as make:
+        forwards = make(TASKS[:1]).forwards
+    assert forwards == 2 * 6, "the first four, and every third of the rest"
+
+
+def test_a_model_that_peers_do_not_know(make_studio: MakeStudio, monkeypatch: pytest.MonkeyPatch) -> None:
+    studio = make_studio(steps=4)
+
+    def refuse(self: Any, config: Any) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(type(studio.pipeline.transformer), "enable_cache", refuse)
+    mag = [method for method in peers(studio, TASKS[:1]) if method.family == "diffusers MagCache"]
+    assert len(mag) == 1, "it cannot be calibrated, so it has one row"
+    with pytest.raises(ValueError, match="not this one"), studio.under(mag[0]):
+        pass

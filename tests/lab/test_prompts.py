@@ -1,0 +1,38 @@
+"""The prompts that come with the lab are kept apart, and files are read line by line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samovar.errors import SettingError
+from samovar.lab.prompts import read_prompts
+
+
+def test_no_emoji_is_both_tuned_with_and_tested() -> None:
+    tuning, testing = read_prompts("tuning"), read_prompts("testing")
+    assert len(tuning) == len(set(tuning)) == 32
+    assert len(testing) == len(set(testing)) == 96
+    assert not {p.split(",")[0] for p in tuning} & {p.split(",")[0] for p in testing}
+    for style in ("noto", "3d", "flat"):
+        assert sum(p.endswith(f"{style} style") for p in testing) >= 24
+
+
+def test_a_file_has_one_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("# mine\n a cat \n\na dog\n")
+    assert read_prompts(str(file)) == ["a cat", "a dog"]
+    assert read_prompts(file, 1) == ["a cat"]
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"'testin' is no file of prompts.*'testing'"):
+        read_prompts("testin")
+    empty = tmp_path / "empty.txt"
+    empty.write_text("# nothing\n")
+    with pytest.raises(SettingError, match="holds no prompts"):
+        read_prompts(empty)
+    for count in (0, 33, True):
+        with pytest.raises(SettingError, match=f"{count!r} prompts were asked for; 'tuning' has 32"):
+            read_prompts("tuning", count)

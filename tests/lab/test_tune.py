@@ -1,0 +1,109 @@
+"""Promises are about single pictures, the search ends at the fastest that keeps them, and held-out prompts judge."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from lab.tiny import TASKS, MakeSession
+from samovar.cache import TeaCacheConfig
+from samovar.errors import SettingError
+from samovar.lab.methods import read_method
+from samovar.lab.metrics import Quality
+from samovar.lab.session import Row
+from samovar.lab.studio import Task
+from samovar.lab.tune import Promise, denoiser_speedup, lower_bound, tune
+
+
+def row(psnrs: list[float], computed: float = 10, lpips: float = 0.01) -> Row:
+    pictures = tuple(Quality(psnr, 0.9, lpips) for psnr in psnrs)
+    mean = Quality(sum(psnrs) / len(psnrs), 0.9, lpips)
+    return Row("a", "a", {}, 20, computed, 1.0, 2.0, mean, pictures)
+
+
+def test_the_bound_holds_for_the_share_that_it_says() -> None:
+    rng = random.Random(0)
+    holds = 0
+    for _ in range(400):
+        bound = lower_bound([rng.gauss(40, 3) for _ in range(16)])
+        share = sum(rng.gauss(40, 3) >= bound for _ in range(400)) / 400
+        holds += share >= 0.95
+    assert 0.85 < holds / 400 < 0.95, "about nine of ten times"
+    assert lower_bound([40.0, 30.0]) == 30.0, "of two pictures nothing more is known"
+
+
+def test_promises() -> None:
+    promise = Promise("psnr", 30)
+    assert promise.keeps(Quality(30.0, 0, 1))
+    assert not promise.keeps(Quality(29.9, 1, 0))
+    assert promise.is_kept(row([40, 41, 42, 43]))
+    assert not promise.is_kept(row([28, 41, 55, 60])), "the mean is not what is promised"
+    assert Promise("lpips", 0.011).is_kept(row([1, 2, 3]))
+    assert not Promise("lpips", 0.009).is_kept(row([1, 2, 3]))
+    assert denoiser_speedup(row([1.0], computed=10)) == pytest.approx(20 / (10 + 0.1))
+    assert Promise("speedup", 1.9).is_kept(row([1.0], computed=10))
+    assert not Promise("speedup", 2.0).is_kept(row([1.0], computed=10))
+    assert str(promise) == "PSNR of at least 30 dB"
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "message"),
+    [
+        ("psnr", 0, "target psnr=0; a number from 1.0 to 99.0"),
+        ("lpips", 2.0, "target lpips=2.0"),
+        ("speedup", float("nan"), "target speedup=nan"),
+        ("speedup", 0.5, "target speedup=0.5"),
+        ("psnr", True, "target psnr=True"),
+        ("pnsr", 30, "'pnsr' is nothing to promise.*'psnr'"),
+    ],
+)
+def test_promises_that_make_no_sense_are_refused(target: Any, value: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Promise(target, value)
+
+
+TESTING = [Task("a horse", 100), Task("a tree", 101), Task("a hat", 102)]
+
+
+def test_the_fastest_that_keeps_a_promise(make_session: MakeSession) -> None:
+    tuning, testing = make_session(tasks=TASKS, batch=3), make_session(tasks=TESTING, batch=3, name="testing")
+    # What is asked for lies between what few and many computed steps give on this random model.
+    target = tuning.measure(read_method({"cache_backend": "tea_cache", "schedule": "##.#.#.#.#"})).quality.psnr - 8
+    found = tune(tuning, testing, Promise("psnr", target))
+    assert found.promise.is_kept(found.row)
+    assert found.row.computed < 10
+    faster = [tried for tried in found.tried if tried.computed < found.row.computed]
+    assert not any(found.promise.is_kept(tried) for tried in faster)
+    assert [task.prompt for task in testing.tasks] == ["a horse", "a tree", "a hat"]
+    assert found.share_kept == sum(q.psnr >= target for q in found.held_out.pictures) / 3
+    assert found.plain.steps == round(found.row.computed)
+    saved = found.setting("a test")
+    assert saved["num_inference_steps"] == 10
+    TeaCacheConfig.read(saved["cache_config"])
+    assert read_method(saved).settings == found.row.settings
+    report = found.to_dict()
+    assert len(report["tried"]) == len(found.tried) > 6
+    assert any(tried["keeps"] for tried in report["tried"])
+
+
+@pytest.mark.slow
+def test_a_promised_speed_is_reached(make_session: MakeSession) -> None:
+    tuning, testing = make_session(tasks=TASKS[:2]), make_session(tasks=TESTING[:1], name="testing")
+    found = tune(tuning, testing, Promise("speedup", 2.0), refinements=3)
+    assert denoiser_speedup(found.row) >= 2
+    rivals = [tried for tried in found.tried if denoiser_speedup(tried) >= 2]
+    assert found.row.quality.psnr == max(tried.quality.psnr for tried in rivals)
+    assert len(found.tried) >= 6
+
+
+def test_what_cannot_be_kept_is_said(make_session: MakeSession) -> None:
+    tuning, testing = make_session(tasks=TASKS[:1]), make_session(tasks=TESTING[:1], name="testing")
+    with pytest.raises(SettingError, match=r"No setting that skips anything keeps a PSNR of at least 99 dB\. The best"):
+        tune(tuning, testing, Promise("psnr", 99.0))
+
+
+def test_prompts_are_kept_apart(make_session: MakeSession) -> None:
+    with pytest.raises(SettingError, match="'a cat' is among the prompts for tuning and for testing"):
+        tune(make_session(), make_session(name="testing"), Promise("psnr", 30))

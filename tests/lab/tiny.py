@@ -1,0 +1,16 @@
+"""What the tests of the lab make pictures of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from samovar.lab.session import Session
+from samovar.lab.studio import Studio, Task
+
+PARAMS: dict[str, Any] = {
+    "height": 16, "width": 24, "true_cfg_scale": 2.0, "negative_prompt": "a dog", "max_sequence_length": 8
+}  # fmt: skip
+TASKS = [Task("a cat", 0), Task("a cat", 1), Task("a house", 2)]
+MakeStudio = Callable[..., Studio]
+MakeSession = Callable[..., Session]
