@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import subprocess
@@ -234,3 +235,30 @@ def test_a_program_leaves_no_process_no_memory_and_no_warning(folder: Path, tmp_
     assert not Path(f"/proc/{worker}").exists()
     ours = {name for name in set(os.listdir("/dev/shm")) - before if "samovar" in name}
     assert ours == set()
+
+
+def test_a_start_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loading:
+        """Worker processes that load for ever."""
+
+        num_ranks, process_ids, since = 1, (1,), float("inf")
+
+        def __init__(self, *args: object) -> None: ...
+
+        def end(self, wait_s: float) -> None: ...
+
+    async def main() -> bool:
+        omni = AsyncOmni("emoji", device="cpu")
+        try:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(omni.start(), 0.05)
+            for _ in range(100):
+                if not omni.status().is_alive:
+                    return True
+                await asyncio.sleep(0.01)
+            return False
+        finally:
+            await omni.close()
+
+    monkeypatch.setattr("samovar.engine.supervisor.WorkerGroup", Loading)
+    assert asyncio.run(main())

@@ -177,8 +177,8 @@ class AsyncOmni:
         pictures = await omni.generate("a grinning cat, 3d style")
         await omni.close()
 
-    The settings are those of `Omni`, and `max_queue`, `max_batch` and `step_timeout_s`. All are checked here, and
-    nothing is loaded before `start`.
+    The settings are those of `Omni`, and `max_queue`, `max_batch`, `step_timeout_s` and `load_timeout_s`. All are
+    checked here, and nothing is loaded before `start`.
     """
 
     def __init__(
@@ -195,7 +195,11 @@ class AsyncOmni:
 
     async def start(self) -> None:
         """Start the worker and load the model; raises ModelError or SettingError if that cannot be."""
-        await asyncio.to_thread(self._supervisor.start)
+        try:
+            await asyncio.to_thread(self._supervisor.start)
+        except asyncio.CancelledError:  # The thread would go on waiting, and the worker loading.
+            self._supervisor.abandon()
+            raise
 
     @property
     def defaults(self) -> OmniDiffusionSamplingParams:

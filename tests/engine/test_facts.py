@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -50,7 +51,10 @@ def test_a_picture_says_how_large_the_new_one_is() -> None:
     assert (call["width"], call["height"], call["strength"]) == (64, 32, 0.5)
     assert (call["image"].mode, call["image"].size) == ("RGB", (70, 45))
     assert EDIT.check(ask(PICTURE, height=48))["height"] == 48
-    assert "width" not in EDIT.check(ask(PICTURE, height=48))
+    assert EDIT.check(ask(PICTURE, height=96))["width"] == 144, "the shape of the picture"
+    assert EDIT.check(ask(PICTURE, width=128))["height"] == 80
+    both = EDIT.check(ask(PICTURE, height=48, width=32))
+    assert (both["height"], both["width"]) == (48, 32)
     assert EDIT.check(ask(Image.new("RGB", (3, 3))))["width"] == 16
 
 
@@ -71,3 +75,11 @@ def test_facts_are_read_off_a_pipeline() -> None:
     assert facts == PipelineFacts("Unguided", frozenset({"prompt", "height"}), 16, OmniDiffusionSamplingParams(seed=1))
     with pytest.raises(SettingError, match="Unguided takes no num_inference_steps"):
         facts.check(ask(num_inference_steps=2))
+
+
+def test_a_picture_that_is_cut_off_is_refused() -> None:
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(file, "PNG")
+    cut = Image.open(io.BytesIO(file.getvalue()[: len(file.getvalue()) // 2]))
+    with pytest.raises(SettingError, match=r"The image cannot be read: .*\. Is its file whole\?"):
+        EDIT.check(ask(cut))

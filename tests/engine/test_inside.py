@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from asking import LIMIT_S, is_alive, wait_for
 
 from samovar.engine import Request
-from samovar.engine.inside import Orders
-from samovar.engine.messages import Drop, Make
-from samovar.engine.wire import send
+from samovar.engine.inside import EXIT_DEAF, EXIT_UNSOUND, Orders, Place, _answer, _prepare_world
+from samovar.engine.messages import Drop, Make, Refused
+from samovar.engine.wire import receive, send
+from samovar.engine.worker import Usage
+from samovar.errors import EngineError
 
 CHILD = """
 import os, signal, sys
@@ -62,3 +67,60 @@ def test_orders_are_heard_while_it_works_and_the_end_of_the_pipe_is_the_end() ->
     here.close()
     process.join(LIMIT_S)
     assert process.exitcode == 0
+
+
+class Exited(BaseException):
+    """In the place of an end of the process."""
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Exited
+
+    monkeypatch.setattr("samovar.engine.inside.os._exit", leave)
+    return codes
+
+
+def test_an_order_that_is_not_understood_is_the_end_and_old_drops_are_forgotten(
+    exits: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = multiprocessing.Pipe()
+    orders = Orders.__new__(Orders)
+    orders._pipe, orders._dropped, orders._jobs = there, set(), SimpleNamespace(put=lambda job: None)  # type: ignore
+    for order in (Drop(6, 0), Drop(7, 1), Make(7, (Request("a cat"),))):
+        send(here, order, os.getpid())
+    here.send_bytes(b"\0nonsense")
+    with pytest.raises(Exited):
+        orders._listen()
+    assert exits == [EXIT_DEAF]
+    assert "UnpicklingError" in capsys.readouterr().err
+    assert orders._dropped == {(7, 1)}
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_process_whose_gpu_is_lost_says_why_and_ends(exits: list[int], is_sound: bool) -> None:
+    here, there = multiprocessing.Pipe()
+    worker: Any = SimpleNamespace(
+        make=lambda requests, listener: [EngineError("an illegal access")],
+        is_sound=lambda: is_sound,
+        usage=lambda: Usage(0, 0),
+    )
+    try:
+        _answer(worker, Make(1, (Request("a cat"),)), Orders.__new__(Orders), there, Place(0, 1, os.getpid(), None))
+    except Exited:
+        assert exits == [EXIT_UNSOUND]
+    message = receive(here)
+    assert isinstance(message, Refused) is not is_sound
+    assert "an illegal access" in str(message)
+    assert len(exits) == (not is_sound)
+
+
+def test_ranks_of_one_machine_talk_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samovar.engine.inside.os.environ", {"NCCL_SOCKET_IFNAME": "eth7"})
+    _prepare_world(Place(1, 2, os.getpid(), 4321))
+    assert os.environ["MASTER_PORT"] == "4321"
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")

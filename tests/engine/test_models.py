@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samovar.engine.models import check_model, fetch_model, find_model, load_diffusers, load_pipeline
+from samovar.engine.models import check_model, fetch_model, find_model, load_pipeline, without_remote_code
 from samovar.errors import ModelError
 
 
@@ -88,10 +88,23 @@ def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
         load_pipeline(tmp_path / "copy", torch.float32)
 
 
-def test_remote_code_is_switched_off_unless_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFUSERS_DISABLE_REMOTE_CODE", "0")
-    monkeypatch.delenv("DIFFUSERS_DISABLE_REMOTE_CODE")
-    load_diffusers(trust_remote_code=True)
-    assert "DIFFUSERS_DISABLE_REMOTE_CODE" not in os.environ
-    assert load_diffusers().__name__ == "diffusers"
-    assert os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] == "1"
+def test_remote_code_is_switched_off_while_what_is_not_trusted_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.utils import dynamic_modules_utils
+
+    environment = dict(os.environ)
+    monkeypatch.setattr(dynamic_modules_utils, "DIFFUSERS_DISABLE_REMOTE_CODE", False)
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    with without_remote_code():
+        assert dynamic_modules_utils.DIFFUSERS_DISABLE_REMOTE_CODE
+    load_pipeline(folder, torch.float32)
+    assert not dynamic_modules_utils.DIFFUSERS_DISABLE_REMOTE_CODE
+    assert dict(os.environ) == environment
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "own.py").write_text("from diffusers import FluxPipeline\n\n\nclass Own(FluxPipeline):\n    pass\n")
+    index = json.loads((copy / "model_index.json").read_text()) | {"_class_name": ["own", "Own"]}
+    (copy / "model_index.json").write_text(json.dumps(index))
+    assert type(load_pipeline(copy, torch.float32, trust_remote_code=True)).__name__ == "Own"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import queue
 from pathlib import Path
 from typing import Any
 
-from asking import LIMIT_S, is_alive
+import pytest
+from asking import LIMIT_S, is_alive, wait_for
 
 from samovar.engine import OmniDiffusionConfig
-from samovar.engine.messages import Refused
-from samovar.engine.process import WorkerGroup, _environment
+from samovar.engine.messages import Drop, Refused
+from samovar.engine.process import WorkerGroup, _environment, _open_store
 from samovar.errors import ModelError
 
 
@@ -40,3 +43,45 @@ def test_the_environment_is_what_it_was() -> None:
         assert os.environ["GOMP_SPINCOUNT"]
         assert os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"]
     assert dict(os.environ) == before
+
+
+def test_ranks_meet_where_no_other_machine_can_come() -> None:
+    store = _open_store()
+    bound = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table, encoding="ascii") as file:
+            bound += [line.split()[1] for line in file if line.split()[3] == "0A"]
+    assert [each for each in bound if each.endswith(f":{store.port:04X}")] == [f"0100007F:{store.port:04X}"]
+
+
+def test_ranks_end_if_one_of_them_cannot_be_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = WorkerGroup._start
+    started: list[int] = []
+
+    def start_one(group: WorkerGroup, config: OmniDiffusionConfig, rank: int, num_ranks: int) -> None:
+        if rank == 1:
+            started.extend(group.process_ids)
+            raise OSError("no more processes")
+        start(group, config, rank, num_ranks)
+
+    monkeypatch.setattr(WorkerGroup, "_start", start_one)
+    with pytest.raises(OSError, match="no more processes"):
+        WorkerGroup(OmniDiffusionConfig(str(folder), device="cpu", cfg_parallel_size=2), lambda *news: None)
+    assert len(started) == 1
+    wait_for(lambda: not is_alive(started[0]))
+
+
+def test_a_rank_that_is_not_understood_or_cannot_be_told_is_lost() -> None:
+    here, there = multiprocessing.Pipe()
+    group = WorkerGroup.__new__(WorkerGroup)
+    heard: list[Any] = []
+    group._hear = lambda *news: heard.append(news)
+    group._pipes, group._processes = [here], [multiprocessing.current_process()]
+    there.send_bytes(b"\0nonsense")
+    with pytest.raises(pickle.UnpicklingError):
+        group._listen(0)
+    group._outbox = queue.SimpleQueue()
+    group._outbox.put(Drop(1, lambda: None))  # type: ignore[arg-type]
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        group._speak()
+    assert heard == [(group, 0, None)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from asking import is_alive, wait_for
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import (
     Event,
+    Failed,
     GeneratedPictures,
     Listener,
     OmniDiffusionConfig,
@@ -136,3 +138,22 @@ def test_degrees_must_make_up_the_world_of_torchrun(folder: Path, monkeypatch: p
         start_worker(OmniDiffusionConfig(str(folder), device="cpu", ulysses_degree=2))
     with pytest.raises(SettingError, match="the degrees need 1"):
         start_worker(OmniDiffusionConfig(str(folder), device="cpu"))
+
+
+def test_a_request_is_taken_back_while_nothing_happens() -> None:
+    class Silent:
+        """A supervisor whose worker loads for ever."""
+
+        def submit(self, request: Request, deliver: Any) -> Any:
+            return deliver
+
+        def cancel(self, entry: Any) -> None:
+            entry(Failed(CancelledRequestError("The request was taken back.")))
+
+    workers = RankedWorkers.__new__(RankedWorkers)
+    workers._supervisor = Silent()  # type: ignore[assignment]
+    glances: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    for is_left in (False, False, True):
+        glances.put(is_left)
+    (outcome,) = workers.make([ask()], Listener(lambda index, event: None, lambda index: glances.get(timeout=1.0)))
+    assert isinstance(outcome, CancelledRequestError)

@@ -28,6 +28,11 @@ from samovar.errors import ModelError, SettingError
         ("num_outputs_per_prompt", 0, "must be at least 1, not 0"),
         ("negative_prompt", 3, "must be text, not 3"),
         ("strength", 1.5, "must be at most 1, not 1.5"),
+        ("seed", 2**64, "must be at most 18446744073709551615, not 18446744073709551616"),
+        ("seed", 10**400, "must be at most 18446744073709551615, not a number of 1329 bits"),
+        pytest.param("seed", -(10**5000), "must be at least 0, not a number of 16610 bits", id="no digits"),
+        ("height", 10**400, "must be at most 2147483647, not a number of 1329 bits"),
+        ("guidance_scale", 10**400, "must be a finite number, not a number of 1329 bits"),
     ],
 )
 def test_nonsense_is_refused_by_name(name: str, value: Any, message: str) -> None:
@@ -84,3 +89,9 @@ def test_no_pictures_and_why() -> None:
     error = SettingError("no")
     failed = GeneratedPictures.failed(Request("a cat"), error)
     assert (failed.prompt, failed.images, failed.error) == ("a cat", (), error)
+
+
+def test_the_last_of_several_seeds_is_still_a_seed() -> None:
+    assert OmniDiffusionSamplingParams(seed=2**64 - 2, num_outputs_per_prompt=2).seed == 2**64 - 2
+    with pytest.raises(SettingError, match=r"seed \+ num_outputs_per_prompt - 1 must be at most 18446744073709551615"):
+        OmniDiffusionSamplingParams(seed=2**64 - 2).over(OmniDiffusionSamplingParams(num_outputs_per_prompt=3))

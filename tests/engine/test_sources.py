@@ -101,3 +101,40 @@ def test_words_of_variables() -> None:
     ] * 4
     assert read_mapping_or_file('{"a": 1}') == {"a": 1}
     assert read_mapping_or_file("tuned.json") == "tuned.json"
+
+
+def test_an_argument_turns_off_what_does_not_go_with_it(tmp_path: Path, bare_environment: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("cache_backend: tea_cache\ncache_config: {rel_l1_thresh: 0.3}\nenable_cpu_offload: true\n")
+    for other in ("none", None, "forecast"):
+        assert OmniDiffusionConfig.read({"cache_backend": other}, file).cache_config is None
+    assert OmniDiffusionConfig.read({"cache_backend": "tea_cache"}, file).cache_config == {"rel_l1_thresh": 0.3}
+    config = OmniDiffusionConfig.read({"enable_layerwise_offload": True}, file)
+    assert (config.enable_cpu_offload, config.enable_layerwise_offload) == (False, True)
+    assert OmniDiffusionConfig.read({"enable_layerwise_offload": False}, file).enable_cpu_offload
+    bare_environment.setenv("SAMOVAR_ENABLE_LAYERWISE_OFFLOAD", "1")
+    assert not OmniDiffusionConfig.read({}, file).enable_layerwise_offload
+    file.write_text("cache_config: {rel_l1_thresh: 0.3}\n")
+    assert OmniDiffusionConfig.read({"cache_backend": "tea_cache"}, file).cache_config == {"rel_l1_thresh": 0.3}
+    with pytest.raises(SettingError, match="exclude each other"):
+        OmniDiffusionConfig.read({"enable_layerwise_offload": True, "enable_cpu_offload": True})
+
+
+def test_what_kubernetes_says_of_a_service_is_no_setting(bare_environment: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SERVICE_HOST": "10.0.0.7",
+        "SERVICE_PORT": "8091",
+        "SERVICE_PORT_HTTP": "8091",
+        "PORT": "tcp://10.0.0.7:8091",
+        "PORT_8091_TCP": "tcp://10.0.0.7:8091",
+        "PORT_8091_TCP_PROTO": "tcp",
+        "PORT_8091_TCP_PORT": "8091",
+        "PORT_8091_TCP_ADDR": "10.0.0.7",
+        "WEB_SERVICE_HOST": "10.0.0.8",
+        "WEB_PORT": "tcp://10.0.0.8:80",
+    }.items():
+        bare_environment.setenv(f"SAMOVAR_{name}", value)
+    assert OmniDiffusionConfig.read({}) == OmniDiffusionConfig()
+    bare_environment.setenv("SAMOVAR_PORT", "8000")
+    with pytest.raises(SettingError, match="'SAMOVAR_PORT' is no setting of Omni"):
+        OmniDiffusionConfig.read({})

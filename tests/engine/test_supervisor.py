@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,10 @@ from asking import Asked, children_of, is_alive, is_step, pixels, wait_for
 
 from samovar.engine import (
     Failed,
+    GeneratedPictures,
     OmniDiffusionConfig,
+    OmniDiffusionSamplingParams,
+    PipelineFacts,
     Preview,
     Progress,
     Request,
@@ -22,9 +29,12 @@ from samovar.engine import (
     Supervisor,
     Worker,
 )
+from samovar.engine.messages import Answer, Drop, Make, Ready, Refused
+from samovar.engine.worker import Usage
 from samovar.errors import (
     CancelledRequestError,
     EngineDownError,
+    EngineError,
     ModelError,
     QueueFullError,
     QueueTimeoutError,
@@ -266,3 +276,171 @@ def test_five_hundred_that_are_taken_back_leave_no_memory_behind(engine: Supervi
 
     warm = drop(100)
     assert drop(500) - warm < 20_000_000
+
+
+# ------------------------------------------------------------------------------------------------ without a process
+
+READY = Ready(PipelineFacts("Pipeline", frozenset({"prompt"}), 4), 0.0, Usage(0, 0), 1)
+GOOD = GeneratedPictures("a cat", (), (3,), OmniDiffusionSamplingParams(), 1.0)
+
+
+class Puppet:
+    """A group of no processes. `does` is told of each group and each order, and may speak or raise."""
+
+    does: Callable[[Puppet, Make | Drop | None], Any]
+    num_made = 0
+    num_ranks = 1
+    process_ids = (1,)
+
+    def __init__(self, config: OmniDiffusionConfig, hear: Callable[..., None]) -> None:
+        type(self).num_made += 1
+        self.since = time.monotonic()
+        self._hear = hear
+        type(self).does(self, None)
+
+    def say(self, message: Any) -> None:
+        self._hear(self, 0, message)
+
+    def send(self, order: Make | Drop) -> None:
+        type(self).does(self, order)
+
+    def describe_end(self) -> str:
+        return "a puppet"
+
+    def end(self, wait_s: float = 0.0) -> None: ...
+
+
+@pytest.fixture
+def puppets(monkeypatch: pytest.MonkeyPatch) -> type[Puppet]:
+    class Obedient(Puppet):
+        def does(self, order: Make | Drop | None) -> None:
+            if order is None:
+                self.say(READY)
+            elif isinstance(order, Make):
+                self.say(Answer(order.job, (GOOD,), Usage(0, 0)))
+
+    monkeypatch.setattr("samovar.engine.supervisor.WorkerGroup", Obedient)
+    return Obedient
+
+
+def start(restarts: Restarts | None = None, **settings: Any) -> Supervisor:
+    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu", progress=False, **settings), restarts)
+    supervisor.start()
+    return supervisor
+
+
+def ask(supervisor: Supervisor, **how: Any) -> Asked:
+    return Asked(supervisor, seed=None, **how)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("no process"), "No worker process could be started, for OSError: no process"),
+        (SettingError("the file is gone"), "the file is gone"),
+        (ZeroDivisionError("a bug"), "The engine failed and is over, for ZeroDivisionError: a bug"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_cannot_be_started_is_told_to_who_starts_it(
+    puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(self: Puppet, order: Make | Drop | None) -> None:
+        raise error
+
+    monkeypatch.setattr(puppets, "does", fail)
+    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu"))
+    with pytest.raises((EngineError, SettingError), match=message):
+        supervisor.start()
+    supervisor.close()
+
+
+def test_workers_that_can_no_more_be_started_are_crashes(
+    puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = start(Restarts(most=3, first_delay_s=0.0))
+
+    def fail(self: Puppet, order: Make | Drop | None) -> None:
+        if order is None:
+            raise SettingError("the file is gone")
+        self.say(None)
+
+    monkeypatch.setattr(puppets, "does", fail)
+    running, behind = ask(supervisor), ask(supervisor)
+    with pytest.raises(WorkerLostError):
+        running.result()
+    with pytest.raises(EngineDownError, match="3 workers ended"):
+        behind.result()
+    assert puppets.num_made == 3
+    assert supervisor.status().restarts == 0
+    supervisor.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_of_the_supervisor_leaves_nobody_waiting(puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = start()
+    is_asked = threading.Event()
+
+    def fail(self: Puppet, order: Make | Drop | None) -> None:
+        assert is_asked.wait(10.0) is False, "the lock is held here, so that both wait"
+
+    monkeypatch.setattr(puppets, "does", fail)
+    with supervisor._changed:
+        running, behind = ask(supervisor), ask(supervisor)
+        is_asked.set()
+    for each in (running, behind):
+        with pytest.raises(EngineError, match="The engine failed and is over, for AssertionError"):
+            each.result()
+    with pytest.raises(EngineError, match="AssertionError"):
+        ask(supervisor)
+    assert not supervisor.status().is_alive
+    supervisor.close()
+
+
+def test_an_engine_that_was_closed_cannot_be_started() -> None:
+    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu"))
+    supervisor.close()
+    with pytest.raises(ShuttingDownError, match="closed before it was started"):
+        supervisor.start()
+
+
+def test_a_worker_that_hangs_while_it_loads_is_given_up(puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puppets, "does", lambda self, order: None)
+    with pytest.raises(StepTimeoutError, match=r"did not load the model within 0\.05 s"):
+        start(load_timeout_s=0.05)
+    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu"))
+    threading.Timer(0.05, supervisor.abandon).start()
+    with pytest.raises(ShuttingDownError, match="closed before the model was loaded"):
+        supervisor.start()
+
+
+def test_times_may_be_long_but_not_endless(puppets: type[Puppet]) -> None:
+    supervisor = start(step_timeout_s=1e300, load_timeout_s=10**300)
+    for wrong in (float("inf"), float("nan"), 0, -1.0, True, "3", 10**400):
+        with pytest.raises(SettingError, match="deadline_s must be a number of seconds above 0"):
+            ask(supervisor, deadline_s=wrong)
+    for _ in range(2):
+        assert ask(supervisor, deadline_s=1e300).result() is GOOD
+    assert supervisor.status().is_alive
+    supervisor.close()
+
+
+def test_only_a_picture_closes_the_circuit_and_a_worker_may_give_up(
+    puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts = Restarts()
+    monkeypatch.setattr(restarts, "note_success", lambda: noted.append(True))
+    noted: list[bool] = []
+    supervisor = start(restarts)
+    does, answers = puppets.does, [Answer(1, (SettingError("no"),), Usage(0, 0)), Refused(EngineError("unsound"))]
+    monkeypatch.setattr(puppets, "does", lambda self, order: self.say(answers.pop(0)))
+    with pytest.raises(SettingError, match="no"):
+        ask(supervisor).result()
+    monkeypatch.setattr(puppets, "does", lambda self, order: self.say(READY if order is None else answers.pop(0)))
+    with pytest.raises(EngineError, match="unsound"):
+        ask(supervisor).result()
+    assert noted == []
+    monkeypatch.setattr(puppets, "does", does)
+    assert ask(supervisor).result() is GOOD
+    assert (noted, puppets.num_made) == ([True], 2)
+    supervisor.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
@@ -331,3 +334,81 @@ def test_an_exact_picture_is_that_without_a_cache(folder: Path, tiny: Worker) ->
     assert cached.cache[0].skipped > 0
     assert not np.array_equal(pixels(exact.images[0]), pixels(cached.images[0]))
     worker.close()
+
+
+# ------------------------------------------------------------------------------------------------ threads and ranks
+
+
+def test_threads_take_turns(tiny: Worker) -> None:
+    cases = {"a cat": 3, "a dog": 5, "an owl": 4}
+    params = {prompt: OmniDiffusionSamplingParams(num_inference_steps=steps, seed=1) for prompt, steps in cases.items()}
+    alone = {prompt: tiny.generate(prompt, params[prompt]) for prompt in cases}
+    made: dict[str, Any] = {}
+    threads = [
+        threading.Thread(target=lambda prompt=prompt: made.update({prompt: tiny.generate(prompt, params[prompt])}))
+        for prompt in cases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt in cases:
+        assert np.array_equal(pixels(made[prompt].images[0]), pixels(alone[prompt].images[0])), prompt
+
+
+def test_a_pause_within_a_pause_ends_with_the_outer_one(folder: Path) -> None:
+    worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **CACHE))
+    cache: Any = worker._attached.cache
+    (hook,) = cache._modules().values()
+    with cache.paused():
+        with cache.paused():
+            assert hook.is_paused
+        assert hook.is_paused
+    assert not hook.is_paused
+    worker.close()
+
+
+def test_a_gpu_that_no_longer_obeys_is_noticed(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert tiny.is_sound()
+    monkeypatch.setattr(tiny, "_device", torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.synchronize", fail)
+    assert not tiny.is_sound()
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    assert tiny.is_sound()
+
+
+def test_a_library_without_memory_is_out_of_memory(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**call: Any) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(tiny._pipeline, "encode_prompt", lambda *args, **kwargs: fail())
+    with pytest.raises(OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        tiny.generate("a cat", FAST)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_ranks", "num_calls"),
+    [
+        (EngineError("a bug"), 1, 3),
+        (EngineError("a bug"), 2, 1),
+        (OutOfMemoryError("too large"), 2, 1),
+        (SettingError("no"), 2, 3),
+        (NanLatentsError("nan", 1), 2, 3),
+    ],
+)
+def test_a_rank_makes_nothing_again_that_others_may_not(
+    batching: Worker, monkeypatch: pytest.MonkeyPatch, error: SamovarError, num_ranks: int, num_calls: int
+) -> None:
+    calls = []
+
+    def fail(jobs: Any, listener: Any) -> None:
+        calls.append(len(jobs))
+        raise error
+
+    monkeypatch.setattr(batching, "_make_together", fail)
+    monkeypatch.setattr(batching, "_attached", SimpleNamespace(config=SimpleNamespace(num_ranks=num_ranks)))
+    assert batching.make([ask("a cat"), ask("a dog")]) == [error, error]
+    assert len(calls) == num_calls

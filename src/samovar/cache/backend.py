@@ -127,14 +127,14 @@ class TeaCacheBackend:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, everything is computed as if there were no cache; what was learnt of the models is kept."""
-        hooks = list(self._modules().values())
-        for hook in hooks:
+        before = [(hook, hook.is_paused) for hook in self._modules().values()]
+        for hook, _ in before:
             hook.is_paused = True
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.is_paused = False
+            for hook, was_paused in before:  # Inside another pause it goes on.
+                hook.is_paused = was_paused
 
     def stats(self) -> PipelineStats:
         if self._latest is not None:

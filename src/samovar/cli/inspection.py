@@ -72,7 +72,7 @@ def _print_report(report: ModelReport, paint: Paint) -> None:
                 print(f"  {paint.dim(label)}: {', '.join(paths)}")
         if not stacks:
             print(f"  {paint.dim('none found')}")
-    print(f"\n{paint.bold('ready for')}  {paint.dim('what can be attached; the changelog says what already is')}")
+    print(f"\n{paint.bold('ready for')}  {paint.dim('what can be attached')}")
     width = max(len(feature.name) for feature in report.features)
     for feature in report.features:
         print(f"  {feature.name:{width}}  {paint.yes_or_no(feature.works)}  {paint.dim(feature.reason)}")

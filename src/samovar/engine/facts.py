@@ -48,14 +48,23 @@ class PipelineFacts:
         return call | pictures
 
     def completed(self, request: Request) -> OmniDiffusionSamplingParams:
-        """The settings of a request and the model's defaults; a picture that is given says how large the new one is."""
+        """The settings of a request and the model's defaults; a picture that is given says how large the new one is,
+        or which shape it has where one side is given."""
         params = request.params.over(self.defaults)
-        if request.image is None or not {"height", "width"} <= self.takes or request.params.height is not None:
+        if request.image is None or not {"height", "width"} <= self.takes:
             return params
-        if request.params.width is not None:
-            return params
-        width, height = (max(self.multiple, side // self.multiple * self.multiple) for side in request.image.size)
-        return replace(params, height=height, width=width)
+        width, height = request.image.size
+        wide, high = request.params.width, request.params.height
+        if wide is None and high is None:
+            return replace(params, height=self._fitting(height), width=self._fitting(width))
+        if high is None and wide is not None:
+            return replace(params, height=self._fitting(height * wide // max(1, width)))
+        if wide is None and high is not None:
+            return replace(params, width=self._fitting(width * high // max(1, height)))
+        return params
+
+    def _fitting(self, side: int) -> int:
+        return max(self.multiple, side // self.multiple * self.multiple)
 
     def _pictures(self, request: Request) -> dict[str, Any]:
         """The picture to start from, and where it may be changed: where it is transparent."""
@@ -65,7 +74,10 @@ class PipelineFacts:
             raise SettingError(f"{self.class_name} takes no image: it makes pictures from text alone. Leave it out.")
         if not hasattr(request.image, "convert"):
             raise SettingError(f"image must be a picture of PIL, not {request.image!r}.")
-        pictures: dict[str, Any] = {"image": request.image.convert("RGB")}
+        try:
+            pictures: dict[str, Any] = {"image": request.image.convert("RGB")}
+        except (EOFError, OSError, SyntaxError, ValueError) as error:  # How PIL says it of its various formats.
+            raise SettingError(f"The image cannot be read: {error}. Is its file whole?") from error
         if "mask_image" in self.takes:
             if "A" not in request.image.getbands():
                 raise SettingError(

@@ -8,6 +8,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from .settings import OmniDiffusionConfig
 from .wire import receive, send
 from .worker import Outcome, Worker
 
-EXIT_ORPHANED = 3
+EXIT_ORPHANED, EXIT_DEAF, EXIT_UNSOUND = 3, 4, 5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,13 +72,12 @@ class Orders:
         self._pipe = pipe
         self._jobs: queue.SimpleQueue[Make] = queue.SimpleQueue()
         self._dropped: set[tuple[int, int]] = set()
+        """Written by the listening thread alone: with two that write, a cancellation could be lost."""
         threading.Thread(target=self._listen, daemon=True, name="samovar orders").start()
 
     def next(self) -> Make:
         """The next job, when it comes."""
-        job = self._jobs.get()
-        self._dropped = {drop for drop in self._dropped if drop[0] >= job.job}
-        return job
+        return self._jobs.get()
 
     def is_dropped(self, job: int, index: int) -> bool:
         return (job, index) in self._dropped
@@ -88,7 +88,13 @@ class Orders:
                 order = receive(self._pipe)
             except (EOFError, OSError):
                 os._exit(0)  # Nobody is left to work for. There is nothing to clean up that the system does not.
+            except (
+                BaseException
+            ):  # An order that is not understood: better another process than one that hears nothing.
+                traceback.print_exc()
+                os._exit(EXIT_DEAF)
             if isinstance(order, Make):
+                self._dropped = {drop for drop in self._dropped if drop[0] >= order.job}
                 self._jobs.put(order)
             elif isinstance(order, Drop):
                 self._dropped = {*self._dropped, (order.job, order.request)}
@@ -109,6 +115,9 @@ def _prepare_world(place: Place) -> None:
         "WORLD_SIZE": str(place.num_ranks),
         "LOCAL_WORLD_SIZE": str(place.num_ranks),
     }
+    if sys.platform == "linux":  # All are on this machine, and no other is to reach them.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
 
 
 def _load(config: OmniDiffusionConfig, place: Place) -> Worker:
@@ -133,6 +142,10 @@ def _answer(worker: Worker, order: Make, orders: Orders, pipe: Connection, place
     except BaseException as error:  # As above.
         failed = EngineError(f"The worker failed: {type(error).__name__}: {error}")
         outcomes = [failed] * len(order.requests)
+    broken = [outcome for outcome in outcomes if isinstance(outcome, EngineError)]
+    if broken and not worker.is_sound():
+        send(pipe, Refused(broken[0]), place.parent_id)
+        os._exit(EXIT_UNSOUND)  # To leave in an orderly way would ask the GPU, which may never answer.
     if place.rank:
         outcomes = [_error_alone(outcome) for outcome in outcomes]
     send(pipe, Answer(order.job, tuple(outcomes), worker.usage()), place.parent_id)

@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The model cannot be loaded."""
+    """The model cannot be loaded, or this process can make no more pictures."""
 
     error: SamovarError
 

@@ -6,9 +6,11 @@ are used only if the user says `trust_remote_code=True`.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 INDEX = "model_index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LOADING = threading.Lock()
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -46,7 +49,7 @@ def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:
     folder = find_model(model)
     if folder is not None:
         return folder
-    diffusers = load_diffusers(trust_remote_code=trust_remote_code)
+    diffusers = load_diffusers()
     try:
         found = diffusers.DiffusionPipeline.download(model, use_safetensors=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:  # How the hub's client says that it is not there, or cannot be reached.
@@ -89,10 +92,24 @@ def _refuse_code(folder: Path, index: dict[str, Any]) -> None:
         )
 
 
-def load_diffusers(*, trust_remote_code: bool = False) -> Any:
+@contextlib.contextmanager
+def without_remote_code() -> Iterator[None]:
+    """As if DIFFUSERS_DISABLE_REMOTE_CODE were set. The variable itself is read once, when diffusers is imported, and
+    would hold for everything else that this process ever loads."""
+    from diffusers.utils import dynamic_modules_utils as switches
+
+    name = "DIFFUSERS_DISABLE_REMOTE_CODE"
+    with _LOADING:  # What another thread restores must be what was there before.
+        before = getattr(switches, name, False)
+        setattr(switches, name, True)
+        try:
+            yield
+        finally:
+            setattr(switches, name, before)
+
+
+def load_diffusers() -> Any:
     """diffusers, with its advice and its bars off, which are for people who load models by hand."""
-    if not trust_remote_code:
-        os.environ.setdefault("DIFFUSERS_DISABLE_REMOTE_CODE", "1")  # Read when it is imported.
     import diffusers
     import transformers
 
@@ -102,11 +119,10 @@ def load_diffusers(*, trust_remote_code: bool = False) -> Any:
     return diffusers
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The pipeline of a folder, on the host."""
+def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The class that a folder's index names. Importing it takes most of the time until the first picture."""
     index = check_model(folder, trust_remote_code=trust_remote_code)
-    # Importing the class takes most of the time until the first picture.
-    diffusers = load_diffusers(trust_remote_code=trust_remote_code)
+    diffusers = load_diffusers()
     name = index.get("_class_name")
     loader = getattr(diffusers, name, None) if isinstance(name, str) else None
     if isinstance(name, list):
@@ -116,8 +132,15 @@ def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool =
             f"{folder / INDEX} is of class {name!r}, which diffusers {diffusers.__version__} does not have. Upgrade "
             "diffusers, or check the file."
         )
+    return loader
+
+
+def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """The pipeline of a folder, on the host."""
+    loader = find_loader(folder, trust_remote_code=trust_remote_code)
     given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
-    with warnings.catch_warnings():
+    guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
+    with guard, warnings.catch_warnings():
         # diffusers renamed the argument; both names work from 0.42 on, and only the old one before.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         try:

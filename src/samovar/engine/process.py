@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,26 +28,33 @@ class WorkerGroup:
     """The processes of one worker. They end with the thread that started them, whatever happens to it."""
 
     def __init__(self, config: OmniDiffusionConfig, hear: Hear) -> None:
+        self.since = time.monotonic()
         self._hear = hear
-        self._store = _open_store() if config.num_ranks > 1 else None
+        num_ranks = config.num_ranks
+        self._store = _open_store() if num_ranks > 1 else None
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._outbox: queue.SimpleQueue[Make | Drop | None] = queue.SimpleQueue()
+        try:
+            with _environment(config):
+                for rank in range(num_ranks):
+                    self._start(config, rank, num_ranks)
+            for rank in range(num_ranks):
+                threading.Thread(target=self._listen, args=(rank,), daemon=True, name=f"samovar ear {rank}").start()
+            threading.Thread(target=self._speak, daemon=True, name="samovar mouth").start()
+        except BaseException:  # Those that were started would wait for the others.
+            self.end()
+            raise
+
+    def _start(self, config: OmniDiffusionConfig, rank: int, num_ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
-        with _environment(config):
-            for rank in range(config.num_ranks):
-                here, there = context.Pipe()
-                place = Place(rank, config.num_ranks, os.getpid(), None if self._store is None else self._store.port)
-                process = context.Process(
-                    target=serve, args=(config, place, there), daemon=True, name=f"samovar worker {rank}"
-                )
-                process.start()
-                there.close()
-                self._processes.append(process)
-                self._pipes.append(here)
-        for rank in range(config.num_ranks):
-            threading.Thread(target=self._listen, args=(rank,), daemon=True, name=f"samovar ear {rank}").start()
-        threading.Thread(target=self._speak, daemon=True, name="samovar mouth").start()
+        here, there = context.Pipe()
+        place = Place(rank, num_ranks, os.getpid(), None if self._store is None else self._store.port)
+        process = context.Process(target=serve, args=(config, place, there), daemon=True, name=f"samovar worker {rank}")
+        with there:
+            process.start()
+        self._processes.append(process)
+        self._pipes.append(here)
 
     @property
     def num_ranks(self) -> int:
@@ -70,7 +78,7 @@ class WorkerGroup:
                 of = f"rank {rank} of {self.num_ranks}, " if self.num_ranks > 1 else ""
                 code = process.exitcode
                 return f"{of}process {process.pid}, {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-        return f"process {self.process_ids[0]}, which closed its pipe"
+        return f"process {self.process_ids[0]}, which closed its pipe or was not understood"
 
     def end(self, wait_s: float = 0.0) -> None:
         """Let the processes go, and kill what is left of them."""
@@ -88,36 +96,39 @@ class WorkerGroup:
             process.join(10.0)
 
     def _listen(self, rank: int) -> None:
-        pipe = self._pipes[rank]
-        while True:
-            try:
-                message = receive(pipe)
-            except (EOFError, OSError):
-                self._hear(self, rank, None)
-                return
-            self._hear(self, rank, message)
+        try:
+            while True:
+                self._hear(self, rank, receive(self._pipes[rank]))
+        except (EOFError, OSError):
+            pass  # It has ended.
+        finally:  # Also if it cannot be understood, which is an error for the log: nothing it says is heard any more.
+            self._hear(self, rank, None)
 
     def _speak(self) -> None:
         while (order := self._outbox.get()) is not None:
-            for pipe, process in zip(self._pipes, self._processes, strict=True):
+            for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
                 try:
                     send(pipe, order, process.pid or 0)
-                except OSError:
+                except ConnectionError:
                     continue  # It has ended; who listens to it will say so.
+                except BaseException:  # It will never hear of this order, and would be waited for in vain.
+                    self._hear(self, rank, None)
+                    raise
 
 
 def _hang_up(pipe: Connection) -> None:
     """Shut a pipe in both directions. Closing it would not wake those who read from it."""
-    import socket
-
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 def _open_store() -> Any:
+    """Where ranks meet. On a socket of ours: one that the store opens itself can be reached from other machines."""
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @contextlib.contextmanager

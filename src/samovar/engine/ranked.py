@@ -18,6 +18,9 @@ from .supervisor import Supervisor
 from .waiting import Entry
 from .worker import Outcome, Worker
 
+_GLANCE_S = 0.1
+"""How often it is seen whether a request was taken back, while nothing else happens."""
+
 
 class PictureMaker(Protocol):
     """What `Omni` needs of whoever makes its pictures."""
@@ -63,15 +66,19 @@ class RankedWorkers:
                 outcomes[index] = error
         try:
             while len(outcomes) < len(requests):
-                index, event = events.get()
+                for waiting in set(entries) - set(outcomes):
+                    if listener.is_cancelled(waiting):
+                        self._supervisor.cancel(entries[waiting])
+                try:
+                    index, event = events.get(timeout=_GLANCE_S)
+                except queue.Empty:
+                    continue
                 if isinstance(event, Failed):
                     outcomes[index] = event.error
                 elif isinstance(event, Done):
                     outcomes[index] = event.result
                 elif not isinstance(event, Started):
                     listener.tell(index, event)
-                if listener.is_cancelled(index):
-                    self._supervisor.cancel(entries[index])
         finally:
             for entry in entries.values():
                 self._supervisor.cancel(entry)  # Of those that are over, nothing is left to be taken back.

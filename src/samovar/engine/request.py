@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _LEAST = {"num_inference_steps": 1, "height": 1, "width": 1, "num_outputs_per_prompt": 1, "max_sequence_length": 1}
 _WHOLE = (*_LEAST, "seed")
 _NUMBERS = ("guidance_scale", "true_cfg_scale", "strength")
+_MOST: dict[str, int] = {"strength": 1, "seed": 2**64 - 1} | dict.fromkeys(_LEAST, 2**31 - 1)
+"""What is more than a generator, or any tensor, can have."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,19 @@ class OmniDiffusionSamplingParams:
     def __post_init__(self) -> None:
         for name in (*_WHOLE, *_NUMBERS):
             value = getattr(self, name)
+            if value is None:
+                continue
             is_number = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and math.isfinite(value)):
+            if not (is_number and (name in _WHOLE or abs(value) <= sys.float_info.max)):
                 kind = "a whole number" if name in _WHOLE else "a finite number"
-                raise SettingError(f"{name} must be {kind}, not {value!r}.")
-            if value is not None and value < _LEAST.get(name, 0):
-                raise SettingError(f"{name} must be at least {_LEAST.get(name, 0)}, not {value!r}.")
-        if self.strength is not None and self.strength > 1:
-            raise SettingError(f"strength must be at most 1, not {self.strength!r}.")
+                raise SettingError(f"{name} must be {kind}, not {_shown(value)}.")
+            if value < _LEAST.get(name, 0):
+                raise SettingError(f"{name} must be at least {_LEAST.get(name, 0)}, not {_shown(value)}.")
+            if value > _MOST.get(name, value):
+                raise SettingError(f"{name} must be at most {_MOST[name]}, not {_shown(value)}.")
+        last = (self.seed or 0) + (self.num_outputs_per_prompt or 1) - 1
+        if last > _MOST["seed"]:
+            raise SettingError(f"seed + num_outputs_per_prompt - 1 must be at most {_MOST['seed']}, not {last}.")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise SettingError(f"negative_prompt must be text, not {self.negative_prompt!r}.")
 
@@ -67,6 +74,11 @@ class OmniDiffusionSamplingParams:
     def over(self, other: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
         """These settings, and those of another where these leave them open."""
         return OmniDiffusionSamplingParams(**other.given() | self.given())
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, where a number of a thousand digits has no place, and Python writes none."""
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
 
 
 def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,6 +56,8 @@ class OmniDiffusionConfig:
     """The most requests that wait in AsyncOmni."""
     step_timeout_s: float = 60.0
     """How long AsyncOmni waits for a step before it takes a worker for hung."""
+    load_timeout_s: float = 1800.0
+    """How long it waits for the model to be loaded."""
 
     @classmethod
     def read(cls, settings: Mapping[str, Any], file: str | Path | None = None) -> OmniDiffusionConfig:
@@ -86,9 +88,9 @@ class OmniDiffusionConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise SettingError(f"{name} must be a whole number from 1 on, not {value!r}.")
-        limit = self.step_timeout_s
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not (limit > 0 and math.isfinite(limit)):
-            raise SettingError(f"step_timeout_s must be a number of seconds above 0, not {limit!r}.")
+        for name in ("step_timeout_s", "load_timeout_s"):
+            if not is_duration(getattr(self, name)):
+                raise SettingError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}.")
 
     def attach_config(self) -> AttachConfig:
         """What goes on the pipeline."""
@@ -144,6 +146,12 @@ class OmniDiffusionConfig:
                 f"{here} ranks on this machine need a GPU each, and it has {torch.cuda.device_count()}. Choose smaller "
                 "degrees, or device='cpu'."
             )
+
+
+def is_duration(value: Any) -> bool:
+    """Whether this is a time that can be waited: a finite number above 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value <= sys.float_info.max
 
 
 def _check_device(device: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,32 @@ PREFIX = "SAMOVAR_"
 OF_OTHERS = frozenset({"SAMOVAR_API_KEY"})
 """Variables that are no settings of the engine: the key of the server."""
 
+_OF_KUBERNETES = re.compile(r"SAMOVAR_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+"""What it puts into every container where a Service is named samovar, or samovar-something."""
+
 
 def gather(
     arguments: Mapping[str, Any], file: str | Path | None, readers: Mapping[str, Callable[[str], Any]]
 ) -> dict[str, Any]:
     """All settings by name. `readers` has every known name, with what makes a value of the text of a variable."""
     check_names(arguments, readers, "setting of Omni")
-    return {**from_environment(readers), **from_file(file, readers), **arguments}
+    settings: dict[str, Any] = {}
+    for layer in (from_environment(readers), from_file(file, readers), arguments):
+        settings = {**_kept(settings, layer), **layer}
+    return settings
+
+
+def _kept(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
+    """What lower settings say that goes with higher ones: nothing about another cache, or another way to offload."""
+    kept = dict(lower)
+    if "cache_backend" in higher:
+        chosen = higher["cache_backend"]
+        if chosen in (None, "", "none") or kept.get("cache_backend", chosen) != chosen:
+            kept.pop("cache_config", None)
+    for name, other in (("cpu", "layerwise"), ("layerwise", "cpu")):
+        if higher.get(f"enable_{name}_offload") is True:
+            kept.pop(f"enable_{other}_offload", None)
+    return kept
 
 
 def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -70,7 +90,7 @@ def from_environment(readers: Mapping[str, Callable[[str], Any]]) -> dict[str, A
     variables = {f"{PREFIX}{name.upper()}": name for name in readers}
     settings = {}
     for variable, text in os.environ.items():
-        if not variable.startswith(PREFIX) or variable in OF_OTHERS:
+        if not variable.startswith(PREFIX) or variable in OF_OTHERS or _is_of_kubernetes(variable, text):
             continue
         check_names([variable], variables, "setting of Omni, in the environment")
         try:
@@ -78,6 +98,12 @@ def from_environment(readers: Mapping[str, Callable[[str], Any]]) -> dict[str, A
         except ValueError as error:
             raise SettingError(f"The variable {variable}={text!r} cannot be read: {error}") from error
     return settings
+
+
+def _is_of_kubernetes(variable: str, text: str) -> bool:
+    """SAMOVAR_PORT is an address there; a mere number is a mistake of the user's, who is to know."""
+    is_address = variable.endswith("_PORT") and "://" in text
+    return is_address or _OF_KUBERNETES.fullmatch(variable) is not None
 
 
 def read_bool(text: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .events import Progress
 from .worker import Usage
@@ -53,6 +54,20 @@ class Counters:
     """By workers that have ended."""
     _usage: dict[int, Usage] = field(default_factory=dict)
     """By rank."""
+
+    def status(self, **state: Any) -> EngineStatus:
+        """What is counted, and the rest of what a status has, by name."""
+        return EngineStatus(
+            steps_computed=self.steps_computed,
+            steps_skipped=self.steps_skipped,
+            bytes_moved=self.bytes_moved,
+            memory_bytes=self.memory_bytes,
+            step_seconds=self.step_seconds,
+            step_count=self.step_count,
+            pictures=self.pictures,
+            failures=dict(self.failures),
+            **state,
+        )
 
     def note_step(self, step: Progress) -> None:
         self.steps_skipped += step.is_computed is False

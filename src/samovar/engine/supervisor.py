@@ -23,19 +23,22 @@ from ..errors import (
     SamovarError,
     SettingError,
     ShuttingDownError,
-    StepTimeoutError,
     WorkerLostError,
 )
 from .events import Done, Event, Progress, Started
 from .facts import PipelineFacts
 from .job import Job
 from .messages import Answer, Drop, FromWorker, Make, Ready, Refused, Told
+from .patience import lost_job, lost_loading, patience_with_job
 from .process import WorkerGroup
 from .request import GeneratedPictures, Request
 from .restarts import Restarts
-from .settings import OmniDiffusionConfig
+from .settings import OmniDiffusionConfig, is_duration
 from .status import Counters, EngineStatus
 from .waiting import Entry, Waiting
+
+LONGEST_PAUSE_S = 3600.0
+"""The thread looks at the clock at least so often: a wait of centuries is more than the system can count."""
 
 
 class _Heard(NamedTuple):
@@ -72,17 +75,26 @@ class Supervisor:
         with self._changed:
             if self._thread is not None:
                 raise SettingError("This engine was started already.")
+            if self._is_over:
+                raise ShuttingDownError("This engine was closed before it was started. Make a new one.")
             self._thread = threading.Thread(target=self._run, daemon=True, name="samovar supervisor")
             self._thread.start()
             atexit.register(self.close)  # Before multiprocessing ends its processes, which would look like a crash.
             try:
                 self._changed.wait_for(lambda: self._ready is not None or self._is_over)
             except BaseException:  # Ctrl-C while it loads.
-                self._is_closing = True
-                self._changed.notify_all()
+                self.abandon()
                 raise
             if self._first_error is not None:
                 raise self._first_error
+            if self._ready is None:
+                raise ShuttingDownError("The engine was closed before the model was loaded. Make a new one.")
+
+    def abandon(self) -> None:
+        """Nobody waits for the start any more: end all, without waiting for it."""
+        with self._changed:
+            self._is_closing = self._is_over = True
+            self._changed.notify_all()
 
     @property
     def facts(self) -> PipelineFacts:
@@ -101,14 +113,15 @@ class Supervisor:
         self, request: Request, deliver: Callable[[Event], None], *, priority: int = 0, deadline_s: float | None = None
     ) -> Entry:
         """Put a request into the queue; `deliver` is called from another thread with each event."""
-        facts = self.facts
+        if deadline_s is not None and not is_duration(deadline_s):
+            raise SettingError(f"deadline_s must be a number of seconds above 0, or None to wait, not {deadline_s!r}.")
+        self.facts.check(request)  # Before the lock: this reads a picture, which takes time.
         with self._changed:
             if self._is_closing or self._is_over:
-                raise ShuttingDownError("The engine is closing and takes no more requests.")
+                raise self._first_error or ShuttingDownError("The engine is closing and takes no more requests.")
             now = time.monotonic()
             if self._restarts.is_open(now):
                 raise self._down(now)
-            facts.check(request)
             self._num_entries += 1
             deadline = None if deadline_s is None else now + deadline_s
             entry = Entry(request, deliver, f"request-{self._num_entries}", priority, now, deadline)
@@ -134,23 +147,14 @@ class Supervisor:
 
     def status(self) -> EngineStatus:
         with self._changed:
-            counters, now = self._counters, time.monotonic()
-            is_down = self._is_over or self._thread is None or self._restarts.is_open(now)
-            return EngineStatus(
+            is_down = self._is_over or self._thread is None or self._restarts.is_open(time.monotonic())
+            return self._counters.status(
                 model=self.config.model,
                 is_ready=self._is_loaded() and not self._is_closing,
                 is_alive=not is_down,
                 queued=len(self._waiting.entries),
                 running=0 if self._job is None else len(self._job.entries),
                 restarts=self._restarts.count,
-                steps_computed=counters.steps_computed,
-                steps_skipped=counters.steps_skipped,
-                bytes_moved=counters.bytes_moved,
-                memory_bytes=counters.memory_bytes,
-                step_seconds=counters.step_seconds,
-                step_count=counters.step_count,
-                pictures=counters.pictures,
-                failures=dict(counters.failures),
                 worker_ids=() if self._group is None else self._group.process_ids,
             )
 
@@ -158,8 +162,7 @@ class Supervisor:
         """Refuse what waits, let what runs finish within `drain_s`, and end the worker. More than once is no error."""
         with self._changed:
             self._is_closing = True
-            for entry in self._waiting.clear():
-                self._fail(entry, ShuttingDownError("The engine is closing, and the request had not been started."))
+            self._refuse_waiting(ShuttingDownError("The engine is closing, and the request had not been started."))
             if drain_s > 0:
                 self._changed.wait_for(lambda: self._job is None or self._is_over, drain_s)
             if self._job is not None:
@@ -176,31 +179,45 @@ class Supervisor:
         with self._changed:
             try:
                 while not self._is_over:
-                    now = time.monotonic()
-                    while self._inbox:
-                        self._take(self._inbox.popleft(), now)
-                    self._expire(now)
-                    self._watch(now)
-                    self._revive(now)
-                    self._dispatch(now)
-                    if self._is_closing and self._ready is None:
-                        self._is_over = True
-                    if not self._inbox and not self._is_over:
-                        self._changed.wait(self._pause(time.monotonic()))
+                    self._turn(time.monotonic())
+            except BaseException as error:  # The edge of the thread: without it nobody would ever be answered.
+                self._first_error = EngineError(
+                    f"The engine failed and is over, for {type(error).__name__}: {error}. Start another one; the log "
+                    "says where it failed."
+                )
+                raise
             finally:
                 self._is_over = True
+                why = self._first_error or ShuttingDownError("The engine was closed, and the request was not finished.")
+                self._give_up(why)
+                self._refuse_waiting(why)
+                self._changed.notify_all()
                 self._end_group(1.0)
                 self._changed.notify_all()
+
+    def _turn(self, now: float) -> None:
+        while self._inbox:
+            self._take(self._inbox.popleft(), now)
+        self._expire(now)
+        self._watch(now)
+        self._revive(now)
+        self._dispatch(now)
+        if self._is_closing and self._ready is None:
+            self._is_over = True
+        if not self._inbox and not self._is_over:
+            self._changed.wait(self._pause(time.monotonic()))
 
     def _pause(self, now: float) -> float | None:
         """How long nothing needs to be done, if nobody says anything."""
         times = [self._waiting.next_deadline()]
         if self._job is not None:
-            times += [self._job.last_heard + self.config.step_timeout_s, self._job.must_settle_by]
+            times.append(patience_with_job(self._job, self.config))
         if self._group is None:
             times.append(self._restarts.next_start(now))
+        elif not self._is_loaded():
+            times.append(self._group.since + self.config.load_timeout_s)
         due = [moment for moment in times if moment is not None]
-        return max(0.0, min(due) - now) if due else None
+        return min(LONGEST_PAUSE_S, max(0.0, min(due) - now)) if due else None
 
     def _expire(self, now: float) -> None:
         for entry in self._waiting.overdue(now):
@@ -208,29 +225,28 @@ class Supervisor:
             self._fail(entry, QueueTimeoutError(f"{waited} Allow it more time, or ask again when fewer wait."))
 
     def _watch(self, now: float) -> None:
-        job = self._job
-        if job is None:
-            return
-        if job.must_settle_by is not None and now >= job.must_settle_by:
-            self._lose(now, WorkerLostError(f"The others did not follow {job.errors()}. All were ended: ask again."))
-        elif now - job.last_heard >= self.config.step_timeout_s:
-            limit = self.config.step_timeout_s
-            self._lose(
-                now,
-                StepTimeoutError(
-                    f"The worker said nothing for {limit:g} s, {job.step}, and was ended. Ask again; if steps do take "
-                    "that long, set step_timeout_s higher."
-                ),
-            )
+        error = None
+        if self._job is not None:
+            error = lost_job(self._job, self.config, now)
+        elif self._group is not None and not self._is_loaded():
+            error = lost_loading(self._group.since, self.config, now)
+        if error is not None:
+            self._lose(now, error)
 
     def _revive(self, now: float) -> None:
         if self._group is not None or self._is_closing or now < self._restarts.next_start(now):
             return
-        if self._ready is not None:
-            self._restarts.count += 1
-        with self._unlocked():
-            group = WorkerGroup(self.config, self._hear)
-        self._group = group
+        try:
+            with self._unlocked():
+                group = WorkerGroup(self.config, self._hear)
+        except SamovarError as error:  # A file of the settings has changed since they were checked.
+            self._lose(now, error)
+        except (OSError, RuntimeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            self._lose(now, EngineError(f"No worker process could be started, for {why}. Is there memory for one?"))
+        else:
+            self._group = group
+            self._restarts.count += self._ready is not None
 
     def _dispatch(self, now: float) -> None:
         if self._job is not None or self._group is None or not self._is_loaded() or self._is_closing:
@@ -290,7 +306,8 @@ class Supervisor:
             self._lose(now, WorkerLostError(f"The ranks failed, and were ended: {job.errors()}"))
             return
         self._job = None
-        self._restarts.note_success()
+        if any(isinstance(outcome, GeneratedPictures) for outcome in job.answers[0].outcomes):
+            self._restarts.note_success()
         for entry, outcome in zip(job.entries, job.answers[0].outcomes, strict=True):
             if isinstance(outcome, GeneratedPictures):
                 self._counters.note_request(outcome.seconds)
@@ -311,7 +328,8 @@ class Supervisor:
             ended = f"The worker ended ({how}), {self._job.step}"
             self._lose(now, WorkerLostError(f"{ended}. Another one takes its place: ask again."))
         else:
-            self._lose(now, WorkerLostError(f"The worker ended ({how}) while it loaded the model. Is there memory?"))
+            doing = "while it had nothing to do" if self._is_loaded() else "while it loaded the model. Is there memory?"
+            self._lose(now, WorkerLostError(f"The worker ended ({how}) {doing}"))
 
     def _lose(self, now: float, error: SamovarError) -> None:
         """End the worker; its job has failed with this error. Another one is started when it may be."""
@@ -322,14 +340,17 @@ class Supervisor:
         else:
             self._restarts.note_crash(now)
         if self._restarts.is_open(now):
-            for entry in self._waiting.clear():
-                self._fail(entry, self._down(now))
+            self._refuse_waiting(self._down(now))
         self._end_group()
         self._changed.notify_all()
 
     def _give_up(self, error: SamovarError) -> None:
         job, self._job = self._job, None
         for entry in [] if job is None else job.entries:
+            self._fail(entry, error)
+
+    def _refuse_waiting(self, error: SamovarError) -> None:
+        for entry in self._waiting.clear():
             self._fail(entry, error)
 
     def _fail(self, entry: Entry, error: SamovarError) -> None:

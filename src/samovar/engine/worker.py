@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import EngineError, OutOfMemoryError, SamovarError, SettingError
+from ..errors import (
+    CancelledRequestError,
+    EngineError,
+    NanLatentsError,
+    OutOfMemoryError,
+    SamovarError,
+    SettingError,
+)
 from .events import SILENT, Listener
 from .facts import facts_of
-from .models import fetch_model, load_pipeline
+from .models import fetch_model, find_loader, load_pipeline
 from .request import GeneratedPictures, OmniDiffusionSamplingParams, Request, read_defaults
 from .settings import OmniDiffusionConfig
 
@@ -28,8 +36,10 @@ Outcome = GeneratedPictures | SamovarError
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, OSError, RuntimeError,
              TypeError)  # fmt: skip
 """What a pipeline raises that was asked for what it cannot do, or in which something is wrong."""
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED")
 _NO_SIZE = ("Storage size calculation overflowed", "overflow")
+_SHARED = (CancelledRequestError, NanLatentsError, SettingError)
+"""What all ranks raise at the same place. After any other error the others may still be waiting for this one."""
 
 
 class Usage(NamedTuple):
@@ -59,6 +69,7 @@ class Worker:
 
         folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
         defaults = read_defaults(folder)
+        find_loader(folder, trust_remote_code=config.trust_remote_code)  # Imports are not what loading takes.
         started = time.perf_counter()
         self._pipeline = load_pipeline(folder, _dtype(config), trust_remote_code=config.trust_remote_code)
         if not config.attach_config().offloads:
@@ -73,6 +84,8 @@ class Worker:
         # A cache decides for a batch as a whole: a picture would depend on those beside it.
         self.max_batch = config.max_batch if self._attached.cache is None else 1
         self.load_seconds = time.perf_counter() - started
+        self._turn = threading.Lock()
+        """One call at a time: they share a scheduler, which counts the steps."""
 
     def generate(self, prompt: str, params: OmniDiffusionSamplingParams) -> GeneratedPictures:
         """Pictures of a prompt. Every one is the same whether it is made alone or among others."""
@@ -84,21 +97,20 @@ class Worker:
     def make(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
         """Pictures for requests that fit together, in as few calls as may be; for each that fails, its error. One
         that fails among others is made again alone, so that nobody suffers for it but itself."""
-        listener = listener or SILENT
-        outcomes: dict[int, Outcome] = {}
-        jobs: dict[int, _Job] = {}
-        for index, request in enumerate(requests):
-            try:
-                jobs[index] = self._job(request)
-            except SamovarError as error:
-                outcomes[index] = error
-        if len(jobs) > 1:
-            with contextlib.suppress(SamovarError):
-                outcomes |= self._make_together(jobs, listener)
-        for index, job in jobs.items():
-            if index not in outcomes:
-                outcomes[index] = self._make_alone(index, job, listener)
-        return [outcomes[index] for index in range(len(requests))]
+        with self._turn:
+            return self._make(requests, listener or SILENT)
+
+    def is_sound(self) -> bool:
+        """Whether its GPU still obeys: after some errors it never does again, in this process."""
+        import torch
+
+        if self._device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def usage(self) -> Usage:
         """What is taken now."""
@@ -114,6 +126,31 @@ class Worker:
         self._attached.detach()
 
     # ------------------------------------------------------------------------------------------ one call, or several
+
+    def _make(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        jobs: dict[int, _Job] = {}
+        for index, request in enumerate(requests):
+            try:
+                jobs[index] = self._job(request)
+            except SamovarError as error:
+                outcomes[index] = error
+        apart: SamovarError | None = None
+        if len(jobs) > 1:
+            try:
+                outcomes |= self._make_together(jobs, listener)
+            except SamovarError as error:
+                apart = self._unshared(error)
+        for index, job in jobs.items():
+            if index not in outcomes:
+                outcome = apart or self._make_alone(index, job, listener)
+                outcomes[index] = outcome
+                apart = self._unshared(outcome) if isinstance(outcome, SamovarError) else None
+        return [outcomes[index] for index in range(len(requests))]
+
+    def _unshared(self, error: SamovarError) -> SamovarError | None:
+        """An error that other ranks may not have: after it, nothing can be made in step with them."""
+        return None if self._attached.config.num_ranks == 1 or isinstance(error, _SHARED) else error
 
     def _job(self, request: Request) -> _Job:
         call = self.facts.check(request)
@@ -238,12 +275,15 @@ class Worker:
 
     def _draw_seed(self) -> int:
         """A seed by chance, the same on all ranks."""
-        drawn = [random.randrange(2**32)]
-        if self._attached.config.num_ranks > 1:
-            import torch.distributed as dist
+        drawn = random.randrange(2**32)
+        if self._attached.config.num_ranks == 1:
+            return drawn
+        import torch
+        import torch.distributed as dist
 
-            dist.broadcast_object_list(drawn, src=0)
-        return drawn[0]
+        said = torch.tensor([drawn], dtype=torch.int64, device=self._device)
+        dist.broadcast(said, src=0)
+        return int(said.item())
 
     # ------------------------------------------------------------------------------------------ what had no effect
 
