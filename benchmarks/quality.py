@@ -22,6 +22,7 @@ from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SettingError
 from samovar.lab import Journal, Promise, Session, Studio, StudioConfig, read_prompts, tasks_of
 from samovar.lab.bench import all_methods, bench
+from samovar.lab.studio import keep_apart
 from samovar.lab.tune import tune
 
 PROMISES = [("psnr", 35.0), ("psnr", 40.0), ("psnr", 45.0), ("lpips", 0.02), ("lpips", 0.01), ("lpips", 0.005),
@@ -61,6 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     single.params = studio.params
     learning = tasks_of(read_prompts("tuning", options.tuning_captions), 1, 0)
     judging = tasks_of(read_prompts("testing", options.captions), options.seeds, 100_000)
+    keep_apart(learning, judging)
     wish = {**studio.about(), "tuning": learning, "testing": judging, "refine": options.refine}
     journal = Journal(options.state, wish)
     tuning = Session(studio, learning, journal, "tuning", progress=False)

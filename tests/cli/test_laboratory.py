@@ -153,6 +153,7 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
         (["tune", "--target-psnr", "200"], "target psnr=200.0; a number from 1.0 to 99.0 was expected"),
         (["tune", "--target-speedup", "0.5"], "target speedup=0.5"),
         (["bench", "--plot-from", "nowhere.json"], "'nowhere.json' is no file"),
+        (["bench", "--prompts", "testing"], "is among the prompts for tuning and for testing"),
     ],
 )
 def test_nonsense_is_refused_by_name(
@@ -190,10 +191,13 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: p
         _, error = process.communicate()
     assert process.returncode == -signal.SIGKILL, error
     before = journal.read_text().split("\n")[:-1]
-    assert 3 <= len(before) < 19, "killed in the middle: what it is about, and some of eighteen pictures"
+    assert 3 <= len(before) < 25, "killed in the middle: what it is about, and some of 24 pictures at most"
     refused = run(capsys, *command, "--seeds", "2")
     assert refused[0] == 2
     assert "holds an unfinished run of another wish: tasks was" in refused[2]
+    refused = run(capsys, *common, "--cache-config", '{"schedule": "#...#..#"}', *PICTURE)
+    assert refused[0] == 2
+    assert "of another wish: methods was" in refused[2], "its pictures would stand under another setting's figures"
     code, out, err = run(capsys, *command)
     assert (code, err) == (0, "")
     assert f"going on with {len(before) - 1} measurements" in out

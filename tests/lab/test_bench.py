@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from lab.tiny import TASKS, MakeSession
+from samovar.errors import ModelError
 from samovar.lab.bench import all_methods, bench, mark_best, our_methods, plain_methods
 from samovar.lab.methods import Method, Notes, ours, plain
 from samovar.lab.studio import Task
@@ -24,12 +26,40 @@ def test_rows_and_failures(make_session: MakeSession) -> None:
     session = make_session(steps=8)
     alone = make_session(steps=8, batch=1, tasks=TASKS[:1], name="alone")
     forecast = ours("forecast", {"rel_l1_thresh": 0.4})
-    rows = bench(session, [plain(4), Method("a peer", "peers", attached=_fails), forecast], alone)
+    rows = bench(session, [plain(4), Method("a peer", "peers", attached=_fails, is_peer=True), forecast], alone)
     assert [row["method"] for row in rows] == ["exact", "plain 4 steps", "a peer", forecast.name]
     assert rows[2] == {"method": "a peer", "family": "peers", "problem": "TypeError: no such model"}
     assert "alone" not in rows[1], "plain steps are the same in any company"
     assert rows[3]["alone"]["pictures"] == 1
     assert rows[3]["alone"]["psnr_in_batch"] == pytest.approx(rows[3]["each"]["psnr"][0], abs=1e-3)
+
+
+@contextlib.contextmanager
+def _refuses(pipeline: Any) -> Iterator[Notes]:
+    raise ModelError("not this model")
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def _gives_no_numbers(pipeline: Any) -> Iterator[Notes]:
+    handle = pipeline.vae.decoder.register_forward_hook(lambda module, args, output: output * float("nan"))
+    try:
+        yield lambda: None
+    finally:
+        handle.remove()
+
+
+def test_a_peer_that_fails_is_a_row_and_we_are_not(make_session: MakeSession) -> None:
+    session = make_session(steps=2, tasks=TASKS[:1])
+    peer = Method("a peer", "peers", attached=_refuses, is_peer=True)
+    nothing = Method("nothing", "peers", {"of": "numbers"}, _gives_no_numbers, is_peer=True)
+    rows = bench(session, [peer, nothing, plain(1)])
+    assert rows[1]["problem"] == "ModelError: not this model"
+    assert "1 pictures are no numbers" in rows[2]["problem"]
+    assert rows[3]["is_best_by_psnr"]
+    json.dumps(rows, allow_nan=False)
+    with pytest.raises(ModelError, match="not this model"):
+        bench(session, [Method("ours", "samovar", attached=_refuses)])
 
 
 def test_the_best_are_marked() -> None:

@@ -12,6 +12,7 @@ from lab.tiny import TASKS, MakeSession
 from samovar.lab.methods import ours, plain
 from samovar.lab.metrics import HIGHEST_PSNR, measure
 from samovar.lab.session import Session
+from samovar.lab.trajectory import watched_exact
 
 
 def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) -> None:
@@ -86,3 +87,16 @@ def test_a_method_comes_off_when_a_picture_fails(make_session: MakeSession, monk
     with pytest.raises(RuntimeError, match="no picture"):
         session.measure(ours("forecast", {}))
     assert type(session.studio.pipeline.transformer) is before
+
+
+def test_speed_is_not_compared_with_a_watched_run(make_session: MakeSession) -> None:
+    session = make_session(steps=4, tasks=TASKS[:1])
+    session.exact(watched_exact())
+    pictures = session.exact_pictures()
+    assert "exact 0" not in session.journal, "the pictures are known, so they are not made again"
+    half = session.measure(plain(2))
+    bare = session.journal["exact 0"]["seconds"]
+    assert half.speedup == pytest.approx(bare / half.seconds)
+    session.exact(watched_exact())
+    assert session.exact().seconds == bare
+    assert np.array_equal(pictures, session.exact_pictures())

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lab.tiny import TASKS, MakeSession
-from samovar.lab.trajectory import Trajectory, watched_exact
+from samovar.errors import ModelError
+from samovar.lab.trajectory import BranchWatchHook, Trajectory, _SchedulerWatch, watched_exact
 
 
 def test_errors_are_those_of_the_predictions_themselves() -> None:
@@ -46,3 +47,14 @@ def test_a_run_is_watched_without_a_trace(make_session: MakeSession) -> None:
     assert row.quality.psnr == make_session(steps=6, name="bare").exact().quality.psnr
     bare = make_session(steps=6, name="bare")
     assert torch.equal(bare.exact_pictures(), session.exact_pictures()), "watching changes nothing"
+
+
+def test_a_scheduler_that_cannot_be_watched_keeps_nothing(make_session: MakeSession) -> None:
+    """One whose pipeline uses a copy of it: outputs of one picture must not wait for those of the next."""
+    scheduler = make_session(steps=2).studio.pipeline.scheduler
+    scheduler.set_timesteps(2, mu=1.0)
+    branches = BranchWatchHook()
+    branches.post_forward(torch.nn.Identity(), torch.ones(1, 2))
+    with pytest.raises(ModelError, match="asked for 0 of 2 steps"):
+        _SchedulerWatch(scheduler, branches).notes()
+    assert not branches._outputs

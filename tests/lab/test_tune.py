@@ -14,7 +14,7 @@ from samovar.lab.methods import read_method
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row
 from samovar.lab.studio import Task
-from samovar.lab.tune import Promise, denoiser_speedup, lower_bound, tune
+from samovar.lab.tune import Promise, Tuned, denoiser_speedup, lower_bound, tune
 
 
 def row(psnrs: list[float], computed: float = 10, lpips: float = 0.01) -> Row:
@@ -46,6 +46,13 @@ def test_promises() -> None:
     assert Promise("speedup", 1.9).is_kept(row([1.0], computed=10))
     assert not Promise("speedup", 2.0).is_kept(row([1.0], computed=10))
     assert str(promise) == "PSNR of at least 30 dB"
+
+
+def test_a_promised_speed_is_judged_on_held_out_prompts() -> None:
+    chosen = row([40.0], computed=8)
+    for computed, share in ((8, 1.0), (12, 0.0)):
+        found = Tuned(Promise("speedup", 2.0), chosen, row([40.0], computed=computed), chosen, [chosen], 20)
+        assert (found.share_kept, found.is_kept) == (share, share == 1.0)
 
 
 @pytest.mark.parametrize(

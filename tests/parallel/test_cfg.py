@@ -12,7 +12,7 @@ import torch
 import pipelines
 from samovar.cache import TeaCacheBackend, apply_teacache_hook
 from samovar.errors import HookConflictError
-from samovar.hooks import NOT_BYPASSED, BaseState, HookOrder, HookRegistry, ModelHook, StateManager
+from samovar.hooks import NOT_BYPASSED, BaseState, HookOrder, HookRegistry, ModelHook, StateManager, call_context
 from samovar.parallel import (
     CfgParallelHook,
     SequenceParallelConfig,
@@ -305,6 +305,72 @@ def test_teacache_skips_the_same_steps_as_on_one_rank(name: str, on_ranks: OnRan
         assert apart <= 1e-5
         assert is_same
         assert skipped > 3
+
+
+def some_inputs_are_new(model: toys.Transformer, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
+    """Schedules by branch, and an input that is made anew at each step: of the second branch another one, twice."""
+    texts = (torch.ones(4), torch.full((4,), 9.0 if step in (3, 4) else 1.0))
+    cond, uncond = (called(model, branch, hidden_states, text=texts[branch]) for branch in (0, 1))
+    return uncond + 2.0 * (cond - uncond)
+
+
+def the_first_is_used_at_once(model: toys.Transformer, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
+    cond = called(model, 0, hidden_states) * 2.0
+    return cond - called(model, 1, hidden_states)
+
+
+def the_second_stops(model: toys.Transformer, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
+    cond = called(model, 0, hidden_states)
+    return cond if step in (3, 4, 7, 8) else 2.0 * cond - called(model, 1, hidden_states)
+
+
+def the_order_changes(model: toys.Transformer, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
+    outputs = [called(model, branch, hidden_states) for branch in ((1, 0) if step in (3, 4, 8) else (0, 1))]
+    return outputs[0] + outputs[1]
+
+
+def called(model: toys.Transformer, branch: int, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+    with call_context(branch=("cond", "uncond")[branch]):
+        return model(hidden_states, ids=CONDITIONS[branch], **others)
+
+
+CONDITIONS = torch.arange(12)[None], torch.arange(12, 24)[None]
+BY_BRANCH = {"schedule": {"cond": "##.##.#.##", "uncond": "#.#.....#."}}
+BELOW = {"rel_l1_thresh": 0.25}
+
+
+@torch.no_grad()
+def unequally_asked(step: Callable[..., torch.Tensor], settings: dict[str, Any]) -> tuple[float, Any, Any]:
+    """A cached loop on one rank and on two: how far apart, and what was computed of this rank's branch."""
+    mesh = make_mesh(SequenceParallelConfig(), 2)
+    runs = []
+    for is_parallel in (False, True):
+        model = toys.build()
+        cache = apply_teacache_hook(model, settings, agree=agreement(mesh) if is_parallel else None)
+        if is_parallel:
+            apply_cfg_parallel(model, mesh)
+        outputs = [step(model, hidden_states, number) + 0 for number, hidden_states in enumerate(drifting())]
+        runs.append((outputs, cache.stats().branches[("cond", "uncond")[mesh.cfg.index]].mask))
+    (expected, mask), (outputs, found) = runs
+    return max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)), mask, found
+
+
+UNEQUAL = (the_first_is_used_at_once, the_second_stops, the_order_changes)
+
+
+@pytest.mark.parametrize(("step", "settings"), [(some_inputs_are_new, BY_BRANCH), *((of, BELOW) for of in UNEQUAL)])
+def test_ranks_that_ask_unequally_often(
+    step: Callable[..., torch.Tensor], settings: dict[str, Any], on_ranks: OnRanks
+) -> None:
+    """A rank that has nothing to ask joins those that have: else one of them would wait for ever."""
+    by_rank = on_ranks(2, unequally_asked, step, settings)
+    for apart, mask, found in by_rank:
+        assert {"#", "."} <= set(mask)
+        if step is not the_order_changes:  # Then the second is computed: the first has nothing to tell it yet.
+            assert found == mask
+            assert apart <= 1e-5
+    if settings is BY_BRANCH:
+        assert by_rank[1][1] == "#.##.#..#.", "its own inputs tell, and not those of the first"
 
 
 def attached_twice() -> str:

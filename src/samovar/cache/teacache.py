@@ -247,7 +247,9 @@ class TeaCacheHook(ModelHook):
         if obstacle is None and self.config.forecast_of == "residual":
             obstacle = self._runner.problem(key)
         if obstacle is None and others and verdict.action == "skip":  # Nothing else would look at them.
-            measured = measure(others[0], others[1:], None, self._agree)
+            # What leads has decided: this is about the branch's own inputs, on however many ranks they are.
+            agree: Agree | None = getattr(self._agree, "within_branch", self._agree)
+            measured = measure(others[0], others[1:], None, agree)
             if max(measured.signal, measured.others) >= self.config.rel_l1_thresh:
                 return "other inputs changed"
         return obstacle

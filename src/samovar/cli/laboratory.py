@@ -173,7 +173,9 @@ def _compare(options: argparse.Namespace) -> int:
 
     methods = [_method(text) for text in options.cache_config] or [ours("forecast", {}), ours("tea_cache", {})]
     tasks = _tasks(options)
-    studio, journal = _open(options, {"tasks": tasks})
+    # Their pictures are in folders by number.
+    wish = {"tasks": tasks, "methods": [{"name": method.name, **method.settings} for method in methods]}
+    studio, journal = _open(options, wish)
     session = Session(studio, tasks, journal, progress=_shows(options))
     found = compare(session, methods, options.output / "pictures")
     about = studio.about() | {"date": date.today().isoformat()}
@@ -215,7 +217,7 @@ def _tune(options: argparse.Namespace) -> int:
     given = {name: getattr(options, f"target_{name}") for name in ("psnr", "lpips", "speedup")}
     target = next(name for name, value in given.items() if value is not None)
     promise = Promise(target, given[target])  # type: ignore[arg-type]
-    tasks, test_tasks = _tasks(options), _tasks(options, "test_")
+    tasks, test_tasks = _apart(options)
     studio, journal = _open(options, {"tasks": tasks, "test_tasks": test_tasks})
     tuning = Session(studio, tasks, journal, "tuning", _shows(options))
     testing = Session(studio, test_tasks, journal, "testing", _shows(options))
@@ -248,9 +250,9 @@ def _bench(options: argparse.Namespace) -> int:
     from ..lab.studio import Studio, StudioConfig
 
     extra = [_method(text) for text in options.cache_config]
-    tasks, test_tasks = _tasks(options), _tasks(options, "test_")
-    studio, journal = _open(options, {"tasks": tasks, "test_tasks": test_tasks, "alone": options.alone})
-    shows = _shows(options)
+    tasks, test_tasks = _apart(options)
+    wish = {"tasks": tasks, "test_tasks": test_tasks, "alone": options.alone, "refine": options.refine}
+    (studio, journal), shows = _open(options, wish), _shows(options)
     methods = all_methods(Session(studio, tasks, journal, "tuning", shows), extra, options.refine)
     chosen = [m for m in methods if not options.only or any(w.lower() in m.name.lower() for w in options.only)]
     if not chosen:
@@ -319,6 +321,15 @@ def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
     # Held-out pictures have noise of their own too.
     first = options.first_seed + (100_000 if which else 0)
     return tasks_of(prompts, getattr(options, f"{which}seeds"), first)
+
+
+def _apart(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
+    """Tasks for tuning, and others to judge by."""
+    from ..lab.studio import keep_apart
+
+    tasks, test_tasks = _tasks(options), _tasks(options, "test_")
+    keep_apart(tasks, test_tasks)
+    return tasks, test_tasks
 
 
 def _open(options: argparse.Namespace, wish: dict[str, Any]) -> tuple[Studio, Journal]:

@@ -7,10 +7,10 @@ same to a picture in any company, up to the last bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import SamovarError
 from .methods import Method, ours, plain
 from .peers import PEER_FAILS, peers
 from .planning import FAMILIES, Family, SchedulePlanner
@@ -61,23 +61,34 @@ def bench(
     alone: Session | None = None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> list[dict[str, Any]]:
-    """A row for each method, as JSON; where one fails, the row says how. `alone` makes some of the pictures again, one
-    at a time, with the methods for which that matters. `tell` is told whose turn it is."""
+    """A row for each method, as JSON. Where a peer fails, or pictures are no numbers, the row says so; a failure of
+    our own is raised. `alone` makes some of the pictures again, one at a time, with the methods for which that
+    matters. `tell` is told whose turn it is."""
     rows: list[dict[str, Any]] = [session.exact().to_dict()]
     for method in methods:
         tell(method.name)
         try:
             row = session.measure(method)
             apart = alone.measure(method) if alone is not None and method.is_adaptive else None
-        except SamovarError:
-            raise
         except PEER_FAILS as error:
+            if not method.is_peer:
+                raise
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            rows.append({"method": method.name, "family": method.family, "problem": problem})
+            continue
+        bad = _without_figures(row) + (_without_figures(apart) if apart is not None else 0)
+        if bad:
+            problem = f"{bad} pictures are no numbers, so nothing can be said of them"
             rows.append({"method": method.name, "family": method.family, "problem": problem})
             continue
         rows.append(row.to_dict() | ({} if apart is None else {"alone": _beside(apart, row)}))
     mark_best(rows)
     return rows
+
+
+def _without_figures(row: Row) -> int:
+    """How many pictures have a figure that is no number: it would be neither better nor worse than any."""
+    return sum(not all(map(math.isfinite, quality)) for quality in row.pictures)
 
 
 def _beside(alone: Row, together: Row) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,29 +35,36 @@ class Comparison:
 
 def compare(session: Session, methods: Sequence[Method], pictures: Path) -> Comparison:
     """Measure methods, each followed by the plain steps that take as long. Pictures go into folders of `pictures`."""
-    names = [method.name for method in methods]
-    for name in names:
-        if names.count(name) > 1:
-            raise SettingError(f"{name!r} is given twice. Give each setting once.")
+    keys = [method.key for method in methods]
+    for method in methods:
+        if keys.count(method.key) > 1:
+            raise SettingError(f"{method.name!r} is given twice. Give each setting once.")
     exact = session.exact()
     _save_exact(session, pictures / "exact")
+    one = session.measure(plain(1), pictures / "plain-1")
     rows, folders = [exact], [pictures / "exact"]
     for number, method in enumerate(methods, start=1):
         folder = pictures / f"setting-{number}"
         row = session.measure(method, folder)
-        steps = same_time_steps(exact, row)
+        steps = same_time_steps(exact, one, row)
         rows.append(row)
         folders.append(folder)
         folder = pictures / f"plain-{steps}"
         if folder not in folders:  # Two settings may be equally fast.
             rows.append(session.measure(plain(steps), folder))
             folders.append(folder)
+    if pictures / "plain-1" not in folders:
+        shutil.rmtree(pictures / "plain-1", ignore_errors=True)
     return Comparison(session.tasks, rows, folders)
 
 
-def same_time_steps(exact: Row, row: Row) -> int:
-    """How many plain steps take as long as a setting: in its time, as it was measured, so many are computed."""
-    return max(1, min(exact.steps - 1, round(exact.steps / row.speedup)))
+def same_time_steps(exact: Row, one: Row, row: Row) -> int:
+    """How many plain steps take as long as a setting. What one step takes is the difference that more of them make:
+    text encoders and VAE take their time whatever is skipped. `one` is a run of one plain step."""
+    each = (exact.seconds - one.seconds) / max(1, exact.steps - 1)
+    if each <= 0:  # Too short to be measured.
+        return max(1, min(exact.steps - 1, round(exact.steps / row.speedup)))
+    return max(1, min(exact.steps - 1, 1 + round((row.seconds - one.seconds) / each)))
 
 
 def _save_exact(session: Session, folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -35,6 +37,17 @@ class Method:
     """Other than the exact picture's."""
     is_adaptive: bool = False
     """Whether it looks at the pictures to decide, so that a batch decides as one."""
+    is_peer: bool = False
+    """Whether it is somebody else's, which may fail on a model that it does not know."""
+
+    @property
+    def key(self) -> str:
+        """Tells it apart from all others: a name leaves out what is long, such as weights."""
+        if not self.settings:
+            return self.name
+        plain_values = json.loads(json.dumps(self.settings, default=str))  # Saved and loaded again it is the same.
+        text = json.dumps(plain_values, sort_keys=True)
+        return f"{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 EXACT = Method("exact", "exact")

@@ -17,7 +17,9 @@ from ..errors import ModelError
 from .methods import Method, Notes
 from .studio import Studio, Task
 
-PEER_FAILS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+PEER_FAILS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
 """What a peer may raise on a model that it does not know. It says so in its row, and the others go on."""
 
 
@@ -48,7 +50,7 @@ def _of_diffusers(family: str, name: str, config: Any, settings: dict[str, Any],
                 denoiser.enable_cache(config)  # type: ignore[operator]
             yield lambda: None
 
-    return Method(f"{family} {name}", family, settings, attached, is_adaptive=is_adaptive)
+    return Method(f"{family} {name}", family, settings, attached, is_adaptive=is_adaptive, is_peer=True)
 
 
 def _disable(denoiser: Any) -> None:
@@ -108,16 +110,13 @@ def _mag_ratios(diffusers: Any, studio: Studio, tasks: Sequence[Task]) -> list[f
 
 
 def _sea(diffusers: Any) -> list[Method]:
-    return [
-        _of_diffusers(
-            "diffusers SeaCache",
-            f"{threshold}",
-            diffusers.SeaCacheConfig(threshold=threshold),
-            {"threshold": threshold},
-            True,
-        )
-        for threshold in (0.25,)
-    ]
+    """At most two steps in a row, its own default, and four where its threshold allows for them."""
+    rows = []
+    for threshold, most in ((0.1, 2), (0.25, 2), (0.5, 2), (0.5, 4), (1.0, 2), (1.0, 4)):
+        settings = {"threshold": threshold, "max_consecutive_cached": most}
+        config = diffusers.SeaCacheConfig(**settings)
+        rows.append(_of_diffusers("diffusers SeaCache", f"{threshold}, at most {most}", config, settings, True))
+    return rows
 
 
 def _cache_dit() -> list[Method]:
@@ -144,13 +143,15 @@ def _of_cache_dit(family: str, name: str, settings: dict[str, Any], order: int) 
             logging.getLogger(logger).setLevel(logging.ERROR)
         calibrator = cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=order) if order else None
         config = cache_dit.DBCacheConfig(**settings)
-        cache_dit.enable_cache(pipeline, cache_config=config, calibrator_config=calibrator)
         try:
+            # It may have changed much of the pipeline before it fails.
+            cache_dit.enable_cache(pipeline, cache_config=config, calibrator_config=calibrator)
             yield lambda: None
         finally:
             cache_dit.disable_cache(pipeline)
 
-    return Method(f"{family} {name}", family, {**settings, "taylorseer_order": order}, attached, is_adaptive=True)
+    about = {**settings, "taylorseer_order": order}
+    return Method(f"{family} {name}", family, about, attached, is_adaptive=True, is_peer=True)
 
 
 def failing(family: str, error: BaseException) -> Method:
@@ -161,4 +162,4 @@ def failing(family: str, error: BaseException) -> Method:
         raise error
         yield lambda: None
 
-    return Method(family, family, {}, attached)
+    return Method(family, family, {}, attached, is_peer=True)

@@ -36,6 +36,13 @@ def tasks_of(prompts: Sequence[str], num_seeds: int, first_seed: int) -> list[Ta
     return [Task(prompt, first_seed + number) for number, prompt in enumerate(pairs)]
 
 
+def keep_apart(tuning: Sequence[Task], testing: Sequence[Task]) -> None:
+    """Refuse prompts that would judge what was chosen by them."""
+    shared = {task.prompt for task in tuning} & {task.prompt for task in testing}
+    if shared:
+        raise SettingError(f"{min(shared)!r} is among the prompts for tuning and for testing. Keep them apart.")
+
+
 class Made(NamedTuple):
     """What came of some tasks."""
 

@@ -174,6 +174,7 @@ class _SchedulerWatch:
     def notes(self) -> dict[str, Any]:
         """Of the run that has ended, which is then forgotten."""
         predictions, self._predictions = self._predictions, []
+        of_branches = self._branches.take(predictions)
         places, sizes = _places(self._scheduler)
         if len(predictions) != len(places):
             raise ModelError(
@@ -181,7 +182,6 @@ class _SchedulerWatch:
                 "they cannot be watched. A pipeline that uses a copy of its scheduler can be calibrated by branches, "
                 "but not tuned."
             )
-        of_branches = self._branches.take(predictions)
         products = _products(predictions).tolist()
         return {"places": places, "sizes": sizes, "products": products, "branches": of_branches}
 

@@ -19,6 +19,7 @@ from .metrics import Quality
 from .planning import FAMILIES, Family, SchedulePlanner
 from .schedules import choose_planner, refine, scheduled
 from .session import Row, Session
+from .studio import keep_apart
 
 Target = Literal["psnr", "lpips", "speedup"]
 SHARE = 0.95
@@ -104,7 +105,9 @@ class Tuned:
 
     @property
     def share_kept(self) -> float:
-        """Of the held-out pictures, how many keep the promise."""
+        """Of the held-out pictures, how many keep the promise. All or none keep a speed, which is that of them all."""
+        if self.promise.target == "speedup":
+            return float(self.promise.is_kept(self.held_out))
         return sum(map(self.promise.keeps, self.held_out.pictures)) / len(self.held_out.pictures)
 
     @property
@@ -146,9 +149,7 @@ def tune(
 ) -> Tuned:
     """Search on one session's tasks, check on another's. `refinements` is how many changes of the best schedule are
     tried on real pictures."""
-    shared = {task.prompt for task in tuning.tasks} & {task.prompt for task in testing.tasks}
-    if shared:
-        raise SettingError(f"{min(shared)!r} is among the prompts for tuning and for testing. Keep them apart.")
+    keep_apart(tuning.tasks, testing.tasks)
     search = _Search(tuning, promise)
     search.try_thresholds()
     search.try_schedules(families)

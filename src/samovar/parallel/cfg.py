@@ -3,8 +3,9 @@
 A pipeline that batches its branches gives the model a batch: each rank takes its part. One that calls the model
 once for each branch gets, from every call, tensors that are not there yet: each rank computes the branch that is
 its own, and they exchange what they have when the pipeline first uses any of it. Every rank runs the same pipeline,
-so all come to that point alike. The first step is computed on all ranks: it tells how many branches there are and
-the form of the output, and a batch that cannot be split shows there.
+so all come to that point alike. A decision of a cache is agreed on once in a step: a rank asks for it in its first
+call that needs one, or joins at that point. The first step is computed on all ranks: it tells how many branches there
+are and the form of the output, and a batch that cannot be split shows there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..hooks import (
 from .collectives import Group
 from .deferred import DeferredTensor
 from .layout import spread
-from .mesh import ParallelMesh
+from .mesh import ParallelMesh, join
 from .values import is_close, map_tensors, signature_of, tensors_in
 
 HOOK = "cfg_parallel"
@@ -58,6 +59,8 @@ class CfgState:
     splits: dict[Any, bool] = field(default_factory=dict)
     """By the shapes of the inputs: whether such a batch can be split."""
     pending: list[_Pending] = field(default_factory=list)
+    last_call: tuple[Hashable, int] = (None, -1)
+    """The request and branch of the last call that was not computed on all ranks."""
     num_deferred: int = 0
     num_split: int = 0
 
@@ -82,6 +85,7 @@ class CfgParallelHook(ModelHook):
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         self.state = CfgState()
+        self.mesh.branches.agreed = None
         return module
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +123,8 @@ class CfgParallelHook(ModelHook):
             self.state.forms[signature] = map_tensors(output, lambda tensor: tensor.to("meta"))
             return output
         index, size, here = branches.index(branch), self.mesh.cfg.size, self.mesh.cfg.index
-        # A rank without a branch computes one that another has: it has as many decisions to agree on as they have.
+        self._begin_call(index)
+        # A rank without a branch computes one that another has, rather than nothing.
         computes = index % size == here or (here >= len(branches) and here % len(branches) == index)
         device = next(tensors_in((args, kwargs))).device
         if computes:
@@ -134,8 +139,21 @@ class CfgParallelHook(ModelHook):
         return map_tensors(output, lambda tensor: DeferredTensor(tensor, self._fetcher(pending, next(places))))
 
     def _on_all_ranks(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        self.mesh.branches.agreed = None
+        self._end_step()
         return module(*args, **kwargs)
+
+    def _begin_call(self, index: int) -> None:
+        """See whether a step begins with a call: one of a branch that was called before, or of another request."""
+        request, last = current_context().request, self.state.last_call
+        if request != last[0] or index <= last[1]:
+            self._end_step()
+        self.state.last_call = request, index
+
+    def _end_step(self) -> None:
+        """What the ranks agreed on is past. All of them come here alike; what some have not asked yet they do first."""
+        if self.state.pending:
+            self._exchange()
+        self.mesh.branches.agreed = None
 
     @contextlib.contextmanager
     def _marked(self, what: str) -> Iterator[None]:
@@ -157,7 +175,8 @@ class CfgParallelHook(ModelHook):
     def _exchange(self) -> None:
         """Give away what this rank has computed since the last time, and get the rest."""
         waiting, self.state.pending = self.state.pending, []
-        self.mesh.branches.agreed = None
+        if waiting:
+            join(self.mesh, waiting[0].tensors[0].device)
         for pending in waiting:
             pending.tensors = [self.mesh.cfg.broadcast(tensor, pending.owner) for tensor in pending.tensors]
             pending.is_done = True

@@ -7,7 +7,6 @@ each other, and the ranks of one branch are next to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -87,7 +86,9 @@ class BranchState:
     is_deferred: bool = False
     """Whether other ranks compute other branches meanwhile: one of several calls of one step."""
     agreed: torch.Tensor | None = None
-    """What the ranks have agreed on for all calls of this step."""
+    """What the ranks have agreed on for all deferred calls of this step; None if this rank has not asked yet."""
+    may_ask: bool = False
+    """Whether anything may ask: ranks that have nothing to ask must then join those that have."""
 
 
 @dataclass(frozen=True)
@@ -134,22 +135,47 @@ def make_mesh(config: SequenceParallelConfig, cfg_degree: int = 1) -> ParallelMe
     return _meshes[key]
 
 
-def agreement(mesh: ParallelMesh) -> Callable[[torch.Tensor], torch.Tensor]:
+class Agreement:
     """For a decision that all ranks must make alike: this rank's figures in, those that a single rank would have
-    seen out. Each rank sees its own tokens, or its own items of a batch, so figures are added up. Of branches that are
-    calls of their own, the others follow the first one; a rank with several of them asks once for all."""
+    seen out. Each rank sees its own tokens, or its own items of a batch, so figures are added up."""
 
-    def agree(figures: torch.Tensor) -> torch.Tensor:
-        state, figures = mesh.branches, mesh.sequence.sum(figures)
+    num_figures = 4
+    """That are exchanged, so that a rank that has none can join."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        mesh.branches.may_ask = True
+
+    def __call__(self, figures: torch.Tensor) -> torch.Tensor:
+        """Of branches that are calls of their own, the others follow the first one. A rank asks once in a step,
+        however many of them it has; one that has not asked when outputs are exchanged joins there (`join`)."""
+        state, figures = self._mesh.branches, self._mesh.sequence.sum(figures)
         if state.splits_batch:
-            return mesh.cfg.sum(figures)
-        if state.agreed is not None:
-            return state.agreed
-        agreed = mesh.cfg.broadcast(figures, source=0)
-        state.agreed = agreed if state.is_deferred else None
-        return agreed
+            return self._mesh.cfg.sum(figures)
+        if not state.is_deferred:
+            return self._mesh.cfg.broadcast(figures, source=0)
+        if state.agreed is None:
+            state.agreed = self._mesh.cfg.broadcast(figures, source=0)
+        return state.agreed
 
-    return agree
+    def within_branch(self, figures: torch.Tensor) -> torch.Tensor:
+        """For a decision that each branch makes for itself, whatever the first one does."""
+        if self._mesh.branches.is_deferred:
+            return self._mesh.sequence.sum(figures)
+        return self(figures)
+
+
+def join(mesh: ParallelMesh, device: torch.device) -> None:
+    """Take part in this step's agreement without figures, as other ranks may wait for that. If it is the first rank
+    that has none, it has computed its branch or was not called: an infinite change lets the others compute, too."""
+    state = mesh.branches
+    if state.may_ask and state.agreed is None:
+        state.agreed = mesh.cfg.broadcast(torch.full((Agreement.num_figures,), torch.inf, device=device), source=0)
+
+
+def agreement(mesh: ParallelMesh) -> Agreement:
+    """What a cache asks, so that all ranks of the mesh decide alike. Every rank must make one, or none."""
+    return Agreement(mesh)
 
 
 def _rank_and_world() -> tuple[int, int]:
