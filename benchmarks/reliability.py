@@ -95,6 +95,12 @@ def is_ready(server: Any) -> bool:
     return httpx.get(f"{server.address}/ready", timeout=60).status_code == 200
 
 
+def peak_bytes(server: Any) -> int:
+    """The most that a server ever held: what it took for a moment is seen too."""
+    text = Path(f"/proc/{server.process.pid}/status").read_text()
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0])
+
+
 def percentile(times: list[float], part: float) -> float:
     return sorted(times)[min(len(times) - 1, int(part * len(times)))]
 
@@ -204,12 +210,14 @@ def flood(bench: Bench) -> Outcome:
         # The server's own times: one client with 200 threads keeps itself waiting for longer than that.
         own = [int(match.group(1)) for match in re.finditer(r"generations 429 (\d+) ms", server.text)]
     refused = [seconds for answer, seconds in answers if answer.status_code == 429]
+    most = max(own, default=float("inf"))
     hints = all("retry-after" in answer.headers for answer, _ in answers if answer.status_code == 429)
     served = sum(answer.status_code == 200 for answer, _ in answers)
     exact = (status["queued"], status["running"], served, len(refused)) == (16, 1, 16, 183)
-    figures = f"1 + {served} served, {len(refused)} times 429, each with Retry-After: {hints}; {max(own)} ms at most, "
-    seen = f"as the one client sees it {1e3 * statistics.median(refused):.0f} ms (median)"
-    return Outcome(exact and hints and len(own) == 183 and max(own) < 50, figures + seen)
+    figures = f"1 + {served} served, {len(refused)} times 429, each with Retry-After: {hints}; by the "
+    seen = f"server's own clock {most:.0f} ms at most; the one client, with 200 threads, sees "
+    median = f"{1e3 * statistics.median(refused):.0f} ms (median; not judged)" if refused else "none"
+    return Outcome(exact and hints and len(own) == 183 and most < 50, figures + seen + median)
 
 
 def deadline(bench: Bench) -> Outcome:
@@ -237,15 +245,15 @@ def sizes(bench: Bench) -> Outcome:
 def bodies(bench: Bench) -> Outcome:
     """13: bodies of 1 MB and 50 MB."""
     with bench.server() as server, server.client(headers={"Content-Type": "application/json"}) as http:
-        http.get("/live")
-        before = server.resident_bytes()
+        http.post(GENERATE, content=json.dumps({"prompt": "x" * 40_000}).encode())  # What is loaded once is there.
+        before = peak_bytes(server)
         one, one_s = timed(lambda: http.post(GENERATE, content=json.dumps({"prompt": "x" * 1_000_000}).encode()))
         fifty = bytes(50 * 2**20)
         large, large_s = timed(lambda: http.post(GENERATE, content=fifty))
-        grown = (server.resident_bytes() - before) / 2**20
-    holds = (one.status_code, large.status_code) == (400, 413) and max(one_s, large_s) < 0.2 and grown < 2 * 32
+        grown = (peak_bytes(server) - before) / 2**20
+    holds = (one.status_code, large.status_code) == (400, 413) and max(one_s, large_s) < 0.2 and grown < 8
     figures = f"{one.status_code} in {1e3 * one_s:.0f} ms, {large.status_code} in {1e3 * large_s:.0f} ms"
-    return Outcome(holds, f"{figures}; RSS {grown:+.1f} MiB")
+    return Outcome(holds, f"{figures}; peak of the RSS {grown:+.1f} MiB")
 
 
 def dawdlers(bench: Bench) -> Outcome:
@@ -276,6 +284,7 @@ def soak(bench: Bench) -> Outcome:
     if not bench.soak_minutes:
         return Outcome(None, "not run: --soak-minutes 120")
     statuses: dict[int, int] = {}
+    times: list[tuple[float, float]] = []  # When a request ended, and how long it took.
     with bench.server("--cache-backend", "tea_cache", "--quiet") as server, ThreadPoolExecutor(4) as pool:
         end = time.monotonic() + 60 * bench.soak_minutes
         memory: list[float] = []
@@ -291,8 +300,9 @@ def soak(bench: Bench) -> Outcome:
                             body = {"prompt": PROMPT, **values}
                             http.post(GENERATE, json=body, timeout=httpx.Timeout(60, read=chance.random() / 5))
                         continue
-                    status = post(http, **values).status_code
-                    statuses[status] = statuses.get(status, 0) + 1
+                    answer, seconds = timed(lambda: post(http, **values))  # noqa: B023
+                    statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+                    times.append((time.monotonic(), seconds))
 
         futures = [pool.submit(client, number) for number in range(4)]
         while time.monotonic() < end:
@@ -303,11 +313,26 @@ def soak(bench: Bench) -> Outcome:
             future.result()
     warm = memory[len(memory) // 4 :]
     half = len(warm) // 2
-    slope = (statistics.median(warm[half:]) - statistics.median(warm[:half])) / (bench.soak_minutes * 0.375 / 60)
+    grown = statistics.median(warm[half:]) - statistics.median(warm[:half])
+    slope = grown / (bench.soak_minutes * 0.375 / 60)
     good = all(status in (200, 429) for status in statuses)
-    return Outcome(
-        good and slope < 1, f"{statuses} in {bench.soak_minutes:g} min; RSS {slope:+.1f} MiB an hour after warm-up"
-    )
+    first, last = (percentile(part, 0.99) for part in halves(times))
+    # A short run says little about an hour: it would only show what is grossly wrong.
+    is_steady = slope < 1 and last < 1.25 * first
+    figures = f"{statuses} in {bench.soak_minutes:g} min; RSS {grown:+.1f} MiB between the halves after warm-up "
+    if bench.soak_minutes < 30:
+        is_steady = grown < 8 and last < 2 * first
+        figures = f"a short one: {figures}"
+    drift = f"({slope:+.1f} an hour); p99 {1e3 * first:.0f} ms, then {1e3 * last:.0f} ms ({last / first - 1:+.0%})"
+    return Outcome(good and is_steady, figures + drift)
+
+
+def halves(times: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """How long requests took in the first half and in the second, after a quarter to warm up."""
+    begun, ended = min(times)[0], max(times)[0]
+    middle = begun + 0.625 * (ended - begun)
+    warm = [(when, seconds) for when, seconds in times if when > begun + 0.25 * (ended - begun)]
+    return [s for when, s in warm if when <= middle], [s for when, s in warm if when > middle]
 
 
 def terminate(bench: Bench) -> Outcome:
@@ -331,15 +356,16 @@ def terminate(bench: Bench) -> Outcome:
         server.process.send_signal(signal.SIGTERM)
         second = server.process.wait(60)
         at_once = time.monotonic() - started
-    holds = (statuses, running, code) == ([503] * 5, 200, 0) and took < 31 and at_once < 2
+    is_orderly = (statuses, running, code) == ([503] * 5, 200, 0) and took < 31
+    holds = is_orderly and second == 128 + signal.SIGTERM and at_once < 2
     figures = f"the running one {running}, the five 503 after {refused:.2f} s, exit {code} after {took:.1f} s; "
     return Outcome(holds, f"{figures}a second one: exit {second} after {at_once:.2f} s")
 
 
 def keys(bench: Bench) -> Outcome:
     """23: ten thousand wrong keys."""
-    with bench.server("--quiet", environment={"SAMOVAR_API_KEY": KEY}) as server, server.client() as http:
-        tries = [None, "Bearer ", f"Basic {KEY}", *(f"Bearer {KEY}{number}" for number in range(10_000))]
+    with bench.server(environment={"SAMOVAR_API_KEY": KEY}) as server, server.client() as http:
+        tries = [None, "Bearer", f"Basic {KEY}", *(f"Bearer {KEY}{number}" for number in range(10_000))]
         opened = 0
         for value in tries:
             headers = {} if value is None else {"Authorization": value}
@@ -347,7 +373,7 @@ def keys(bench: Bench) -> Outcome:
         in_query = http.get(f"/v1/models?api_key={KEY}").status_code
         right = http.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code
         live, metrics = http.get("/live").status_code, http.get("/metrics").status_code
-    logged = KEY in server.text
+    logged = KEY in server.text or server.text.count("GET /v1/models 401") < len(tries)  # A line for each, without it.
     holds = (opened, in_query, right, live, metrics, logged) == (0, 401, 200, 200, 401, False)
     figures = f"{len(tries)} wrong ones, {opened} got in; in the query {in_query}, right {right}, /live {live}"
     return Outcome(holds, f"{figures}, /metrics {metrics}; key in the log: {logged}")
@@ -378,8 +404,10 @@ def by_tests(*names: str) -> Callable[[Bench], Outcome]:
         wanted = " or ".join(name.partition("::")[2] for name in names)
         command = [sys.executable, "-m", "pytest", *files, "-q", "--no-header", "-m", "not gpu", "-k", wanted]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        lines = result.stdout.strip().splitlines() or ["no output"]
-        return Outcome(result.returncode == 0, f"{lines[-1].strip('= ')} ({', '.join(files)})")
+        last = (result.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+        # Tests that were renamed, or that skip themselves here, have shown nothing.
+        is_seen = re.search(r"\b[1-9]\d* passed", last) is not None and "skipped" not in last
+        return Outcome(result.returncode == 0 and is_seen, f"{last} ({', '.join(files)})")
 
     return run
 
@@ -431,7 +459,7 @@ def table(outcomes: dict[int, Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="numbers of tests, such as 1,5,20")
-    parser.add_argument("--soak-minutes", type=float, default=0.0)
+    parser.add_argument("--soak-minutes", type=float, default=2.0, help="0 leaves it out (2)")
     parser.add_argument("--write", type=Path, help="a page for the result, such as docs/reliability.md")
     options = parser.parse_args()
     chosen = sorted(TESTS) if options.only is None else [int(number) for number in options.only.split(",")]

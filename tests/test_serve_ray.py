@@ -127,16 +127,28 @@ def test_errors_are_those_of_the_server(address: str) -> None:
         ({"num_replicas": "2", "max_replicas": "4"}, "Give one of them"),
         ({"min_replicas": "4", "max_replicas": "2"}, "less than min_replicas"),
         ({"num_cpus": "many"}, "num_cpus must be a number from 0 on, not 'many'"),
+        ({"max_queued": "0"}, "max_queued must be a whole number from 1 on, not 0"),
+        ({"health_period_s": "0"}, "health_period_s must be a number of seconds above 0"),
+        ({"api_key": ""}, "The API key must be printable ASCII and not empty"),
+        ({"api_key": 123}, "api_key must be text, not int. Put it in quotes"),
         ({"cache_backend": "tee_cache"}, "Did you mean 'tea_cache'"),
     ],
     ids=str,
 )
-def test_bad_settings_are_refused_before_anything_starts(settings: dict[str, str], says: str) -> None:
+def test_bad_settings_are_refused_before_anything_starts(settings: dict[str, Any], says: str) -> None:
     from samovar.errors import SettingError
     from samovar.serve_ray import build
 
     with pytest.raises(SettingError, match=says):
         build(settings)
+
+
+@pytest.mark.parametrize("given", ["0123", "no", "1e3", "null", None])
+def test_a_key_is_taken_as_it_is(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from samovar.serve_ray import _key
+
+    monkeypatch.setenv("SAMOVAR_API_KEY", "of-the-environment")
+    assert _key(given) == (given or "of-the-environment")
 
 
 def test_settings_become_rays(tmp_path: Path) -> None:

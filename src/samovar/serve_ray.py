@@ -10,6 +10,7 @@ and errors, with worker processes and a queue of its own.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -46,7 +47,7 @@ class RayConfig:
     health_period_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, least in (("num_replicas", 1), ("min_replicas", 0), ("max_replicas", 1), ("max_queued", 0)):
+        for name, least in (("num_replicas", 1), ("min_replicas", 0), ("max_replicas", 1), ("max_queued", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise SettingError(f"{name} must be a whole number from {least} on, not {value!r}.")
@@ -55,6 +56,8 @@ class RayConfig:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 <= value < float("inf")):
                 raise SettingError(f"{name} must be a number from 0 on, not {value!r}.")
+        if not self.health_period_s:
+            raise SettingError(f"health_period_s must be a number of seconds above 0, not {self.health_period_s!r}.")
         if self.num_replicas is not None and self.max_replicas is not None:
             raise SettingError("num_replicas is a fixed number, and max_replicas lets it change. Give one of them.")
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
@@ -111,8 +114,9 @@ class Replica:
     ) -> None:
         self._house = House(AsyncOmni(od_config=engine), config)
         await self._house.omni.start()
-        self._house.phase = "serving"
-        _here.app = create_app(self._house)
+        self._house.open()
+        # Ray sends this class by value, with a copy of all that it names; `_Front` asks the module.
+        importlib.import_module("samovar.serve_ray")._here.app = create_app(self._house)
 
     def check_health(self) -> None:
         """Ray asks now and then, and replaces a replica for which this raises. One that is replacing its worker is
@@ -127,8 +131,9 @@ class Replica:
 
 def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:
     """The application, from settings by name: those of `RayConfig` and `OmniDiffusionConfig`, and `api_key`. Text, as
-    from the command line, is read as YAML. An `api_key` that is not given is that of SAMOVAR_API_KEY."""
-    given = {name: _read(value) for name, value in (arguments or {}).items()}
+    from the command line, is read as YAML, but for the key, which YAML would alter (0123, no). An `api_key` that is not
+    given is that of SAMOVAR_API_KEY."""
+    given = {name: value if name == "api_key" else _read(value) for name, value in (arguments or {}).items()}
     ray_names, engine_names = ([f.name for f in fields(cls)] for cls in (RayConfig, OmniDiffusionConfig))
     for name in given:
         if name not in (*ray_names, *engine_names, "api_key", "config"):
@@ -137,11 +142,19 @@ def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:
     config = RayConfig(**{name: value for name, value in given.items() if name in ray_names})
     settings = {name: value for name, value in given.items() if name in engine_names}
     engine = OmniDiffusionConfig.read(settings, given.get("config"))
-    key = given.get("api_key", os.environ.get("SAMOVAR_API_KEY"))
-    server = ServerConfig(api_key=None if key is None else str(key), shutdown_timeout_s=config.drain_s)
+    # Who reaches a replica does so through a proxy of Ray, by whatever name that has.
+    server = ServerConfig(host="0.0.0.0", api_key=_key(given.get("api_key")), shutdown_timeout_s=config.drain_s)
     replica: Any = Replica
     application: serve.Application = replica.options(**config.options(engine)).bind(engine, server)
     return application
+
+
+def _key(given: Any) -> str | None:
+    if given is None:
+        return os.environ.get("SAMOVAR_API_KEY")
+    if not isinstance(given, str):  # A file's YAML has read it already, and perhaps as another number.
+        raise SettingError(f"api_key must be text, not {type(given).__name__}. Put it in quotes.")
+    return given
 
 
 def _read(value: Any) -> Any:

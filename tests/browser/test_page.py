@@ -120,6 +120,27 @@ def test_a_run_can_be_cancelled(visit: Visit, server: RunningServer) -> None:
     assert server.status()["running"] == 0
 
 
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_picture_outlives_its_exact_half(visit: Visit, how: str) -> None:
+    if how == "failed":
+        visit.page.route(
+            "**/v1/images/generations",
+            lambda route: route.abort() if '"cache":false' in route.request.post_data else route.continue_(),
+        )
+    visit.ask(steps=3 if how == "failed" else 12, compare=True)
+    if how == "cancelled":
+        visit.page.wait_for_selector(".timeline:nth-child(2) .cell.computed")
+        visit.page.keyboard.press("Escape")
+    visit.wait_done()
+    visit.page.wait_for_selector("#history button")
+    kept = visit.page.get_attribute("#history img", "src")
+    assert visit.page.get_attribute("#first", "src") == kept
+    assert visit.page.is_hidden("#second")
+    assert visit.page.is_visible("#problem") == (how == "failed")
+    visit.page.click("#history button")
+    assert visit.page.locator(".timeline").count() == 1
+
+
 def test_errors_are_shown_in_words(visit: Visit) -> None:
     visit.page.fill("#width", "130")
     visit.ask()
@@ -138,6 +159,7 @@ def test_history_outlives_a_reload_and_brings_a_picture_back(visit: Visit) -> No
     assert visit.page.is_visible("#first")
     assert visit.page.locator(".cells .cell").count() == 3
     visit.page.click("#forget")
+    visit.page.wait_for_selector("#history button", state="detached")
     assert visit.page.locator("#history button").count() == 0
 
 
@@ -145,6 +167,10 @@ def test_the_request_can_be_copied_and_works(visit: Visit, tmp_path: Path) -> No
     import subprocess
     import sys
 
+    visit.page.click("#tab-python")
+    visit.page.fill("#prompt", "true")
+    assert 'prompt="true"' in visit.page.inner_text("#snippet")
+    visit.page.click("#tab-curl")
     visit.page.fill("#prompt", 'it\'s a "cat", 3d style')
     visit.page.fill("#steps", "2")
     curl = visit.page.inner_text("#snippet")
@@ -195,7 +221,11 @@ def test_a_server_with_a_key_asks_for_it(browser: Any) -> None:
         page.set_default_timeout(PATIENCE_MS)
         page.goto(f"{guarded.address}/")
         page.wait_for_selector("#key-dialog[open]")
-        page.fill("#key", "open-sesame")
+        page.fill("#key", "schl\u00fcssel")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#problem:not([hidden])")
+        page.wait_for_selector("#key-dialog[open]")
+        page.fill("#key", " open-sesame ")
         page.keyboard.press("Enter")
         page.wait_for_selector("#state[data-state=ready]")
         assert "$SAMOVAR_API_KEY" in page.inner_text("#snippet")

@@ -52,6 +52,13 @@ def test_other_shells_can_read_their_script(shell: str, capsys: pytest.CaptureFi
     subprocess.run([shell, "-n"], input=text, text=True, check=True)
 
 
+def test_zsh_asks_for_the_second_word_and_leaves_it_alone() -> None:
+    text = zsh_script({"do": {"--it": "it"}})
+    assert 'case "${words[2]}" in' in text
+    assert "words=" not in text
+    assert "local -a commands choices" in text
+
+
 def test_scripts_survive_any_help_text() -> None:
     commands = {"do": {"--it": 'it\'s 100 % `rm -rf` $HOME: "yes"'}}
     assert "rm -rf" not in bash_script(commands)

@@ -9,6 +9,7 @@ import pytest
 
 import samovar
 from samovar import cli
+from samovar.errors import EngineError
 
 COMMANDS = ("generate", "serve", "inspect", "plan", "compare", "calibrate", "tune", "bench", "completion")
 
@@ -51,6 +52,17 @@ def test_bad_input_gets_a_message_and_exit_code_two() -> None:
     assert "Did you mean 'FluxTransformer2DModel'?" in result.stderr
     assert "Traceback" not in result.stderr
     assert run("inspekt", "FluxPipeline").returncode == 2
+
+
+def test_an_engine_that_fails_is_no_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(source: str) -> None:
+        raise EngineError("out of luck")
+
+    monkeypatch.setattr("samovar.arch.survey", failing)
+    assert cli.main(["inspect", "FluxPipeline"]) == 1
+    assert capsys.readouterr().err == "samovar: out of luck\n"
 
 
 def test_interruption_is_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

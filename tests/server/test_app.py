@@ -19,14 +19,14 @@ from .running import PROMPT, RunningServer, running
 GENERATE = "/v1/images/generations"
 
 
-def ask(*requests: tuple[str, str]) -> list[httpx.Response]:
+def ask(*requests: tuple[str, str], house: House | None = None, **more: Any) -> list[httpx.Response]:
     """Answers of a server whose engine was never started."""
-    app = create_app(House(AsyncOmni("emoji", device="cpu"), ServerConfig()))
+    app = create_app(house or House(AsyncOmni("emoji", device="cpu"), ServerConfig()))
 
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-            return [await http.request(method, path) for method, path in requests]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return [await http.request(method, path, **more) for method, path in requests]
 
     return asyncio.run(all_of_them())
 
@@ -35,10 +35,25 @@ def test_a_server_that_loads_says_so() -> None:
     live, ready, health, models, status = ask(
         ("GET", "/live"), ("GET", "/ready"), ("GET", "/health"), ("GET", "/v1/models"), ("GET", "/v1/samovar/status")
     )
-    assert [live.status_code, ready.status_code, health.status_code] == [200, 503, 503]
+    assert [live.status_code, ready.status_code, health.status_code] == [200, 503, 200]
     assert ready.json()["status"] == health.json()["status"] == "loading"
     assert models.json()["data"][0]["id"] == "emoji"
     assert status.json()["problem"] == "loading"
+
+
+def test_a_server_that_ends_before_it_has_loaded_says_so() -> None:
+    house = House(AsyncOmni("emoji", device="cpu"), ServerConfig(), phase="draining")
+    body = {"prompt": PROMPT}
+    for answer in ask(("GET", "/v1/samovar/status"), ("POST", GENERATE), house=house, json=body):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_health_may_be_asked_without_a_body() -> None:
+    assert [(answer.status_code, answer.content) for answer in ask(("HEAD", "/live"), ("HEAD", "/health"))] == [
+        (200, b""),
+        (200, b""),
+    ]
+    assert ask(("HEAD", "/ready"))[0].status_code == 503
 
 
 def test_the_page_is_whole_and_loads_nothing_from_elsewhere() -> None:
@@ -182,7 +197,7 @@ def test_no_path_of_a_client_is_opened(server: RunningServer) -> None:
              "/page/....//etc/passwd", "/v1/images/generations/../edits", "/page/%252e%252e/app.py"]  # fmt: skip
     for path in paths:
         with socket.create_connection((host, int(port)), timeout=60) as raw:
-            raw.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
+            raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             answer = b""
             while chunk := raw.recv(65536):
                 answer += chunk

@@ -59,6 +59,11 @@ def test_other_errors_stay_in_the_log() -> None:
     assert "secret" not in json.dumps(refusal.body())
 
 
+def test_what_failed_inside_stays_in_the_log() -> None:
+    refusal = refusal_of(errors.EngineError("FluxPipeline failed: OSError: /home/me/secret"))
+    assert (refusal.status, refusal.message) == (500, "The engine failed. The server's log says why.")
+
+
 def test_the_body_is_openais() -> None:
     response = Refusal(404, "not here", param="model", code="model_not_found").response()
     assert response.status_code == 404

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ def guarded_by(config: ServerConfig) -> httpx.AsyncClient:
     guard = Guard(
         PlainTextResponse("in"), config, lambda method, route, status, _: COUNTED.append((method, route, status))
     )
-    return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://here:8091")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost:8091")
 
 
 async def answers(config: ServerConfig, *requests: tuple[str, str, dict[str, str]]) -> list[int]:
@@ -66,13 +67,53 @@ def test_pages_of_other_sites_are_kept_out() -> None:
     tries = [
         ("https://evil.example", 403),
         ("null", 403),
-        ("http://here:9999", 403),
-        ("http://here:8091", 200),
+        ("http://localhost:9999", 403),
+        ("http://localhost:8091", 200),
+        ("http://[", 403),
+        ("localhost:8091", 403),
         ("https://friend.example", 200),
         ("https://friend.example.evil.example", 403),
     ]
     found = asyncio.run(answers(config, *(("POST", "/v1/images/edits", {"Origin": origin}) for origin, _ in tries)))
     assert found == [status for _, status in tries]
+
+
+@pytest.mark.parametrize(
+    ("settings", "welcome", "refused"),
+    [
+        (
+            {},
+            ["localhost", "LOCALHOST:8091", "127.0.0.1:8091", "[::1]:8091", "[::1]"],
+            ["evil.example", "evil:8091", ""],
+        ),
+        ({"host": "::1", "allowed_hosts": ("Friend.example",)}, ["friend.example:443", "[::1]:1"], ["example", "["]),
+        ({"host": "127.0.0.2"}, ["127.0.0.2:8091"], ["127.0.0.3", "localhost.evil.example", "localhost@evil"]),
+        ({"host": "0.0.0.0"}, ["anything", "10.0.0.1:8091"], []),
+        ({"host": "0.0.0.0", "allowed_hosts": ("a.example",)}, ["a.example", "localhost"], ["b.example"]),
+    ],
+    ids=str,
+)
+def test_a_name_that_was_made_to_point_here_is_refused(
+    settings: dict[str, Any], welcome: list[str], refused: list[str]
+) -> None:
+    requests = [("GET", "/", {"Host": host}) for host in [*welcome, *refused]]
+    found = asyncio.run(answers(ServerConfig(**settings), *requests))
+    assert found == [200] * len(welcome) + [403] * len(refused)
+
+
+def test_a_friend_can_read_why_it_was_refused() -> None:
+    async def asked() -> tuple[httpx.Response, httpx.Response]:
+        async with guarded_by(ServerConfig(api_key=KEY, cors_origins=("https://friend.example",))) as http:
+            origin = {"Origin": "https://friend.example"}
+            preflight = origin | {"Access-Control-Request-Method": "POST"}
+            wanted = {"Access-Control-Request-Headers": "authorization, x-stainless-os"}
+            refused = await http.get("/v1/models", headers=origin)
+            return refused, await http.options("/v1/models", headers=preflight | wanted)
+
+    refused, preflight = asyncio.run(asked())
+    assert (refused.status_code, preflight.status_code) == (401, 200)
+    assert refused.headers["access-control-allow-origin"] == "https://friend.example"
+    assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
 
 
 def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from samovar.errors import ModelError
+from samovar.engine import OmniDiffusionSamplingParams
+from samovar.errors import EngineError, ModelError, SettingError
 from samovar.omni import AsyncOmni
 from samovar.server import House, Limits, ServerConfig
 from samovar.server.failures import Refusal
@@ -63,3 +66,34 @@ def test_a_cache_of_the_environment_is_one_too(monkeypatch: pytest.MonkeyPatch) 
 def test_errors_that_are_not_for_clients_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert house().refusal_of(ModelError("/secret/folder")).status == 500
     assert "/secret/folder" in caplog.text
+    assert "deep inside" not in house().refusal_of(EngineError("deep inside")).message
+    assert "deep inside" in caplog.text
+
+
+def test_a_folder_has_its_name_wherever_it_is_called_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flux" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "flux" / "inside")
+    named = [House(SimpleNamespace(config=SimpleNamespace(model=model)), ServerConfig()).model_name  # type: ignore[arg-type]
+             for model in (".", "..", "../inside", "org/name")]  # fmt: skip
+    assert named == ["inside", "flux", "inside", "name"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (
+            Limits(max_pixels=1000),
+            "max_pixels is 1000, and the model's own default, size 40x30, is 1200. Raise --max-p",
+        ),
+        (Limits(max_steps=4), "max_steps is 4, and the model's own default, num_inference_steps, is 5"),
+        (Limits(max_pictures=1), "max_pictures is 1"),
+    ],
+)
+def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
+    defaults = OmniDiffusionSamplingParams(width=40, height=30, num_inference_steps=5, num_outputs_per_prompt=2)
+    omni: Any = SimpleNamespace(defaults=defaults)
+    with pytest.raises(SettingError, match=says):
+        House(omni, ServerConfig(limits=limits)).open()
+    opened = House(omni, ServerConfig())
+    opened.open()
+    assert (opened.phase, opened.is_loaded) == ("serving", True)

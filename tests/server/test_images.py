@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -242,6 +244,23 @@ def test_a_bomb_takes_no_memory(guarded: RunningServer) -> None:
         answer = http.post(EDIT, data={"prompt": PROMPT}, files={"image": ("bomb.png", bomb, "image/png")})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "image_above_limit")
     assert guarded.resident_bytes() - before < 40e6
+
+
+def test_a_png_of_a_hundred_thousand_chunks_stops_nobody(guarded: RunningServer) -> None:
+    """Its header is read in a thread: others are answered meanwhile."""
+    empty = png()[1]
+    chunk = b"\x00\x00\x00\x00teXt" + zlib.crc32(b"teXt").to_bytes(4, "big")
+    long = empty[:33] + 200_000 * chunk + empty[33:]
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with ThreadPoolExecutor(1) as pool, guarded.client(headers=headers) as http:
+        edit = pool.submit(http.post, EDIT, data={"prompt": PROMPT}, files={"image": ("a.png", long, "image/png")})
+        longest = 0.0
+        while not edit.done():
+            started = time.perf_counter()
+            http.get("/live")
+            longest = max(longest, time.perf_counter() - started)
+        assert edit.result().status_code == 200, edit.result().text
+        assert longest < 0.5 * edit.result().elapsed.total_seconds()
 
 
 def test_an_editor_that_goes_away_frees_its_place(guarded: RunningServer) -> None:

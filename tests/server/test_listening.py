@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import statistics
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from samovar.server.listening import PatientProtocol
 
 from .conftest import KEY
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
@@ -27,15 +35,17 @@ def connect(server: RunningServer) -> socket.socket:
 
 
 def test_dawdlers_are_closed_and_disturb_nobody(guarded: RunningServer) -> None:
-    """A hundred sockets that send a little and stop: within a header, within a body, after an answer, or nothing."""
-    head = f"POST {GENERATE} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}\r\n"
+    """A hundred sockets that send a little and stop: within a header, within a body, after an answer, or
+    nothing; or a second request behind a whole one."""
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     body = f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + '{"prompt":'
-    after = "GET /live HTTP/1.1\r\nHost: here\r\n\r\nGET /live HTTP/1.1\r\n"
-    beginnings = [head, body, after, ""]
+    after = "GET /live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /live HTTP/1.1\r\n"
+    behind = f"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n{body}"
+    beginnings = [head, body, after, behind, ""]
     sockets = [connect(guarded) for _ in range(100)]
     try:
         for index, one in enumerate(sockets):
-            one.sendall(beginnings[index % 4].encode())
+            one.sendall(beginnings[index % 5].encode())
         times = []
         with guarded.client() as http:
             for _ in range(100):
@@ -55,7 +65,7 @@ def test_dawdlers_are_closed_and_disturb_nobody(guarded: RunningServer) -> None:
 def test_a_body_that_dribbles_is_closed(guarded: RunningServer) -> None:
     """A byte now and then is no reason to wait longer."""
     with connect(guarded) as one:
-        one.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
+        one.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
         one.settimeout(0.2)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             for _ in range(10_000):
@@ -64,6 +74,76 @@ def test_a_body_that_dribbles_is_closed(guarded: RunningServer) -> None:
                     if not one.recv(65536):
                         return
             pytest.fail("it was not closed")
+
+
+@asynccontextmanager
+async def connection(num_bytes: int, timeout_s: float) -> AsyncIterator[tuple[PatientProtocol, socket.socket]]:
+    """A connection in this process, whose answers are that long."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(10):
+            await send({"type": "http.response.body", "body": bytes(num_bytes // 10), "more_body": True})
+        await send({"type": "http.response.body"})
+
+    config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
+    made: list[PatientProtocol] = []
+
+    def protocol() -> PatientProtocol:
+        made.append(PatientProtocol(config, server_state=state, app_state={}, timeout_s=timeout_s))
+        return made[-1]
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(protocol, "127.0.0.1", 0)
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.setblocking(False)
+        await loop.sock_connect(one, server.sockets[0].getsockname())
+        while not state.connections:
+            await asyncio.sleep(0.01)
+        yield made[0], one
+    server.close()
+    await asyncio.gather(*state.tasks)
+
+
+async def is_closed_within(protocol: PatientProtocol, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while protocol.connections and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    return not protocol.connections
+
+
+def test_an_answer_that_nobody_reads_is_let_go() -> None:
+    async def run() -> None:
+        async with connection(50 * 2**20, timeout_s=0.2) as (protocol, one):
+            await asyncio.get_running_loop().sock_sendall(one, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert await is_closed_within(protocol, 10)
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_read_slowly_comes_whole() -> None:
+    async def run() -> int:
+        loop, seen = asyncio.get_running_loop(), 0
+        async with connection(6 * 2**20, timeout_s=0.2) as (_, one):
+            await loop.sock_sendall(one, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            while part := await loop.sock_recv(one, 2**20):
+                seen += len(part)
+                await asyncio.sleep(1 / 2**20 * len(part) / 16)
+            return seen
+
+    assert asyncio.run(run()) > 6 * 2**20 * 0.99
+
+
+def test_a_request_behind_another_has_a_deadline_too() -> None:
+    async def run() -> None:
+        async with connection(100, timeout_s=0.2) as (protocol, one):
+            whole, half = "GET / HTTP/1.1\r\nHost: x\r\n\r\n", "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+            protocol.timeout_keep_alive = 60
+            await asyncio.get_running_loop().sock_sendall(one, (whole + half).encode())
+            assert await is_closed_within(protocol, 10)
+
+    asyncio.run(run())
 
 
 def test_the_first_signal_lets_what_runs_finish(folder: Path) -> None:

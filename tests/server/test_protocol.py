@@ -84,6 +84,15 @@ def test_sizes_are_read_strictly(size: str) -> None:
     assert refused.value.param == "size"
 
 
+@pytest.mark.parametrize(("kind", "most"), [("webp", 16_383), ("jpeg", 65_500)])
+def test_a_picture_that_its_format_cannot_hold_is_refused(kind: str, most: int) -> None:
+    assert read(size=f"{most}x8", output_format=kind).params.width == most
+    assert read(size=f"8x{most + 1}").params.height == most + 1
+    with pytest.raises(Refusal, match=f"{kind} holds at most {most} pixels a side") as refused:
+        read(size=f"8x{most + 1}", output_format=kind)
+    assert (refused.value.status, refused.value.param) == (400, "output_format")
+
+
 def test_forms_say_the_same_in_text() -> None:
     texts = {"prompt": "a cat", "n": "2", "seed": "7", "true_cfg_scale": "1.5", "stream": "true", "strength": "0.5"}
     asked = ImageRequest.from_form(texts, LIMITS)

@@ -73,21 +73,21 @@ def zsh_script(commands: Mapping[str, Mapping[str, str]]) -> str:
         return f"'{name}:{clean}'"
 
     cases = "\n".join(
-        f"    {name}) words=({' '.join(described(option, text) for option, text in options.items())}) ;;"
+        f"    {name}) choices=({' '.join(described(option, text) for option, text in options.items())}) ;;"
         for name, options in commands.items()
     )
     return f"""_samovar() {{
-  local -a words_of_command words
-  words_of_command=({" ".join(commands)})
+  local -a commands choices
+  commands=({" ".join(commands)})
   if (( CURRENT == 2 )); then
-    compadd -- $words_of_command
+    compadd -- $commands
     return
   fi
-  case "${{${{(z)BUFFER}}[2]}}" in
+  case "${{words[2]}}" in
 {cases}
   esac
   if [[ "$PREFIX" == -* ]]; then
-    _describe 'option' words
+    _describe 'option' choices
   else
     _files
   fi

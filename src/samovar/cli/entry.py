@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import SamovarError
+from ..errors import EngineError, SamovarError
 from .completion import add_completion
 from .generation import add_generate
 from .inspection import add_inspect
@@ -16,11 +16,12 @@ from .laboratory import add_bench, add_calibrate, add_compare, add_tune
 from .planning import add_plan
 from .serving import add_serve
 
-EXIT_OK, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code says how it went: 0 done, 2 bad input, 130 interrupted."""
+    """Run a command; the exit code says how it went: 0 done, 1 the engine failed, 2 bad input, 130
+    interrupted."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Advice about image processors is not for us.
     # Two processes whose threads spin for long while they wait starve each other: a picture took over 60 s instead of
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_OK
         print(f"samovar: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return EXIT_FAILED if isinstance(error, EngineError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("samovar: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samovar",
         description="Makes diffusion transformers fast and small without touching their code.",
+        epilog="exit codes: 0 done, 1 the engine failed, 2 bad input, 130 interrupted",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"samovar {__version__}")

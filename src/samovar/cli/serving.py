@@ -47,6 +47,9 @@ def _add_address_options(group: Any) -> None:
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="URL", help="a site whose pages may use the server"
     )
+    group.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME", help="another name of it, as behind a proxy"
+    )
 
 
 def _add_limit_options(group: Any) -> None:
@@ -70,13 +73,13 @@ def _serve(options: argparse.Namespace) -> int:
         raise SettingError(f"The server needs {', '.join(missing)}: pip install 'samovar[serve]'")
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("samovar.server").setLevel(logging.WARNING if options.quiet else logging.INFO)
-    return asyncio.run(_run(options))
-
-
-async def _run(options: argparse.Namespace) -> int:
-    from ..server import serve
-
+    # Before the loop, which takes Ctrl-C for itself: the imports take seconds, and could not be interrupted.
     house = _house(options)
+    return asyncio.run(_run(options, house))
+
+
+async def _run(options: argparse.Namespace, house: Any) -> int:
+    from ..server import serve
 
     def on_listening(address: str) -> None:
         if not options.quiet:
@@ -97,8 +100,9 @@ def _house(options: argparse.Namespace) -> Any:
     config = ServerConfig(
         host=options.host,
         port=options.port,
-        api_key=options.api_key or os.environ.get(KEY_VARIABLE),
+        api_key=options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(options.cors_origin),
+        allowed_hosts=tuple(options.allowed_host),
         is_metrics_open=options.open_metrics,
         limits=Limits(max_pixels=options.max_pixels, max_steps=options.max_steps, max_pictures=options.max_pictures),
         request_timeout_s=options.request_timeout,

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
@@ -27,7 +26,7 @@ _STARTED = int(time.time())
 
 
 def create_app(house: House) -> ASGIApp:
-    """The application: routes inside, then CORS if it is wanted, then the guard."""
+    """The application: routes inside, the guard around them."""
     metrics = Metrics(house.omni.status)
     app = FastAPI(title="Samovar", version=__version__, docs_url=None, redoc_url=None)
     _add_pictures(app, house)
@@ -35,11 +34,7 @@ def create_app(house: House) -> ASGIApp:
     _add_watching(app, house, metrics)
     _add_page(app)
     _add_errors(app)
-    inner: ASGIApp = app
-    if house.config.cors_origins:
-        origins, headers = list(house.config.cors_origins), ["authorization", "content-type"]
-        inner = CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
-    return Guard(inner, house.config, metrics.count)
+    return Guard(app, house.config, metrics.count)
 
 
 def _add_pictures(app: FastAPI, house: House) -> None:
@@ -74,18 +69,19 @@ def _add_models(app: FastAPI, house: House) -> None:
         return JSONResponse(described())
 
     async def status() -> Response:
+        house.check_not_ending()
         return JSONResponse(_status(house))
 
     named = {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
     _add(app, "/v1/models", models, _errors(401, 403))
     _add(app, "/v1/models/{model}", model, _errors(401, 403, 404), extra=named)
-    _add(app, "/v1/samovar/status", status, _errors(401, 403))
+    _add(app, "/v1/samovar/status", status, _errors(401, 403, 503))
 
 
 def _add_watching(app: FastAPI, house: House, metrics: Metrics) -> None:
-    def told(problem: str | None) -> Response:
+    def told(problem: str | None, is_well: bool) -> Response:
         state = {"status": problem or "ok", "model": house.model_name, "restarts": house.omni.status().restarts}
-        return JSONResponse(state, 200 if problem is None else 503)
+        return JSONResponse(state, 200 if is_well else 503)
 
     async def live() -> Response:
         """Whether the process answers at all."""
@@ -93,20 +89,22 @@ def _add_watching(app: FastAPI, house: House, metrics: Metrics) -> None:
 
     async def ready() -> Response:
         """Whether a request would be taken now."""
-        return told(house.problem())
+        problem = house.problem()
+        return told(problem, problem is None)
 
     async def health() -> Response:
-        """Whether the server is well; a worker that is being replaced does not make it ill."""
+        """Whether the server is well, or must be replaced: neither to load nor to end makes it ill."""
         problem = house.problem()
-        return told(None if problem == "restarting" else problem)
+        return told(problem, problem != "dead")
 
     async def figures() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
 
-    unwell: dict[int | str, Any] = {503: {"description": "Loading, dead or draining"}}
-    _add(app, "/live", live, {})
-    _add(app, "/ready", ready, unwell)
-    _add(app, "/health", health, unwell)
+    busy: dict[int | str, Any] = {503: {"description": "Loading, restarting, dead or draining"}}
+    dead: dict[int | str, Any] = {503: {"description": "Dead"}}
+    for path, handler, responses in (("/live", live, {}), ("/ready", ready, busy), ("/health", health, dead)):
+        _add(app, path, handler, responses)
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)  # Balancers ask so too.
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     _add(app, "/metrics", figures, text | _errors(401, 403))
 
@@ -170,13 +168,12 @@ def _errors(*codes: int) -> dict[int | str, Any]:
 def _status(house: House) -> dict[str, Any]:
     """What the page shows: the model, what may be asked of it, and how busy it is."""
     status, limits = house.omni.status(), house.config.limits
-    is_loaded = house.phase != "loading"
     return {
         "version": __version__,
         "model": house.model_name,
         "problem": house.problem(),
-        "defaults": house.omni.defaults.given() if is_loaded else {},
-        "can_edit": house.omni.can_edit if is_loaded else False,
+        "defaults": house.omni.defaults.given() if house.is_loaded else {},
+        "can_edit": house.omni.can_edit if house.is_loaded else False,
         "is_cached": house.is_cached,
         "limits": {
             "max_pixels": limits.max_pixels,

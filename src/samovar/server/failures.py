@@ -80,8 +80,9 @@ def refusal_of(error: SamovarError) -> Refusal:
     """What a client is told of an error of the engine. What is not meant for clients stays in the log."""
     if isinstance(error, SettingError):
         return Refusal(400, str(error), param=_param_in(str(error)), code="invalid_value")
-    if not isinstance(error, EngineError):
+    if is_internal(error):
         return Refusal(500, "The engine failed. The server's log says why.", code="internal_error")
+    assert isinstance(error, EngineError)
     status = _STATUS.get(error.code, 500)
     headers: dict[str, str] = {}
     if isinstance(error, QueueFullError):
@@ -91,6 +92,12 @@ def refusal_of(error: SamovarError) -> Refusal:
     if error.code in _POINTLESS_TO_REPEAT:
         headers["x-should-retry"] = "false"
     return Refusal(status, str(error), code=error.code, headers=headers)
+
+
+def is_internal(error: SamovarError) -> bool:
+    """Whether an error speaks of our inside, not of the request: a model's file, an exception of a library."""
+    is_known = isinstance(error, EngineError) and error.code != EngineError.code
+    return not is_known and not isinstance(error, SettingError)
 
 
 def _param_in(message: str) -> str | None:

@@ -8,9 +8,9 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .failures import Refusal
@@ -37,6 +37,16 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[str, str, int, float], None]) -> None:
         self._app, self._config, self._count = app, config, count
         self._digest = None if config.api_key is None else _digest(config.api_key)
+        self._hosts = config.known_hosts()
+        self._inner: ASGIApp = self._ask_key
+        if config.cors_origins:  # Around the key, so that a page that may ask can read why it was refused.
+            self._inner = CORSMiddleware(
+                self._ask_key,
+                allow_origins=list(config.cors_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],  # OpenAI's client sends a dozen of its own.
+                expose_headers=["x-request-id", "retry-after"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,7 +67,7 @@ class Guard:
         scope["samovar_request_id"] = request_id
         try:
             refusal = self._refusal(scope)
-            await (self._app if refusal is None else refusal.response())(scope, receive, send_marked)
+            await (self._inner if refusal is None else refusal.response())(scope, receive, send_marked)
         finally:
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "other")  # Set by the router where it found one.
@@ -66,15 +76,27 @@ class Guard:
             path = scope.get("raw_path", b"").decode("ascii", "replace")[:200]
             log.info("%s %s %s %.0f ms %s", scope["method"][:10], path, status, 1e3 * seconds, request_id)
 
+    async def _ask_key(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._key_refusal(scope)
+        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+
     def _refusal(self, scope: Scope) -> Refusal | None:
+        """Why nobody who asks like this is served, key or not."""
         headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        if origin is not None and not self._is_welcome(origin, headers.get("host", "")):
+        host, origin = headers.get("host"), headers.get("origin")
+        # No browser leaves the host out; programs that look after a server's health do.
+        if self._hosts is not None and host is not None and _name_of(host) not in self._hosts:
+            message = f"{host[:80]!r} is no name of this server. Start it with --allowed-host to be reached by another."
+            return Refusal(403, message, code="host_not_allowed")
+        if origin is not None and not self._is_welcome(origin, host or ""):
             message = "Pages of other sites may not use this server. Start it with --cors-origin to allow one."
             return Refusal(403, message, code="origin_not_allowed")
+        return None
+
+    def _key_refusal(self, scope: Scope) -> Refusal | None:
         if self._digest is None or self._is_open(scope["path"]) or scope["method"] == "OPTIONS":
             return None
-        kind, _, key = headers.get("authorization", "").partition(" ")
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Digests are of one length, so that the comparison takes one time for all keys.
         if kind.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), self._digest):
             return None
@@ -82,11 +104,17 @@ class Guard:
         return Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_welcome(self, origin: str, host: str) -> bool:
-        return origin in self._config.cors_origins or urlsplit(origin).netloc == host
+        return origin in self._config.cors_origins or origin in (f"http://{host}", f"https://{host}")
 
     def _is_open(self, path: str) -> bool:
         is_open_metrics = path == "/metrics" and self._config.is_metrics_open
         return path in OPEN_PATHS or path.startswith("/page/") or is_open_metrics
+
+
+def _name_of(host: str) -> str:
+    """A Host without its port; an address of IPv6 has colons of its own, within brackets."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
 
 
 def _digest(key: str) -> bytes:

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ..errors import EngineError, SamovarError, SettingError
+from ..errors import SamovarError, SettingError
 from ..omni import AsyncOmni
-from .failures import Refusal, refusal_of
+from .failures import Refusal, is_internal, refusal_of
 from .protocol import ImageRequest
 from .settings import ServerConfig
 
@@ -26,11 +26,37 @@ class House:
     omni: AsyncOmni
     config: ServerConfig
     phase: Phase = "loading"
+    is_loaded: bool = False
+    """Whether the model is known. A server may be told to end before."""
+
+    def open(self) -> None:
+        """Take requests, once the engine has started; refused if the model's own defaults exceed the limits: a request
+        that says nothing would be one that nobody may send."""
+        defaults, limits = self.omni.defaults, self.config.limits
+        pixels = (defaults.width or 0) * (defaults.height or 0)
+        for what, value, option, most in (
+            (f"size {defaults.width}x{defaults.height}", pixels, "max_pixels", limits.max_pixels),
+            ("num_inference_steps", defaults.num_inference_steps or 0, "max_steps", limits.max_steps),
+            ("num_outputs_per_prompt", defaults.num_outputs_per_prompt or 0, "max_pictures", limits.max_pictures),
+        ):
+            if value > most:
+                raise SettingError(
+                    f"{option} is {most}, and the model's own default, {what}, is {value}. "
+                    f"Raise --{option.replace('_', '-')}, or give the model smaller defaults in its samovar.json."
+                )
+        self.is_loaded, self.phase = True, "serving"
+
+    def check_not_ending(self) -> None:
+        """Refuse what only a loaded model could answer, if it will never be loaded."""
+        if self.phase == "draining" and not self.is_loaded:
+            message = "The server is ending, and its model was not loaded."
+            raise Refusal(503, message, code="shutting_down", headers={"Retry-After": "5"})
 
     @property
     def model_name(self) -> str:
         """What clients call the model. A folder's name, never where it is."""
-        return Path(self.omni.config.model).name
+        path = Path(self.omni.config.model)
+        return path.resolve().name if path.name in ("", "..") else path.name
 
     @cached_property
     def is_cached(self) -> bool:
@@ -51,6 +77,7 @@ class House:
             raise Refusal(404, message, param="model", code="model_not_found")
         if self.phase == "loading":
             raise Refusal(503, "The model is still being loaded.", code="loading", headers={"Retry-After": "2"})
+        self.check_not_ending()
         return self.omni
 
     def check_can_edit(self) -> None:
@@ -67,6 +94,6 @@ class House:
 
     def refusal_of(self, error: SamovarError) -> Refusal:
         """What the client is told; what it is not told is logged."""
-        if not isinstance(error, (SettingError, EngineError)):
+        if is_internal(error):
             log.error("the engine failed: %s: %s", type(error).__name__, error)
         return refusal_of(error)

@@ -16,7 +16,7 @@ from ..engine import Done, Event, Failed, GeneratedPictures, Preview, Progress, 
 from ..errors import SamovarError
 from .failures import Refusal
 from .house import House
-from .protocol import ImageRequest
+from .protocol import ImageRequest, check_sides
 from .replies import completed_events, images_body, partial_event, progress_event, server_event, started_event
 from .strict import read_object
 from .uploads import decode, picture_in, read_body, read_form
@@ -45,9 +45,11 @@ class Images:
         texts, files = await read_form(request, limits.max_upload_bytes)
         try:
             asked = ImageRequest.from_form(texts, limits)
-            image = picture_in(files, limits.max_pixels)
             self.house.check_can_edit()
             self.house.check_has_room()  # Before the pixels are decoded, which takes memory.
+            # In a thread even for the header: a PNG may have a hundred thousand chunks before its pixels.
+            image = await asyncio.to_thread(picture_in, files, limits.max_pixels)
+            check_sides(asked.output_format, *image.size)
             pixels = await asyncio.to_thread(decode, image)
         finally:
             for file in files.values():

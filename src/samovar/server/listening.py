@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import signal
 import socket
+import sys
+import termios
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,9 +38,7 @@ async def serve(house: House, on_listening: Callable[[str], None], on_ready: Cal
     try:
         with signals:
             on_listening(address)
-            is_loaded = await _load(house, signals.first)
-            if is_loaded:
-                house.phase = "serving"
+            if await _load(house, signals.first):
                 on_ready(address)
                 await _ended_before(answering, signals.first)
             house.phase = "draining"
@@ -53,11 +54,15 @@ async def _load(house: House, stop: asyncio.Event) -> bool:
     """Start the engine; False if the server was told to end before it was ready."""
     loading = asyncio.ensure_future(house.omni.start())
     if not await _ended_before(loading, stop):
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # Nobody asks how it ended.
         loading.cancel()
         return False
-    if loading.exception() is not None:
+    try:
+        loading.result()
+        house.open()
+    except BaseException:
         await _close(house, 0.0)
-    loading.result()
+        raise
     return True
 
 
@@ -127,12 +132,14 @@ def _uvicorn_config(house: House) -> uvicorn.Config:
 
 class PatientProtocol(H11Protocol):
     """A connection whose requests must arrive whole within some time. Uvicorn would wait for ever, and a hundred
-    clients that send a byte a minute would hold a hundred connections."""
+    clients that send a byte a minute would hold a hundred connections. And whose answers must be read: a client that
+    never does would hold its pictures in our memory."""
 
     def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
         self._deadline: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -140,6 +147,25 @@ class PatientProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._set_deadline()
+
+    def on_response_complete(self) -> None:
+        """What came behind the request is read only now, and may be half a request too."""
+        super().on_response_complete()
+        self._set_deadline()
+        if self._watch is None and self.transport.get_write_buffer_size():
+            self._watch_reader(None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._forget_watch()
+        self._watch_reader(None)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_watch()
+
+    def _set_deadline(self) -> None:
         if self.transport.is_closing() or not self._is_arriving():
             self._forget_deadline()
         elif self._deadline is None:
@@ -147,6 +173,7 @@ class PatientProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
+        self._forget_watch()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -166,10 +193,35 @@ class PatientProtocol(H11Protocol):
         state = self.conn.their_state
         return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
+    def _watch_reader(self, before: int | None) -> None:
+        """Close the connection if nothing of what waits was read since the last look."""
+        ours = self.transport.get_write_buffer_size()
+        waiting = ours + _bytes_on_the_way(self.transport.get_extra_info("socket"))
+        if before is not None and waiting >= before:
+            self.transport.abort()
+            return
+        self._watch = self.loop.call_later(self._timeout_s, self._watch_reader, waiting) if ours else None
+
+    def _forget_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
     def _forget_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def _bytes_on_the_way(connection: socket.socket) -> int:
+    """What the system holds for a client. It takes more only when megabytes of that are gone, which a slow client may
+    need minutes for."""
+    found = bytearray(4)
+    try:
+        fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, found)
+    except OSError:  # Closed meanwhile, or no socket that can be asked.
+        return 0
+    return int.from_bytes(found, sys.byteorder)
 
 
 def _bind(host: str, port: int) -> socket.socket:

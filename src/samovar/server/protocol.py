@@ -20,6 +20,8 @@ _SCHEMA_TYPES: dict[Kind, str] = {"text": "string", "whole": "integer", "number"
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", flags=re.ASCII)
 _MOST_SEED = 2**63 - 1
+_MOST_SIDE = {"webp": 16_383, "jpeg": 65_500}
+"""Pixels of a side, where the format has an end."""
 _SAME_NAME = {field.name for field in fields(OmniDiffusionSamplingParams)}
 """Fields that are settings of a picture, as they are."""
 
@@ -140,6 +142,7 @@ class ImageRequest:
             raise _bad("prompt", "prompt is missing or empty. Say what to draw.", "missing_required_parameter")
         _check_together(given)
         width, height = _read_size(given.get("size", "auto"), limits)
+        check_sides(given.get("output_format", "png"), width or 0, height or 0)
         same = {name: value for name, value in given.items() if name in _SAME_NAME}
         params = OmniDiffusionSamplingParams(height=height, width=width, num_outputs_per_prompt=given.get("n"), **same)
         return cls(
@@ -162,6 +165,14 @@ class ImageRequest:
         known = fields_of(limits, is_edit=True)
         values = {name: known[name].from_text(text) if name in known else text for name, text in texts.items()}
         return cls.from_values(values, limits, is_edit=True)
+
+
+def check_sides(output_format: str, width: int, height: int) -> None:
+    """Refuse a picture that its format cannot hold, before it is made."""
+    most = _MOST_SIDE.get(output_format)
+    if most is not None and max(width, height) > most:
+        message = f"output_format {output_format} holds at most {most} pixels a side, not {width}x{height}. Give png."
+        raise _bad("output_format", message, "unsupported_value")
 
 
 def request_schema(limits: Limits, *, is_edit: bool) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from .failures import Refusal
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MOST_FIELDS = 40
 
+# We have our own limit, below. For the whole process: to change it for a moment is not safe among threads.
+warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
+
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """A body that is no longer than it may be. One that says it is longer is not read at all."""
@@ -69,10 +72,8 @@ def picture_in(files: Mapping[str, UploadFile], most_pixels: int) -> Image:
 def open_picture(file: BinaryIO, most_pixels: int) -> Image:
     """A picture that is no larger than it may be, not decoded yet."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # We have our own limit, below.
-            image = PIL.Image.open(file, formats=_FORMATS)
-    except PIL.Image.DecompressionBombError as error:
+        image = PIL.Image.open(file, formats=_FORMATS)
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
         raise _too_large("a decompression bomb", most_pixels) from error
     except (OSError, ValueError, SyntaxError) as error:  # The three ways of Pillow to say that it is no picture.
         message = "image is no PNG, JPEG or WebP that can be read. Send one of these."

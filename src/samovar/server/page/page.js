@@ -59,9 +59,14 @@ function askKey() {
 }
 
 $("key-dialog").addEventListener("close", () => {
-  if ($("key").value) setApiKey($("key").value);
+  // A key travels in a header, which holds printable ASCII only; fetch would throw at anything else.
+  const key = $("key").value.trim();
   $("key").value = "";
-  refresh();
+  if (key && !/^[\x20-\x7e]+$/.test(key)) showError(new ServerError(401, { message: "The key has characters that no key has." }));
+  else {
+    if (key) setApiKey(key);
+    refresh();
+  }
 });
 
 // ---------------------------------------------------------------------------------------------- the request
@@ -159,13 +164,8 @@ async function start() {
     const cached = await run(request, server?.is_cached ? "cached" : "steps", running.signal);
     const entry = { id: Date.now(), request: { ...request, seed: cached.seed }, cached, exact: null, psnr: null };
     showFigures(entry);
-    if (isCompared) {
-      entry.exact = await run({ ...entry.request, cache: false }, "exact", running.signal);
-      entry.psnr = await psnr(cached.picture, entry.exact.picture);
-      compare.showBoth(cached.picture, entry.exact.picture, request.prompt);
-      showFigures(entry);
-    }
     $("spoken").textContent = `Done in ${entry.cached.seconds.toFixed(1)} seconds.`;
+    if (isCompared) await addExact(entry);
     await history.add(entry);
   } catch (error) {
     showError(error);
@@ -176,6 +176,21 @@ async function start() {
     $("go").textContent = "Generate";
     $("stop").hidden = true;
     refresh();
+  }
+}
+
+// The other half of a comparison. If it fails or is cancelled, the picture that is there stays.
+async function addExact(entry) {
+  const { cached, request } = entry;
+  try {
+    const exact = await run({ ...request, cache: false }, "exact", running.signal);
+    entry.psnr = await psnr(cached.picture, exact.picture);
+    entry.exact = exact;
+    compare.showBoth(cached.picture, exact.picture, request.prompt);
+    showFigures(entry);
+  } catch (error) {
+    compare.showOne(cached.picture, request.prompt);
+    showError(error);
   }
 }
 

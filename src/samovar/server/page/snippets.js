@@ -13,8 +13,11 @@ export function curl(request, origin, hasKey) {
   return `${lines.join(" \\\n  ")} \\\n  | ${save}`;
 }
 
-// JSON's text is Python's too, but for these three words.
-const literal = (value) => ({ true: "True", false: "False", null: "None" })[String(value)] || JSON.stringify(value);
+// JSON's text is Python's too, but for three words; a text that reads like one of them stays a text.
+const literal = (value) => {
+  if (typeof value === "boolean") return value ? "True" : "False";
+  return value === null ? "None" : JSON.stringify(value);
+};
 
 export function python(request, origin, hasKey) {
   const own = Object.entries(request).filter(([name]) => !OPENAI.includes(name));
