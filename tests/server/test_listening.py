@@ -21,7 +21,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from samovar.server.listening import PatientProtocol
+from samovar.server.listening import PatientProtocol, _bind
 
 from .conftest import KEY
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
@@ -204,3 +204,11 @@ def test_a_signal_while_it_loads_ends_it(folder: Path) -> None:
     finally:
         server.end(signal.SIGKILL)
     assert "Traceback" not in server.text
+
+
+def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
+    """What is accepted inherits it: without, every answer took 44 ms."""
+    with _bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
