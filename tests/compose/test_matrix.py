@@ -96,6 +96,7 @@ def test_the_whole_matrix(ranks: Ranks, references: dict[Case, Drawn]) -> None:
     found: dict[Case, float] = {}
     for name in FACTORS["pipeline"]:
         found |= run([case for case in all_cases() if case.pipeline == name], ranks, references)
+    assert set(found) == set(all_cases())
     text = PAGE.read_text(encoding="utf-8")
     head, rest = text.split(BEGIN)
     PAGE.write_text(head + BEGIN + table(found) + END + rest.split(END)[1], encoding="utf-8")

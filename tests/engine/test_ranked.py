@@ -99,7 +99,7 @@ def test_all_ranks_stop_at_the_same_step(workers: RankedWorkers) -> None:
 
 
 def test_a_rank_that_dies_is_named_and_all_end(workers: RankedWorkers) -> None:
-    kill_one_of(workers)
+    assert not any(map(is_alive, kill_one_of(workers)))
 
 
 @pytest.mark.slow
