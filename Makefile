@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs test-slow test-gpu test-ray test-browser reliability bench bench-gpu clean
+.PHONY: demo test lint type unit docs test-slow test-gpu test-ray test-browser reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -37,10 +37,14 @@ test-browser: $(READY)
 	$(BIN)/pip install --quiet --editable '.[browser]'
 	$(PYTEST) -m browser
 
-# All of docs/reliability.md, with its figures; takes about half an hour.
+# All of docs/reliability.md for a CPU, with its figures; takes about half an hour.
 reliability: $(READY)
 	$(BIN)/pip install --quiet --editable '.[slow]'
 	$(BIN)/python benchmarks/reliability.py --write docs/reliability.md
+
+# Its rows for a GPU; takes about five minutes.
+reliability-gpu: $(READY)
+	$(BIN)/python benchmarks/reliability.py --device cuda --write docs/reliability.md
 
 docs: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/models.md

@@ -68,16 +68,15 @@ def test_nobody_elses_memory_is_pinned() -> None:
     """Tensors that lie between weights on the heap can be copied while those are offloaded, and after."""
 
     class Holder:
-        transformer: torch.nn.Module
+        def __init__(self, transformer: torch.nn.Module, text_encoder: torch.nn.Module) -> None:
+            self.transformer, self.text_encoder = transformer, text_encoder
 
     model = CASES["FluxTransformer2DModel"].build()
-    between, holder = [], Holder()
-    holder.transformer = model
+    between = []
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
         between.append(torch.arange(512))
-    heavy = torch.nn.ModuleList(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))
-    model.heavy = heavy
+    holder = Holder(model, torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))))
     for _ in range(2):
         offloaded = apply_offload(holder, OffloadConfig("model", device="cuda"))
         assert all(torch.equal(tensor.to("cuda").cpu(), torch.arange(512)) for tensor in between)

@@ -23,8 +23,10 @@ PROMPT = "a cat"
 class RunningServer:
     """A process, its address, and what it wrote."""
 
-    def __init__(self, model: str | Path, *options: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "samovar", "serve", str(model), "--port", "0", "--device", "cpu", *options]
+    def __init__(
+        self, model: str | Path, *options: str, device: str = "cpu", environment: dict[str, str] | None = None
+    ) -> None:
+        command = [sys.executable, "-m", "samovar", "serve", str(model), "--port", "0", "--device", device, *options]
         self.log: list[str] = []
         self.process = subprocess.Popen(
             command,

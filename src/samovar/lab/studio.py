@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +115,8 @@ class Studio:
     def about(self) -> dict[str, Any]:
         """What figures that are made here depend on, but for the tasks. For JSON."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        packages = {name: version(name) for name in ("samovar", "torch", "diffusers", "transformers")}
+        names = ("samovar", "torch", "diffusers", "transformers")
+        packages = {name: str(import_module(name).__version__) for name in names}
         return {
             "model": self.config.model,
             "pipeline": type(self.pipeline).__name__,

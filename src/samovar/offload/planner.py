@@ -271,5 +271,5 @@ class _Planner:
 
 def _at_once(size: ComponentSize, streaming: Streaming) -> int:
     sizes = sorted(block.num_bytes for block in size.blocks if block.path in streaming.streamed)
-    whole = sum(1 for total in itertools.accumulate(sizes) if total <= streaming.ring_bytes)
+    whole = sum(1 for total in itertools.accumulate(sizes) if total < streaming.ring_bytes)
     return min(whole + 1, len(sizes))

@@ -13,6 +13,7 @@ whatever is still being copied into it. In between the ring and the marks keep t
 from __future__ import annotations
 
 import abc
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,6 +178,7 @@ class HostStage(Stage):
         super().__init__(torch.device("cpu"))
         self.timeline = Timeline(bus_bytes_s)
         self.registered: dict[int, int] = {}
+        self._registering = threading.Lock()
         """Address and length of what is pinned."""
         self._capacity, self._lazy = capacity, lazy
         self._buffers: set[int] = set()
@@ -226,9 +228,10 @@ class HostStage(Stage):
         return tensor.clone()
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        if any(address < start + length and start < address + num_bytes for start, length in self.registered.items()):
-            return "the range is registered already"
-        self.registered[address] = num_bytes
+        with self._registering:  # Several threads pin.
+            if any(address < start + size and start < address + num_bytes for start, size in self.registered.items()):
+                return "the range is registered already"
+            self.registered[address] = num_bytes
         return None
 
     def unregister(self, address: int) -> None:
