@@ -26,6 +26,7 @@ from samovar import cli
         (["--max-pixels", "0"], "max_pixels must be a whole number from 1 on, not 0"),
         (["--max-queue", "0"], "max_queue must be a whole number from 1 on, not 0"),
         (["--step-timeout", "0"], "step_timeout_s must be a number of seconds above 0"),
+        (["--load-timeout", "-1"], "load_timeout_s must be a number of seconds above 0"),
         (["--enable-cpu-offload", "--enable-layerwise-offload"], "exclude each other"),
     ],
 )

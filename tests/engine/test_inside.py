@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from asking import LIMIT_S, is_alive, wait_for
 
-from samovar.engine import Request
-from samovar.engine.inside import EXIT_DEAF, EXIT_UNSOUND, Orders, Place, _answer, _prepare_world
-from samovar.engine.messages import Drop, Make, Refused
+from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Worker
+from samovar.engine.inside import EXIT_DEAF, EXIT_UNSOUND, Orders, Place, _answer, _prepare_world, work_once
+from samovar.engine.messages import Answer, Drop, Make, Refused, Told
 from samovar.engine.wire import receive, send
 from samovar.engine.worker import Usage
-from samovar.errors import EngineError
+from samovar.errors import CancelledRequestError, EngineError
 
 CHILD = """
 import os, signal, sys
@@ -117,6 +120,50 @@ def test_a_process_whose_gpu_is_lost_says_why_and_ends(exits: list[int], is_soun
     assert isinstance(message, Refused) is not is_sound
     assert "an illegal access" in str(message)
     assert len(exits) == (not is_sound)
+
+
+class Dropping:
+    """Orders of which the first is taken back after its first step."""
+
+    def __init__(self, order: Make) -> None:
+        self._order, self._asked = order, 0
+
+    def next(self) -> Make:
+        return self._order
+
+    def is_dropped(self, job: int, index: int) -> bool:
+        self._asked += 1
+        return self._asked > 1
+
+
+def num_tensors() -> int:
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+def test_nothing_is_left_of_a_request_that_was_taken_back(folder: Path) -> None:
+    here, there = multiprocessing.Pipe()
+    worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, cache_backend="tea_cache"))
+    place = Place(0, 1, os.getpid(), None)
+
+    def drop_one() -> None:
+        request = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=9, seed=3))
+        orders: Any = Dropping(Make(1, (request,)))
+        work_once(worker, orders, there, place)
+        assert isinstance(receive(here), Told)
+        answer = receive(here)
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.outcomes[0], CancelledRequestError)
+
+    drop_one()
+    gc.collect()
+    before = num_tensors()
+    gc.disable()
+    try:
+        for _ in range(3):
+            drop_one()
+        assert num_tensors() == before
+    finally:
+        gc.enable()
 
 
 def test_ranks_of_one_machine_talk_within_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
-"""Tickets: every reader sees everything, and what is over stays over."""
+"""Tickets: every reader sees everything, what is over stays over, and nothing is left of it."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +16,15 @@ from samovar.errors import CancelledRequestError
 
 def ask(steps: int) -> Request:
     return Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=steps, seed=3))
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Only what nobody holds goes: what holds itself stays, as it may on a server for hundreds of requests."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def read(ticket: Ticket) -> list[Event]:
@@ -63,3 +75,38 @@ def test_a_loop_that_is_gone_harms_nobody(engine: Supervisor) -> None:
 
     asyncio.run(main())
     asyncio.run(later())
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_pictures_go_with_their_ticket(engine: Supervisor) -> None:
+    async def made() -> list[weakref.ref[object]]:
+        ticket = Ticket(engine, ask(2))
+        result = await ticket.result()
+        return [weakref.ref(ticket), weakref.ref(result.images[0])]
+
+    async def main() -> None:
+        refs = await made()
+        await Ticket(engine, ask(1)).result()  # The threads have turned to another.
+        assert [ref() for ref in refs] == [None, None]
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_failed_request_goes_with_its_ticket(engine: Supervisor) -> None:
+    async def failed() -> list[weakref.ref[object]]:
+        ticket = Ticket(engine, ask(2000))
+        async for event in ticket:
+            if isinstance(event, Progress):
+                break
+        ticket.cancel()
+        end = await ticket.end()
+        assert isinstance(end, CancelledRequestError)
+        return [weakref.ref(ticket), weakref.ref(end)]
+
+    async def main() -> None:
+        refs = await failed()
+        await Ticket(engine, ask(1)).result()
+        assert [ref() for ref in refs] == [None, None]
+
+    asyncio.run(main())

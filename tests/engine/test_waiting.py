@@ -86,9 +86,9 @@ def test_an_image_goes_alone() -> None:
 def test_nothing_is_told_after_the_end() -> None:
     told: list[Event] = []
     one = Entry(Request("a cat"), told.append)
-    one.fail(CancelledRequestError("taken back"))
+    one.end(Failed(CancelledRequestError("taken back")))
     one.tell(Done(GeneratedPictures("a cat", (), (), OmniDiffusionSamplingParams(), 0.0)))
-    one.fail(CancelledRequestError("again"))
+    one.end(Failed(CancelledRequestError("again")))
     (event,) = told
     assert isinstance(event, Failed)
     assert str(event.error) == "taken back"

@@ -12,7 +12,7 @@ from samovar.lab.prompts import read_prompts
 
 def test_no_emoji_is_both_tuned_with_and_tested() -> None:
     tuning, testing = read_prompts("tuning"), read_prompts("testing")
-    assert len(tuning) == len(set(tuning)) == 32
+    assert len(tuning) == len(set(tuning)) == 128
     assert len(testing) == len(set(testing)) == 96
     assert not {p.split(",")[0] for p in tuning} & {p.split(",")[0] for p in testing}
     for style in ("noto", "3d", "flat"):
@@ -33,6 +33,6 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     empty.write_text("# nothing\n")
     with pytest.raises(SettingError, match="holds no prompts"):
         read_prompts(empty)
-    for count in (0, 33, True):
-        with pytest.raises(SettingError, match=f"{count!r} prompts were asked for; 'tuning' has 32"):
+    for count in (0, 129, True):
+        with pytest.raises(SettingError, match=f"{count!r} prompts were asked for; 'tuning' has 128"):
             read_prompts("tuning", count)

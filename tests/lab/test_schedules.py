@@ -1,12 +1,19 @@
-"""What lasts of an error is seen in pictures, and so is which schedule is better."""
+"""Plans are what the cache does, and which is better is seen in pictures."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from lab.tiny import TASKS, MakeSession
-from samovar.lab.planning import FAMILIES
-from samovar.lab.schedules import PROBED_GAP, PROBES, between, choose_planner, probe, refine, scheduled
+from samovar.cache import TeaCacheConfig
+from samovar.cache.fitting import Products
+from samovar.errors import SettingError
+from samovar.lab.methods import ours
+from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
+from samovar.lab.session import Session
 from samovar.lab.trajectory import Trajectory, watched_exact
 
 
@@ -35,37 +42,57 @@ def test_the_first_step_of_no_branch_is_moved() -> None:
     assert all(part[0] == "#" and part.count("#") == 2 for mask in tried for part in mask.split(" "))
 
 
-def test_values_between_known_ones() -> None:
-    values = between({2: 1.0, 4: 4.0}, 7)
-    assert values == pytest.approx([1, 1, 1, 2, 4, 4, 4])
+def watched_run(session: Session) -> Trajectory:
+    watched = watched_exact()
+    session.exact(watched)
+    return Trajectory.read(session.notes(watched))
 
 
-def test_few_steps_are_not_probed(make_session: MakeSession) -> None:
+def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
     session = make_session(steps=8, tasks=TASKS[:1])
-    watched = watched_exact()
-    session.exact(watched)
-    assert probe(session, Trajectory.read(session.notes(watched)), FAMILIES[0]) == [1.0] * 8
+    seen = watched_run(session)
+    planner = SchedulePlanner(seen.together)
+    mask = planner.plan(5)
+    settings = planner.settings(mask)
+    made = session.measure(ours("tea_cache", settings))
+    assert settings["forecast"] == "fitted"
+    assert made.computed == mask.count("#") == 5
+    assert set(made.notes.values()) == {mask}
+    assert seen.by_branch is not None
+    planner = SchedulePlanner(seen.by_branch)
+    made = session.measure(planner.method(5))
+    assert made.computed == 5
+    assert " ".join(made.notes.values()) == planner.plan(5), "each branch goes by its own"
+    row = TeaCacheConfig.read(planner.settings("#.#.#.## ####.###")).weights_for("uncond", 4)
+    assert row is not None
+    assert set(row) <= {0, 1, 2, 3}, "a schedule from elsewhere has weights fitted to it"
 
 
-def test_what_lasts_is_what_is_seen_of_single_gaps(make_session: MakeSession) -> None:
-    steps = PROBES + PROBED_GAP + 4
-    session = make_session(steps=steps, tasks=TASKS[:1])
-    watched = watched_exact()
-    session.exact(watched)
-    found = probe(session, Trajectory.read(session.notes(watched)), FAMILIES[0])
-    assert len(found) == steps
-    assert len(set(found)) > 2
-    assert all(value > 0 for value in found)
-    mask = "##" + "." * PROBED_GAP + "#" * (steps - 2 - PROBED_GAP)
-    known = session.measure(scheduled({**FAMILIES[0].settings, "schedule": mask}))
-    assert known.computed == steps - PROBED_GAP
+def test_the_first_steps_are_computed_if_that_is_asked_for(make_session: MakeSession) -> None:
+    seen = watched_run(make_session(steps=12, tasks=TASKS[:1]))
+    assert seen.by_branch is not None
+    for share, first in ((0.0, 1), (0.5, 4), (1.0, 8)):
+        planner = SchedulePlanner(seen.by_branch, share)
+        masks = planner.plan(8).split(" ")
+        assert all(mask.startswith("#" * first) for mask in masks)
+        assert sum(mask.count("#") for mask in masks) == 16
+        assert ("50%" in str(planner)) == (share == 0.5)
+
+
+@pytest.mark.parametrize("count", [1, 13, 4.0, True])
+def test_a_number_of_steps_that_cannot_be_is_refused(make_session: MakeSession, count: Any) -> None:
+    products = Products(("*",), (1.0,), (1.0,) * 12, np.eye(12))
+    with pytest.raises(SettingError, match=f"{count!r} computed steps; a number from 2 to 12 was expected"):
+        SchedulePlanner(products).plan(count)
 
 
 def test_the_best_way_of_planning_is_the_one_with_the_best_pictures(make_session: MakeSession) -> None:
     session = make_session(steps=10, tasks=TASKS[:1])
-    choice = choose_planner(session, computed=5)
-    best = max((row for _, row in choice.tried), key=lambda row: row.quality.psnr)
-    chosen = session.measure(scheduled(choice.planner.plan(5).settings))
-    assert chosen.quality.psnr == best.quality.psnr
+    choice = choose_planner(session, lambda row: row.nearness, computed=5)
+    chosen = session.measure(choice.planner.method(5))
+    assert chosen.nearness == max(row.nearness for _, row in choice.tried)
     assert {row.computed for _, row in choice.tried} == {5}
-    assert any(row.settings["forecast"] == "fitted" for _, row in choice.tried)
+    worst = choose_planner(session, lambda row: -row.nearness, computed=5)
+    assert session.measure(worst.planner.method(5)).nearness == min(row.nearness for _, row in choice.tried)
+    assert len(choice.tried) > 1
+    assert worst.planner.first_share != choice.planner.first_share

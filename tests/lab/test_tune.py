@@ -14,7 +14,7 @@ from samovar.lab.methods import read_method
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row
 from samovar.lab.studio import Task
-from samovar.lab.tune import Promise, Tuned, denoiser_speedup, lower_bound, tune
+from samovar.lab.tune import Promise, Tuned, denoiser_speedup, lower_bound, tune, values_below
 
 
 def row(psnrs: list[float], computed: float = 10, lpips: float = 0.01) -> Row:
@@ -32,6 +32,20 @@ def test_the_bound_holds_for_the_share_that_it_says() -> None:
         holds += share >= 0.95
     assert 0.85 < holds / 400 < 0.95, "about nine of ten times"
     assert lower_bound([40.0, 30.0]) == 30.0, "of two pictures nothing more is known"
+
+
+def test_the_bound_holds_where_a_few_pictures_are_of_another_kind() -> None:
+    rng = random.Random(0)
+
+    def picture() -> float:
+        return rng.gauss(30, 3) if rng.random() < 0.06 else rng.gauss(70, 2)
+
+    for count in (45, 64, 128):
+        bounds = [lower_bound([picture() for _ in range(count)]) for _ in range(200)]
+        shares = [sum(picture() >= bound for _ in range(400)) / 400 for bound in bounds]
+        assert sum(share >= 0.94 for share in shares) / 200 > 0.85
+    assert [values_below(count) for count in (44, 45, 76, 77, 128)] == [-1, 0, 0, 1, 2]
+    assert lower_bound([40.0] * 31 + [20.0]) <= 20.0, "few pictures: no higher than the lowest"
 
 
 def test_promises() -> None:

@@ -73,8 +73,8 @@ def add_tune(commands: Any) -> None:
     target.add_argument("--target-lpips", type=float, metavar="X", help="at most so different")
     target.add_argument("--target-speedup", type=float, metavar="X", help="so many times fewer forwards")
     _add_refine(tune)
-    _add_tasks(tune, prompts="tuning", num_prompts=16, seeds=1)
-    _add_testing(tune, num_prompts=32)
+    _add_tasks(tune, prompts="tuning", num_prompts=48, seeds=1)
+    _add_testing(tune, num_prompts=48)
     tune.set_defaults(run=_tune)
 
 
@@ -97,7 +97,7 @@ def add_bench(commands: Any) -> None:
                        help="a setting of your own, as in compare; may be repeated")  # fmt: skip
     bench.add_argument("--alone", type=int, default=8, metavar="N",
                        help="pictures that adaptive methods also make one at a time, beside a batch (8)")  # fmt: skip
-    _add_tasks(bench, prompts="tuning", num_prompts=16, seeds=1)
+    _add_tasks(bench, prompts="tuning", num_prompts=48, seeds=1)
     _add_testing(bench, num_prompts=64, seeds=4)
     bench.set_defaults(run=_bench)
 

@@ -60,6 +60,9 @@ def _add_limit_options(group: Any) -> None:
     group.add_argument(
         "--step-timeout", type=float, dest="step_timeout_s", metavar="S", help="until a step has hung (60)"
     )
+    group.add_argument(
+        "--load-timeout", type=float, dest="load_timeout_s", metavar="S", help="until loading has hung (1800)"
+    )
     group.add_argument("--request-timeout", type=float, default=30.0, metavar="S", help="for a request to arrive (30)")
     group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S", help="for what runs to finish (30)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import queue
 import signal
@@ -53,8 +54,10 @@ def serve(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> None:
         send(pipe, Refused(EngineError(f"Loading failed: {type(error).__name__}: {error}")), place.parent_id)
         return
     send(pipe, Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch), place.parent_id)
+    gc.collect()
+    gc.freeze()  # The model stays: to look through all of it for garbage would take a sixth of a second each time.
     while True:
-        _answer(worker, orders.next(), orders, pipe, place)
+        work_once(worker, orders, pipe, place)
 
 
 def die_with(parent_id: int) -> None:
@@ -126,6 +129,13 @@ def _load(config: OmniDiffusionConfig, place: Place) -> Worker:
 
         join_world(backend=config.backend)
     return Worker(config)
+
+
+def work_once(worker: Worker, orders: Orders, pipe: Connection, place: Place) -> None:
+    """One job, of which nothing is left."""
+    _answer(worker, orders.next(), orders, pipe, place)
+    # An error holds the frames that it has passed, whose tensors may fill a GPU, and is held by one of them.
+    gc.collect()
 
 
 def _answer(worker: Worker, order: Make, orders: Orders, pipe: Connection, place: Place) -> None:

@@ -25,7 +25,7 @@ from ..errors import (
     ShuttingDownError,
     WorkerLostError,
 )
-from .events import Done, Event, Progress, Started
+from .events import Done, Event, Failed, Progress, Started
 from .facts import PipelineFacts
 from .job import Job
 from .messages import Answer, Drop, FromWorker, Make, Ready, Refused, Told
@@ -313,8 +313,7 @@ class Supervisor:
                 self._counters.note_request(outcome.seconds)
                 if not entry.is_over:
                     self._counters.pictures += len(outcome.images)
-                    entry.tell(Done(outcome))
-                    entry.is_over = True
+                    entry.end(Done(outcome))
             elif outcome is not None:
                 self._fail(entry, outcome)
         self._changed.notify_all()
@@ -356,7 +355,7 @@ class Supervisor:
     def _fail(self, entry: Entry, error: SamovarError) -> None:
         if not entry.is_over:
             self._counters.failures[error.code if isinstance(error, EngineError) else "bad_request"] += 1
-            entry.fail(error)
+            entry.end(Failed(error))
 
     def _down(self, now: float) -> EngineDownError:
         rest = max(1.0, self._restarts.next_start(now) - now)

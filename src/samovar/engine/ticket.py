@@ -52,12 +52,14 @@ class Ticket:
 
     async def result(self) -> GeneratedPictures:
         """The pictures; raises the error if there are none."""
-        end = await self._end()
+        end = await self.end()
         if isinstance(end, SamovarError):
             raise end
         return end
 
-    async def _end(self) -> GeneratedPictures | SamovarError:
+    async def end(self) -> GeneratedPictures | SamovarError:
+        """The pictures, or the error, which is not raised. One that is raised holds the frames that it passes, and
+        what these hold, and that holds it."""
         async for event in self:
             if isinstance(event, Done):
                 return event.result

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..errors import QueueFullError, SamovarError
-from .events import Event, Failed
+from ..errors import QueueFullError
+from .events import Done, Event, Failed
 from .request import Request
 
 
@@ -31,10 +31,12 @@ class Entry:
         if not self.is_over:
             self.deliver(event)
 
-    def fail(self, error: SamovarError) -> None:
-        """Tell that it has failed; nothing is told any more after that."""
-        self.tell(Failed(error))
-        self.is_over = True
+    def end(self, event: Done | Failed) -> None:
+        """Tell the last event; nothing is told any more after that."""
+        self.tell(event)
+        # Who is told knows this entry, as a rule: the two would hold each other, and the pictures with them, until the
+        # collector finds them, which may be hundreds of requests later.
+        self.is_over, self.deliver = True, _tell_nobody
 
 
 @dataclass
@@ -93,3 +95,7 @@ class Waiting:
         """Take out all."""
         entries, self.entries = self.entries, []
         return entries
+
+
+def _tell_nobody(event: Event) -> None:
+    """Whom an entry tells that is over."""

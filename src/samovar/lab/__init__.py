@@ -5,8 +5,8 @@ from .compare import Comparison
 from .journal import Journal
 from .methods import EXACT, Method, ours, plain, read_method
 from .metrics import Quality
-from .planning import FAMILIES, CurveFamily, Family, Planner, SchedulePlan
 from .prompts import read_prompts
+from .schedules import SchedulePlanner
 from .session import Row, Session
 from .studio import Studio, StudioConfig, Task, tasks_of
 from .trajectory import Trajectory
@@ -14,19 +14,15 @@ from .tune import Promise, Tuned
 
 __all__ = [
     "EXACT",
-    "FAMILIES",
     "Calibration",
     "Comparison",
-    "CurveFamily",
-    "Family",
     "Fit",
     "Journal",
     "Method",
-    "Planner",
     "Promise",
     "Quality",
     "Row",
-    "SchedulePlan",
+    "SchedulePlanner",
     "Session",
     "Studio",
     "StudioConfig",

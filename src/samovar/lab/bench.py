@@ -13,8 +13,7 @@ from typing import Any
 
 from .methods import Method, ours, plain
 from .peers import PEER_FAILS, peers
-from .planning import FAMILIES, Family, SchedulePlanner
-from .schedules import choose_planner, refine, scheduled
+from .schedules import SchedulePlanner, choose_planner, refine, scheduled
 from .session import Row, Session
 
 PLAIN_SHARES = (0.66, 0.5, 0.4, 0.32, 0.24, 0.2)
@@ -23,24 +22,24 @@ SCHEDULE_SHARES = (0.54, 0.4, 0.32, 0.24, 0.2)
 """Computed steps of our schedules: 27, 20, 16, 12 and 10 of 50."""
 
 
-def our_methods(tuning: Session, families: Sequence[Family] = FAMILIES, refinements: int = 0) -> list[Method]:
+def our_methods(tuning: Session, refinements: int = 0) -> list[Method]:
     """Schedules planned on a session's tasks, and caches that decide by the signal. `refinements` is how many changes
     of each schedule are tried on the same tasks."""
-    choice = choose_planner(tuning, families)
+    planner = choose_planner(tuning, lambda row: row.nearness).planner
     shares = (round(share * tuning.studio.steps) for share in SCHEDULE_SHARES)
     found = []
-    for count in sorted({max(choice.planner.fewest, share) for share in shares}):
-        mask = choice.planner.plan(count).mask
+    for count in sorted({max(planner.fewest, share) for share in shares}):
+        mask = planner.plan(count)
         if refinements:
-            mask = refine(mask, _score(tuning, choice.planner), refinements)
-        settings = choice.planner.settings(mask)
-        found.append(ours("tea_cache", settings, f"schedule, {count} computed ({choice.words})", "samovar schedule"))
+            mask = refine(mask, _score(tuning, planner), refinements)
+        settings = planner.settings(mask)
+        found.append(ours("tea_cache", settings, f"schedule, {count} computed ({planner})", "samovar schedule"))
     found += [ours("forecast", {"rel_l1_thresh": threshold}) for threshold in (0.2, 0.4, 0.8)]
     return found + [ours("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)]
 
 
 def _score(session: Session, planner: SchedulePlanner) -> Callable[[str], float]:
-    return lambda mask: session.measure(scheduled(planner.settings(mask))).quality.psnr
+    return lambda mask: session.measure(scheduled(planner.settings(mask))).nearness
 
 
 def plain_methods(steps: int) -> list[Method]:

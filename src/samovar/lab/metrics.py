@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +46,11 @@ def measure(pictures: torch.Tensor, exact: torch.Tensor) -> list[Quality]:
 def average(qualities: list[Quality]) -> Quality:
     """Of several pictures, each metric on its own."""
     return Quality(*(sum(column) / len(column) for column in zip(*qualities, strict=True)))
+
+
+def psnr_of_mean_error(qualities: Sequence[Quality]) -> float:
+    """In dB: the PSNR of the mean square error of several pictures, in which the worst of them count most."""
+    return -10 * math.log10(sum(10 ** (-quality.psnr / 10) for quality in qualities) / len(qualities))
 
 
 def psnr(pictures: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,27 @@
-"""Which way of planning schedules is best for this model? Told by pictures, on the prompts for tuning.
+"""Which steps should be computed, if so many may be, and what should the others be made of?
 
-Planning sums errors where they are made. How much of one is left in the picture depends on when it was made: a model
-that is sure of its picture corrects what went wrong early, and another makes it worse. So a few single gaps are tried
-first, and what is left of each is weighed against what it was.
+Planned by `samovar.cache.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
+is how the model answers to an error: one that has made up its mind corrects it, and one that has not may turn to
+another picture, which happens early if at all. So plans that compute more of the first steps are tried as well, and
+pictures tell which are best.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
+from ..cache.fitting import Products, fit_schedule, fit_weights
+from ..errors import SettingError
 from .methods import Method, ours
-from .planning import FAMILIES, Family, FittedPlanner, Planner, SchedulePlanner
 from .session import Row, Session
 from .trajectory import Trajectory, watched_exact
 
-PROBES = 8
-"""Single gaps that are tried."""
-PROBED_GAP = 3
-"""Steps that each of them skips: enough to be seen in the picture."""
-POWERS = (1.0, 2.0)
-"""How errors of gaps may be summed. Which is nearer to the truth depends on the model."""
+FIRST_SHARES = (0.0, 0.2, 0.4)
+"""Of the computed steps, so many may be the first ones in any case."""
+TRIED_SHARE = 0.4
+"""Of all steps are computed by the plans that are compared, where nothing else is asked for."""
 
 
 def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method:
@@ -36,74 +34,63 @@ def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method
 
 
 @dataclass(frozen=True)
+class SchedulePlanner:
+    """Schedules with weights of their own at every skipped step, for all branches together or for each one."""
+
+    products: Products
+    first_share: float = 0.0
+    """Of the computed steps, so many are the first ones in any case."""
+
+    fewest = 2
+    """Of computed steps, that it plans with."""
+
+    def __str__(self) -> str:
+        branches = " by branch" if len(self.products.branches) > 1 else ""
+        first = f", the first {self.first_share:.0%} in a row" if self.first_share else ""
+        return f"fitted weights{branches}{first}"
+
+    def plan(self, computed: int) -> str:
+        """The best schedule with so many computed steps: `#` computed, `.` skipped; one for each branch, with a space
+        between them."""
+        steps = len(self.products.sizes)
+        if type(computed) is not int or not self.fewest <= computed <= steps:
+            raise SettingError(f"{computed!r} computed steps; a number from {self.fewest} to {steps} was expected.")
+        first = max(1, round(self.first_share * computed))
+        found = fit_schedule(self.products, computed * len(self.products.branches), first=first)
+        return " ".join(found.schedules.values())
+
+    def settings(self, mask: str) -> dict[str, Any]:
+        """What a cache is told to go by a schedule."""
+        masks = dict(zip(self.products.branches, mask.split(" "), strict=True))
+        settings = fit_weights(self.products, masks).settings()
+        return settings if len(masks) > 1 else {**settings, "schedule": mask}
+
+    def method(self, computed: int) -> Method:
+        """The best schedule with so many computed steps, to be measured."""
+        return scheduled(self.settings(self.plan(computed)))
+
+
+@dataclass(frozen=True)
 class PlannerChoice:
     """The best way of planning, and what it was chosen by."""
 
     planner: SchedulePlanner
-    words: str
     tried: tuple[tuple[Method, Row], ...]
-    trajectory: Trajectory
 
 
-def choose_planner(
-    session: Session, families: Sequence[Family] = FAMILIES, computed: int | None = None
-) -> PlannerChoice:
-    """Try all ways at one number of computed steps; two fifths of all, if none is given."""
+def choose_planner(session: Session, score: Callable[[Row], float], computed: int | None = None) -> PlannerChoice:
+    """Try all ways at one number of computed steps, and take the one that scores highest."""
     watched = watched_exact()
     session.exact(watched)
     trajectory = Trajectory.read(session.notes(watched))
-    lasting = probe(session, trajectory, families[0])
-    tried: list[tuple[Method, Row]] = []
-    ways: list[tuple[SchedulePlanner, str]] = [(FittedPlanner(trajectory.together), "fitted weights")]
-    if trajectory.by_branch is not None and len(trajectory.by_branch.branches) > 1:
-        ways.append((FittedPlanner(trajectory.by_branch), "fitted weights by branch"))
-    for family in families:
-        for power in POWERS:
-            for weights, words in ((None, "errors as they are made"), (lasting, "errors as they last")):
-                if weights is None or set(weights) != {1.0}:
-                    ways.append(
-                        (Planner(trajectory, family, power, weights), f"{family.name}, power {power:g}, {words}")
-                    )
-    count = computed or round(0.4 * trajectory.steps)
-    scores = []
-    for planner, _ in ways:
-        method = scheduled(planner.plan(max(count, planner.fewest)).settings)
-        row = session.measure(method)
-        scores.append(row.quality.psnr)
-        tried.append((method, row))
-    best = max(range(len(ways)), key=scores.__getitem__)
-    return PlannerChoice(*ways[best], tuple(tried), trajectory)
-
-
-def probe(session: Session, trajectory: Trajectory, family: Family) -> list[float]:
-    """For each step, how much of an error made there is left in the picture; only the proportions mean something.
-    All ones where there are too few steps to try."""
-    steps, first = trajectory.steps, family.depth
-    last = steps - PROBED_GAP - 1
-    if last - first < PROBES:
-        return [1.0] * steps
-    planner = Planner(trajectory, family)
-    found: dict[int, float] = {}
-    for number in range(PROBES):
-        start = first + round(number * (last - first) / (PROBES - 1))
-        mask = "#" * start + "." * PROBED_GAP + "#" * (steps - start - PROBED_GAP)
-        row = session.measure(scheduled({**family.settings, "schedule": mask}))
-        left = fmean(10 ** (-quality.psnr / 20) for quality in row.pictures)
-        made = planner.gap_cost((start - 2, start - 1), PROBED_GAP)
-        found[start + PROBED_GAP // 2] = left / max(made, 1e-30)
-    return between(found, steps)
-
-
-def between(found: Mapping[int, float], steps: int) -> list[float]:
-    """A value for every step, from those of some: in proportion between two, and level at the ends."""
-    places = sorted(found)
-    values = []
-    for step in range(steps):
-        left = max((place for place in places if place <= step), default=places[0])
-        right = min((place for place in places if place >= step), default=places[-1])
-        part = 0.0 if left == right else (step - left) / (right - left)
-        values.append(math.exp((1 - part) * math.log(found[left]) + part * math.log(found[right])))
-    return values
+    products = trajectory.by_branch or trajectory.together
+    planners = [SchedulePlanner(products, share) for share in FIRST_SHARES]
+    count = max(computed or round(TRIED_SHARE * trajectory.steps), SchedulePlanner.fewest)
+    methods = [planner.method(count) for planner in planners]
+    tried = [(method, session.measure(method)) for method in {method.name: method for method in methods}.values()]
+    scores = {method.name: score(row) for method, row in tried}
+    best = max(range(len(planners)), key=lambda number: scores[methods[number].name])
+    return PlannerChoice(planners[best], tuple(tried))
 
 
 def refine(mask: str, score: Callable[[str], float], attempts: int) -> str:

@@ -38,6 +38,11 @@ class Row:
     notes: Any = None
     """What the method says of the first pictures: a cache of ours, which steps it computed."""
 
+    @property
+    def nearness(self) -> float:
+        """PSNR of the mean error of all pictures: unlike the mean PSNR it is low if some pictures are far off."""
+        return metrics.psnr_of_mean_error(self.pictures)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `each` has the pictures' figures, a list for each metric."""
         rest = {name: value for name, value in asdict(self).items() if name not in ("quality", "pictures")}

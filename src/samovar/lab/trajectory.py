@@ -2,7 +2,7 @@
 
 Of the predictions themselves nothing is kept beyond the run: only how they lie to each other, the inner products of
 every two steps. As a forecast is a weighted sum of computed predictions, the error of any of them at any step
-follows from these alone.
+follows from these alone (`samovar.cache.fitting`).
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ class Trajectory:
     @property
     def steps(self) -> int:
         return len(self.places)
-
-    def errors(self, weights: torch.Tensor) -> torch.Tensor:
-        """How large the sum of all predictions is, each times a weight, for every picture. Weights are (..., steps)."""
-        squares = torch.einsum("...s,pst,...t->...p", weights, self.products, weights)
-        return squares.clamp_min(0).sqrt()
 
     def reuse_errors(self) -> torch.Tensor:
         """(steps, steps): the error of using step i's prediction at step j, relative to that of step j, on average."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, get_args
 
@@ -16,8 +16,7 @@ from ..cache.stats import SKIP_COST
 from ..errors import SettingError, nearest
 from .methods import Method, ours, plain
 from .metrics import Quality
-from .planning import FAMILIES, Family, SchedulePlanner
-from .schedules import choose_planner, refine, scheduled
+from .schedules import SchedulePlanner, choose_planner, refine, scheduled
 from .session import Row, Session
 from .studio import keep_apart
 
@@ -62,6 +61,12 @@ class Promise:
             return math.exp(-lower_bound([-math.log(max(q.lpips, 1e-7)) for q in qualities]))
         return lower_bound([q.psnr for q in qualities])
 
+    def score(self, row: Row) -> float:
+        """Of two settings that cost as much, the one that scores higher is the safer one."""
+        if self.target == "speedup":
+            return row.nearness
+        return -self.bound(row.pictures) if self.target == "lpips" else self.bound(row.pictures)
+
     def is_kept(self, row: Row) -> bool:
         """Whether a setting keeps it, as far as its pictures tell."""
         if self.target == "speedup":
@@ -77,15 +82,35 @@ def denoiser_speedup(row: Row) -> float:
 
 
 def lower_bound(values: Sequence[float], share: float = SHARE, confidence: float = CONFIDENCE) -> float:
-    """What a share of all values exceeds, with some confidence, if they are spread normally (Natrella 1963)."""
+    """What a share of all values exceeds, with some confidence.
+
+    Of enough values it is one of the lowest, however they are spread: most pictures are near the exact ones, and a few
+    are of another kind, on which a model has not made up its mind. Of fewer, nothing is sure without taking them to be
+    spread normally (Natrella 1963), and then it is no higher than the lowest of them.
+    """
     count = len(values)
+    allowed = values_below(count, share, confidence)
+    if allowed >= 0:
+        return sorted(values)[allowed]
     if count < 3:
         return min(values)
     z_share, z_sure = NormalDist().inv_cdf(share), NormalDist().inv_cdf(confidence)
     a = 1 - z_sure**2 / (2 * (count - 1))
     b = z_share**2 - z_sure**2 / count
     factor = (z_share + math.sqrt(max(z_share**2 - a * b, 0.0))) / a
-    return fmean(values) - factor * stdev(values)
+    return min(*values, fmean(values) - factor * stdev(values))
+
+
+def values_below(count: int, share: float = SHARE, confidence: float = CONFIDENCE) -> int:
+    """How many of so many values may lie below a bound that a share of all exceeds, with some confidence; -1 if there
+    are too few to tell."""
+    likely, allowed = 0.0, -1
+    while allowed < count:
+        likely += math.comb(count, allowed + 1) * (1 - share) ** (allowed + 1) * share ** (count - allowed - 1)
+        if likely > 1 - confidence:
+            break
+        allowed += 1
+    return allowed
 
 
 @dataclass(frozen=True)
@@ -101,7 +126,6 @@ class Tuned:
     """As many plain steps as it computes, on the same."""
     tried: Sequence[Row]
     num_steps: int
-    families: Sequence[str] = field(default_factory=tuple)
 
     @property
     def share_kept(self) -> float:
@@ -140,27 +164,23 @@ class Tuned:
             },
             "plain_steps_on_held_out": self.plain.to_dict(),
             "tried": [{**row.to_dict(), "keeps": self.promise.is_kept(row)} for row in self.tried],
-            "families": list(self.families),
         }
 
 
-def tune(
-    tuning: Session, testing: Session, promise: Promise, families: Sequence[Family] = FAMILIES, refinements: int = 0
-) -> Tuned:
+def tune(tuning: Session, testing: Session, promise: Promise, refinements: int = 0) -> Tuned:
     """Search on one session's tasks, check on another's. `refinements` is how many changes of the best schedule are
     tried on real pictures."""
     keep_apart(tuning.tasks, testing.tasks)
     search = _Search(tuning, promise)
     search.try_thresholds()
-    search.try_schedules(families)
+    search.try_schedules()
     if refinements:
         search.refine(refinements)
     best = search.best()
     method = search.methods[best.method]
     held_out = testing.measure(method)
     computed = max(1, round(best.computed))
-    names = [family.name for family in families]
-    return Tuned(promise, best, held_out, testing.measure(plain(computed)), search.tried, tuning.studio.steps, names)
+    return Tuned(promise, best, held_out, testing.measure(plain(computed)), search.tried, tuning.studio.steps)
 
 
 class _Search:
@@ -183,7 +203,7 @@ class _Search:
                 "average. Promise less, or run the model as it is."
             )
         if self._promise.target == "speedup":
-            return max(kept, key=lambda row: row.quality.psnr)
+            return max(kept, key=self._promise.score)
         return min(kept, key=lambda row: (row.computed, -row.quality.psnr))
 
     def try_thresholds(self) -> None:
@@ -195,10 +215,10 @@ class _Search:
                 if self._promise.target == "speedup" and self._promise.is_kept(row):
                     break  # Higher thresholds are faster, and worse.
 
-    def try_schedules(self, families: Sequence[Family]) -> None:
+    def try_schedules(self) -> None:
         """Which way of planning is best is seen at one number of computed steps; with that one the search goes on."""
         most = self._most_computed()
-        choice = choose_planner(self._session, families, most)
+        choice = choose_planner(self._session, self._promise.score, most)
         self.methods |= {method.name: method for method, _ in choice.tried}
         self.tried += [row for _, row in choice.tried if row.method not in {known.method for known in self.tried}]
         self._planner = choice.planner
@@ -216,7 +236,7 @@ class _Search:
         low, high = planner.fewest, self._steps
         while high - low > 0:
             middle = (low + high) // 2
-            if self._promise.is_kept(self._measure(scheduled(planner.plan(middle).settings))):
+            if self._promise.is_kept(self._measure(planner.method(middle))):
                 high = middle
             else:
                 low = middle + 1
@@ -229,10 +249,9 @@ class _Search:
         fewer = max(planner.fewest, round(best.computed) - (self._promise.target != "speedup"))
 
         def score(candidate: str) -> float:
-            row = self._measure(scheduled(planner.settings(candidate)))
-            return -row.quality.lpips if self._promise.target == "lpips" else row.quality.psnr
+            return self._promise.score(self._measure(scheduled(planner.settings(candidate))))
 
-        refine(planner.plan(fewer).mask, score, attempts)  # What is tried is remembered.
+        refine(planner.plan(fewer), score, attempts)  # What is tried is remembered.
 
     def _measure(self, method: Method) -> Row:
         known = next((row for row in self.tried if row.method == method.name), None)

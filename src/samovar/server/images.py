@@ -73,12 +73,12 @@ class Images:
         if asked.is_streamed:
             return await self._stream(request, asked, prefix, ticket)
         try:
-            result = await _unless_gone(request, ticket.result())
-        except SamovarError as error:
-            raise self.house.refusal_of(error) from error
+            end = await _unless_gone(request, ticket.end())
         finally:
             ticket.cancel()  # Of no effect on one that has ended.
-        body = await asyncio.to_thread(images_body, asked, result, self._figures())
+        if isinstance(end, SamovarError):
+            raise self.house.refusal_of(end) from end
+        body = await asyncio.to_thread(images_body, asked, end, self._figures())
         return Response(body, media_type="application/json")
 
     async def _stream(self, request: Request, asked: ImageRequest, prefix: str, ticket: Ticket) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import json
 import signal
 import socket
@@ -40,6 +41,8 @@ async def serve(house: House, on_listening: Callable[[str], None], on_ready: Cal
             on_listening(address)
             if await _load(house, signals.first):
                 on_ready(address)
+                gc.collect()
+                gc.freeze()  # To look through all libraries for garbage would hold everyone up for a tenth of a second.
                 await _ended_before(answering, signals.first)
             house.phase = "draining"
             await _drain(house, signals.second)
