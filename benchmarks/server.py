@@ -1,13 +1,14 @@
 """What does the server cost per request, and how many pictures does it make? Beside a plain FastAPI loop, in one run.
 
-    python benchmarks/server.py [--steps 8] [--rounds 10] [--clients 8] [--json FILE]
+    python benchmarks/server.py [--steps 8] [--rounds 10] [--clients 8] [--spells 5] [--json FILE]
 
 Three processes hold the built-in model: the bare pipeline of diffusers, which only calls it; a plain FastAPI server
 around the same pipeline, with a lock; and `samovar serve`. They are asked in turn, one picture a time, so that a busy
 machine disturbs all alike, and each with as many threads as the others, which spin alike while they wait. What a server
 costs is the time of its request less that of the bare pipeline in the same round; the median of the rounds is judged.
 Beside it stands what is spent around the pipeline: the time of a request at the client less the pipeline's own in it.
-Then several clients ask at once.
+Then several clients ask at once, of one server and of the other in turn, in spells of one picture for each client.
+Beside the pictures a second stands how long a pipeline waits between two pictures although another is to be made.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -140,21 +141,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             found = {"bare": (seconds, seconds)} | {name: ask() for name, ask in asks.items()}
             for name, pair in found.items():
                 times[name] += [pair] if number else []  # The first round warms up.
-        throughput = {name: pictures_per_second(ask, options) for name, ask in asks.items()}
-    return report(times, throughput)
+        crowds: dict[str, list[Spell]] = {name: [] for name in asks}
+        for number in range(options.spells):
+            # The order changes too: what a busy machine does for a while is shared out.
+            for name in sorted(asks, reverse=bool(number % 2)):
+                crowds[name].append(crowd(asks[name], options.clients))
+    return report(times, crowds)
 
 
-def pictures_per_second(ask: Callable[[], tuple[float, float]], options: argparse.Namespace) -> float:
-    count = 3 * options.clients
+class Spell(NamedTuple):
+    """As many pictures as there are clients, asked for at once."""
+
+    pictures: int
+    seconds: float
+    pipeline_seconds: float
+
+
+def crowd(ask: Callable[[], tuple[float, float]], clients: int) -> Spell:
     begun = time.perf_counter()
-    with ThreadPoolExecutor(options.clients) as pool:
-        for future in [pool.submit(ask) for _ in range(count)]:
-            future.result()
-    return count / (time.perf_counter() - begun)
+    with ThreadPoolExecutor(clients) as pool:
+        pairs = [future.result() for future in [pool.submit(ask) for _ in range(clients)]]
+    return Spell(clients, time.perf_counter() - begun, sum(own for _, own in pairs))
 
 
-def report(times: dict[str, list[tuple[float, float]]], throughput: dict[str, float]) -> dict[str, Any]:
-    rows = {}
+def report(times: dict[str, list[tuple[float, float]]], crowds: dict[str, list[Spell]]) -> dict[str, Any]:
+    rows: dict[str, dict[str, Any]] = {}
     for name, pairs in times.items():
         overheads = [whole - bare for (whole, _), (bare, _) in zip(pairs, times["bare"], strict=True)]
         around = [whole - own for whole, own in pairs]
@@ -166,8 +177,14 @@ def report(times: dict[str, list[tuple[float, float]]], throughput: dict[str, fl
             "overhead_quartiles_ms": [1e3 * part for part in statistics.quantiles(overheads, n=4)[::2]],
             "around_median_ms": 1e3 * statistics.median(around),
             "around_best_ms": 1e3 * min(around),
-            "pictures_per_second": throughput.get(name),
         }
+        if name in crowds:
+            pictures, seconds, own = (sum(part) for part in zip(*crowds[name], strict=True))
+            rows[name] |= {
+                "pictures_per_second": pictures / seconds,
+                "pictures_per_second_by_spell": [spell.pictures / spell.seconds for spell in crowds[name]],
+                "between_pictures_ms": 1e3 * (seconds - own) / pictures,
+            }
     allowed = 1e3 * (GOAL_S + GOAL_PART * rows["bare"]["median_s"])
     return {"rows": rows, "goal_ms": allowed, "is_reached": rows["samovar"]["overhead_median_ms"] <= allowed}
 
@@ -177,34 +194,39 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10, help="from 2 on")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--spells", type=int, default=5, help="in which all clients ask at once, from 1 on")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--role", choices=("bare", "plain"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error(f"--rounds must be from 2 on, not {options.rounds}: their median is judged")
+    if options.spells < 1:
+        parser.error(f"--spells must be from 1 on, not {options.spells}")
     if options.role is not None:
         {"bare": run_bare, "plain": run_plain}[options.role](options.steps)
         return 0
     result = measure(options)
     print(
         f"{'':10} {'request':>10} {'pipeline':>10} {'less the bare one':>26} {'around its own':>22} "
-        f"{f'{options.clients} clients':>14}"
+        f"{f'{options.clients} clients':>14} {'between':>10}"
     )
     for name, row in result["rows"].items():
-        speed = "" if row["pictures_per_second"] is None else f"{row['pictures_per_second']:.2f} a second"
+        speed = gap = ""
+        if "pictures_per_second" in row:
+            speed, gap = f"{row['pictures_per_second']:.3f} a second", f"{row['between_pictures_ms']:.1f} ms"
         low, high = row["overhead_quartiles_ms"]
         overhead = f"{row['overhead_median_ms']:.1f} ({low:.1f} to {high:.1f}) ms"
         around = f"{row['around_median_ms']:.1f} (best {row['around_best_ms']:.1f}) ms"
         times = f"{row['median_s']:8.3f} s {row['pipeline_median_s']:8.3f} s"
-        print(f"{name:10} {times} {overhead:>26} {around:>22} {speed:>14}")
+        print(f"{name:10} {times} {overhead:>26} {around:>22} {speed:>14} {gap:>10}")
     print(f"goal: at most {result['goal_ms']:.1f} ms: {'reached' if result['is_reached'] else 'missed'}")
     if options.json:
         import torch
 
         facts = {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
                  "torch": torch.__version__, "python": platform.python_version()}  # fmt: skip
-        settings = {name: getattr(options, name) for name in ("steps", "rounds", "clients", "threads")}
+        settings = {name: getattr(options, name) for name in ("steps", "rounds", "clients", "spells", "threads")}
         command = " ".join(["python", "benchmarks/server.py", *(f"--{k} {v}" for k, v in settings.items())])
         options.json.write_text(
             json.dumps({"command": command, **facts, "settings": settings, **result}, indent=2) + "\n"

@@ -59,7 +59,7 @@ def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
     assert made.computed == mask.count("#") == 5
     assert set(made.notes.values()) == {mask}
     assert seen.by_branch is not None
-    planner = SchedulePlanner(seen.by_branch)
+    planner = SchedulePlanner(seen.by_branch, together=False)
     made = session.measure(planner.method(5))
     assert made.computed == 5
     assert " ".join(made.notes.values()) == planner.plan(5), "each branch goes by its own"
@@ -68,15 +68,18 @@ def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
     assert set(row) <= {0, 1, 2, 3}, "a schedule from elsewhere has weights fitted to it"
 
 
-def test_the_first_steps_are_computed_if_that_is_asked_for(make_session: MakeSession) -> None:
+def test_branches_go_together_or_each_its_own_way(make_session: MakeSession) -> None:
     seen = watched_run(make_session(steps=12, tasks=TASKS[:1]))
     assert seen.by_branch is not None
-    for share, first in ((0.0, 1), (0.5, 4), (1.0, 8)):
-        planner = SchedulePlanner(seen.by_branch, share)
-        masks = planner.plan(8).split(" ")
-        assert all(mask.startswith("#" * first) for mask in masks)
-        assert sum(mask.count("#") for mask in masks) == 16
-        assert ("50%" in str(planner)) == (share == 0.5)
+    together, apart = SchedulePlanner(seen.by_branch), SchedulePlanner(seen.by_branch, together=False)
+    (one, other), masks = together.plan(7).split(" "), apart.plan(7).split(" ")
+    assert one == other
+    assert one.count("#") == 7
+    assert sum(mask.count("#") for mask in masks) == 14
+    assert masks[0] != masks[1]
+    assert (str(together), str(apart)) == ("fitted", "fitted, branches apart")
+    weights = together.settings(f"{one} {other}")["forecast_weights"]
+    assert weights["cond"] != weights["uncond"], "each has its own weights all the same"
 
 
 @pytest.mark.parametrize("count", [1, 13, 4.0, True])
@@ -95,4 +98,4 @@ def test_the_best_way_of_planning_is_the_one_with_the_best_pictures(make_session
     worst = choose_planner(session, lambda row: -row.nearness, computed=5)
     assert session.measure(worst.planner.method(5)).nearness == min(row.nearness for _, row in choice.tried)
     assert len(choice.tried) > 1
-    assert worst.planner.first_share != choice.planner.first_share
+    assert worst.planner.together != choice.planner.together

@@ -168,21 +168,15 @@ def fit_weights(products: Products, schedules: Mapping[str, Sequence[bool] | str
     return FittedPlan(written, weights, math.sqrt(way.now))
 
 
-def fit_schedule(
-    products: Products, forwards: int, depth: int = DEPTH, together: bool = False, first: int = 1
-) -> FittedPlan:
+def fit_schedule(products: Products, forwards: int, depth: int = DEPTH, together: bool = False) -> FittedPlan:
     """The best schedule that was found with so many computed forwards of all branches, and its weights.
 
     Of all ways to a step with the same number of forwards and the same last two computed steps the best is followed.
-    `together` computes all branches at the same steps, as a pipeline must that calls them in one batch. The `first`
-    steps are computed in any case: where a model has not made up its mind, what is a small error may turn it."""
+    `together` computes all branches at the same steps, as a pipeline must that calls them in one batch."""
     steps, branches = len(products.sizes), len(products.branches)
-    if type(first) is not int or not 1 <= first <= steps:
-        raise SettingError(f"first={first!r}; a whole number from 1 to {steps}, the number of steps, was expected.")
-    least = first * branches
-    if type(forwards) is not int or not least <= forwards <= steps * branches:
+    if type(forwards) is not int or not branches <= forwards <= steps * branches:
         raise SettingError(
-            f"forwards={forwards!r}; a whole number from {least} (the first {first} of each branch) to "
+            f"forwards={forwards!r}; a whole number from {branches} (the first step of each branch) to "
             f"{steps * branches} (all) was expected."
         )
     if together and forwards % branches:
@@ -192,13 +186,13 @@ def fit_schedule(
     choices = [skip for count in range(branches + 1) for skip in itertools.combinations(every, count)]
     if together:
         choices = [(), tuple(every)]
-    ways = [_start(products, first)]
-    for step in range(first, steps):
+    ways = [_start(products)]
+    for step in range(1, steps):
         best: dict[tuple[Any, ...], _Way] = {}
         for way, skipped in itertools.product(ways, choices):
             count = way.forwards + branches - len(skipped)
             left = branches * (steps - 1 - step)
-            share = least + (forwards - least) * (step - first + 1) / (steps - first)
+            share = branches + (forwards - branches) * step / (steps - 1)
             if abs(count - share) > _SLACK or not forwards - left <= count <= forwards:
                 continue
             taken = _take(products, way, step, skipped, depth)[0]
@@ -211,9 +205,9 @@ def fit_schedule(
     return fit_weights(products, masks, depth)
 
 
-def _start(products: Products, first: int = 1) -> _Way:
-    """The first steps are computed."""
-    return _Way((tuple(range(first)),) * len(products.branches), np.zeros(len(products.values)))
+def _start(products: Products) -> _Way:
+    """The first step is computed."""
+    return _Way(((0,),) * len(products.branches), np.zeros(len(products.values)))
 
 
 def _narrow(ways: Any) -> list[_Way]:

@@ -110,13 +110,12 @@ def _mag_ratios(diffusers: Any, studio: Studio, tasks: Sequence[Task]) -> list[f
 
 
 def _sea(diffusers: Any) -> list[Method]:
-    """At most two steps in a row, its own default, and four where its threshold allows for them."""
-    rows = []
-    for threshold, most in ((0.1, 2), (0.25, 2), (0.5, 2), (0.5, 4), (1.0, 2), (1.0, 4)):
-        settings = {"threshold": threshold, "max_consecutive_cached": most}
-        config = diffusers.SeaCacheConfig(**settings)
-        rows.append(_of_diffusers("diffusers SeaCache", f"{threshold}, at most {most}", config, settings, True))
-    return rows
+    """Its own default. It is for pipelines that tell it the step and the noise level, which few do: with others it
+    computes everything, at any setting."""
+    config = diffusers.SeaCacheConfig()
+    settings = {"threshold": config.threshold, "max_consecutive_cached": config.max_consecutive_cached}
+    name = f"{config.threshold}, at most {config.max_consecutive_cached}"
+    return [_of_diffusers("diffusers SeaCache", name, config, settings, True)]
 
 
 def _cache_dit() -> list[Method]:

@@ -2,8 +2,9 @@
 
 Planned by `samovar.cache.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
 is how the model answers to an error: one that has made up its mind corrects it, and one that has not may turn to
-another picture, which happens early if at all. So plans that compute more of the first steps are tried as well, and
-pictures tell which are best.
+another picture. Where each branch of the guidance skips steps of its own, there is less of an error to begin with, but
+at most steps one branch answers to it and the other does not, and their difference, which the guidance magnifies, is
+off. So both are planned, branches together and apart, and pictures tell which is better.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from .methods import Method, ours
 from .session import Row, Session
 from .trajectory import Trajectory, watched_exact
 
-FIRST_SHARES = (0.0, 0.2, 0.4)
-"""Of the computed steps, so many may be the first ones in any case."""
 TRIED_SHARE = 0.4
 """Of all steps are computed by the plans that are compared, where nothing else is asked for."""
 
@@ -35,19 +34,17 @@ def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method
 
 @dataclass(frozen=True)
 class SchedulePlanner:
-    """Schedules with weights of their own at every skipped step, for all branches together or for each one."""
+    """Schedules with weights of their own at every skipped step and for each branch."""
 
     products: Products
-    first_share: float = 0.0
-    """Of the computed steps, so many are the first ones in any case."""
+    together: bool = True
+    """Whether all branches are computed at the same steps."""
 
     fewest = 2
     """Of computed steps, that it plans with."""
 
     def __str__(self) -> str:
-        branches = " by branch" if len(self.products.branches) > 1 else ""
-        first = f", the first {self.first_share:.0%} in a row" if self.first_share else ""
-        return f"fitted weights{branches}{first}"
+        return "fitted" if self.together else "fitted, branches apart"
 
     def plan(self, computed: int) -> str:
         """The best schedule with so many computed steps: `#` computed, `.` skipped; one for each branch, with a space
@@ -55,8 +52,7 @@ class SchedulePlanner:
         steps = len(self.products.sizes)
         if type(computed) is not int or not self.fewest <= computed <= steps:
             raise SettingError(f"{computed!r} computed steps; a number from {self.fewest} to {steps} was expected.")
-        first = max(1, round(self.first_share * computed))
-        found = fit_schedule(self.products, computed * len(self.products.branches), first=first)
+        found = fit_schedule(self.products, computed * len(self.products.branches), together=self.together)
         return " ".join(found.schedules.values())
 
     def settings(self, mask: str) -> dict[str, Any]:
@@ -84,7 +80,7 @@ def choose_planner(session: Session, score: Callable[[Row], float], computed: in
     session.exact(watched)
     trajectory = Trajectory.read(session.notes(watched))
     products = trajectory.by_branch or trajectory.together
-    planners = [SchedulePlanner(products, share) for share in FIRST_SHARES]
+    planners = [SchedulePlanner(products, together) for together in (True, False)[: len(products.branches)]]
     count = max(computed or round(TRIED_SHARE * trajectory.steps), SchedulePlanner.fewest)
     methods = [planner.method(count) for planner in planners]
     tried = [(method, session.measure(method)) for method in {method.name: method for method in methods}.values()]
