@@ -1,8 +1,8 @@
 """What do skipped steps cost in quality, beside other caches and beside fewer plain steps? On the built-in model.
 
-    python benchmarks/quality.py --device cuda --dtype float32 --batch 64 --json benchmarks/results/quality.json
+    python benchmarks/quality.py --device cuda --dtype float32 --json benchmarks/results/quality.json
 
-One process: settings are planned and tuned on 32 captions, then everything is measured on 64 others with 4 seeds each,
+One process: settings are planned and tuned on 128 captions, then everything is measured on 64 others with 4 seeds each,
 50 steps. A promise is tuned for at three levels each of PSNR, LPIPS and speed, and checked on those others. What is
 done is kept in `--state` until the end, so that an interrupted run goes on.
 """
@@ -84,12 +84,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", help="cuda or cpu (a GPU if there is one)")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--captions", type=int, default=64)
-    parser.add_argument("--tuning-captions", type=int, default=32)
+    parser.add_argument("--tuning-captions", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--alone", type=int, default=8, help="pictures that adaptive methods make one at a time too")
+    parser.add_argument("--alone", type=int, default=4, help="pictures that adaptive methods make one at a time too")
     parser.add_argument("--refine", type=int, default=0, help="changes of each planned schedule to try")
     parser.add_argument("--no-tune", action="store_true", help="only the curves")
     parser.add_argument("--state", type=Path, default=Path("quality-state"), help="where an interrupted run goes on")

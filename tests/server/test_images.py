@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import gc
 import io
 import json
 import time
@@ -17,6 +19,10 @@ import httpx
 import openai
 import PIL.Image
 import pytest
+
+from samovar.engine import OmniDiffusionSamplingParams, Ticket
+from samovar.omni import AsyncOmni
+from samovar.server import House, ServerConfig, create_app
 
 from .conftest import KEY
 from .running import PATIENCE_S, PROMPT, RunningServer, until
@@ -269,3 +275,39 @@ def test_an_editor_that_goes_away_frees_its_place(guarded: RunningServer) -> Non
     with guarded.client(headers=headers) as http, pytest.raises(httpx.ReadTimeout):
         http.post(EDIT, data=fields, files={"image": png()}, timeout=httpx.Timeout(PATIENCE_S, read=1.0))
     until(lambda: guarded.status(**headers)["running"] == 0, "nothing is running")
+
+
+def test_nothing_is_left_of_requests_that_are_over(folder: Path) -> None:
+    """Not even for the collector, which may come hundreds of pictures later: made, streamed, refused, or given up."""
+    made: dict[str, Any] = {"num_inference_steps": 2}
+    streamed, refused, given_up = (
+        made | {"stream": True, "partial_images": 1},
+        made | {"size": "17x16"},
+        {"deadline": 0.001},
+    )
+
+    async def main() -> None:
+        async with AsyncOmni(str(folder), device="cpu") as omni:
+            house = House(omni, ServerConfig())
+            house.open()
+            transport = httpx.ASGITransport(create_app(house))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE_S) as http:
+
+                async def ask(status: int, values: dict[str, Any], others: list[Ticket]) -> None:
+                    answer = await http.post(GENERATE, json={"prompt": PROMPT, **values})
+                    assert answer.status_code == status, answer.text
+                    await asyncio.sleep(0)  # What was cancelled ends in the loop's next turn.
+                    assert [item for item in gc.get_objects() if type(item) is Ticket] == others, values
+
+                for status, values in ((200, made), (200, streamed), (400, refused), (200, made)):
+                    await ask(status, values, [])
+                running = omni.submit(PROMPT, OmniDiffusionSamplingParams(num_inference_steps=LONG))
+                await ask(503, given_up, [running])
+                running.cancel()
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
