@@ -644,3 +644,34 @@ def test_offload_of_others_changes_nothing_and_moves_nothing(
         found, wanted = (b.stats().denoisers["transformer"] for b in (backend, expected))
         assert found.signal == wanted.signal
         assert found.branches == wanted.branches
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def tensors_for_the_collector(work: Callable[[], object]) -> int:
+    """How many tensors lie in cycles after some work, and are there until the collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        work()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.2}, {"rel_l1_thresh": 0.4, "forecast": "linear"}])
+def test_no_tensor_of_a_step_waits_for_the_collector(settings: dict[str, Any]) -> None:
+    """On a GPU it would come too late."""
+    tiny = PIPELINES["flux"]
+    pipe = tiny.build(0)
+    backend = TeaCacheBackend(settings)
+    backend.enable(pipe)
+    tiny.run(pipe, 8)
+    few, many = (tensors_for_the_collector(lambda: tiny.run(pipe, steps)) for steps in (10, 20))  # noqa: B023
+    assert few == many, "but for the twins of a run"
+    backend.disable(pipe)

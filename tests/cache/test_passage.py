@@ -101,7 +101,7 @@ def test_the_leader_is_asked_once_before_any_block_runs(name: str) -> None:
     trace, first = gated.computed(gated.of(case(name)))
     asked: list[tuple[Call, torch.nn.Module]] = []
 
-    def lead(call: Call, given: Given) -> Mode:
+    def lead(call: Call, given: Given, guessed: bool) -> Mode:
         asked.append((call, given.block))
         return "skip"
 
@@ -119,7 +119,7 @@ def test_a_step_that_is_computed_after_all_owes_nothing_to_a_guess(name: str, gu
     exact = case(name).run(model, 1)
     gated = Gated(model)
     trace, first = gated.computed(gated.of(case(name)))
-    passage = Passage(trace, "ask", stored(first.parts), lambda call, given: "compute")
+    passage = Passage(trace, "ask", stored(first.parts), lambda call, given, guessed: "compute")
     if guesses:
         with pytest.raises(Recompute):
             gated.through(passage, gated.of(case(name), 1))

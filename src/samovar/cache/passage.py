@@ -19,8 +19,9 @@ from .memo import Memo, equal
 from .schedule import Mode
 from .trace import Call, Desynchronised, Gate, OuterCall, Segment, Trace, added, alike
 
-Lead = Callable[[Call, "Given"], Mode]
-"""Called at the leading block with what it is given; says how to go on."""
+Lead = Callable[[Call, "Given", bool], Mode]
+"""Called at the leading block with what it is given, and with whether anything before it was left out on the chance
+that the step is skipped; says how to go on."""
 
 
 class Given(NamedTuple):
@@ -96,7 +97,7 @@ class Passage:
 
     def _enter(self, call: Call, given: Given) -> Any:
         if call is self._trace.leader and self._lead is not None:
-            mode = self._lead(call, given)
+            mode = self._lead(call, given, self.guessed)
             if mode == "compute" and self.guessed:
                 raise Recompute
             self.mode = mode

@@ -148,7 +148,7 @@ class BlockRunner:
             return
         handles: list[RemovableHandle] = []
 
-        def lead(call: Call, given: Given) -> Mode:
+        def lead(call: Call, given: Given, guessed: bool) -> Mode:
             if attempt.mode == "compute":
                 self._drop_old_probe(trace)
             begun_anew = attempt.signal is not None  # To be computed: it was asked before.
@@ -156,7 +156,7 @@ class BlockRunner:
                 if attempt.of_output:
                     raise _Enough
                 return "skip"
-            if not (trace.probe_checked or passage.guessed):
+            if not (trace.probe_checked or guessed):
                 handles.extend(self._check_probe(trace, call, given))
             return "compute"
 

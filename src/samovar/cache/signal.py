@@ -134,7 +134,7 @@ def _run(twin: torch.nn.Module, args: Any, kwargs: Any) -> _Reached | None:
         else:
             twin.forward(*args, **kwargs)
     except _Reached as reached:
-        return reached
+        return reached.with_traceback(None)  # Its frames hold it, and tensors.
     except _TWIN_FAILS:
         return None
     return None
