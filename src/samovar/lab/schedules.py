@@ -2,9 +2,9 @@
 
 Planned by `samovar.cache.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
 is how the model answers to an error: one that has made up its mind corrects it, and one that has not may turn to
-another picture. Where each branch of the guidance skips steps of its own, there is less of an error to begin with, but
-at most steps one branch answers to it and the other does not, and their difference, which the guidance magnifies, is
-off. So both are planned, branches together and apart, and pictures tell which is better.
+another picture. Where each branch of the guidance skips steps of its own, there is less of an error to begin with, and
+yet more pictures turn; perhaps because at most steps one branch answers to it and the other does not. So both are
+planned, branches together and apart, and pictures tell which is better.
 """
 
 from __future__ import annotations
