@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samovar.errors import SettingError
-from samovar.lab.metrics import HIGHEST_PSNR, Quality, average, measure, psnr, ssim
+from samovar.lab.metrics import HIGHEST_PSNR, Quality, average, measure, psnr, psnr_of_mean_error, ssim
 
 
 def grey(value: float, size: int = 16) -> torch.Tensor:
@@ -61,3 +61,11 @@ def test_measure_has_all_three_for_each_picture() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(SettingError, match=r"\(1, 3, 16, 16\) and \(1, 3, 8, 8\) cannot be compared"):
         measure(grey(0.5), grey(0.5, 8))
+
+
+def test_the_worst_pictures_count_most_in_the_mean_error() -> None:
+    def of(*psnrs: float) -> float:
+        return psnr_of_mean_error([Quality(psnr, 1.0, 0.0) for psnr in psnrs])
+
+    assert of(40.0, 40.0) == pytest.approx(40.0)
+    assert of(80.0, 20.0) == pytest.approx(20.0 + 10 * math.log10(2), abs=1e-4)

@@ -3,8 +3,8 @@
 Planned by `samovar.cache.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
 is how the model answers to an error: one that has made up its mind corrects it, and one that has not may turn to
 another picture. Where each branch of the guidance skips steps of its own, there is less of an error to begin with, and
-yet more pictures turn; perhaps because at most steps one branch answers to it and the other does not. So both are
-planned, branches together and apart, and pictures tell which is better.
+yet more pictures turn; perhaps because at most steps one branch answers to it and the other does not. So branches go
+together, unless there are pictures enough to tell that apart is better.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .methods import Method, ours
 from .session import Row, Session
 from .trajectory import Trajectory, watched_exact
 
+ENOUGH = 45
+"""Of fewer pictures there may be none of the kind that turns, and apart would seem better."""
 TRIED_SHARE = 0.4
 """Of all steps are computed by the plans that are compared, where nothing else is asked for."""
 
@@ -80,7 +82,9 @@ def choose_planner(session: Session, score: Callable[[Row], float], computed: in
     session.exact(watched)
     trajectory = Trajectory.read(session.notes(watched))
     products = trajectory.by_branch or trajectory.together
-    planners = [SchedulePlanner(products, together) for together in (True, False)[: len(products.branches)]]
+    planners = [SchedulePlanner(products)]
+    if len(products.branches) > 1 and len(session.tasks) >= ENOUGH:
+        planners.append(SchedulePlanner(products, together=False))
     count = max(computed or round(TRIED_SHARE * trajectory.steps), SchedulePlanner.fewest)
     methods = [planner.method(count) for planner in planners]
     tried = [(method, session.measure(method)) for method in {method.name: method for method in methods}.values()]
