@@ -136,6 +136,13 @@ def work_once(worker: Worker, orders: Orders, pipe: Connection, place: Place) ->
     _answer(worker, orders.next(), orders, pipe, place)
     # An error holds the frames that it has passed, whose tensors may fill a GPU, and is held by one of them.
     gc.collect()
+    _give_back_heap()
+
+
+def _give_back_heap() -> None:
+    """Free memory goes back to the system: jobs of all sizes leave holes, and a heap with holes grows for days."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # Not in every libc.
+        trim(0)
 
 
 def _answer(worker: Worker, order: Make, orders: Orders, pipe: Connection, place: Place) -> None:
