@@ -78,6 +78,15 @@ def test_a_folder_has_its_name_wherever_it_is_called_from(tmp_path: Path, monkey
     assert named == ["inside", "flux", "inside", "name"]
 
 
+def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flux").mkdir()
+    monkeypatch.chdir(tmp_path / "flux")
+    one = House(SimpleNamespace(config=SimpleNamespace(model=".")), ServerConfig())  # type: ignore[arg-type]
+    assert one.model_name == "flux"
+    monkeypatch.chdir(tmp_path)
+    assert one.model_name == "flux"
+
+
 @pytest.mark.parametrize(
     ("limits", "says"),
     [

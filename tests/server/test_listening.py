@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -212,3 +214,29 @@ def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+OLD_GARBAGE = """
+import gc, weakref
+from samovar.server.listening import _set_libraries_aside
+
+class Connection:
+    def __init__(self):
+        self.itself = self
+
+libraries = [[] for _ in range(400_000)]
+_set_libraries_aside()
+connection = Connection()
+gc.collect(1)
+gc.collect(1)
+is_there = weakref.ref(connection)
+del connection
+for _ in range(300):
+    requests = [[] for _ in range(800)]
+assert is_there() is None, gc.get_stats()
+"""
+"""In a process of its own: what is set aside stays so."""
+
+
+def test_old_garbage_is_found_though_the_libraries_are_set_aside() -> None:
+    subprocess.run([sys.executable, "-c", OLD_GARBAGE], check=True, timeout=PATIENCE_S)

@@ -52,9 +52,9 @@ class House:
             message = "The server is ending, and its model was not loaded."
             raise Refusal(503, message, code="shutting_down", headers={"Retry-After": "5"})
 
-    @property
+    @cached_property
     def model_name(self) -> str:
-        """What clients call the model. A folder's name, never where it is."""
+        """What clients call the model. A folder's name, never where it is, and the same as long as the server lives."""
         path = Path(self.omni.config.model)
         return path.resolve().name if path.name in ("", "..") else path.name
 
