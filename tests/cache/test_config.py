@@ -25,6 +25,18 @@ FITTED: dict[str, Any] = {
     "forecast_weights": {"cond": WEIGHTS, "uncond": WEIGHTS},
 }
 
+OTHER_WEIGHTS: dict[str, Any] = {"cond": {}, "uncond": {}}
+EARLY = {"cond": {"1": {"0": 1.0}}, "uncond": {"1": {"0": 1.0}}}
+HARD: dict[str, Any] = {
+    "branch": "cond", "step": 1, "weights": {"0": 1.0}, "error": 0.05,
+    "schedule": {"cond": "####", "uncond": "####"}, "forecast_weights": OTHER_WEIGHTS,
+}  # fmt: skip
+
+
+def hard(**changes: Any) -> dict[str, Any]:
+    return FITTED | {"hard": HARD | changes}
+
+
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"rel_l1_thresh": -0.1}, ["rel_l1_thresh=-0.1", "from 0 upwards"]),
     ({"rel_l1_thresh": -INF}, ["rel_l1_thresh=-inf", "from 0 upwards"]),
@@ -92,6 +104,24 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (FITTED | {"schedule": "#.##."}, ["'cond' at step 1 rest on []", "computed steps before it"]),
     (FITTED | {"forecast_weights": {"*": {"2": {"1": NAN}}}, "schedule": "##."}, ["'*' at step 2", "finite"]),
     (FITTED | {"forecast_weights": {"*": {"2": {"3": 1.0}}}, "schedule": "##.#"}, ["'*' at step 2 rest on [3]"]),
+    (FITTED | {"hard": 3}, ["hard=3", "branch, step, weights, error, schedule, forecast_weights"]),
+    (FITTED | {"hard": {"step": 1}}, ["hard={'step': 1}", "a mapping with branch"]),
+    (hard(eror=1), ["hard has no setting 'eror'", "Did you mean 'error'?"]),
+    (hard(step=0), ["hard: step=0", "from 1 upwards"]),
+    (hard(step=True), ["hard: step=True", "from 1 upwards"]),
+    (hard(step=2), ["hard: step 2 of 'cond'", "that the schedule has computed", "'cond', 'uncond'"]),
+    (hard(step=9), ["hard: step 9 of 'cond'", "that the schedule has computed"]),
+    (hard(branch="third"), ["hard: step 1 of 'third'", "'cond', 'uncond'"]),
+    (hard(error=-1.0), ["hard: error=-1.0", "from 0 upwards"]),
+    (hard(error=NAN), ["hard: error=nan", "from 0 upwards"]),
+    (hard(weights=[1.0]), ["hard: weights=[1.0]", "a weight for each"]),
+    (hard(weights={}), ["hard: weights={}", "finite"]),
+    (hard(weights={"1": 1.0}), ["hard: weights of the steps [1]", "computed steps before 1"]),
+    (hard(schedule={"cond": "#..#", "uncond": "####"}), ["forecast_weights of 'cond' at step 1 rest on []"]),
+    (hard(schedule={"cond": "####"}, forecast_weights={"cond": {}}), ["hard: a schedule of ['cond']", "same branches"]),
+    (hard(schedule=dict.fromkeys(("cond", "uncond"), "#####")), ["hard: a schedule of 'cond'", "its length"]),
+    (hard(schedule=dict.fromkeys(EARLY, "#.##"), forecast_weights=EARLY), ["hard: a schedule of 'cond'", "first 2"]),
+    ({"schedule": "##.#", "hard": HARD}, ["with some forecast_weights"]),
     ({"rel_l1_tresh": 0.2}, ["rel_l1_tresh", "Did you mean 'rel_l1_thresh'?"]),
     ({"max_skip": 2}, ["max_skip", "Did you mean 'max_skips'?"]),
     ({"forecast_off": "output"}, ["forecast_off", "Did you mean 'forecast_of'?"]),
@@ -248,6 +278,7 @@ def test_the_summary_says_what_is_not_usual() -> None:
     assert scheduled.summary() == "forecast=linear, schedule=#.#", "a schedule has no threshold and no guards"
     fitted = TeaCacheConfig.read(FITTED).summary()
     assert fitted == "forecast=fitted, forecast_of=output, schedule=cond:##.# uncond:##.#", "weights are too many"
+    assert TeaCacheConfig.read(hard()).summary() == f"{fitted}, hard=(cond:#### uncond:####)"
 
 
 # ------------------------------------------------------------------------------------------------ of another length

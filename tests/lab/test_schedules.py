@@ -60,27 +60,51 @@ def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
     assert made.computed == mask.count("#") == 5
     assert set(made.notes.values()) == {mask}
     assert seen.by_branch is not None
-    planner = SchedulePlanner(seen.by_branch, together=False)
+    planner = SchedulePlanner(seen.by_branch)
     made = session.measure(planner.method(5))
     assert made.computed == 5
-    assert " ".join(made.notes.values()) == planner.plan(5), "each branch goes by its own"
+    assert " ".join(made.notes.values()) == planner.plan(5)
     row = TeaCacheConfig.read(planner.settings("#.#.#.## ####.###")).weights_for("uncond", 4)
     assert row is not None
     assert set(row) <= {0, 1, 2, 3}, "a schedule from elsewhere has weights fitted to it"
 
 
-def test_branches_go_together_or_each_its_own_way(make_session: MakeSession) -> None:
+def test_branches_go_together_each_with_its_own_weights(make_session: MakeSession) -> None:
     seen = watched_run(make_session(steps=12, tasks=TASKS[:1]))
     assert seen.by_branch is not None
-    together, apart = SchedulePlanner(seen.by_branch), SchedulePlanner(seen.by_branch, together=False)
-    (one, other), masks = together.plan(7).split(" "), apart.plan(7).split(" ")
+    planner = SchedulePlanner(seen.by_branch)
+    one, other = planner.plan(7).split(" ")
     assert one == other
     assert one.count("#") == 7
-    assert sum(mask.count("#") for mask in masks) == 14
-    assert masks[0] != masks[1]
-    assert (str(together), str(apart)) == ("fitted", "fitted, branches apart")
-    weights = together.settings(f"{one} {other}")["forecast_weights"]
-    assert weights["cond"] != weights["uncond"], "each has its own weights all the same"
+    weights = planner.settings(f"{one} {other}")["forecast_weights"]
+    assert weights["cond"] != weights["uncond"]
+
+
+def test_hard_pictures_have_a_plan_that_the_others_pay_for(make_session: MakeSession) -> None:
+    seen = watched_run(make_session(steps=12))
+    assert seen.by_branch is not None
+    assert seen.early is not None
+    assert {name: rows.shape for name, rows in seen.early.items()} == {"cond": (3, 3, 3), "uncond": (3, 3, 3)}
+    planner = SchedulePlanner(seen.by_branch, seen.early)
+    mask, _ = planner.plan(8).split(" ")
+    settings = planner.settings(planner.plan(8))
+    more = settings["hard"]["schedule"]["cond"]
+    assert (mask.count("#"), more.count("#")) == (7, 12), "at most all"
+    assert mask.startswith("###")
+    assert (str(SchedulePlanner(seen.by_branch)), str(planner)) == ("fitted", "fitted, more for hard pictures")
+    few = planner.plan(5)
+    assert few == SchedulePlanner(seen.by_branch).plan(5), "of so few none can be spared"
+    assert TeaCacheConfig.read(settings).plan_of_hard is not None
+
+
+def test_a_single_branch_goes_by_any_name() -> None:
+    rows = np.random.default_rng(0).normal(size=(12, 40))
+    products = Products(("only",), (1.0,), (1.0,) * 12, rows @ rows.T)
+    planner = SchedulePlanner(products, {"only": (rows @ rows.T)[None, :3, :3]})
+    config = TeaCacheConfig.read(planner.settings(planner.plan(8)))
+    assert config.mask is not None
+    assert config.plan_of_hard is not None
+    assert config.plan_of_hard.mask_for("another") == config.plan_of_hard.mask
 
 
 @pytest.mark.parametrize("count", [1, 13, 4.0, True])
@@ -94,18 +118,17 @@ def test_the_best_way_of_planning_is_the_one_with_the_best_pictures(
     make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedules, "ENOUGH", 1)
-    session = make_session(steps=10, tasks=TASKS[:1])
-    choice = choose_planner(session, lambda row: row.nearness, computed=5)
-    chosen = session.measure(choice.planner.method(5))
+    session = make_session(steps=12)
+    choice = choose_planner(session, lambda row: row.nearness, computed=8)
+    chosen = session.measure(choice.planner.method(8))
     assert chosen.nearness == max(row.nearness for _, row in choice.tried)
-    assert {row.computed for _, row in choice.tried} == {5}
-    worst = choose_planner(session, lambda row: -row.nearness, computed=5)
-    assert session.measure(worst.planner.method(5)).nearness == min(row.nearness for _, row in choice.tried)
+    worst = choose_planner(session, lambda row: -row.nearness, computed=8)
+    assert session.measure(worst.planner.method(8)).nearness == min(row.nearness for _, row in choice.tried)
     assert len(choice.tried) == 2
-    assert worst.planner.together != choice.planner.together
+    assert (worst.planner.early is None) != (choice.planner.early is None)
 
 
-def test_few_pictures_do_not_tell_that_branches_may_go_apart(make_session: MakeSession) -> None:
-    choice = choose_planner(make_session(steps=10, tasks=TASKS[:1]), lambda row: -row.nearness, computed=5)
-    assert choice.planner.together
+def test_few_pictures_do_not_tell_which_are_hard(make_session: MakeSession) -> None:
+    choice = choose_planner(make_session(steps=12), lambda row: row.nearness, computed=8)
+    assert choice.planner.early is None
     assert len(choice.tried) == 1

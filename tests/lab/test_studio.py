@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lab.tiny import PARAMS, TASKS, MakeStudio
+from lab.tiny import PARAMS, TASKS, MakeSession, MakeStudio
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SamovarError, SettingError
 from samovar.lab.methods import EXACT, ours
+from samovar.lab.schedules import SchedulePlanner
 from samovar.lab.studio import Studio, StudioConfig, Task, tasks_of
+from samovar.lab.trajectory import Trajectory, watched_exact
 
 
 def test_pictures_are_the_bits_of_the_pipeline(make_studio: MakeStudio, pipeline: Any) -> None:
@@ -34,6 +36,24 @@ def test_a_batch_gives_the_pictures_that_each_would_be_alone(make_studio: MakeSt
             alone = [make([task]) for task in TASKS[:2]]
         assert [one.forwards for one in alone] == [together.forwards] * 2
         torch.testing.assert_close(together.pictures, torch.cat([one.pictures for one in alone]), atol=2e-5, rtol=0)
+
+
+def test_of_a_batch_of_both_kinds_each_picture_is_what_it_would_be_alone(make_session: MakeSession) -> None:
+    session = make_session(steps=12, batch=3)
+    watched = watched_exact()
+    session.exact(watched)
+    seen = Trajectory.read(session.notes(watched))
+    assert seen.by_branch is not None
+    planner = SchedulePlanner(seen.by_branch, seen.early)
+    settings = planner.settings(planner.plan(8))
+    settings["hard"]["error"] *= 1 - 1e-4  # Of three pictures the worst is on the line: now it is beyond.
+    studio = session.studio
+    with studio.under(ours("tea_cache", settings)) as make:
+        together = make(TASKS)
+        alone = [make([task]) for task in TASKS]
+    assert sorted(one.forwards for one in alone) == [14, 14, 24]
+    assert together.forwards == pytest.approx((14 + 14 + 24) / 3)
+    torch.testing.assert_close(together.pictures, torch.cat([one.pictures for one in alone]), atol=2e-5, rtol=0)
 
 
 def test_skipped_forwards_are_not_counted(make_studio: MakeStudio) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, get_args
 
 from ..errors import SettingError, nearest
 from .forecast import Forecast, Target
+from .hard import HardPictures
 
 EVERY_BRANCH = "*"
 """The name that stands for every branch that is not named."""
@@ -56,6 +58,9 @@ class TeaCacheConfig:
     schedule: Sequence[bool] | str | Mapping[str, Sequence[bool] | str] | None = None
     """Which steps are computed, decided beforehand: a mask, or a string with `#` for computed and `.` for
     skipped, or one of them for each branch by name. Nothing is measured then, and no device has to be waited for."""
+    hard: HardPictures | Mapping[str, Any] | None = None
+    """For "fitted": how pictures are told that do not bear so many skipped steps, and the schedule for them. A batch is
+    hard if one of its pictures is."""
 
     def __post_init__(self) -> None:
         _check_number("rel_l1_thresh", self.rel_l1_thresh, "a number from 0 upwards, such as 0.2", 0.0, math.inf)
@@ -76,6 +81,8 @@ class TeaCacheConfig:
         object.__setattr__(self, "schedule", _read_schedule(self.schedule))
         object.__setattr__(self, "forecast_weights", _read_weights(self.forecast_weights))
         _check_fitted(self)
+        object.__setattr__(self, "hard", HardPictures.read(self.hard))
+        _check_hard(self)
 
     @classmethod
     def read(cls, settings: TeaCacheConfig | Mapping[str, Any] | None) -> TeaCacheConfig:
@@ -129,8 +136,17 @@ class TeaCacheConfig:
     def order(self) -> int:
         """How many computed steps, less one, a forecast rests on."""
         if self.forecast == "fitted":
-            return max(_depth(self, branch) for branch in self.forecast_weights or {}) - 1
+            plans = [self] if self.plan_of_hard is None else [self, self.plan_of_hard]
+            return max(_depth(plan, branch) for plan in plans for branch in plan.forecast_weights or {}) - 1
         return {"reuse": 0, "linear": 1, "taylor": self.forecast_order}[self.forecast]
+
+    @functools.cached_property
+    def plan_of_hard(self) -> TeaCacheConfig | None:
+        """The settings by which hard pictures go on, if there are such."""
+        hard = self.hard
+        if not isinstance(hard, HardPictures):
+            return None
+        return dataclasses.replace(self, schedule=hard.schedule, forecast_weights=hard.forecast_weights, hard=None)
 
     def summary(self) -> str:
         """The settings that are not the usual ones, in a line."""
@@ -138,10 +154,13 @@ class TeaCacheConfig:
         given = {name: getattr(self, name) for name in usual}
         shown = {name: value for name, value in given.items() if name == "rel_l1_thresh" or value != usual[name]}
         shown.pop("forecast_weights", None)  # Too many for a line.
+        shown.pop("hard", None)
         if self.schedule is not None:
             shown = {name: value for name, value in shown.items() if name.startswith("forecast")}
             written = {name: "".join(".#"[computed] for computed in mask) for name, mask in self.masks.items()}
             shown["schedule"] = " ".join(mask if self.mask else f"{name}:{mask}" for name, mask in written.items())
+        if self.plan_of_hard is not None:
+            shown["hard"] = f"({self.plan_of_hard.summary().rpartition('schedule=')[2]})"
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     @property
@@ -251,11 +270,43 @@ def _check_fitted(config: TeaCacheConfig) -> None:
                 )
 
 
+def _check_hard(config: TeaCacheConfig) -> None:
+    """Both schedules are one up to the step where they part, and what is compared there is stored."""
+    hard, plan = config.hard, config.plan_of_hard
+    if not isinstance(hard, HardPictures) or plan is None:
+        return
+    if config.forecast != "fitted" or set(config.masks) != set(plan.masks):
+        raise SettingError(
+            f"hard: a schedule of {sorted(plan.masks)!r} beside one of {sorted(config.masks)!r} with "
+            f"forecast={config.forecast!r}; the same branches and 'fitted' were expected."
+        )
+    mask = config.mask_for(hard.branch)
+    if mask is None or hard.step >= len(mask) or not mask[hard.step]:
+        raise SettingError(
+            f"hard: step {hard.step} of {hard.branch!r}; a step that the schedule has computed was expected, of one of "
+            f"the branches {', '.join(map(repr, config.masks))}."
+        )
+    if not all(old < hard.step and mask[old] for old in hard.weights):
+        raise SettingError(
+            f"hard: weights of the steps {sorted(hard.weights)!r}; computed steps before {hard.step} were expected."
+        )
+    for branch, usual in config.masks.items():
+        other = plan.masks[branch]
+        if len(other) != len(usual) or other[: hard.step + 1] != usual[: hard.step + 1]:
+            raise SettingError(
+                f"hard: a schedule of {branch!r} that differs in its first {hard.step + 1} steps or its length; only "
+                "later steps may differ, when it is known which pictures are hard."
+            )
+
+
 def _depth(config: TeaCacheConfig, branch: str) -> int:
     """How many computed steps back the weights of a branch reach."""
     mask, weights = config.mask or config.masks[branch], config.forecast_weights
     assert weights is not None
-    return max((sum(mask[min(row) : step]) for step, row in weights[branch].items()), default=1)
+    rows = dict(weights[branch])
+    if isinstance(config.hard, HardPictures) and config.hard.branch == branch:
+        rows[config.hard.step] = config.hard.weights
+    return max((sum(mask[min(row) : step]) for step, row in rows.items()), default=1)
 
 
 def _read_mask(schedule: Any) -> Mask:

@@ -3,7 +3,8 @@
     watched = [Products.of(outputs, sizes, guidance), ...]        one for each exact run, and the run may be forgotten
     plan = fit_schedule(Products.mean(watched), forwards=32)      which forwards of all branches to compute, and weights
     plan = fit_weights(Products.mean(watched), {"cond": "#..#", "uncond": "##.#"})      or weights for a given schedule
-    make_cache_backend("forecast", plan.settings())
+    hard = fit_hard(Products.mean(watched), plan, early, forwards=64)               more for the pictures that need it
+    make_cache_backend("forecast", plan.settings() | {"hard": hard})
 
 `outputs` are by branch what the model gave at each step, `sizes` what each step moves the latents by (for a flow, the
 difference of noise levels), `guidance` what each branch counts for in the prediction. Where only the prediction was
@@ -40,6 +41,12 @@ _WIDTH = 32
 """So many ways are followed for each number of forwards."""
 _SLACK = 6
 """A way may be ahead of its share of the forwards, or behind it, by so many."""
+HARD_SHARE = 0.1
+"""Of all pictures so many are hard: on the built-in model nearly all that turn into others are among them."""
+_TOLD_AFTER = 0.06
+"""Of the run, which is computed for all, hard pictures are told; they do not bear a skipped step before that."""
+_EXACT = 2
+"""So many times as long hard pictures are computed whole."""
 
 
 @dataclass(frozen=True)
@@ -157,22 +164,23 @@ def fit_weights(products: Products, schedules: Mapping[str, Sequence[bool] | str
             f"{', '.join(map(repr, products.branches))} were expected."
         )
     _check_depth(depth)
-    weights: dict[str, dict[int, dict[int, float]]] = {branch: {} for branch in products.branches}
-    way = _start(products)
-    for step in range(1, len(products.sizes)):
-        skipped = [number for number, branch in enumerate(products.branches) if not masks[branch][step]]
-        way, fitted = _take(products, way, step, skipped, depth)
-        for number, row in fitted.items():
-            weights[products.branches[number]][step] = row
+    way, weights = _follow(products, masks, depth)
     written = {branch: "".join(".#"[computed] for computed in masks[branch]) for branch in products.branches}
     return FittedPlan(written, weights, math.sqrt(way.now))
 
 
-def fit_schedule(products: Products, forwards: int, depth: int = DEPTH, together: bool = False) -> FittedPlan:
+def fit_schedule(
+    products: Products,
+    forwards: int,
+    depth: int = DEPTH,
+    together: bool = False,
+    begin: Mapping[str, Sequence[bool] | str] | None = None,
+) -> FittedPlan:
     """The best schedule that was found with so many computed forwards of all branches, and its weights.
 
     Of all ways to a step with the same number of forwards and the same last two computed steps the best is followed.
-    `together` computes all branches at the same steps, as a pipeline must that calls them in one batch."""
+    `together` computes all branches at the same steps, as a pipeline must that calls them in one batch. `begin` gives
+    the first steps of each branch, which are not to be planned."""
     steps, branches = len(products.sizes), len(products.branches)
     if type(forwards) is not int or not branches <= forwards <= steps * branches:
         raise SettingError(
@@ -186,13 +194,16 @@ def fit_schedule(products: Products, forwards: int, depth: int = DEPTH, together
     choices = [skip for count in range(branches + 1) for skip in itertools.combinations(every, count)]
     if together:
         choices = [(), tuple(every)]
-    ways = [_start(products)]
-    for step in range(1, steps):
+    given = TeaCacheConfig(schedule=begin or dict.fromkeys(products.branches, "#")).masks
+    first = len(given[products.branches[0]])
+    start = _follow(products, given, depth)[0]
+    ways = [start]
+    for step in range(first, steps):
         best: dict[tuple[Any, ...], _Way] = {}
         for way, skipped in itertools.product(ways, choices):
             count = way.forwards + branches - len(skipped)
             left = branches * (steps - 1 - step)
-            share = branches + (forwards - branches) * step / (steps - 1)
+            share = start.forwards + (forwards - start.forwards) * (step - first + 1) / (steps - first)
             if abs(count - share) > _SLACK or not forwards - left <= count <= forwards:
                 continue
             taken = _take(products, way, step, skipped, depth)[0]
@@ -205,9 +216,54 @@ def fit_schedule(products: Products, forwards: int, depth: int = DEPTH, together
     return fit_weights(products, masks, depth)
 
 
-def _start(products: Products) -> _Way:
-    """The first step is computed."""
-    return _Way(((0,),) * len(products.branches), np.zeros(len(products.values)))
+def fit_hard(
+    products: Products, usual: FittedPlan, each: Mapping[str, Vector], forwards: int, depth: int = DEPTH
+) -> dict[str, Any] | None:
+    """For the setting `hard`: how pictures are told that do not bear the usual plan, and one with so many forwards for
+    them. `each` has by branch the products of the first outputs of single runs: (runs, steps, steps). None if the usual
+    plan skips any of the first steps, up to `told_at`."""
+    branch = max(zip(products.branches, products.guidance, strict=True), key=lambda one: abs(one[1]))[0]
+    mask, runs = usual.schedules[branch], each[branch]
+    step = told_at(len(mask))
+    if any("." in of[: step + 1] for of in usual.schedules.values()):
+        return None
+    old = list(range(step))[-depth:]
+    mean = runs.mean(axis=0)
+    gram = mean[np.ix_(old, old)]
+    gram[np.diag_indices(len(old))] += _RIDGE * gram.diagonal().mean() + np.finfo(np.float64).tiny
+    row = np.linalg.solve(gram, mean[old, step])
+    miss = np.zeros(len(mean))
+    miss[[*old, step]] = *-row, 1.0
+    squares = np.einsum("i,rij,j->r", miss, runs, miss) / np.maximum(runs[:, step, step], np.finfo(np.float64).tiny)
+    errors = np.sort(np.sqrt(np.maximum(squares, 0.0)))
+    exact = "#" * min(_EXACT * (step + 1), forwards // len(products.branches))
+    together = len(set(usual.schedules.values())) == 1
+    plan = fit_schedule(products, forwards, depth, together, dict.fromkeys(products.branches, exact)).settings()
+    return {
+        "branch": branch,
+        "step": step,
+        "weights": {str(number): float(f"{weight:.6g}") for number, weight in zip(old, row, strict=True)},
+        "error": float(f"{errors[len(errors) - 1 - int(HARD_SHARE * len(errors))]:.6g}"),
+        "schedule": plan["schedule"],
+        "forecast_weights": plan["forecast_weights"],
+    }
+
+
+def told_at(steps: int) -> int:
+    """The step of a run at which hard pictures are told. Up to it all are computed."""
+    return max(2, round(_TOLD_AFTER * steps))
+
+
+def _follow(products: Products, masks: Mapping[str, Sequence[bool]], depth: int) -> tuple[_Way, Weights]:
+    """The way that schedules take, as far as they go, with the best weights."""
+    weights: dict[str, dict[int, dict[int, float]]] = {branch: {} for branch in products.branches}
+    way = _Way(((0,),) * len(products.branches), np.zeros(len(products.values)))  # The first step is computed.
+    for step in range(1, len(masks[products.branches[0]])):
+        skipped = [number for number, branch in enumerate(products.branches) if not masks[branch][step]]
+        way, fitted = _take(products, way, step, skipped, depth)
+        for number, row in fitted.items():
+            weights[products.branches[number]][step] = row
+    return way, weights
 
 
 def _narrow(ways: Any) -> list[_Way]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..hooks import Run
+from .config import TeaCacheConfig
 from .inputs import on_host
 from .schedule import Step, Verdict
 
@@ -23,6 +24,8 @@ class Line:
 
     def __init__(self, announced: int | None) -> None:
         self._announced = announced
+        self.plan: TeaCacheConfig | None = None
+        """What it goes by instead of the usual settings, once its pictures are known to be hard."""
         self.verdict: Verdict | None = None
         """What the leader decided for the running step."""
         self.index = -1

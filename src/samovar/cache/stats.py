@@ -21,6 +21,8 @@ class StepRecord(NamedTuple):
     """The relative change of the signal since the step before, where it was measured."""
     accumulated: float | None = None
     """The rescaled changes since the last computed step, this one included."""
+    hard: tuple[bool, ...] = ()
+    """Of each picture whether it is a hard one, at the step where that is told."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class CacheStats:
         return sum(branch.skipped for branch in self.branches.values())
 
     @property
+    def hard(self) -> tuple[bool, ...]:
+        """Of each picture whether it was told to be a hard one; empty if that was not asked."""
+        return next((record.hard for branch in self.branches.values() for record in branch.steps if record.hard), ())
+
+    @property
     def expected_speedup(self) -> float:
         """How much faster the denoiser's part of the run is than without a cache."""
         forwards = self.computed + self.skipped
@@ -101,6 +108,8 @@ class CacheStats:
         if distances:
             mean = sum(distances) / len(distances)
             lines.append(f"  change a step: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
+        if self.hard:
+            lines.append(f"  of {len(self.hard)} pictures {sum(self.hard)} are hard")
         if self.branches:
             lines.append(f"  expected speed-up of the denoiser: {self.expected_speedup:.2f}x")
         return "\n".join(lines)
@@ -108,7 +117,9 @@ class CacheStats:
 
 def _plain(record: StepRecord) -> dict[str, Any]:
     """A record for JSON, which has no word for what is infinite or not a number: None."""
-    return {
+    values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record._asdict().items()
+        if name != "hard"
     }
+    return values | ({"hard": list(record.hard)} if record.hard else {})

@@ -24,6 +24,7 @@ from .config import TeaCacheConfig
 from .decision import Agree, Attempt, Signal, measure
 from .extractors import Extractor, extractor_for
 from .forecast import Outlook
+from .hard import HardPictures
 from .inputs import Inputs
 from .line import Line
 from .runners import BlockRunner, ExtractorRunner, Runner
@@ -147,7 +148,7 @@ class TeaCacheHook(ModelHook):
         call = _Call(module, inputs, context, line, self.state_manager.get_state())
         call.state.begin_call(line, inputs)
         decided = None if self.config.is_by_branch else line.verdict
-        verdict = decided or judge(self.config, line.step, call.state.skipped_in_a_row, context.branch)
+        verdict = decided or judge(line.plan or self.config, line.step, call.state.skipped_in_a_row, context.branch)
         if verdict.reason in ("settings", "min_steps"):  # Nothing of this run will ever be skipped.
             self._note(context, StepRecord(line.index, True, verdict.reason))
             return self.call_original(module, *args, **kwargs)
@@ -217,6 +218,8 @@ class TeaCacheHook(ModelHook):
             self._restart(call.context.request)
             line = self._begin_call(call.context, inputs)
             record = record._replace(step=line.index)
+        if attempt.computed:
+            record = self._look_for_hard(call, attempt.output, record)
         self._note(call.context, record)
         if attempt.computed:  # Fitted weights are for the scheduled steps: one more would push out one of them.
             counts = verdict.action == "compute" or self.config.forecast != "fitted"
@@ -227,8 +230,18 @@ class TeaCacheHook(ModelHook):
         """What the step would give if it were skipped; None if that cannot be said."""
         if self.config.forecast != "fitted":
             return call.state.history.forecast(call.line.place)
-        weights = self.config.weights_for(call.context.branch, call.line.index)
+        weights = (call.line.plan or self.config).weights_for(call.context.branch, call.line.index)
         return None if weights is None else call.state.history.weighted(weights)
+
+    def _look_for_hard(self, call: _Call, output: Any, record: StepRecord) -> StepRecord:
+        """At the step where that is told: whether the run goes on by the schedule of hard pictures."""
+        hard = self.config.hard
+        if not isinstance(hard, HardPictures) or (hard.branch, hard.step) != (call.context.branch, call.line.index):
+            return record
+        is_hard = hard.told(call.state.history.weighted(hard.weights), output)
+        if any(is_hard):
+            call.line.plan = self.config.plan_of_hard
+        return record._replace(hard=is_hard)
 
     def _carry_out(self, call: _Call, attempt: Attempt, key: Hashable) -> None:
         def forward(given: Inputs) -> Any:

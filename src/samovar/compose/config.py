@@ -79,6 +79,11 @@ class AttachConfig:
                 f"{type(backend).__name__} cannot be used on {self.num_ranks} ranks: each would decide for itself, and "
                 "wait for the others for ever. Use the cache 'tea_cache' or 'forecast', or one rank."
             )
+        if self.cfg_parallel > 1 and backend.config.hard is not None:
+            raise SettingError(
+                "The cache's setting 'hard' looks at one branch to decide for all, and cfg_parallel="
+                f"{self.cfg_parallel} puts branches on ranks of their own. Leave one of the two out."
+            )
         return TeaCacheBackend(backend.config, agreement(mesh)) if mesh is not None else backend
 
     def offload_config(self, skipped: float | None) -> OffloadConfig:

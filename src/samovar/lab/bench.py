@@ -25,10 +25,10 @@ SCHEDULE_SHARES = (0.54, 0.4, 0.32, 0.24, 0.2)
 def our_methods(tuning: Session, refinements: int = 0) -> list[Method]:
     """Schedules planned on a session's tasks, and caches that decide by the signal. `refinements` is how many changes
     of each schedule are tried on the same tasks."""
-    planner = choose_planner(tuning, lambda row: row.nearness).planner
     shares = (round(share * tuning.studio.steps) for share in SCHEDULE_SHARES)
     found = []
-    for count in sorted({max(planner.fewest, share) for share in shares}):
+    for count in sorted({max(SchedulePlanner.fewest, share) for share in shares}):
+        planner = choose_planner(tuning, lambda row: row.nearness, count).planner
         mask = planner.plan(count)
         if refinements:
             mask = refine(mask, _score(tuning, planner), refinements)

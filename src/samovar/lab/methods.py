@@ -16,6 +16,8 @@ from ..errors import SettingError
 
 Notes = Callable[[], Any]
 """What a method says of the last run, as plain JSON values."""
+HARD = "hard"
+"""Among its notes: of each picture, whether it is one of those for which more is computed."""
 
 
 @contextlib.contextmanager
@@ -64,24 +66,26 @@ def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, fam
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
         with attach(pipeline, cache=backend, cache_config=dict(settings)) as on_it:
-            yield lambda: _masks(on_it.stats().cache)
+            yield lambda: _said(on_it.stats().cache)
 
-    words = ", ".join(f"{key}={value}" for key, value in settings.items() if key != "forecast_weights")
+    words = ", ".join(f"{key}={value}" for key, value in settings.items() if key not in ("forecast_weights", "hard"))
     return Method(
         name or f"{backend} {words}".strip(),
         family or f"samovar {backend}",
         {"cache_backend": backend, **settings},
         attached,
-        is_adaptive="schedule" not in settings,
+        is_adaptive="schedule" not in settings or "hard" in settings,
     )
 
 
-def _masks(stats: Any) -> dict[str, str] | None:
-    """Which steps were computed, by denoiser and branch, where a cache of ours tells."""
+def _said(stats: Any) -> dict[str, Any] | None:
+    """Which steps were computed, by denoiser and branch, and which pictures were hard, where a cache of ours tells."""
     if not isinstance(stats, PipelineStats):
         return None
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
-    return {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
+    masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
+    hard = next((denoiser.hard for denoiser in stats.denoisers.values() if denoiser.hard), ())
+    return {**masks, HARD: list(hard)} if hard else masks
 
 
 def read_method(wish: Mapping[str, Any]) -> Method:

@@ -2,9 +2,9 @@
 
 Planned by `samovar.cache.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
 is how the model answers to an error: one that has made up its mind corrects it, and one that has not may turn to
-another picture. Where each branch of the guidance skips steps of its own, there is less of an error to begin with, and
-yet more pictures turn; perhaps because at most steps one branch answers to it and the other does not. So branches go
-together, unless there are pictures enough to tell that apart is better.
+another picture. Such hard pictures are told early in the run, and have a plan of their own with twice the computed
+steps, for which all others compute a little less. All branches of the guidance are computed at the same steps: with
+steps of their own there is less of an error to begin with, and yet more pictures turn.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache.fitting import Products, fit_schedule, fit_weights
+from ..cache.fitting import HARD_SHARE, Products, Vector, fit_hard, fit_schedule, fit_weights, told_at
 from ..errors import SettingError
 from .methods import Method, ours
 from .session import Row, Session
 from .trajectory import Trajectory, watched_exact
 
-ENOUGH = 45
-"""Of fewer pictures there may be none of the kind that turns, and apart would seem better."""
+ENOUGH = 40
+"""Among fewer pictures there are too few hard ones to tell which they are."""
+DENSER = 2
+"""So many times as many steps are computed for hard pictures."""
 TRIED_SHARE = 0.4
 """Of all steps are computed by the plans that are compared, where nothing else is asked for."""
 
 
 def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method:
     """A cache with a schedule, named by it."""
-    long = ("schedule", "forecast_weights")
+    long = ("schedule", "forecast_weights", "hard")
     rest = ", ".join(f"{name.removeprefix('forecast_')} {v}" for name, v in settings.items() if name not in long)
     masks = settings["schedule"]
     mask = " ".join(masks.values()) if isinstance(masks, Mapping) else masks
@@ -39,29 +41,47 @@ class SchedulePlanner:
     """Schedules with weights of their own at every skipped step and for each branch."""
 
     products: Products
-    together: bool = True
-    """Whether all branches are computed at the same steps."""
+    early: Mapping[str, Vector] | None = None
+    """Of single pictures by branch (`Trajectory.early`), where hard ones are to have a plan of their own."""
 
     fewest = 2
     """Of computed steps, that it plans with."""
 
     def __str__(self) -> str:
-        return "fitted" if self.together else "fitted, branches apart"
+        return "fitted" if self.early is None else "fitted, more for hard pictures"
 
     def plan(self, computed: int) -> str:
-        """The best schedule with so many computed steps: `#` computed, `.` skipped; one for each branch, with a space
-        between them."""
+        """The best schedule with so many computed steps on average: `#` computed, `.` skipped; one for each branch,
+        with a space between them. It is that of the pictures that are not hard."""
         steps = len(self.products.sizes)
         if type(computed) is not int or not self.fewest <= computed <= steps:
             raise SettingError(f"{computed!r} computed steps; a number from {self.fewest} to {steps} was expected.")
-        found = fit_schedule(self.products, computed * len(self.products.branches), together=self.together)
+        if self.early is None:
+            return self._best(computed, 1)
+        exact = told_at(steps) + 1
+        usual = int(computed / (1 + HARD_SHARE * (DENSER - 1)))  # What hard pictures take, the others do without.
+        return self._best(usual, exact) if usual >= 2 * exact else self._best(computed, 1)
+
+    def _best(self, computed: int, exact: int) -> str:
+        """With so many steps computed, the first few among them."""
+        begin = dict.fromkeys(self.products.branches, "#" * exact)
+        found = fit_schedule(self.products, computed * len(begin), together=True, begin=begin)
         return " ".join(found.schedules.values())
 
     def settings(self, mask: str) -> dict[str, Any]:
         """What a cache is told to go by a schedule."""
         masks = dict(zip(self.products.branches, mask.split(" "), strict=True))
-        settings = fit_weights(self.products, masks).settings()
-        return settings if len(masks) > 1 else {**settings, "schedule": mask}
+        plan = fit_weights(self.products, masks)
+        settings = plan.settings()
+        if self.early is not None:
+            count = min(round(DENSER * plan.forwards / len(masks)), len(self.products.sizes))
+            hard = fit_hard(self.products, plan, self.early, count * len(masks))
+            settings |= {} if hard is None else {"hard": hard}
+        if len(masks) == 1:  # Whatever the branch is called.
+            settings["schedule"] = mask
+            if "hard" in settings:
+                settings["hard"]["schedule"] = next(iter(settings["hard"]["schedule"].values()))
+        return settings
 
     def method(self, computed: int) -> Method:
         """The best schedule with so many computed steps, to be measured."""
@@ -83,8 +103,8 @@ def choose_planner(session: Session, score: Callable[[Row], float], computed: in
     trajectory = Trajectory.read(session.notes(watched))
     products = trajectory.by_branch or trajectory.together
     planners = [SchedulePlanner(products)]
-    if len(products.branches) > 1 and len(session.tasks) >= ENOUGH:
-        planners.append(SchedulePlanner(products, together=False))
+    if trajectory.early is not None and len(session.tasks) >= ENOUGH:
+        planners.append(SchedulePlanner(products, trajectory.early))
     count = max(computed or round(TRIED_SHARE * trajectory.steps), SchedulePlanner.fewest)
     methods = [planner.method(count) for planner in planners]
     tried = [(method, session.measure(method)) for method in {method.name: method for method in methods}.values()]

@@ -18,7 +18,7 @@ from ..engine.models import fetch_model, load_pipeline
 from ..engine.request import OmniDiffusionSamplingParams, read_defaults
 from ..engine.settings import OmniDiffusionConfig
 from ..errors import ModelError, SettingError, nearest
-from .methods import Method
+from .methods import HARD, Method
 
 
 class Task(NamedTuple):
@@ -49,7 +49,7 @@ class Made(NamedTuple):
     pictures: torch.Tensor
     """(N, 3, height, width) with values from 0 to 1, as float32, not rounded."""
     seconds: float
-    forwards: int
+    forwards: float
     """Forwards of the denoisers that were computed, each of all pictures."""
     notes: Any = None
     """What the method says of it, as plain JSON values."""
@@ -145,7 +145,9 @@ class Studio:
             def make(tasks: Sequence[Task]) -> Made:
                 before, started = count(), self._now()
                 pictures = self._call(tasks, method.steps or self.steps)
-                return Made(pictures, self._now() - started, count() - before, notes())
+                made = Made(pictures, self._now() - started, count() - before, notes())
+                kinds = _kinds(made, len(tasks))
+                return _joined([(own, make([tasks[number] for number in own])) for own in kinds]) if kinds else made
 
             yield make
 
@@ -191,6 +193,22 @@ class Studio:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _kinds(made: Made, count: int) -> list[list[int]]:
+    """The places of easy and of hard pictures, where there are both: a batch of both is taken for hard. Made again by
+    kind, each picture is what it would be alone, and no more is computed for it."""
+    hard = made.notes.get(HARD, []) if isinstance(made.notes, dict) else []
+    kinds = [[number for number in range(len(hard)) if hard[number] is kind] for kind in (False, True)]
+    return kinds if len(hard) == count and all(kinds) else []
+
+
+def _joined(parts: Sequence[tuple[list[int], Made]]) -> Made:
+    """What came of parts of some tasks, in their order."""
+    places = torch.tensor([number for own, _ in parts for number in own])
+    pictures = torch.cat([made.pictures for _, made in parts])[places.argsort()]
+    forwards = sum(len(own) * made.forwards for own, made in parts) / len(places)
+    return Made(pictures, sum(made.seconds for _, made in parts), forwards, parts[0][1].notes)
 
 
 def _witness(denoiser: torch.nn.Module) -> torch.nn.Module:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..arch import find_denoisers
 from ..cache.config import EVERY_BRANCH
-from ..cache.fitting import Products
+from ..cache.fitting import Products, Vector, told_at
 from ..errors import ModelError
 from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
 from .methods import EXACT, Method, Notes
@@ -43,6 +43,8 @@ class Trajectory:
     by_branch: Products | None = None
     """The same of what each branch gave, on average over pictures, where the pipeline names its branches and mixes
     them in fixed proportions."""
+    early: Mapping[str, Vector] | None = None
+    """(pictures, steps, steps) by branch, of the first steps: what tells hard pictures. With `by_branch`."""
 
     @property
     def together(self) -> Products:
@@ -65,7 +67,10 @@ class Trajectory:
         first = notes[0]
         products = [torch.tensor(note["products"], dtype=torch.float64) for note in notes]
         sizes = tuple(first["sizes"])
-        return Trajectory(tuple(first["places"]), sizes, torch.cat(products), _mean_by_branch(notes, sizes))
+        by_branch = _mean_by_branch(notes, sizes)
+        names = by_branch.branches if by_branch is not None else ()
+        early = {name: np.concatenate([np.array(note["branches"]["early"][name]) for note in notes]) for name in names}
+        return Trajectory(tuple(first["places"]), sizes, torch.cat(products), by_branch, early or None)
 
 
 def watched_exact() -> Method:
@@ -110,11 +115,19 @@ class BranchWatchHook(ModelHook):
         if guidance is None:
             return None
         means: Any = 0.0
+        early: dict[str, list[Any]] = {name: [] for name in outputs}
+        last, count = told_at(len(predictions)) + 1, len(predictions)
         for picture in range(len(predictions[0])):
             rows = torch.stack([o[picture].flatten() for of in outputs.values() for o in of]).double()
-            means = means + rows @ rows.T / len(predictions[0])
-        values = means.cpu().tolist()
-        return {"names": list(outputs), "guidance": guidance, "products": values, "pictures": len(predictions[0])}
+            products = rows @ rows.T
+            means = means + products / len(predictions[0])
+            for number, of in enumerate(early.values()):
+                own = slice(number * count, number * count + last)
+                of.append(products[own, own].tolist())
+        return {
+            "names": list(outputs), "guidance": guidance, "products": means.cpu().tolist(), "early": early,
+            "pictures": len(predictions[0]),
+        }  # fmt: skip
 
 
 def _guidance(branches: Sequence[Sequence[torch.Tensor]], predictions: Sequence[torch.Tensor]) -> list[float] | None:

@@ -1,0 +1,207 @@
+"""Hard pictures are told by their forecast, go on by their own schedule, and get its very bits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from driving import COND, UNCOND, Plain, at, cached, recorded
+
+import zoo
+from pipelines import PIPELINES
+from samovar.cache import TeaCacheConfig, apply_teacache_hook, remove_teacache_hook
+from samovar.cache.fitting import HARD_SHARE, Products, fit_hard, fit_schedule, told_at
+from samovar.cache.forecast import History
+from samovar.cache.hard import HardPictures
+from samovar.hooks import call_context
+
+FLUX = PIPELINES["flux"]
+GUIDANCE = {"cond": 2.0, "uncond": -1.0}
+USUAL, MORE = "###....#", "###.##.#"
+
+
+def line(mask: str) -> dict[str, dict[str, float]]:
+    """Weights of a line through the last two computed steps, for every skipped one."""
+    rows = {}
+    for step in (number for number, sign in enumerate(mask) if sign == "."):
+        before, last = [number for number in range(step) if mask[number] == "#"][-2:]
+        way = (step - last) / (last - before)
+        rows[str(step)] = {str(last): 1 + way, str(before): -way}
+    return rows
+
+
+def settings(error: float | None, mask: str = USUAL, **more: Any) -> dict[str, Any]:
+    """A schedule for two branches; with an error, one for hard pictures, too."""
+    both = {name: (mask, line(mask)) for name in ("cond", "uncond")}
+    found: dict[str, Any] = {"forecast": "fitted", "forecast_of": "output"}
+    found["schedule"] = {name: of for name, (of, _) in both.items()}
+    found["forecast_weights"] = {name: of for name, (_, of) in both.items()}
+    if error is not None:
+        hard = {name: settings(None, MORE)[name] for name in ("schedule", "forecast_weights")}
+        found["hard"] = {"branch": "cond", "step": 2, "weights": {"0": -1.0, "1": 2.0}, "error": error, **hard, **more}
+    return found
+
+
+@torch.no_grad()
+def run(model: torch.nn.Module, rows: int = 1, branches: tuple[str, ...] = ("cond", "uncond")) -> list[torch.Tensor]:
+    """A loop of one's own. Of a batch, only the last row changes much from step to step."""
+    found = []
+    for step, branch in itertools.product(range(8), branches):
+        sample, time = at(step, 8)
+        calm = at(0, 8)[0]
+        samples = torch.cat([calm] * (rows - 1) + [sample])
+        conditioning = (COND if branch == "cond" else UNCOND).expand(rows, -1)
+        with call_context(branch=branch):
+            found.append(model(samples, time.expand(rows), conditioning))
+    return found
+
+
+def misses(guess: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """How far off a guess is, for each picture."""
+    return (guess - value).flatten(1).norm(dim=1) / value.flatten(1).norm(dim=1)
+
+
+def masks(hook: Any) -> set[str]:
+    return {branch.mask for branch in hook.stats().branches.values()}
+
+
+# ------------------------------------------------------------------------------------------------ in a run
+
+
+@pytest.mark.parametrize(("error", "mask"), [(0.0, MORE), (1e9, USUAL)])
+@pytest.mark.parametrize("branches", [("cond", "uncond"), ("uncond", "cond")], ids=["cond first", "uncond first"])
+def test_a_picture_gets_the_bits_of_the_schedule_that_it_goes_by(
+    error: float, mask: str, branches: tuple[str, ...]
+) -> None:
+    alone, model = Plain(), Plain()
+    apply_teacache_hook(alone, settings(None, mask))
+    expected = run(alone, branches=branches)
+    hook = apply_teacache_hook(model, json.loads(json.dumps(settings(error))))
+    for _ in range(2):  # The next run begins as usual.
+        assert all(map(torch.equal, run(model, branches=branches), expected))
+        assert masks(hook) == {mask}
+        assert hook.stats().hard == (mask == MORE,)
+    assert f"of 1 pictures {int(mask == MORE)} are hard" in str(hook.stats())
+    remove_teacache_hook(model)
+    assert all(map(torch.equal, run(model), run(Plain())))
+
+
+def test_a_batch_is_hard_if_one_of_its_pictures_is() -> None:
+    outputs = run(Plain(), rows=3, branches=("cond",))
+    calm, _, wild = (float(each) for each in misses(2 * outputs[1] - outputs[0], outputs[2]))
+    assert calm < wild / 3
+    model = Plain()
+    hook = apply_teacache_hook(model, settings(wild / 2))
+    run(model, rows=3)
+    assert hook.stats().hard == (False, False, True)
+    assert masks(hook) == {MORE}
+    assert hook.stats().to_dict()["branches"]["cond"]["steps"][2]["hard"] == [False, False, True]
+
+
+def test_what_tells_is_how_far_off_the_forecast_would_have_been() -> None:
+    outputs = run(Plain(), branches=("cond",))
+    miss = float(misses(2 * outputs[1] - outputs[0], outputs[2]))
+    for error, is_hard in ((miss * 1.001, False), (miss * 0.999, True)):
+        model = Plain()
+        hook = apply_teacache_hook(model, settings(error))
+        run(model)
+        assert hook.stats().hard == (is_hard,)
+
+
+def test_without_the_branch_that_tells_all_goes_on_as_usual() -> None:
+    model = Plain()
+    hook = apply_teacache_hook(model, settings(0.0))
+    run(model, branches=("uncond",))
+    assert hook.stats().hard == ()
+    assert masks(hook) == {USUAL}
+
+
+# ------------------------------------------------------------------------------------------------ what tells
+
+
+def test_where_nothing_can_be_compared_all_are_hard() -> None:
+    hard = HardPictures.read(settings(0.5)["hard"])
+    assert hard is not None
+    history = History(2, 1.0)
+    assert hard.told(history.weighted(hard.weights), torch.ones(2, 3)) == (True,)
+    for step in (0, 1):
+        history.push(step, [torch.ones(2, 3)], step)
+    outlook = history.weighted(hard.weights)
+    assert hard.told(outlook, torch.ones(2, 3)) == (False, False)
+    assert hard.told(outlook, torch.tensor([[1.0, 1.0, 1.0], [1.0, torch.nan, 1.0]])) == (False, True)
+    assert hard.told(outlook, "no tensor") == (True,)
+
+
+def test_outputs_that_are_not_a_row_for_each_picture_are_hard_as_one() -> None:
+    hard = HardPictures.read(settings(0.5)["hard"])
+    assert hard is not None
+    history = History(2, 1.0)
+    for step in (0, 1):
+        history.push(step, [torch.ones(2, 3), torch.ones(4)], step)
+    outlook = history.weighted(hard.weights)
+    assert hard.told(outlook, (torch.ones(2, 3), torch.ones(4))) == (False,)
+    assert hard.told(outlook, (torch.ones(2, 3), 9 * torch.ones(4))) == (True,)
+
+
+# ------------------------------------------------------------------------------------------------ fitted
+
+
+def watched(pipe: Any, steps: int, seed: int) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+    """The latents of a run, and what its denoiser gave."""
+    with recorded(pipe.transformer) as recorder:
+        latents = FLUX.run(pipe, steps, seed)
+    given = [output.double().flatten() for output in recorder.outputs]
+    return latents, {"cond": given[::2], "uncond": given[1::2]}
+
+
+def test_what_is_fitted_parts_real_pictures_as_it_says() -> None:
+    steps, pipe, seeds = 12, FLUX.build(0), range(10)
+    runs = [watched(pipe, steps, seed)[1] for seed in seeds]
+    sizes = pipe.scheduler.sigmas.diff().tolist()
+    products = Products.mean([Products.of(outputs, sizes, GUIDANCE) for outputs in runs])
+    step = told_at(steps)
+    first = {name: [torch.stack(outputs[name][: step + 1]) for outputs in runs] for name in GUIDANCE}
+    each = {name: torch.stack([rows @ rows.T for rows in of]).numpy() for name, of in first.items()}
+    usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "#" * (step + 1)))
+    hard = fit_hard(products, usual, each, 20)
+    assert hard is not None
+    assert (hard["branch"], hard["step"]) == ("cond", step), "what counts for most"
+    assert set(hard["schedule"].values()) == {hard["schedule"]["cond"]}
+    assert hard["schedule"]["cond"].count("#") == 10
+    assert hard["schedule"]["cond"].startswith("#" * 2 * (step + 1)), "twice as long nothing is skipped"
+    told = []
+    backend = cached(pipe, **json.loads(json.dumps(usual.settings() | {"hard": hard})))
+    for seed in seeds:
+        FLUX.run(pipe, steps, seed)
+        stats = backend.stats().denoisers["transformer"]
+        told += stats.hard
+        expected = hard["schedule"] if stats.hard[0] else usual.schedules
+        assert {name: branch.mask for name, branch in stats.branches.items()} == dict(expected)
+    assert sum(told) == int(HARD_SHARE * len(seeds)) == 1
+    old, weights = list(map(int, hard["weights"])), torch.tensor(list(hard["weights"].values())).double()
+    outputs = torch.stack([torch.stack(given["cond"]) for given in runs])
+    worst = misses(torch.einsum("rod,o->rd", outputs[:, old], weights), outputs[:, step]).argmax()
+    assert told.index(True) == worst
+
+
+def test_a_plan_that_skips_at_once_tells_nothing() -> None:
+    steps = 12
+    rows = zoo.noise(0, 2 * steps, 50).double().numpy()
+    products = Products(("cond", "uncond"), (2.0, -1.0), (1.0,) * steps, rows @ rows.T)
+    each = {name: products.values[None, :steps, :steps].copy() for name in GUIDANCE}
+    usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "#.#"))
+    assert usual.schedules["cond"].startswith("#.#")
+    assert fit_hard(products, usual, each, 20) is None
+
+
+def test_stored_steps_suffice_for_both_schedules() -> None:
+    config = TeaCacheConfig.read(settings(0.0))
+    assert config.plan_of_hard is not None
+    assert config.order == 1
+    deep = settings(0.0)
+    deep["hard"]["forecast_weights"] = {name: line(MORE) | {"6": {"0": 0.1, "5": 0.9}} for name in ("cond", "uncond")}
+    assert TeaCacheConfig.read(deep).order == 4
+    assert TeaCacheConfig.read(settings(0.0, weights={"0": 1.0})).order == 1
