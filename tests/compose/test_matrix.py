@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from compose.matrix import (
     draw_all,
     pairs,
     pairwise,
+    told,
 )
-from samovar.parallel import Ranks
+from samovar.parallel import Ranks, SequenceParallelConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "compose.md"
 BEGIN, END = "<!-- the matrix, written by `make test-slow` -->\n", "<!-- end of the matrix -->\n"
@@ -69,6 +71,26 @@ def run(cases: Sequence[Case], ranks: Ranks, references: dict[Case, Drawn]) -> d
 def test_every_two_settings_go_together(name: str, ranks: Ranks, references: dict[Case, Drawn]) -> None:
     cases = [case for case in PAIRWISE if case.pipeline == name]
     assert run(cases, ranks, references).keys() == set(cases)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parallel": SequenceParallelConfig(ulysses_degree=2)},
+        {"parallel": SequenceParallelConfig(ring_degree=2), "offload": "layerwise", "device": "cpu"},
+    ],
+    ids=["Ulysses", "ring and layerwise"],
+)
+def test_ranks_tell_hard_pictures_alike(more: dict[str, Any], ranks: Ranks) -> None:
+    low, high = 0.0, 10.0
+    for _ in range(20):  # Where the line is, as one rank sees it.
+        middle = (low + high) / 2
+        low, high = (middle, high) if told(middle)[1] == (True,) else (low, middle)
+    for error, is_hard, mask in ((low * 0.999, True, "###.##"), (high * 1.001, False, "###..#")):
+        expected = told(error)[0]
+        for picture, hard, masks in ranks.call(told, error, more, limit_s=300.0):
+            assert (hard, masks) == ((is_hard,), {mask})
+            assert (picture - expected).norm() <= MOST_DIFFERENT * expected.norm()
 
 
 def test_the_cover_has_every_pair_and_few_cases() -> None:

@@ -13,10 +13,10 @@ from samovar.errors import SettingError
 from samovar.lab.plot import draw
 
 ROWS: list[dict[str, Any]] = [
-    {"method": "exact", "family": "exact", "speedup": 1.0, "psnr": 100, "lpips": 0.0},
-    {"method": "plain 4", "family": "plain steps", "speedup": 2.0, "psnr": 30, "lpips": 0.1},
-    {"method": "a", "family": "samovar schedule", "speedup": 3.0, "psnr": 35, "lpips": 0.0},
-    {"method": "b", "family": "samovar schedule", "speedup": 2.0, "psnr": 40, "lpips": 0.01},
+    {"method": "exact", "family": "exact", "computed": 8.0, "psnr": 100, "lpips": 0.0},
+    {"method": "plain 4", "family": "plain steps", "computed": 4.0, "psnr": 30, "lpips": 0.1},
+    {"method": "a", "family": "samovar schedule", "computed": 2.7, "psnr": 35, "lpips": 0.0},
+    {"method": "b", "family": "samovar schedule", "computed": 4.0, "psnr": 40, "lpips": 0.01},
     {"method": "c", "family": "peer", "problem": "TypeError: no"},
 ]
 

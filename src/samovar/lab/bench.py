@@ -97,10 +97,11 @@ def _beside(alone: Row, together: Row) -> dict[str, Any]:
     return {
         "pictures": count,
         "computed": alone.computed,
+        "speedup": round(alone.speedup, 3),
         "psnr": round(alone.quality.psnr, 3),
-        "lpips": round(alone.quality.lpips, 5),
+        "lpips": round(alone.quality.lpips, 7),
         "psnr_in_batch": round(sum(quality.psnr for quality in same) / count, 3),
-        "lpips_in_batch": round(sum(quality.lpips for quality in same) / count, 5),
+        "lpips_in_batch": round(sum(quality.lpips for quality in same) / count, 7),
     }
 
 

@@ -1,4 +1,7 @@
-"""What do the curves look like? Speed-up against PSNR and LPIPS, drawn from a result that was saved."""
+"""What do the curves look like? PSNR and LPIPS over how much less is computed, drawn from a result that was saved.
+
+Steps are counted, so that the curves are the same on every machine and in every batch; times stand in the table.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+
+LEAST_LPIPS = 5e-6
+"""What is less is drawn here: a logarithmic axis has no place for zero, nor for what was rounded to it."""
 
 
 def draw(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
@@ -23,22 +29,23 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
         raise SettingError("There is nothing to draw: no row has figures.")
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
+    steps = max(row["computed"] for row in rows if "problem" not in row)  # Those of the exact pictures.
     families = list(dict.fromkeys(row["family"] for row in drawn))
     for number, family in enumerate(families):
-        points = sorted((row for row in drawn if row["family"] == family), key=lambda row: float(row["speedup"]))
-        speeds = [row["speedup"] for row in points]
+        points = sorted((row for row in drawn if row["family"] == family), key=lambda row: -float(row["computed"]))
+        savings = [steps / row["computed"] for row in points]
         is_ours = family.startswith("samovar")
         style: dict[str, Any] = {
             "color": f"C{number % 10}", "marker": "o" if is_ours else "s" if family == "plain steps" else "^",
             "linewidth": 2.2 if is_ours else 1.2, "linestyle": "-" if is_ours else "--", "markersize": 5,
         }  # fmt: skip
-        left.plot(speeds, [row["psnr"] for row in points], label=family, **style)
-        right.plot(speeds, [max(row["lpips"], 1e-5) for row in points], **style)
+        left.plot(savings, [row["psnr"] for row in points], label=family, **style)
+        right.plot(savings, [max(row["lpips"], LEAST_LPIPS) for row in points], **style)
     left.set_ylabel("PSNR, dB (higher is nearer)")
     right.set_ylabel("LPIPS (lower is nearer)")
     right.set_yscale("log")
     for axes in (left, right):
-        axes.set_xlabel("speed-up, measured")
+        axes.set_xlabel("times fewer computed steps")
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
     figure.suptitle(title, fontsize=11)

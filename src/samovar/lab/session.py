@@ -47,8 +47,8 @@ class Row:
         """For JSON: `each` has the pictures' figures, a list for each metric."""
         rest = {name: value for name, value in asdict(self).items() if name not in ("quality", "pictures")}
         columns = zip(Quality._fields, zip(*self.pictures, strict=True), strict=True)
-        means = {name: round(value, 5) for name, value in self.quality._asdict().items()}
-        return {**rest, **means, "each": {name: [round(v, 5) for v in column] for name, column in columns}}
+        means = {name: round(value, 7) for name, value in self.quality._asdict().items()}
+        return {**rest, **means, "each": {name: [round(v, 7) for v in column] for name, column in columns}}
 
 
 class Session:
