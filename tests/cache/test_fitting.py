@@ -219,6 +219,28 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert "not finite" in refused(lambda: watched(outputs))
 
 
+@pytest.mark.parametrize("steps", [6, 12, 28])
+def test_any_number_of_forwards_can_be_planned_after_any_beginning(steps: int) -> None:
+    products = watched(curves(steps))
+    for exact in (1, 3, steps // 2, steps):
+        for computed in {exact, exact + 1, (exact + steps) // 2, steps - 1, steps}:
+            if exact <= computed <= steps:
+                begin = {"cond": "#" * exact, "uncond": "#" * exact}
+                plan = fit_schedule(products, 2 * computed, together=True, begin=begin)
+                assert plan.forwards == 2 * computed
+                assert plan.schedules["cond"].startswith("#" * exact)
+
+
+def test_a_beginning_that_cannot_be_is_refused() -> None:
+    products = watched(curves(6))
+    for begin in ({"cond": "##"}, {"cond": "##", "other": "##"}, {"cond": "#" * 7, "uncond": "#" * 7}):
+        assert "begin={'cond': " in refused(lambda begin=begin: fit_schedule(products, 8, begin=begin))  # type: ignore[misc]
+    both = {"cond": "###", "uncond": "###"}
+    assert "no more of the forwards" in refused(lambda: fit_schedule(products, 4, begin=both))
+    skipping = {"cond": "#..", "uncond": "#.."}
+    assert "room for the rest" in refused(lambda: fit_schedule(products, 10, begin=skipping))
+
+
 # ------------------------------------------------------------------------------------------------ in use
 
 

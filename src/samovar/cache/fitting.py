@@ -195,7 +195,14 @@ def fit_schedule(
     if together:
         choices = [(), tuple(every)]
     given = TeaCacheConfig(schedule=begin or dict.fromkeys(products.branches, "#")).masks
-    first = len(given[products.branches[0]])
+    first = max(map(len, given.values()))
+    count = sum(map(sum, given.values()))
+    if set(given) != set(products.branches) or first > steps or not 0 <= forwards - count <= branches * (steps - first):
+        raise SettingError(
+            f"begin={dict(begin or {})!r} for {forwards} forwards in {steps} steps; the first steps of each of the "
+            f"branches {', '.join(map(repr, products.branches))} were expected, with no more of the forwards, and no "
+            "fewer than leave room for the rest."
+        )
     start = _follow(products, given, depth)[0]
     ways = [start]
     for step in range(first, steps):

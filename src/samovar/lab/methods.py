@@ -68,7 +68,8 @@ def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, fam
         with attach(pipeline, cache=backend, cache_config=dict(settings)) as on_it:
             yield lambda: _said(on_it.stats().cache)
 
-    words = ", ".join(f"{key}={value}" for key, value in settings.items() if key not in ("forecast_weights", "hard"))
+    named = {key: "more" if key == HARD else value for key, value in settings.items() if key != "forecast_weights"}
+    words = ", ".join(f"{key}={value}" for key, value in named.items())
     return Method(
         name or f"{backend} {words}".strip(),
         family or f"samovar {backend}",

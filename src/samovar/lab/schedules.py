@@ -31,9 +31,14 @@ def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method
     """A cache with a schedule, named by it."""
     long = ("schedule", "forecast_weights", "hard")
     rest = ", ".join(f"{name.removeprefix('forecast_')} {v}" for name, v in settings.items() if name not in long)
-    masks = settings["schedule"]
-    mask = " ".join(masks.values()) if isinstance(masks, Mapping) else masks
-    return ours(backend, settings, name=f"schedule {mask} ({rest})", family="samovar schedule")
+    if "hard" in settings:
+        rest += f", of hard pictures {_written(settings['hard']['schedule'])}"
+    name = f"schedule {_written(settings['schedule'])} ({rest})"
+    return ours(backend, settings, name=name, family="samovar schedule")
+
+
+def _written(masks: Mapping[str, str] | str) -> str:
+    return " ".join(masks.values()) if isinstance(masks, Mapping) else masks
 
 
 @dataclass(frozen=True)
