@@ -25,7 +25,7 @@ def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) 
     assert skipping.speedup == pytest.approx(exact.seconds / skipping.seconds)
     assert set(skipping.notes.values()) == {"##.#.#.#"}
     assert len(skipping.pictures) == len(TASKS)
-    assert skipping.to_dict()["each"]["psnr"] == [round(quality.psnr, 5) for quality in skipping.pictures]
+    assert skipping.to_dict()["each"]["psnr"] == [round(quality.psnr, 7) for quality in skipping.pictures]
     with session.studio.under(plain(4)) as make:
         pictures = make(TASKS[2:]).pictures
     assert list(half.pictures[2:]) == measure(pictures, session.exact_pictures()[2:])
