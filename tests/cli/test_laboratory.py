@@ -143,7 +143,10 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
     ("arguments", "message"),
     [
         (["compare", "--cache-config", "forecats"], "'forecats' is neither a cache (cache_dit, forecast, tea_cache)"),
+        (["compare", "--cache-config", "forecats"], "Did you mean 'forecast'?"),
         (["compare", "--cache-config", "[1]"], "must be a JSON object"),
+        (["calibrate", "--num-prompts", "1"], "1 picture to calibrate with; at least two were expected"),
+        (["bench", "--only", "nosuch"], "--only 'nosuch' is in no method's name. There are: plain steps, schedule"),
         (["compare", "--cache-config", '{"rel_l1_tresh": 1}'], "Did you mean 'rel_l1_thresh'?"),
         (["compare", "--prompts", "nowhere.txt"], "'nowhere.txt' is no file of prompts"),
         (["compare", "--seeds", "0"], "0 seeds"),

@@ -11,7 +11,7 @@ import pytest
 
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import ModelError
-from samovar.lab.bench import all_methods, bench, mark_best, our_methods, plain_methods
+from samovar.lab.bench import KINDS, all_methods, bench, mark_best, our_methods, plain_methods
 from samovar.lab.methods import Method, Notes, ours, plain
 from samovar.lab.studio import Task
 
@@ -91,5 +91,7 @@ def test_everything_at_once(make_session: MakeSession) -> None:
     session, tuning = make_session(steps=12), make_session(steps=12, tasks=[Task("a hat", 50)], name="tuning")
     methods = all_methods(tuning)
     assert len({method.name for method in methods}) == len(methods)
+    assert {method.name.split()[0] for method in methods} == {kind.split()[0] for kind in KINDS}
+    assert {method.family for method in methods if method.is_peer} <= set(KINDS)
     rows = bench(session, methods)
     assert {row["family"] for row in rows if "problem" in row} <= {"diffusers SeaCache"}

@@ -100,5 +100,7 @@ def test_signals_are_those_that_the_cache_itself_measures(make_session: MakeSess
 def test_nonsense_is_refused(make_session: MakeSession) -> None:
     with pytest.raises(SettingError, match="one picture at a time"):
         calibrate(make_session(batch=2), "a test")
-    with pytest.raises(SettingError, match="at least two prompts"):
+    with pytest.raises(SettingError, match="at least two were expected"):
         calibrate(make_session(batch=1, tasks=TASKS[:1], name="one"), "a test")
+    with pytest.raises(SettingError, match="1 steps; at least 2 were expected"):
+        calibrate(make_session(steps=1, batch=1, name="step"), "a test")

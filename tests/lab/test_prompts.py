@@ -33,6 +33,11 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     empty.write_text("# nothing\n")
     with pytest.raises(SettingError, match="holds no prompts"):
         read_prompts(empty)
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9\n".encode("latin-1"))
+    with pytest.raises(SettingError, match=r"latin.txt' is not UTF-8 text: .* Save it as such"):
+        read_prompts(tmp_path / "latin.txt")
+    (tmp_path / "marked.txt").write_text("a cat\n", encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "marked.txt") == ["a cat"], "a mark of some editors is no part of a prompt"
     for count in (0, 129, True):
         with pytest.raises(SettingError, match=f"{count!r} prompts were asked for; 'tuning' has 128"):
             read_prompts("tuning", count)

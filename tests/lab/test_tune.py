@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -56,9 +57,9 @@ def test_promises() -> None:
     assert not promise.is_kept(row([28, 41, 55, 60])), "the mean is not what is promised"
     assert Promise("lpips", 0.011).is_kept(row([1, 2, 3]))
     assert not Promise("lpips", 0.009).is_kept(row([1, 2, 3]))
-    assert denoiser_speedup(row([1.0], computed=10)) == pytest.approx(20 / (10 + 0.1))
-    assert Promise("speedup", 1.9).is_kept(row([1.0], computed=10))
-    assert not Promise("speedup", 2.0).is_kept(row([1.0], computed=10))
+    assert denoiser_speedup(row([1.0], computed=10)) == 2.0
+    assert Promise("speedup", 2.0).is_kept(row([1.0], computed=10)), "forwards are counted"
+    assert not Promise("speedup", 2.1).is_kept(row([1.0], computed=10))
     assert str(promise) == "PSNR of at least 30 dB"
 
 
@@ -121,8 +122,23 @@ def test_a_promised_speed_is_reached(make_session: MakeSession) -> None:
 
 def test_what_cannot_be_kept_is_said(make_session: MakeSession) -> None:
     tuning, testing = make_session(tasks=TASKS[:1]), make_session(tasks=TESTING[:1], name="testing")
-    with pytest.raises(SettingError, match=r"No setting that skips anything keeps a PSNR of at least 99 dB\. The best"):
+    with pytest.raises(
+        SettingError, match=r"No setting that skips anything keeps a PSNR of at least 99 dB\. The best"
+    ) as said:
         tune(tuning, testing, Promise("psnr", 99.0))
+    computed = re.search(r"with ([\d.]+) of 10 steps computed; of 1 pictures .* reach [\d.]+ dB\.", str(said.value))
+    assert computed is not None
+    assert float(computed[1]) < 10, "what skips nothing is not the best that skips"
+    assert "give more prompts" in str(said.value)
+
+
+@pytest.mark.parametrize(("target", "value"), [("psnr", 30.0), ("lpips", 0.02), ("speedup", 2.0)])
+def test_a_setting_that_plain_steps_beat_is_not_worth_it(target: Any, value: float) -> None:
+    near, far = row([40, 41, 42], lpips=0.001), row([30, 31, 32])
+    for held_out, plain_row, is_worth_it in ((near, far, True), (far, near, False)):
+        found = Tuned(Promise(target, value), held_out, held_out, plain_row, [held_out], 20)
+        assert found.is_worth_it is is_worth_it
+        assert found.to_dict()["is_worth_it"] is is_worth_it
 
 
 def test_prompts_are_kept_apart(make_session: MakeSession) -> None:

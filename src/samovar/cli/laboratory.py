@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError
+from ..errors import SettingError, nearest
 from ..files import read_json
 from .terminal import Status, aligned
 
@@ -192,10 +193,11 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    from ..lab.calibrate import calibrate
+    from ..lab.calibrate import calibrate, check_tasks
     from ..lab.session import Session
 
     tasks = _tasks(options)
+    check_tasks(tasks)
     studio, journal = _open(options, {"tasks": tasks})
     session = Session(studio, tasks, journal, progress=_shows(options))
     found = calibrate(session, _origin(studio, "calibrate", len(tasks)))
@@ -226,15 +228,17 @@ def _tune(options: argparse.Namespace) -> int:
     (options.output / "setting.json").write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
     _finish(options, journal, "tune.json", {"about": studio.about(), "setting": setting, **found.to_dict()})
     if not (options.json or options.quiet):
-        rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.4f}",
-                 "yes" if promise.is_kept(r) else "no") for r in found.tried]  # fmt: skip
-        _print_table([("tried", "computed", "PSNR dB", "LPIPS", "keeps it"), *rows])
+        rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
+                 f"{promise.bound(r.pictures):.5g}", "yes" if promise.is_kept(r) else "no")
+                for r in found.tried]  # fmt: skip
+        _print_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "keeps it"), *rows])
         kept, rest = found.held_out, found.plain
         print(f"\nchosen: {found.row.method}")
         print(f"on {len(kept.pictures)} held-out pictures: {kept.computed:g} of {kept.steps} steps computed, "
-              f"{kept.speedup:.2f}x, {kept.quality.psnr:.2f} dB, LPIPS {kept.quality.lpips:.4f}; the {promise} is kept "
+              f"{kept.speedup:.2f}x, {kept.quality.psnr:.2f} dB, LPIPS {kept.quality.lpips:.5f}; {promise}: kept "
               f"by {found.share_kept:.1%}{'' if found.is_kept else ', WHICH IS TOO FEW'}")  # fmt: skip
-        print(f"as many plain steps: {rest.quality.psnr:.2f} dB, LPIPS {rest.quality.lpips:.4f}")
+        beaten = "" if found.is_worth_it else ": nearer, so use these and no cache"
+        print(f"{rest.steps} plain steps: {rest.quality.psnr:.2f} dB, LPIPS {rest.quality.lpips:.5f}{beaten}")
         print(options.output / "setting.json")
     return 0 if found.is_kept else 1
 
@@ -252,6 +256,7 @@ def _bench(options: argparse.Namespace) -> int:
     extra = [_method(text) for text in options.cache_config]
     tasks, test_tasks = _apart(options)
     wish = {"tasks": tasks, "test_tasks": test_tasks, "alone": options.alone, "refine": options.refine}
+    _check_only(options.only, extra)
     (studio, journal), shows = _open(options, wish), _shows(options)
     methods = all_methods(Session(studio, tasks, journal, "tuning", shows), extra, options.refine)
     chosen = [m for m in methods if not options.only or any(w.lower() in m.name.lower() for w in options.only)]
@@ -273,6 +278,18 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_only(words: Sequence[str], extra: Sequence[Method]) -> None:
+    """Refuse words that no name has, before hours are spent on what all names depend on."""
+    from ..lab.bench import KINDS
+
+    known = [*KINDS, *(method.name for method in extra)]
+    for word in words:
+        # A word of a name that is made later, such as a number, cannot be judged yet.
+        is_kind = any(word.lower() in name.lower() or name.split()[0].lower() in word.lower() for name in known)
+        if not is_kind and not any(sign.isdigit() for sign in word):
+            raise SettingError(f"--only {word!r} is in no method's name. There are: {', '.join(known)}.")
+
+
 _BENCH_COLUMNS = ("method", "computed", "speed-up", "PSNR dB", "SSIM", "LPIPS", "best by")
 
 
@@ -285,7 +302,7 @@ def _bench_line(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['speedup']:.2f}x",
         f"{row['psnr']:.2f}",
         f"{row['ssim']:.4f}",
-        f"{row['lpips']:.4f}",
+        f"{row['lpips']:.5f}",
     )
     return row["method"], *figures, ", ".join(best)
 
@@ -300,6 +317,8 @@ def _plot(file: Path) -> Path:
     if not isinstance(report.get("rows"), list) or not isinstance(report.get("about"), dict):
         raise SettingError(f"{str(file)!r} was not written by a bench: it has no rows. Give its bench.json.")
     about = report["about"]
+    if "pictures" not in about:
+        raise SettingError(f"{str(file)!r} was not written by a bench, but by another command. Give a bench.json.")
     picture = file.with_suffix(".png")
     words = f"{about['model']}, {about['pictures']} pictures, {about['settings']['num_inference_steps']} steps"
     draw(report["rows"], picture, f"{words}, {about['dtype']}, {about['device']}, batch {about['batch']}")
@@ -372,10 +391,10 @@ def _method(text: str) -> Method:
     try:
         wish = json.loads(text)
     except json.JSONDecodeError as error:
-        known = ", ".join(CACHE_BACKENDS)
+        why = f" ({error})." if text.lstrip().startswith("{") else f". {nearest(text, CACHE_BACKENDS)}"
         raise SettingError(
-            f"--cache-config {text!r} is neither a cache ({known}), nor a file, nor JSON such as "
-            f"'{{\"rel_l1_thresh\": 0.2}}' ({error})."
+            f"--cache-config {text!r} is neither a cache ({', '.join(CACHE_BACKENDS)}), nor a file, nor JSON such as "
+            f"'{{\"rel_l1_thresh\": 0.2}}'{why}"
         ) from error
     if not isinstance(wish, dict):
         raise SettingError(f"--cache-config {text!r} must be a JSON object: '{{\"name\": value}}'.")

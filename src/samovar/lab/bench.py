@@ -22,6 +22,14 @@ SCHEDULE_SHARES = (0.54, 0.4, 0.32, 0.24, 0.2)
 """Computed steps of our schedules: 27, 20, 16, 12 and 10 of 50."""
 
 
+KINDS = (
+    "plain steps", "schedule, computed (fitted, more for hard pictures)", "forecast rel_l1_thresh",
+    "tea_cache rel_l1_thresh", "diffusers FirstBlockCache", "diffusers TaylorSeer lite", "diffusers MagCache",
+    "diffusers SeaCache", "cache-dit DBCache", "cache-dit DBCache + Taylor",
+)  # fmt: skip
+"""What its names begin with; numbers follow."""
+
+
 def our_methods(tuning: Session, refinements: int = 0) -> list[Method]:
     """Schedules planned on a session's tasks, and caches that decide by the signal. `refinements` is how many changes
     of each schedule are tried on the same tasks."""

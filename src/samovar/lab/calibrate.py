@@ -23,8 +23,10 @@ from ..errors import ModelError, SettingError
 from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
 from .methods import Method, Notes
 from .session import Session
+from .studio import Task
 from .trajectory import Trajectory, watched_exact
 
+FEWEST_STEPS = 2
 HIGHEST_DEGREE = 4
 """What coefficients of TeaCache have: five numbers."""
 LEAST_EXPLAINED = 0.05
@@ -96,12 +98,25 @@ class Calibration:
         }
 
 
+def check_tasks(tasks: Sequence[Task]) -> None:
+    """Refuse what nothing can be learnt from."""
+    if len(tasks) < 2:
+        raise SettingError(
+            f"{len(tasks)} picture to calibrate with; at least two were expected, as one says nothing about another. "
+            "Give more prompts, or more seeds."
+        )
+
+
 def calibrate(session: Session, origin: str) -> Calibration:
     """Fit the polynomial of each branch, and measure what reusing an output costs, on a session's tasks."""
     if session.studio.config.batch != 1:
         raise SettingError("Calibration makes one picture at a time, as a cache judges one: give a batch of 1.")
-    if len(session.tasks) < 2:
-        raise SettingError("One picture says nothing about another: calibrate with at least two prompts.")
+    check_tasks(session.tasks)
+    if session.studio.steps < FEWEST_STEPS:
+        raise SettingError(
+            f"{session.studio.steps} steps; at least {FEWEST_STEPS} were expected, as changes from step to step are "
+            "looked at."
+        )
     denoisers = session.studio.denoisers
     if len(denoisers) > 1:
         raise ModelError(

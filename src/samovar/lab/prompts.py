@@ -25,7 +25,12 @@ def read_prompts(source: str | Path, count: int | None = None) -> list[str]:
                 f"{str(source)!r} is no file of prompts, one a line, nor a list that comes with the lab. "
                 f"{nearest(str(source), SHIPPED)}"
             )
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise SettingError(
+                f"{str(source)!r} is not UTF-8 text: {error}. Save it as such, one prompt a line."
+            ) from error
     lines = (line.strip() for line in text.splitlines())
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:

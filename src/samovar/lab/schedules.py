@@ -38,7 +38,8 @@ def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method
 
 
 def _written(masks: Mapping[str, str] | str) -> str:
-    return " ".join(masks.values()) if isinstance(masks, Mapping) else masks
+    """Once, if it is the same for all branches."""
+    return " ".join(dict.fromkeys(masks.values())) if isinstance(masks, Mapping) else masks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, get_args
 
-from ..cache.stats import SKIP_COST
 from ..errors import SettingError, nearest
 from .methods import Method, ours, plain
 from .metrics import Quality
@@ -76,9 +75,8 @@ class Promise:
 
 
 def denoiser_speedup(row: Row) -> float:
-    """How much less the denoiser does. Unlike a time it is the same on every machine and in every run."""
-    skipped = row.steps - row.computed
-    return row.steps / (row.computed + SKIP_COST * skipped)
+    """How many times fewer forwards are computed. Unlike a time it is the same on every machine and in every run."""
+    return row.steps / row.computed
 
 
 def lower_bound(values: Sequence[float], share: float = SHARE, confidence: float = CONFIDENCE) -> float:
@@ -138,6 +136,13 @@ class Tuned:
     def is_kept(self) -> bool:
         return self.share_kept >= SHARE
 
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it is nearer than as many plain steps, by the measure that was promised."""
+        if self.promise.target == "lpips":
+            return self.held_out.quality.lpips < self.plain.quality.lpips
+        return self.held_out.quality.psnr > self.plain.quality.psnr
+
     def setting(self, origin: str) -> dict[str, Any]:
         """What is saved, for `cache_config` to load."""
         settings = dict(self.row.settings)
@@ -163,6 +168,7 @@ class Tuned:
                 "worst": {"psnr": min(values["psnr"]), "lpips": max(values["lpips"])},
             },
             "plain_steps_on_held_out": self.plain.to_dict(),
+            "is_worth_it": self.is_worth_it,
             "tried": [{**row.to_dict(), "keeps": self.promise.is_kept(row)} for row in self.tried],
         }
 
@@ -196,15 +202,25 @@ class _Search:
         """The fastest that keeps the promise; of a promised speed, the nearest to the exact pictures."""
         kept = [row for row in self.tried if self._promise.is_kept(row) and row.computed < self._steps]
         if not kept:
-            nearest_row = max(self.tried, key=lambda row: row.quality.psnr)
-            raise SettingError(
-                f"No setting that skips anything keeps a {self._promise}. The best of {len(self.tried)} was "
-                f"{nearest_row.method!r}: {nearest_row.quality.psnr:.1f} dB, LPIPS {nearest_row.quality.lpips:.4f} on "
-                "average. Promise less, or run the model as it is."
-            )
+            raise SettingError(self._none_kept())
         if self._promise.target == "speedup":
             return max(kept, key=self._promise.score)
         return min(kept, key=lambda row: (row.computed, -row.quality.psnr))
+
+    def _none_kept(self) -> str:
+        skipping = [row for row in self.tried if row.computed < self._steps]
+        words = f"No setting that skips anything keeps a {self._promise}"
+        if not skipping:
+            return f"{words}: none of {len(self.tried)} that were tried skips a step. Run the model as it is."
+        best = max(skipping, key=self._promise.score)
+        words += f". The best of {len(skipping)}, {best.method!r}, has {best.quality.psnr:.1f} dB and LPIPS "
+        words += f"{best.quality.lpips:.5f} on average with {best.computed:g} of {self._steps} steps computed"
+        if self._promise.target != "speedup":
+            unit = " dB" if self._promise.target == "psnr" else ""
+            words += f"; of {len(best.pictures)} pictures it can be said that 95 of 100 reach "
+            words += f"{self._promise.bound(best.pictures):.5g}{unit}"
+        more = "" if values_below(len(self._session.tasks)) >= 0 else ", give more prompts (45 and more need no margin)"
+        return f"{words}. Promise less{more}, or run the model as it is."
 
     def try_thresholds(self) -> None:
         for backend, thresholds in THRESHOLDS.items():
@@ -229,7 +245,7 @@ class _Search:
         """How many steps may be computed at a promised speed; None if another thing is promised."""
         if self._promise.target != "speedup":
             return None
-        return max(1, math.floor(self._steps * (1 / self._promise.value - SKIP_COST) / (1 - SKIP_COST)))
+        return max(1, math.floor(self._steps / self._promise.value + 1e-9))
 
     def _bisect(self, planner: SchedulePlanner) -> None:
         """The fewest computed steps that keep the promise; more steps are taken to be better."""
