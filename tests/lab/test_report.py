@@ -62,7 +62,7 @@ def test_figures(comparison: Comparison) -> None:
         "2.00x",
         "31.50",
         "0.9700",
-        "0.0123",
+        "0.01230",
     ]
     assert figures_of(comparison.rows[0])["PSNR dB"] == "", "the exact ones are near nothing but themselves"
 

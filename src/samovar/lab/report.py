@@ -9,6 +9,7 @@ import base64
 import html
 import io
 import json
+import math
 from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from .session import Row
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_LABEL_WIDTH, _GAP, _HEADER = 250, 4, 18
+_WIDEST_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
 _INK, _PAPER, _DIM = (20, 20, 20), (255, 255, 255), (110, 110, 110)
 _WIDEST = 256
 """Pixels of a picture on the sheet; larger ones are made smaller."""
@@ -27,24 +28,27 @@ _WIDEST = 256
 
 def contact_sheet(comparison: Comparison) -> Image:
     """All pictures, as one."""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
+    font = ImageFont.load_default(_FONT_SIZE)
+    words = [text for row in comparison.rows for text in _label(row)]
+    label = min(_WIDEST_LABEL, 3 * _GAP + math.ceil(max(font.getlength(text) for text in words)))
     rows = [_pictures(comparison, number) for number in range(len(comparison.rows))]
     width = max(picture.width for row in rows for picture in row) + _GAP
-    height = max(max(picture.height for row in rows for picture in row) + _GAP, 64)
-    size = (_LABEL_WIDTH + width * len(rows[0]), _HEADER + height * len(rows))
+    height = max(max(picture.height for row in rows for picture in row) + _GAP, 4 * _LINE + _GAP)
+    size = (label + width * len(rows[0]), _HEADER + height * len(rows))
     sheet = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(sheet)
+    draw.font = font
     for column, task in enumerate(comparison.tasks):
-        words = _fitted(draw, f"{task.prompt} · {task.seed}", width - 2 * _GAP)
-        draw.text((_LABEL_WIDTH + column * width, 3), words, fill=_DIM)
+        text = _fitted(draw, f"{task.prompt} · {task.seed}", width - 2 * _GAP)
+        draw.text((label + column * width, 3), text, fill=_DIM)
     for number, (row, pictures) in enumerate(zip(comparison.rows, rows, strict=True)):
         top = _HEADER + number * height
-        for line, words in enumerate(_label(row)):
-            text = _fitted(draw, words, _LABEL_WIDTH - 2 * _GAP)
-            draw.text((_GAP, top + 14 * line), text, fill=_INK if line == 0 else _DIM)
+        for line, text in enumerate(_label(row)):
+            draw.text((_GAP, top + _LINE * line), _fitted(draw, text, label - 2 * _GAP), fill=_DIM if line else _INK)
         for column, picture in enumerate(pictures):
-            sheet.paste(picture, (_LABEL_WIDTH + column * width, top))
+            sheet.paste(picture, (label + column * width, top))
     return sheet
 
 
@@ -55,7 +59,7 @@ def page(comparison: Comparison, title: str) -> str:
         "rows": [
             {
                 "name": row.method,
-                "figures": [[round(value, 4) for value in quality] for quality in row.pictures],
+                "figures": [[round(value, 5) for value in quality] for quality in row.pictures],
                 "pictures": [_embedded(picture) for picture in _pictures(comparison, number, shrink=False)],
             }
             for number, row in enumerate(comparison.rows)
@@ -82,7 +86,7 @@ def figures_of(row: Row) -> dict[str, str]:
         "speed-up": f"{row.speedup:.2f}x",
         "PSNR dB": "" if is_exact else f"{row.quality.psnr:.2f}",
         "SSIM": "" if is_exact else f"{row.quality.ssim:.4f}",
-        "LPIPS": "" if is_exact else f"{row.quality.lpips:.4f}",
+        "LPIPS": "" if is_exact else f"{row.quality.lpips:.5f}",
     }
 
 
@@ -101,7 +105,7 @@ def _label(row: Row) -> list[str]:
         row.method,
         f"{row.computed:g} computed, {row.speedup:.2f}x",
         f"PSNR {quality.psnr:.1f} dB, SSIM {quality.ssim:.3f}",
-        f"LPIPS {quality.lpips:.4f}",
+        f"LPIPS {quality.lpips:.5f}",
     ]
 
 
