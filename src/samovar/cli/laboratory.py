@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from ..lab.journal import Journal
     from ..lab.methods import Method
     from ..lab.studio import Studio, Task
-
-_NO_FIGURE = "-"
 
 
 def add_compare(commands: Any) -> None:
@@ -244,19 +241,20 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from ..lab.bench import all_methods, bench
+    from ..lab.bench import all_methods, bench, check_only
 
     if options.plot_from is not None:
         picture = _plot(options.plot_from)
         print(json.dumps({"file": str(picture)}) if options.json else picture)
         return 0
+    from ..lab.report import BENCH_COLUMNS, bench_line
     from ..lab.session import Session
     from ..lab.studio import Studio, StudioConfig
 
     extra = [_method(text) for text in options.cache_config]
     tasks, test_tasks = _apart(options)
     wish = {"tasks": tasks, "test_tasks": test_tasks, "alone": options.alone, "refine": options.refine}
-    _check_only(options.only, extra)
+    check_only(options.only, extra)
     (studio, journal), shows = _open(options, wish), _shows(options)
     methods = all_methods(Session(studio, tasks, journal, "tuning", shows), extra, options.refine)
     chosen = [m for m in methods if not options.only or any(w.lower() in m.name.lower() for w in options.only)]
@@ -271,40 +269,11 @@ def _bench(options: argparse.Namespace) -> int:
     report = {"about": about, "tasks": [task._asdict() for task in test_tasks], "rows": rows}
     _finish(options, journal, "bench.json", report)
     if not (options.json or options.quiet):
-        _print_table([_BENCH_COLUMNS, *map(_bench_line, rows)])
+        _print_table([BENCH_COLUMNS, *map(bench_line, rows)])
         print(options.output / "bench.json")
     if find_spec("matplotlib") is not None:  # Else it can be done elsewhere, from the file.
         _plot(options.output / "bench.json")
     return 0
-
-
-def _check_only(words: Sequence[str], extra: Sequence[Method]) -> None:
-    """Refuse words that no name has, before hours are spent on what all names depend on."""
-    from ..lab.bench import KINDS
-
-    known = [*KINDS, *(method.name for method in extra)]
-    for word in words:
-        # A word of a name that is made later, such as a number, cannot be judged yet.
-        is_kind = any(word.lower() in name.lower() or name.split()[0].lower() in word.lower() for name in known)
-        if not is_kind and not any(sign.isdigit() for sign in word):
-            raise SettingError(f"--only {word!r} is in no method's name. There are: {', '.join(known)}.")
-
-
-_BENCH_COLUMNS = ("method", "computed", "speed-up", "PSNR dB", "SSIM", "LPIPS", "best by")
-
-
-def _bench_line(row: dict[str, Any]) -> tuple[str, ...]:
-    if "problem" in row:
-        return (row["method"], *[_NO_FIGURE] * 5, row["problem"][:60])
-    best = [name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")]
-    figures = (
-        f"{row['computed']:g}",
-        f"{row['speedup']:.2f}x",
-        f"{row['psnr']:.2f}",
-        f"{row['ssim']:.4f}",
-        f"{row['lpips']:.5f}",
-    )
-    return row["method"], *figures, ", ".join(best)
 
 
 def _plot(file: Path) -> Path:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..errors import SettingError
 from .methods import Method, ours, plain
 from .peers import PEER_FAILS, peers
 from .schedules import SchedulePlanner, choose_planner, refine, scheduled
@@ -28,6 +29,16 @@ KINDS = (
     "diffusers SeaCache", "cache-dit DBCache", "cache-dit DBCache + Taylor",
 )  # fmt: skip
 """What its names begin with; numbers follow."""
+
+
+def check_only(words: Sequence[str], extra: Sequence[Method] = ()) -> None:
+    """Refuse words that no name will have, before hours are spent on what the names depend on."""
+    known = [*KINDS, *(method.name for method in extra)]
+    for word in words:
+        # A word of a name that is made later, such as a number, cannot be judged yet.
+        is_kind = any(word.lower() in name.lower() or name.split()[0].lower() in word.lower() for name in known)
+        if not is_kind and not any(sign.isdigit() for sign in word):
+            raise SettingError(f"--only {word!r} is in no method's name. There are: {', '.join(known)}.")
 
 
 def our_methods(tuning: Session, refinements: int = 0) -> list[Method]:

@@ -10,7 +10,7 @@ import html
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,24 @@ def figures_of(row: Row) -> dict[str, str]:
         "SSIM": "" if is_exact else f"{row.quality.ssim:.4f}",
         "LPIPS": "" if is_exact else f"{row.quality.lpips:.5f}",
     }
+
+
+BENCH_COLUMNS = ("method", "computed", "speed-up", "PSNR dB", "SSIM", "LPIPS", "best by")
+
+
+def bench_line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of a bench as words."""
+    if "problem" in row:
+        return (row["method"], *["-"] * 5, row["problem"][:60])
+    best = [name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")]
+    figures = (
+        f"{row['computed']:g}",
+        f"{row['speedup']:.2f}x",
+        f"{row['psnr']:.2f}",
+        f"{row['ssim']:.4f}",
+        f"{row['lpips']:.5f}",
+    )
+    return row["method"], *figures, ", ".join(best)
 
 
 def _table(rows: Sequence[Row]) -> str:
