@@ -16,6 +16,7 @@ from samovar.cache import TeaCacheConfig, apply_teacache_hook, remove_teacache_h
 from samovar.cache.fitting import HARD_SHARE, Products, fit_hard, fit_schedule, told_at
 from samovar.cache.forecast import History
 from samovar.cache.hard import HardPictures
+from samovar.errors import SettingError
 from samovar.hooks import call_context
 
 FLUX = PIPELINES["flux"]
@@ -195,6 +196,11 @@ def test_a_plan_that_skips_at_once_tells_nothing() -> None:
     usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "#.#"))
     assert usual.schedules["cond"].startswith("#.#")
     assert fit_hard(products, usual, each, 20) is None
+    for wrong in ({}, {"uncond": each["uncond"]}, {"cond": each["cond"][0]}, {"cond": each["cond"][:, :2, :2]}):
+        with pytest.raises(
+            SettingError, match=r"for 'cond' products of some single runs were expected, of the first 3"
+        ):
+            fit_hard(products, usual, wrong, 20)
 
 
 def test_stored_steps_suffice_for_both_schedules() -> None:

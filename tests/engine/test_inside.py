@@ -171,3 +171,24 @@ def test_ranks_of_one_machine_talk_within_it(monkeypatch: pytest.MonkeyPatch) ->
     _prepare_world(Place(1, 2, os.getpid(), 4321))
     assert os.environ["MASTER_PORT"] == "4321"
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+
+
+HOLES = """
+import os
+import psutil
+from samovar.engine.inside import _give_back_heap
+
+resident = psutil.Process(os.getpid()).memory_info
+parts = [bytearray(20_000) for _ in range(5_000)]
+kept = parts[::50]  # What is between them is free, and stays with the process.
+del parts
+before = resident().rss
+_give_back_heap()
+print((before - resident().rss) // 2**20)
+"""
+
+
+@pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="this libc gives memory back itself, or cannot")
+def test_holes_in_the_heap_go_back_to_the_system() -> None:
+    found = subprocess.run([sys.executable, "-c", HOLES], check=True, capture_output=True, text=True, timeout=LIMIT_S)
+    assert int(found.stdout) > 50, "of about 95 MiB"

@@ -230,8 +230,14 @@ def fit_hard(
     them. `each` has by branch the products of the first outputs of single runs: (runs, steps, steps). None if the usual
     plan skips any of the first steps, up to `told_at`."""
     branch = max(zip(products.branches, products.guidance, strict=True), key=lambda one: abs(one[1]))[0]
-    mask, runs = usual.schedules[branch], each[branch]
-    step = told_at(len(mask))
+    step = told_at(len(products.sizes))
+    runs = each.get(branch, np.empty(0))
+    if runs.ndim != 3 or not len(runs) or runs.shape[1] != runs.shape[2] or runs.shape[1] <= step:
+        given = {name: of.shape for name, of in each.items()}
+        raise SettingError(
+            f"each has {given!r}; for {branch!r} products of some single runs were expected, of the first {step + 1} "
+            "steps or more: (runs, steps, steps)."
+        )
     if any("." in of[: step + 1] for of in usual.schedules.values()):
         return None
     old = list(range(step))[-depth:]
