@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "samovar"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-LAYERS = [{"errors"}, {"files", "tree"}, {"hooks", "arch", "builtin"}, {"cache", "offload", "parallel"}, {"compose"},
+LAYERS = [{"errors"}, {"files", "tree"}, {"hooks", "arch", "builtin"}, {"trace"}, {"cache", "offload", "parallel"}, {"compose"},
           {"engine"}, {"omni"}, {"server", "lab"}, {"cli", "serve_ray"}]  # fmt: skip
 """A room may import from the layers below its own, and from itself; never from a neighbour."""
 

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
         ModuleDiscovery,
         SupportsModuleOffload,
         find_anatomy,
-        probe_anatomy,
         register_declaration,
-        survey,
-        survey_pipeline,
     )
     from .cache import TeaCacheConfig, make_cache_backend
     from .compose import AttachConfig, Attached, attach
@@ -24,6 +21,8 @@ if TYPE_CHECKING:
     from .offload import OffloadConfig, apply_offload
     from .omni import AsyncOmni, Omni
     from .parallel import SequenceParallelConfig
+    from .trace import probe_anatomy, survey_pipeline
+    from .trace.survey import survey
 
 __version__ = "0.1.0"
 
@@ -55,7 +54,7 @@ __all__ = [
 ]
 
 # Names are looked up when they are first used: importing Samovar loads neither torch nor diffusers.
-_ROOMS = ("errors", "hooks", "arch", "cache", "offload", "parallel", "compose", "engine", "omni")
+_ROOMS = ("errors", "hooks", "arch", "trace", "cache", "offload", "parallel", "compose", "engine", "omni")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.arch import BlockDeclaration, find_anatomy, probe_anatomy, register_declaration
+from samovar.arch import BlockDeclaration, find_anatomy, register_declaration
+from samovar.trace import probe_anatomy
 from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import DeclarationError
 

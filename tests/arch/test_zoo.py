@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import zoo
-from samovar.arch import Anatomy, BlockStack, find_anatomy, probe_anatomy
+from samovar.arch import Anatomy, BlockStack, find_anatomy
+from samovar.trace import probe_anatomy
 from zoo import table
 
 CASES = zoo.load()

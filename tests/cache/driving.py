@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +16,7 @@ import torch
 import zoo
 from pipelines import PIPELINES, TinyPipeline
 from samovar.cache import PipelineStats, TeaCacheBackend, TeaCacheHook
-from samovar.cache.decision import Attempt
-from samovar.cache.inputs import Inputs
-from samovar.cache.memo import Memo
-from samovar.cache.runners import BlockRunner
-from samovar.cache.trace import Trace
-from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context
+from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context, running
 
 INFINITE = float("inf")
 UNGUARDED: Mapping[str, Any] = {"max_skips": None, "min_steps": 0, "last_steps": 0}
@@ -116,6 +110,28 @@ def counted(modules: Iterable[torch.nn.Module]) -> Iterator[list[torch.nn.Module
         handle.remove()
 
 
+class Stepped:
+    """A loop whose scheduler says which step it is, so that any sample at any time can be a step of it."""
+
+    def __init__(self, transformer: torch.nn.Module, steps: int = 1000) -> None:
+        self.transformer = transformer
+        self.scheduler = types.SimpleNamespace(timesteps=list(range(steps)), _step_index=-1)
+        self._num_timesteps = steps
+
+    def call(self, call: Callable[[], Any]) -> Any:
+        """One step of the loop."""
+        self.scheduler._step_index += 1
+        return call()
+
+
+@contextmanager
+def stepped(model: torch.nn.Module, steps: int = 1000) -> Iterator[Stepped]:
+    """A run of such a loop."""
+    loop = Stepped(model, steps)
+    with running(loop):
+        yield loop
+
+
 # ------------------------------------------------------------------------------------------------ a model of one's own
 
 
@@ -196,43 +212,6 @@ def loop(
 def differing(found: Sequence[Any], expected: Sequence[Any]) -> list[int]:
     """Which of two lists of outputs are not the same, bit for bit."""
     return [index for index, pair in enumerate(zip(found, expected, strict=True)) if not zoo.equal(*pair)]
-
-
-# ------------------------------------------------------------------------------------------------ below the hook
-
-
-class Gated:
-    """A model with gates at its blocks, whose forwards a test sends through passages of its own."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.runner = BlockRunner(model, "gates")
-        self._names = tuple(inspect.signature(model.forward).parameters)
-
-    def inputs(self, *args: Any, **kwargs: Any) -> Inputs:
-        return Inputs(args, kwargs, self._names)
-
-    def of(self, found: zoo.Case, step: int = 0) -> Inputs:
-        """The inputs of a step of a zoo case."""
-        plain = {"return_dict": False} if "return_dict" in self._names else {}
-        return self.inputs(**found.inputs(step), **plain)
-
-    @torch.no_grad()
-    def forward(self, inputs: Inputs) -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return self.model(*inputs.args, **inputs.kwargs)
-
-    def through(self, passage: Any, inputs: Inputs) -> Any:
-        """What the model gives, with its blocks asking this passage or tracer."""
-        return self.runner._pass(passage, inputs, self.forward)
-
-    def computed(self, inputs: Inputs) -> tuple[Trace, Attempt]:
-        """The trace of a step that is computed, and what came of it."""
-        attempt = Attempt("compute", None, True, False, lambda signal: False, Memo())
-        self.runner.run(inputs, attempt, self.forward)
-        trace = self.runner.key(inputs)
-        assert trace is not None
-        return trace, attempt
 
 
 def tensors_in(*roots: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import zoo
+from driving import Stepped, stepped
 from samovar.arch import find_anatomy
 from samovar.cache import TeaCacheConfig, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
 from samovar.hooks import call_context
@@ -28,9 +29,10 @@ def installed(case: zoo.Case) -> zoo.Case:
     return case
 
 
-def run(case: zoo.Case, model: torch.nn.Module, step: int = 0) -> Any:
+def run(case: zoo.Case, loop: Stepped, step: int = 0) -> Any:
+    """A step of a loop, with the inputs of any step."""
     with call_context(branch="only"):
-        return case.run(model, step)
+        return loop.call(lambda: case.run(loop.transformer, step))
 
 
 def difference(one: Any, other: Any) -> float:
@@ -63,36 +65,37 @@ def test_every_class(case: zoo.Case) -> None:
     before = [(type(module), set(vars(module))) for module in model.modules()]
 
     apply_teacache_hook(model, {"rel_l1_thresh": 0})
-    assert [zoo.equal(run(case, model, step), exact[step]) for step in range(3)] == [True] * 3, "neutral"
+    with stepped(model) as loop:
+        assert [zoo.equal(run(case, loop, step), exact[step]) for step in range(3)] == [True] * 3, "neutral"
     remove_teacache_hook(model)
 
     hook = apply_teacache_hook(model, INFINITE)
-    with counted_blocks(case, model) as calls:
-        _check_skips(case, model, hook, exact, calls)
+    with counted_blocks(case, model) as calls, stepped(model) as loop:
+        _check_skips(case, loop, hook, exact, calls)
     remove_teacache_hook(model)
     assert [(type(module), set(vars(module))) for module in model.modules()] == before, "no trace is left"
     assert zoo.equal(case.run(model), exact[0])
 
 
-def _check_skips(case: zoo.Case, model: torch.nn.Module, hook: TeaCacheHook, exact: Any, calls: list[str]) -> None:
-    assert zoo.equal(run(case, model), exact[0]), "a computed step is not disturbed"
+def _check_skips(case: zoo.Case, loop: Stepped, hook: TeaCacheHook, exact: Any, calls: list[str]) -> None:
+    assert zoo.equal(run(case, loop), exact[0]), "a computed step is not disturbed"
     assert set(calls) == {stack.path for stack in case.stacks}
     calls.clear()
-    skipped = run(case, model)
+    skipped = run(case, loop)
     assert hook.stats().branches["only"].mask == "#.", hook.stats()
     assert not calls, "a skipped step runs no block"
     assert difference(skipped, exact[0]) <= 1e-5
-    moved = run(case, model, 1)
+    moved = run(case, loop, 1)
     if case.model not in BLIND:
         assert not zoo.equal(moved, skipped), "a skipped step sees its own input"
     (state,) = hook.state_manager.states().values()
     for residual in state.history.newest:
         if residual is not None:
             residual.zero_()
-    assert difference(run(case, model, 1), moved) > 1e-3, "what the blocks did is in what is stored"
+    assert difference(run(case, loop, 1), moved) > 1e-3, "what the blocks did is in what is stored"
     assert not calls
-    hook.reset_state(model)
-    assert zoo.equal(run(case, model, 2), exact[2]), "computing after skipping is exact"
+    hook.reset_state(loop.transformer)
+    assert zoo.equal(run(case, loop, 2), exact[2]), "computing after skipping is exact"
 
 
 def test_the_number_of_classes(record_property: Callable[[str, object], None]) -> None:

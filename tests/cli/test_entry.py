@@ -60,7 +60,7 @@ def test_an_engine_that_fails_is_no_bad_input(
     def failing(source: str) -> None:
         raise EngineError("out of luck")
 
-    monkeypatch.setattr("samovar.arch.survey", failing)
+    monkeypatch.setattr("samovar.trace.survey", failing)
     assert cli.main(["inspect", "FluxPipeline"]) == 1
     assert capsys.readouterr().err == "samovar: out of luck\n"
 
@@ -69,6 +69,6 @@ def test_interruption_is_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupted(source: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("samovar.arch.survey", interrupted)
+    monkeypatch.setattr("samovar.trace.survey", interrupted)
     assert cli.main(["inspect", "FluxPipeline"]) == 130
     assert capsys.readouterr().err == "samovar: interrupted\n"

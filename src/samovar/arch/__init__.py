@@ -1,26 +1,18 @@
-"""What is this model? The only room that knows model structure."""
+"""What is this model made of? Read from structure, without running anything."""
 
 from .blocks import Anatomy, BlockStack, Stream, find_anatomy
 from .components import ModuleDiscovery, PipelineModules, SupportsModuleOffload, find_denoisers
 from .declarations import BlockDeclaration, register_declaration
-from .probe import probe_anatomy, probe_pipeline
-from .survey import ModelReport, survey, survey_by_running, survey_pipeline
 
 __all__ = [
     "Anatomy",
     "BlockDeclaration",
     "BlockStack",
-    "ModelReport",
     "ModuleDiscovery",
     "PipelineModules",
     "Stream",
     "SupportsModuleOffload",
     "find_anatomy",
     "find_denoisers",
-    "probe_anatomy",
-    "probe_pipeline",
     "register_declaration",
-    "survey",
-    "survey_by_running",
-    "survey_pipeline",
 ]

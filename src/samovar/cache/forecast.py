@@ -83,6 +83,10 @@ class Outlook:
         devices = (tensor.device for tensor in self._stored[0] if tensor is not None)
         return next(devices, torch.device("cpu"))
 
+    def has(self, index: int) -> bool:
+        """Whether there is such a tensor in the list."""
+        return self._stored[0][index] is not None
+
     def value(self, index: int) -> torch.Tensor | None:
         """One tensor of the list."""
         newest = self._stored[0][index]

@@ -1,145 +1,205 @@
 """What is the denoiser called with, and what of it has changed since the step before?
 
-The sample and the time change at every step; that is what the signal is for. All else should stay, and
-if it does not, it changes what the blocks do in a way that the first block's input does not show:
-ControlNet residuals, adapters' hints, conditioning made anew. Such a change counts like the signal's.
+The sample and the time change at every step; that is what the signal is for. Conditioning stays: if it changes, a new
+history begins. Anything else that changes from step to step, such as the residuals of a ControlNet, changes what the
+blocks do in a way that the first block's input does not show; such a change counts like the signal's.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..hooks import is_conditioning, is_sample, is_time
+from .. import tree
+from ..hooks import Roles
 
 _MOST_COMPARED = 16384
-"""Elements of a tensor that are looked at to see how much it has changed."""
+"""Elements of a tensor that are compared to see how much it has changed."""
 
 
 class Inputs:
     """The arguments of one call of a denoiser."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], roles: Roles) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.names = names
-        """Of the parameters, in order."""
+        self._names = names
+        self.roles = roles
 
     @functools.cached_property
-    def named(self) -> list[tuple[str, Any]]:
-        """Every argument with its parameter's name."""
-        return [*zip(self.names, self.args, strict=False), *self.kwargs.items()]
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Everything in the arguments, with paths that begin with the parameter's name."""
+        named = [*zip(self._names, self.args, strict=False), *self.kwargs.items()]
+        return [leaf for name, value in named for leaf in tree.leaves(value, name)]
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """What must be the same for two calls to do the same with their blocks."""
-        return tuple([(name, None if is_time(name) else _signature(value)) for name, value in self.named])
+        """What two calls have in common that do the same with their blocks."""
+        of = self.roles.of
+        form = [(path, None if of(path) == "time" else tree.signature(leaf)) for path, leaf in self.leaves]
+        cast = torch.is_autocast_enabled(kind := self.device.type) and torch.get_autocast_dtype(kind)
+        return cast, *form
 
     @functools.cached_property
     def numbers(self) -> tuple[float, ...]:
-        """Numbers among the arguments other than the time: a change of one changes what the blocks do."""
-        return tuple([number for name, value in self.named if not is_time(name) for number in _floats(value)])
+        """Fractions among the arguments other than the time: a change of one changes what the blocks do."""
+        of = self.roles.of
+        return tuple([leaf for path, leaf in self.leaves if isinstance(leaf, float) and of(path) != "time"])
 
     @functools.cached_property
     def watched(self) -> list[tuple[str, torch.Tensor, bool]]:
-        """Tensors that should stay as they are: path, tensor, and whether it is conditioning."""
-        return [
-            (path, tensor, is_conditioning(name))
-            for name, value in self.named
-            if value is not None and not is_sample(name) and not is_time(name)
-            for path, tensor in _tensors(name, value)
-            if tensor.numel()
-        ]
+        """Tensors other than sample and time: path, tensor, and whether it is conditioning."""
+        found = []
+        for path, leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.numel():
+                role = self.roles.of(path)
+                if role in ("conditioning", "residual"):
+                    found.append((path, leaf, role == "conditioning"))
+        return found
 
-    def spare(self) -> Inputs:
-        """The same for another call: some models empty the lists that they are given."""
-        args = tuple(map(_shallow, self.args))
-        return Inputs(args, {name: _shallow(value) for name, value in self.kwargs.items()}, self.names)
+    @functools.cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors among the arguments."""
+        return [leaf for _, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
-    def with_other_sample(self) -> Inputs:
-        """The same with something else to denoise, at another time."""
-        given = [name for name, _ in self.named if not is_time(name)]
-        sample = {name for name in given if is_sample(name)} or set(given)
-
-        def other(name: str, value: Any) -> Any:
-            return _later(value) if is_time(name) and "ind" not in name else _moved(value) if name in sample else value
-
-        args = tuple(other(name, value) for name, value in zip(self.names, self.args, strict=False))
-        return Inputs(args, {name: other(name, value) for name, value in self.kwargs.items()}, self.names)
-
-    def time(self) -> torch.Tensor | float | None:
-        """The time of the step, as it is given; of a tensor, the first element counts."""
-        for name, value in self.named:
-            if is_time(name) and isinstance(value, (torch.Tensor, int, float)):
-                return value
-        return None
-
+    @functools.cached_property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        tensors = (tensor for _, value in self.named for _, tensor in _tensors("", value))
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
+    @functools.cached_property
+    def sample(self) -> torch.Tensor | None:
+        """The sample, or the first of its parts."""
+        of = self.roles.of
+        return next((v for path, v in self.leaves if isinstance(v, torch.Tensor) and of(path) == "sample"), None)
+
+    @functools.cached_property
+    def time(self) -> torch.Tensor | float | None:
+        """The time of the step, as it is given; of a tensor, the first element counts."""
+        of = self.roles.of
+        times = (v for path, v in self.leaves if isinstance(v, (torch.Tensor, int, float)) and of(path) == "time")
+        return next(times, None)
+
+    @functools.cached_property
     def host_time(self) -> float | None:
-        """The same, where it can be read without waiting for a device."""
-        return on_host(self.time())
+        """The time, where it can be read without waiting for a device."""
+        time = self.time
+        if isinstance(time, torch.Tensor):
+            return float(time.reshape(-1)[0]) if time.device.type == "cpu" and time.numel() else None
+        return time
+
+    def copied(self) -> Inputs:
+        """The same with tensors and containers that nobody else writes into."""
+        return self._like(*tree.map_tensors(torch.clone, (self.args, self.kwargs)))
+
+    def spare(self) -> Inputs:
+        """The same tensors in other containers: some models empty the lists that they are given."""
+        return self._like(*tree.map_tensors(lambda tensor: tensor, (self.args, self.kwargs)))
+
+    def _like(self, args: Any, kwargs: Any) -> Inputs:
+        return Inputs(args, kwargs, self._names, self.roles)
+
+    def at_another_step(self, output: Any) -> tuple[Any, Any]:
+        """Arguments with another sample at another time. Where no argument is known to be the sample, it is what has
+        the form of the output, or else everything but the time."""
+        of = self.roles.of
+        tensors = [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        shapes = {tensor.shape for tensor in tree.tensors(output)}
+        sample = (
+            {id(leaf) for path, leaf in tensors if of(path) == "sample"}
+            or {id(leaf) for path, leaf in tensors if leaf.shape in shapes}
+            or {id(leaf) for path, leaf in tensors if of(path) != "time"}
+        )
+        time = {id(leaf) for path, leaf in tensors if of(path) == "time" and "ind" not in path}
+
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            return _later(tensor) if id(tensor) in time else _moved(tensor) if id(tensor) in sample else tensor
+
+        names = dict(enumerate(self._names))
+        args = [
+            _later_number(value) if of(names.get(index, "")) == "time" else tree.map_tensors(other, value)
+            for index, value in enumerate(self.args)
+        ]
+        kwargs = {
+            name: _later_number(value) if of(name) == "time" else tree.map_tensors(other, value)
+            for name, value in self.kwargs.items()
+        }
+        return tuple(args), kwargs
 
 
-def on_host(time: torch.Tensor | float | None) -> float | None:
-    """A time, where it can be read without waiting for a device."""
-    if isinstance(time, torch.Tensor):
-        return float(time.reshape(-1)[0]) if time.device.type == "cpu" and time.numel() else None
-    return time
+class Sample:
+    """The sample of a branch's last call, as far as it is needed to tell whether the next call has another."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version = tree.version(tensor)
+        self._some = some(tensor, copy=True) if self._version is None else None
+
+    def is_that_of(self, tensor: torch.Tensor | None) -> bool:
+        """Whether a call is given the very same."""
+        if tensor is None or self._tensor() is not tensor:
+            return False
+        return torch.equal(self._some, some(tensor)) if self._some is not None else self._version == tensor._version
+
+
+# ------------------------------------------------------------------------------------------------ changes
 
 
 class Watched(NamedTuple):
-    """A tensor that should not change from step to step, as it was."""
+    """A tensor that is compared with that of the next step."""
 
     held: torch.Tensor | None
-    """Itself, where it is expected to stay the same: as long as it is held, nothing else can be mistaken for it."""
-    version: int
+    """Itself, if it is conditioning: as long as it is held, nothing else can be mistaken for it."""
+    version: int | None
     some: torch.Tensor | None
-    """Some of its elements, where it is not."""
+    """Some of its elements, where identity does not tell."""
 
 
 Watch = dict[str, Watched]
-
-
-def watch(inputs: Inputs) -> Watch:
-    """What is to be compared at the next step."""
-    return {
-        path: Watched(tensor, _version(tensor), None) if is_held else Watched(None, 0, _some(tensor, copy=True))
-        for path, tensor, is_held in inputs.watched
-    }
-
-
-def changed(inputs: Inputs, before: Watch) -> list[tuple[str, torch.Tensor, bool]]:
-    """What of this call is not the very same: path, tensor, and whether it is conditioning."""
-    found = []
-    for item in inputs.watched:
-        known = before.get(item[0])
-        if known is None or not _is_same(item[1], known):
-            found.append(item)
-    return found
-
-
 Pair = Sequence[torch.Tensor]
 """How much something has changed, and how large it was, as sums."""
 
 
+def watch(inputs: Inputs) -> Watch:
+    """What is to be compared at the next step."""
+    return {path: _watched(tensor, is_held) for path, tensor, is_held in inputs.watched}
+
+
+def _watched(tensor: torch.Tensor, is_held: bool) -> Watched:
+    version = tree.version(tensor)
+    if is_held and version is not None:
+        return Watched(tensor, version, None)
+    return Watched(tensor if is_held else None, version, some(tensor, copy=True))
+
+
 def changes(inputs: Inputs, before: Watch) -> list[Pair]:
-    """Of each tensor that has changed."""
-    return [_change(_some(tensor), before[path]) for path, tensor, _ in changed(inputs, before) if path in before]
+    """Of each tensor that is not surely the same. A change of conditioning, however small, is infinite."""
+    pairs = []
+    for path, tensor, is_conditioning in inputs.watched:
+        known = before.get(path)
+        if known is None:
+            pairs.append(_infinite(tensor))
+        elif known.held is not tensor or known.version is None or known.version != tensor._version:
+            pair = _change(some(tensor), known)
+            pairs.append([(pair[0] > 0).float(), torch.zeros_like(pair[0])] if is_conditioning else pair)
+    return pairs
 
 
 def _change(now: torch.Tensor, known: Watched) -> Pair:
-    is_overwritten = known.held is not None and _version(known.held) != known.version
-    before = known.some if known.held is None else _some(known.held)
-    if is_overwritten or before is None or before.shape != now.shape or before.device != now.device:
-        return now.new_ones(()), now.new_zeros(())  # Nobody knows by how much: a change of nothing is infinite.
-    return size(now - before), size(before)
+    before = known.some
+    if before is None and known.held is not None and known.held._version == known.version:
+        before = some(known.held)
+    if before is None or before.shape != now.shape or before.device != now.device:
+        return _infinite(now)  # It was overwritten, or is of another form: nobody knows by how much.
+    return [size(now - before), size(before)]
+
+
+def _infinite(like: torch.Tensor) -> Pair:
+    return [torch.ones((), device=like.device), torch.zeros((), device=like.device)]
 
 
 def relative(change: float, size: float) -> float:
@@ -148,84 +208,38 @@ def relative(change: float, size: float) -> float:
 
 
 def size(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of what is in a tensor, without signs."""
+    """The sum of the absolute values of a tensor."""
     narrow = tensor.float() if tensor.dtype == torch.float64 else tensor  # torch refuses to narrow on its way.
     total: torch.Tensor = torch.linalg.vector_norm(narrow, 1, dtype=torch.float32)
     return total
 
 
-def _is_same(tensor: torch.Tensor, known: Watched) -> bool:
-    return tensor is known.held and _version(tensor) == known.version
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _some(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
+def some(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
     """Elements spread over a tensor: few enough to be kept (as a copy, for it may be overwritten), and enough to show
     a change."""
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
-    apart = -(-flat.numel() // _MOST_COMPARED) | 1  # Odd: else only every so many channels would ever be looked at.
+    apart = -(-flat.numel() // _MOST_COMPARED) | 1  # Odd: else the same few channels would be compared in every row.
     return flat[::apart].to(torch.float32, copy=copy)
 
 
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(f"{path}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensors(f"{path}.{index}", item)
+# ------------------------------------------------------------------------------------------------ another step
 
 
-def _signature(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, Mapping):
-        return tuple((str(key), _signature(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_signature(item) for item in value)
-    return value if isinstance(value, (str, int, type(None))) else type(value)
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + torch.ones_like(tensor).cumsum(-1) if tensor.is_floating_point() else tensor
 
 
-def _floats(value: Any) -> Iterator[float]:
-    if isinstance(value, float):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _floats(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _floats(item)
-
-
-def _shallow(value: Any) -> Any:
-    if value is None or isinstance(value, torch.Tensor):
-        return value
-    if type(value) is dict:
-        return {key: _shallow(item) for key, item in value.items()}
-    return list(map(_shallow, value)) if type(value) is list else value
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value + torch.ones_like(value).cumsum(-1) if value.is_floating_point() else value
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_moved(item) for item in value]
-    return value
-
-
-def _later(value: Any) -> Any:
+def _later(tensor: torch.Tensor) -> torch.Tensor:
     """Quite another time, whether it goes from 0 to 1 or to 1000, which a model that counts in whole numbers knows."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_later, value))
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        half = torch.where(value.abs() > 1.5, 500.0, 0.5)  # In the other half, in case a model rounds it coarsely.
-        return torch.where(value > half, 0.3 * value, 1.4 * half + 0.3 * value).to(value.dtype)
-    if isinstance(value, torch.Tensor):
-        return torch.where(value < 2, 1 - value, value // 8)
-    if isinstance(value, float):
-        return float(_later(torch.tensor(value)))
-    return (1 - value if value < 2 else value // 8) if isinstance(value, int) else value
+    if tensor.is_floating_point():
+        half = torch.where(tensor.abs() > 1.5, 500.0, 0.5)  # In the other half, in case a model rounds it coarsely.
+        return torch.where(tensor > half, 0.3 * tensor, 1.4 * half + 0.3 * tensor).to(tensor.dtype)
+    return torch.where(tensor < 2, 1 - tensor, tensor // 8)
+
+
+def _later_number(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(_later_number, value))
+    if isinstance(value, bool) or not isinstance(value, (torch.Tensor, int, float)):
+        return value
+    return _later(value) if isinstance(value, torch.Tensor) else type(value)(_later(torch.tensor(value)).item())

@@ -6,13 +6,13 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..hooks import BaseState
+from ..trace.constants import Constants
+from ..trace.forward import Tensors
 from . import inputs as change
 from .config import TeaCacheConfig
-from .decision import Attempt, Signal
-from .forecast import History, OutputForm, take_apart
+from .decision import Signal
+from .forecast import History, Outlook, OutputForm, take_apart
 from .inputs import Inputs
-from .line import Line
-from .memo import Memo
 
 
 class TeaCacheState(BaseState):
@@ -22,73 +22,72 @@ class TeaCacheState(BaseState):
         config = config or TeaCacheConfig()
         self.history = History(config.order, config.forecast_damping)
         """What the last computed steps gave."""
-        self.memo = Memo()
+        self.constants = Constants()
         self.reset()
 
     def reset(self) -> None:
+        self.restart()
+        self.constants.clear()
+        self.is_ambiguous = False
+        """Whether several calls of one step go by this name, so that nothing may be reused."""
+        self.measured_time: float | None = None
+        """The time of the last step, if it was read from a device."""
+
+    def restart(self) -> None:
+        """Forget the steps so far: they say nothing about those that follow."""
         self.history.clear()
-        self.key: Hashable = None
-        """What calls must have in common for the history to stand for them."""
+        self.signature: Hashable = None
+        """The form of the calls that the history stands for."""
         self.signal: Signal | None = None
         self.accumulated_rel_l1_distance = 0.0
         self.skipped_in_a_row = 0
-        self.last_step = -1
+        self.early: Tensors | None = None
+        """What blocks before the leader added, where it is the output that is forecast."""
         self.form: OutputForm | None = None
-        """Of the model's output, where that is what is stored."""
+        """Of the model's output, where that is forecast."""
         self.watched: change.Watch = {}
         self.numbers: tuple[float, ...] = ()
         """Tensors and numbers among the inputs that should stay as they are."""
-        self.memo.clear()
-        self._memo_form: Hashable = None
-        self._memo_inputs: change.Watch = {}
-        """What the memo belongs to."""
-        self.is_ambiguous = False
-        """Whether several lines of calls go by one name, so that nothing may be reused."""
 
-    def begin_call(self, line: Line, inputs: Inputs) -> None:
-        """See whether this is still the same line of calls."""
-        if line.is_told and self.last_step == line.index:  # Called twice in a step: there are two of them.
-            self.is_ambiguous = True
-        form = inputs.signature, inputs.numbers
-        if self._memo_form != form or change.changed(inputs, self._memo_inputs):
-            self.memo.clear()
-            self._memo_form, self._memo_inputs = form, change.watch(inputs)
-
-    def obstacle(self, key: Any, inputs: Inputs, asks: bool) -> str | None:
-        """Why nothing that is stored can stand for a step of this key with these inputs."""
+    def obstacle(self, inputs: Inputs, asks: bool) -> str | None:
+        """Why nothing that is stored can stand for a step with these inputs."""
         if self.is_ambiguous:
-            return "one branch name for several inputs"
+            return "several calls of one step go by this branch"
         if not len(self.history) or (asks and self.signal is None):
             return "nothing stored"
-        if key is None or key != self.key:
+        if inputs.signature != self.signature:
             return "inputs of another form"
-        return None if inputs.numbers == self.numbers else "other inputs changed"
+        return None if inputs.numbers == self.numbers else "conditioning changed"
 
-    def computed(self, line: Line, inputs: Inputs, attempt: Attempt, *, counts: bool = True) -> Any:
-        """Store a computed step, if forecasts may rest on it; its output."""
-        self.last_step = line.index
-        self.signal = attempt.signal or self.signal
+    def computed(self, inputs: Inputs, signal: Signal | None) -> None:
+        """Note a computed step; `store` keeps what it gave."""
+        if self.signature != inputs.signature or self.numbers != inputs.numbers:
+            self.restart()
+        self.signature, self.numbers, self.watched = inputs.signature, inputs.numbers, change.watch(inputs)
+        self.signal = signal or self.signal
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
-        self.watched, self.numbers = change.watch(inputs), inputs.numbers
-        parts = attempt.parts
-        if attempt.of_output:
-            self.form, parts = take_apart(attempt.output)
-        if parts is None or self.key != attempt.key:
-            self.history.clear()
-        self.key = attempt.key
-        if parts is not None and counts:
-            self.history.push(line.place, parts, line.index)
-        return attempt.output
 
-    def skipped(self, line: Line, inputs: Inputs, attempt: Attempt, accumulated: float, others_changed: bool) -> Any:
-        """Note a skipped step; its output."""
-        self.last_step = line.index
-        self.signal = attempt.signal or self.signal
+    def store(self, place: float, index: int, parts: Tensors | None) -> None:
+        """Add what a computed step gave to the history; without it, the history ends."""
+        if parts is None:
+            self.history.clear()
+        else:
+            self.history.push(place, parts, index)
+
+    def store_output(self, place: float, index: int, output: Any) -> None:
+        """The same for the model's output."""
+        self.form, parts = take_apart(output)
+        self.store(place, index, parts)
+
+    def skipped(self, inputs: Inputs, signal: Signal | None, accumulated: float, others_changed: bool) -> None:
+        """Note a skipped step."""
+        self.signal = signal or self.signal
         self.skipped_in_a_row += 1
         self.accumulated_rel_l1_distance = accumulated
-        if others_changed and attempt.judges:  # Changes add up from step to step, as the signal's do.
+        if others_changed:  # Changes add up from step to step, as the signal's do.
             self.watched = change.watch(inputs)
-        if self.form is None:
-            return attempt.output
-        assert attempt.outlook is not None
-        return self.form.rebuild(attempt.outlook)
+
+    def forecast_output(self, outlook: Outlook) -> Any:
+        """The output of a skipped step, where outputs are forecast."""
+        assert self.form is not None
+        return self.form.rebuild(outlook)

@@ -56,6 +56,10 @@ class CacheStats:
     branches: Mapping[str, BranchStats] = field(default_factory=dict)
     problem: str | None = None
     """Why nothing is skipped, if something is wrong."""
+    covered: float | None = None
+    """The share of the weights in blocks that a skipped step leaves out; None where that is not known."""
+    uncovered: Sequence[str] = ()
+    """Lists of blocks that run at every step."""
 
     @property
     def computed(self) -> int:
@@ -73,9 +77,11 @@ class CacheStats:
 
     @property
     def expected_speedup(self) -> float:
-        """How much faster the denoiser's part of the run is than without a cache."""
+        """How much faster the denoiser's part of the run is than without a cache, if time goes by weights: what a
+        skipped step does not leave out counts."""
         forwards = self.computed + self.skipped
-        return forwards / (self.computed + SKIP_COST * self.skipped) if forwards else 1.0
+        cost = SKIP_COST if self.covered is None else max(SKIP_COST, 1.0 - self.covered)
+        return forwards / (self.computed + cost * self.skipped) if forwards else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -84,6 +90,8 @@ class CacheStats:
             "settings": self.settings,
             "signal": self.signal,
             "problem": self.problem,
+            "covered": None if self.covered is None else round(self.covered, 4),
+            "uncovered": list(self.uncovered),
             "expected_speedup": round(self.expected_speedup, 3),
             "branches": {
                 name: {
@@ -100,6 +108,9 @@ class CacheStats:
         lines = [f"{self.model}: {self.settings}", f"  judged by {self.signal}"]
         if self.problem:
             lines.append(f"  nothing is skipped: {self.problem}")
+        if self.covered is not None:
+            rest = f"; {', '.join(self.uncovered)} run at every step" if self.uncovered else ""
+            lines.append(f"  a skipped step leaves out {self.covered:.1%} of the weights{rest}")
         width = max(map(len, self.branches), default=0)
         for name, branch in self.branches.items():
             counts = f"{branch.computed} computed, {branch.skipped} skipped"

@@ -11,9 +11,9 @@ from ..builtin import BUILTIN_MODELS
 from .terminal import Paint, Status, aligned, gib
 
 if TYPE_CHECKING:
-    from ..arch import ModelReport
     from ..arch.blocks import BlockStack
-    from ..arch.survey import ComponentReport
+    from ..trace import ModelReport
+    from ..trace.survey import ComponentReport
 
 
 def add_inspect(commands: Any) -> None:
@@ -40,7 +40,7 @@ def add_inspect(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     with Status("reading the model"):
-        from ..arch import survey, survey_by_running
+        from ..trace import survey, survey_by_running
 
         source = str(BUILTIN_MODELS.get(options.model.lower(), options.model))
         report = (survey_by_running if options.probe else survey)(source)

@@ -2,8 +2,19 @@
 
 from .branches import BranchHook, is_conditioning, is_sample, is_time
 from .context import BaseState, CallContext, StateManager, call_context, current_context
-from .pipelines import PipelineHook, Position, Run, current_run, hook_pipeline, pipeline_hooks, running, unhook_pipeline
+from .pipelines import (
+    PipelineHook,
+    Position,
+    Run,
+    current_run,
+    hook_pipeline,
+    pipeline_hooks,
+    run_around,
+    running,
+    unhook_pipeline,
+)
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
+from .roles import Roles
 
 __all__ = [
     "NOT_BYPASSED",
@@ -15,6 +26,7 @@ __all__ = [
     "ModelHook",
     "PipelineHook",
     "Position",
+    "Roles",
     "Run",
     "StateManager",
     "call_context",
@@ -25,6 +37,7 @@ __all__ = [
     "is_sample",
     "is_time",
     "pipeline_hooks",
+    "run_around",
     "running",
     "unhook_pipeline",
 ]

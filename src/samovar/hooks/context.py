@@ -100,7 +100,10 @@ class StateManager(Generic[State]):
 
     def get_state(self) -> State:
         """The state of the running call's request and branch."""
-        key = self.context
+        return self.state_of(self.context)
+
+    def state_of(self, key: CallContext) -> State:
+        """The state of a request and branch."""
         with self._lock:
             state = self._states.get(key)
             if state is None:

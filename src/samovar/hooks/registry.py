@@ -280,6 +280,10 @@ class HookRegistry:
         """The names of the hooks and their order classes, outermost first."""
         return tuple((name, self._hooks[name].order) for name in self._sorted)
 
+    def hooks(self, order: HookOrder) -> dict[str, ModelHook]:
+        """The hooks of one order class by name, outermost first."""
+        return {name: self._hooks[name] for name in self._sorted if self._hooks[name].order is order}
+
     def __contains__(self, name: str) -> bool:
         return name in self._hooks
 

@@ -185,8 +185,7 @@ def watched_signals() -> Method:
 
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
-        # To agree with oneself makes every branch read its signal, and not the leading one alone.
-        backend = TeaCacheBackend(_ALWAYS_COMPUTED, agree=lambda pairs: pairs)
+        backend = TeaCacheBackend(_ALWAYS_COMPUTED, agree=_WithItself())
         denoisers = find_denoisers(pipeline)
         with contextlib.ExitStack() as undo:
             trajectory = undo.enter_context(exact.attached(pipeline))
@@ -201,6 +200,15 @@ def watched_signals() -> Method:
             yield lambda: {"branches": taken(hooks), "trajectory": _or_none(trajectory)}
 
     return Method("exact, by branches", exact.family, {}, attached)
+
+
+class _WithItself:
+    """To agree with oneself makes every branch read its signal, and not the leading one alone."""
+
+    def __call__(self, figures: torch.Tensor) -> torch.Tensor:
+        return figures
+
+    within_branch = __call__
 
 
 class SignalHook(ModelHook):

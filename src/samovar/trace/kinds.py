@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from ..arch.blocks import Anatomy, BlockStack, Kind, in_form_of, output_values
+from ..arch.modules import unwrapped
 from ..errors import ModelError
-from .blocks import Anatomy, BlockStack, Kind, in_form_of, output_values
 
 Inputs = Mapping[str, Any]
 """The keyword arguments of one forward of the model."""
@@ -88,7 +89,7 @@ def _entries(
             arguments = stack.arguments(block, args, kwargs)
             note(stack, arguments)
             if stack.path in passing_paths:
-                return _passed_on(stack, returned[block], arguments)
+                return _passed_on(stack, returned[unwrapped(block)], arguments)
             return forward(*args, **kwargs)
 
         return replaced

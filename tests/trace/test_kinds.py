@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.arch import probe_anatomy
 from samovar.errors import ModelError
+from samovar.trace import probe_anatomy
 
 
 class Block(torch.nn.Module):

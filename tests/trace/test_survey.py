@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipelines import tiny_flux_pipeline
-from samovar.arch import ModelReport, survey, survey_by_running, survey_pipeline
 from samovar.errors import ModelError
+from samovar.trace import ModelReport, survey, survey_by_running, survey_pipeline
 
 
 def works(report: ModelReport) -> dict[str, bool | None]:

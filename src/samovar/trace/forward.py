@@ -1,70 +1,46 @@
 """Which blocks did a forward call, in which order, and what did they take and give?
 
-A trace is made of one forward and describes all later ones that are called alike. It cuts every stack
-into segments, runs of blocks that hand their streams on: nearly always one. What a segment adds to its
-streams, from its first input to its last output, is its residual.
+A trace is made of one forward and describes all later ones that are called alike. It cuts every stack into segments,
+runs of blocks that hand their streams on: nearly always one. What a segment adds to its streams, from its first input
+to its last output, is its residual.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .. import tree
 from ..arch import Anatomy, BlockStack
 from ..arch.blocks import in_form_of, output_values
 from ..arch.declarations import declaration_for
-from ..arch.probe import Watcher
 from ..errors import ModelError
-from ..hooks import NOT_BYPASSED, HookOrder, ModelHook
-from .signal import ModulatedInput
+from ..hooks import NOT_BYPASSED
+from .gates import Gate
+from .watch import Watcher
 
 Place = int | str
 """Where an argument is given: its position, or its name."""
+Tensors = list[torch.Tensor | None]
 _Key = tuple[str, int]
 """A list of blocks, and which run of its blocks."""
 
 
-class Active(threading.local):
-    """The forward that is under way on this thread, if the cache takes part in it."""
+class Given(NamedTuple):
+    """A module and what it was called with."""
 
-    passage: Any = None
+    module: torch.nn.Module
+    args: Any
+    kwargs: Any
 
-
-class Gate(ModelHook):
-    """Stands before a block, or before a module that may run between blocks, and asks the forward under way."""
-
-    order = HookOrder.CACHE
-
-    def __init__(
-        self, active: Active, path: str, stack: BlockStack | None = None, index: int = 0, is_outer: bool = False
-    ) -> None:
-        self._active = active
-        self.path = path
-        """Of the list that holds the module, or of the module itself if it is in none."""
-        self.stack = stack
-        """As structure tells it; None if the module is no block."""
-        self.index = index
-        self.is_outer = is_outer
-        """Whether the module stands before or behind the stacks."""
-
-    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        passage = self._active.passage
-        return NOT_BYPASSED if passage is None else passage.enter(self, module, args, kwargs)
-
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        passage = self._active.passage
-        if passage is not None:
-            passage.leave(self, module, output)
-        return output
-
-
-OuterCall = tuple[Gate, int]
-"""A module before the stacks, and which of its calls in a forward."""
+    def copied(self) -> Given:
+        """The same with tensors that nobody else writes into."""
+        return Given(self.module, *tree.map_tensors(torch.clone, (self.args, self.kwargs)))
 
 
 @dataclass(eq=False)
@@ -74,8 +50,8 @@ class Segment:
     stack: BlockStack
     slot: int = 0
     """Where the residuals of its streams begin in the list of all."""
-    sees_sample: bool = True
-    """Whether what is denoised reaches its input."""
+    writes_in_place: bool = False
+    """Whether its blocks overwrite what they are given."""
 
 
 @dataclass(eq=False)
@@ -92,23 +68,15 @@ class Call:
     returned: Any
     """The form of what it returned, as tensors without data."""
     passes_on: bool = False
-    """Whether all that is returned has the form of what is carried in."""
+    """Whether everything that is returned has the form of what is carried in."""
     hand_on: Callable[[Any, Any], Any] | None = None
-    """Makes the output of a block that is neither first nor last of what it is given."""
+    """For a block that is neither first nor last: makes its output from its arguments."""
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The carried arguments, for each value that is returned; None where nothing is carried."""
-        try:
-            return [
-                None if place is None else args[place] if isinstance(place, int) else kwargs[place]
-                for place in self.places
-            ]
-        except (IndexError, KeyError):
-            raise self.restyled() from None
-
-    def restyled(self) -> Desynchronised:
-        """What is raised where an argument is not given as it was."""
-        return Desynchronised(f"a block of {self.gate.path!r} is called in another way than before")
+        return [
+            None if place is None else args[place] if isinstance(place, int) else kwargs[place] for place in self.places
+        ]
 
 
 @dataclass(eq=False)
@@ -123,48 +91,44 @@ class Trace:
     side: tuple[str, ...] = ()
     """Lists whose members run between blocks."""
     stream: int = 0
-    """Which of the values that the leader returns is what is denoised."""
-    constants: frozenset[OuterCall] = frozenset()
-    """Calls of modules before the stacks that seem to return the same at all steps of a branch."""
-    trusted: set[OuterCall] = field(default_factory=set)
-    """Those of them that were seen to do so at two real steps of a run."""
+    """Which of the values that the leader returns is the sample."""
     idle_slots: frozenset[int] = frozenset()
     """Residuals that have no effect on the output."""
-    probe: ModulatedInput | None = None
-    """Reads the signal off the leader's arguments; made when it is first needed in a run."""
-    probe_checked: bool = False
-    probe_is_wrong: bool = False
-    """Whether a block's attention was seen to get something else than its twin's."""
-    idle_in_twin: frozenset[str] | None = None
-    problem: str | None = None
-    """Why a skipped step does not stand for a computed one here."""
     zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def early_segments(self) -> tuple[Segment, ...]:
+        """Those that run before the leader, such as refiners of the text."""
+        before = self.calls[: self.calls.index(self.leader)]
+        return tuple(dict.fromkeys(call.segment for call in before if call.segment is not None))
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """The stacks whose blocks a skipped step does not run."""
+        return tuple(dict.fromkeys(segment.stack.path for segment in self.segments))
 
     def answer(self, call: Call, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An output of a call's form with these values, and zeros where one is missing."""
         if call.passes_on:
             return in_form_of(call.returned, values)
+        if call.returned is None:
+            return None
         given = (value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         device = next(given, torch.device("cpu"))
-        forms = () if call.returned is None else output_values(call.returned)
+        forms = output_values(call.returned)
         fitted = [self._fit(value, form, device) for value, form in zip(values, forms, strict=True)]
-        return None if call.returned is None else in_form_of(call.returned, fitted)
+        return in_form_of(call.returned, fitted)
 
     def _fit(self, value: Any, form: Any, device: torch.device) -> Any:
-        if isinstance(form, (tuple, list)):
-            return in_form_of(form, [self._fit(None, part, device) for part in form])
-        if not isinstance(form, torch.Tensor):
-            return None
         if alike(value, form):
             return value
+        return tree.map_tensors(lambda part: self._zeros(part, device), form)
+
+    def _zeros(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
         key = (form.dtype, device)
         if key not in self.zeros:
             self.zeros[key] = torch.zeros((), dtype=form.dtype, device=device)
         return self.zeros[key].expand(form.shape)
-
-
-class Desynchronised(Exception):
-    """The forward does not call its blocks as the trace says: it is computed and traced anew."""
 
 
 @dataclass(eq=False)
@@ -184,8 +148,17 @@ class _Seen:
         return self.gate.path, self.run
 
 
+class Watched(NamedTuple):
+    """What watching a forward gave."""
+
+    trace: Trace
+    residuals: Tensors
+    first_calls: Mapping[Segment, Given]
+    """What the first block of each segment was called with, as copies."""
+
+
 class Tracer:
-    """Watches a forward that is computed, and makes a trace of it."""
+    """A pass that lets every block compute, and makes a trace of it."""
 
     def __init__(self, model: torch.nn.Module, structure: Anatomy) -> None:
         self._watcher = Watcher(model, structure)
@@ -194,11 +167,12 @@ class Tracer:
         self._open: list[_Seen] = []
         self._failure: ModelError | None = None
         self._latest: dict[str, _Seen] = {}
-        self._first_arguments: dict[_Key, dict[str, Any]] = {}
+        self._live: dict[_Key, Given] = {}
+        self._copies: dict[_Key, Given] = {}
         self._last_output: dict[_Key, Any] = {}
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if not gate.is_outer and self._failure is None:
+        if not gate.is_constant and self._failure is None:
             try:
                 self._begin(gate, module, args, kwargs)
             except ModelError as error:  # The forward goes on all the same.
@@ -216,20 +190,25 @@ class Tracer:
             seen.names = gate.stack.names(module)
             seen.given = (*range(len(args)), *kwargs)
             seen.run = self._run_of(seen)
-            self._first_arguments.setdefault(seen.key, arguments)
+            if seen.key not in self._live:
+                self._live[seen.key] = Given(module, args, kwargs)
+                self._copies[seen.key] = self._live[seen.key].copied()
             self._latest[gate.path] = seen
         if not self._open:  # What a module between blocks calls itself is its own affair.
             self._seen.append(seen)
         self._open.append(seen)
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
-        if gate.is_outer or self._failure is not None:
+        if gate.is_constant or self._failure is not None:
             return
-        seen = self._open.pop()
-        seen.returned = _without_data(output)
-        if gate.stack is not None:
-            self._watcher.after_block(gate.stack, module, (), output)
-            self._last_output[seen.key] = output
+        try:
+            seen = self._open.pop()
+            seen.returned = tree.without_data(output)
+            if gate.stack is not None:
+                self._watcher.after_block(gate.stack, module, (), output)
+                self._last_output[seen.key] = output
+        except ModelError as error:
+            self._failure = error
 
     def _run_of(self, seen: _Seen) -> int:
         """The same as before, unless the list starts again or hands on something of another shape."""
@@ -239,8 +218,8 @@ class Tracer:
         reshaped = any(before.shapes.get(name, shape) != shape for name, shape in seen.shapes.items())
         return before.run + (seen.gate.index <= before.gate.index or reshaped)
 
-    def finish(self) -> tuple[Trace, list[torch.Tensor | None]]:
-        """The trace, and the residuals of the forward that it was made of; an error if it cannot be understood."""
+    def finish(self) -> Watched:
+        """The trace with the residuals of its forward; ModelError if the forward cannot be understood."""
         if self._failure is not None:
             raise self._failure
         anatomy = self._watcher.anatomy()
@@ -256,14 +235,22 @@ class Tracer:
             num_slots += len(stacks[key[0]].streams)
         calls = tuple(self._calls(segments, moments))
         starts = [call for call in calls if call.is_first]
+        if not starts:
+            raise ModelError("its blocks run inside of each other, so that none of them can be left out")
         leader = next((call for call in starts if call.gate.path == self._declared_leader), starts[0])
-        residuals: list[torch.Tensor | None] = []
+        residuals: Tensors = []
         for key, segment in segments.items():
-            arguments = self._first_arguments[key]
-            inputs = [arguments.get(stream.parameter or "") for stream in segment.stack.streams]
-            residuals += added(inputs, self._last_output[key])
+            residuals += self._residuals(key, segment)
         is_declared = leader.gate.path == self._declared_leader
-        return Trace(calls, tuple(segments.values()), leader, is_declared, anatomy.side), residuals
+        trace = Trace(calls, tuple(segments.values()), leader, is_declared, anatomy.side)
+        return Watched(trace, residuals, {segment: self._copies[key] for key, segment in segments.items()})
+
+    def _residuals(self, key: _Key, segment: Segment) -> Tensors:
+        live, copied = self._live[key], self._copies[key]
+        segment.writes_in_place = not tree.equal((live.args, live.kwargs), (copied.args, copied.kwargs))
+        arguments = segment.stack.arguments(copied.module, copied.args, copied.kwargs)
+        inputs = [arguments.get(stream.parameter or "") for stream in segment.stack.streams]
+        return added(inputs, self._last_output[key])
 
     def _calls(self, segments: Mapping[_Key, Segment], moments: Mapping[_Key, Sequence[int]]) -> Iterator[Call]:
         """What is answered on a skipped step: all blocks, and what runs between them."""
@@ -285,9 +272,9 @@ class Tracer:
                 yield Call(seen.gate, None, False, False, (None,) * count, seen.returned)
 
 
-def added(inputs: Sequence[Any], output: Any, slot: int = 0, idle: Collection[int] = ()) -> list[torch.Tensor | None]:
+def added(inputs: Sequence[Any], output: Any, slot: int = 0, idle: Collection[int] = ()) -> Tensors:
     """What was added to each input, from this slot on; what was returned itself, where no input has its form."""
-    residuals: list[torch.Tensor | None] = []
+    residuals: Tensors = []
     for place, (before, after) in enumerate(zip(inputs, output_values(output), strict=True), start=slot):
         if place in idle or not isinstance(after, torch.Tensor):
             residuals.append(None)
@@ -320,12 +307,4 @@ def _place(seen: _Seen, parameter: str | None) -> Place | None:
         name = positional[place][1] if isinstance(place, int) else seen.names.get(place, place)
         if name == parameter:
             return place
-    return None
-
-
-def _without_data(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return torch.empty_like(output, device="meta")
-    if isinstance(output, (tuple, list)):
-        return in_form_of(output, list(map(_without_data, output)))
     return None

@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 import torch
 
+from ..arch.blocks import Anatomy, find_anatomy
+from ..arch.components import ModuleDiscovery, Role
+from ..arch.modules import is_container, tensor_bytes, unwrapped
+from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
 from ..errors import ModelError
-from .blocks import Anatomy, find_anatomy
-from .components import ModuleDiscovery, Role
-from .modules import is_container, tensor_bytes, unwrapped
 from .probe import probe_pipeline
-from .skeleton import Part, Parts, lone_part, read_skeleton
 
 
 @dataclass(frozen=True)

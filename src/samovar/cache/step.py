@@ -1,0 +1,220 @@
+"""How is one step of one branch taken: computed or skipped, and with what?
+
+judge      may it be skipped, before looking at it?
+take       compute it, skip it, or ask its signal
+record     what came of it, and what later steps are made of
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..hooks import CallContext, ModelHook
+from . import inputs as change
+from .clock import Clock
+from .coefficients import Rescale
+from .config import TeaCacheConfig
+from .decision import Agree, Measured, Signal, measure
+from .forecast import Outlook
+from .hard import HardPictures
+from .inputs import Inputs
+from .model import CacheableModel, Forward, Outcome, Wish
+from .schedule import Verdict, judge
+from .state import TeaCacheState
+from .stats import StepRecord
+
+NEW_RUN = "a new run"
+"""The reason of a step whose time, read from a device, is that of an earlier one."""
+NEVER = ("settings", "min_steps")
+"""Reasons for which nothing of a run is ever skipped."""
+
+
+class Call(NamedTuple):
+    """One call of the denoiser, with all that belongs to it."""
+
+    module: torch.nn.Module
+    inputs: Inputs
+    context: CallContext
+    clock: Clock
+    state: TeaCacheState
+
+
+class Plan(NamedTuple):
+    """How a step is to be taken."""
+
+    verdict: Verdict
+    outlook: Outlook | None = None
+    others: tuple[change.Pair, ...] = ()
+    """How much inputs other than sample and time have changed."""
+
+
+class Steps:
+    """Takes the steps of one denoiser."""
+
+    def __init__(
+        self, config: TeaCacheConfig, model: CacheableModel, rescale: Rescale, agree: Agree | None, hook: ModelHook
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._rescale = rescale
+        self._agree = agree
+        self._hook = hook
+
+    def judge(self, call: Call) -> Plan:
+        """What can be said before the step is looked at: computed, skipped, or left to its signal."""
+        clock, state, inputs = call.clock, call.state, call.inputs
+        decided = None if self._config.is_by_branch else clock.verdict
+        config = clock.plan or self._config
+        verdict = decided or judge(config, clock.step, state.skipped_in_a_row, call.context.branch)
+        if verdict.reason in NEVER:
+            return Plan(verdict)
+        others = tuple(change.changes(inputs, state.watched)) if len(state.history) else ()
+        has_changed = verdict.action != "ask" and self._have_changed(others)
+        if has_changed:
+            state.restart()
+        if verdict.action == "compute":
+            return Plan(verdict, others=others)
+        outlook = None
+        obstacle = "conditioning changed" if has_changed else state.obstacle(inputs, asks=verdict.action == "ask")
+        if obstacle is None and call.clock.is_unclear:
+            obstacle = "the sample is that of the call before"
+        obstacle = obstacle or self._problem(inputs)
+        if obstacle is None:
+            outlook = self._outlook(call)
+            obstacle = None if outlook is not None else "a step that its forecast is made of is not stored"
+        if obstacle is None:
+            return Plan(verdict, outlook, others)
+        if verdict.action == "ask" and self._agree is not None:
+            measure(None, (), None, self._agree, inputs.device)  # The other ranks ask, and wait for this one.
+        return Plan(Verdict("compute", obstacle), None, others)
+
+    def _have_changed(self, others: tuple[change.Pair, ...]) -> bool:
+        """Whether a branch's inputs changed too much for its history to go on, where no signal will be asked."""
+        if not others:
+            return False
+        # The leader has decided: this is about the branch's own inputs, on however many ranks they are.
+        measured = measure(others[0], others[1:], None, self._agree, within_branch=True)
+        return max(measured.signal, measured.others) >= self._config.rel_l1_thresh
+
+    def _problem(self, inputs: Inputs) -> str | None:
+        """Why the model's blocks cannot be skipped, where they have a say."""
+        is_ahead = self._config.schedule is not None and self._config.forecast_of == "output"
+        return None if is_ahead else self._model.problem(inputs)
+
+    def _outlook(self, call: Call) -> Outlook | None:
+        """What the step would give if it were skipped; None if that cannot be said."""
+        if self._config.forecast != "fitted":
+            return call.state.history.forecast(call.clock.place)
+        weights = (call.clock.plan or self._config).weights_for(call.context.branch, call.clock.index)
+        return None if weights is None else call.state.history.weighted(weights)
+
+    def take(self, call: Call, plan: Plan) -> tuple[StepRecord, Outcome]:
+        """Compute the step, or skip it."""
+        inputs, clock, state, verdict = call.inputs, call.clock, call.state, plan.verdict
+        of_output, judges = self._config.forecast_of == "output", self._config.schedule is None
+        record = StepRecord(clock.index, verdict.action != "skip", verdict.reason)
+
+        def forward(given: Inputs) -> Any:
+            return self._hook.call_original(call.module, *given.args, **given.kwargs)
+
+        def decide(signal: Signal) -> bool:
+            nonlocal record
+            if verdict.action == "ask":
+                record = self._decide(record, signal, call, plan)
+            return not record.computed
+
+        if of_output and verdict.action == "skip":
+            return record, Outcome(None, computed=False)
+        # On another rank a branch that follows here may lead: it needs its signal of the step before.
+        may_lead = clock.verdict is None or (self._agree is not None and verdict.action == "compute")
+        if of_output and not (judges and may_lead):  # The blocks have no say in it.
+            return record, _computed_alone(inputs, forward)
+        outlook = None if of_output else plan.outlook
+        reads = decide if judges and may_lead else None
+        wish = Wish(verdict.action, outlook, reads, not of_output, state.early, state.constants)
+        outcome = self._model.run(inputs, wish, forward)
+        if outcome.computed and not record.computed:
+            record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")
+        return record, outcome
+
+    def _decide(self, record: StepRecord, signal: Signal, call: Call, plan: Plan) -> StepRecord:
+        """The record of a step that was left to its signal."""
+        state, clock = call.state, call.clock
+        assert state.signal is not None
+        pair = state.signal.change(signal)
+        time = None if clock.is_scheduled or call.inputs.host_time is not None else call.inputs.time
+        measured = measure(pair, plan.others, time, self._agree, signal.value.device)
+        if pair is None:
+            state.restart()
+            return record._replace(computed=True, reason="weights or adapters changed")
+        increase = max(self._rescale(measured.signal), measured.others)
+        accumulated = state.accumulated_rel_l1_distance + increase
+        record = record._replace(distance=measured.signal, accumulated=accumulated)
+        if measured.others >= self._config.rel_l1_thresh:
+            state.restart()
+            return record._replace(computed=True, reason="conditioning changed")
+        reason = self._read_time(call, measured)
+        if reason is not None:
+            return record._replace(computed=True, reason=reason)
+        if accumulated < self._config.rel_l1_thresh:
+            return record._replace(computed=False, reason="below the threshold")
+        return record._replace(computed=True, reason="the threshold is reached")
+
+    def _read_time(self, call: Call, measured: Measured) -> str | None:
+        """Why a step is none of this run's, by a time that was read from the device."""
+        state, time = call.state, measured.time
+        if time is None or call.clock.is_scheduled or call.inputs.host_time is not None:
+            return None
+        stands_still, state.measured_time = time == state.measured_time, time
+        if call.clock.turns_back(time):
+            return NEW_RUN
+        if stands_still:
+            state.is_ambiguous = True
+            state.restart()
+            return "several calls of one step go by this branch"
+        return None
+
+    def record(self, call: Call, plan: Plan, record: StepRecord, outcome: Outcome) -> tuple[StepRecord, Any]:
+        """Store what later steps are made of; the record, and the output."""
+        inputs, clock, state = call.inputs, call.clock, call.state
+        if call.context.branch == clock.leader:
+            clock.verdict = Verdict("compute" if record.computed else "skip", record.reason)
+        if not outcome.computed:
+            judged = outcome.signal is not None
+            state.skipped(inputs, outcome.signal, record.accumulated or 0.0, bool(plan.others) and judged)
+            if self._config.forecast_of == "residual":
+                return record, outcome.output
+            assert plan.outlook is not None
+            return record, state.forecast_output(plan.outlook)
+        record = self._look_for_hard(call, outcome.output, record)
+        state.computed(inputs, outcome.signal)
+        # Fitted weights are for the scheduled steps: one more would push out one of them.
+        if self._config.forecast != "fitted" or plan.verdict.reason == "schedule":
+            if clock.is_last or outcome.problem is not None:
+                state.history.clear()
+            elif self._config.forecast_of == "output":
+                state.store_output(clock.place, clock.index, outcome.output)
+                state.early = outcome.parts
+            else:
+                state.store(clock.place, clock.index, outcome.parts)
+        return record, outcome.output
+
+    def _look_for_hard(self, call: Call, output: Any, record: StepRecord) -> StepRecord:
+        """At the step where outliers show: whether the run goes on by their schedule."""
+        hard = self._config.hard
+        if not isinstance(hard, HardPictures) or (hard.branch, hard.step) != (call.context.branch, call.clock.index):
+            return record
+        is_hard = hard.told(call.state.history.weighted(hard.weights), output)
+        if any(is_hard):
+            call.clock.plan = self._config.plan_of_hard
+        return record._replace(hard=is_hard)
+
+
+def _computed_alone(inputs: Inputs, forward: Forward) -> Outcome:
+    """Compute a step whose blocks nobody watches. One that writes into its inputs cannot be skipped."""
+    before = [tensor._version for tensor in inputs.tensors if not tensor.is_inference()]
+    output = forward(inputs)
+    writes = before != [tensor._version for tensor in inputs.tensors if not tensor.is_inference()]
+    return Outcome(output, computed=True, problem="the model writes into its inputs" if writes else None)

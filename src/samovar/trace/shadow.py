@@ -1,0 +1,166 @@
+"""How can a model be tried out without anybody noticing?
+
+By its shadow: other module objects of the same classes with the same parameters. A trial on the shadow fires no hook of
+anybody's, counts in no counter of the model's, draws no random number of the user's, and writes into no tensor that
+the user holds. Modules that should not run in a trial, such as blocks, are given an answer of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..arch.modules import unwrapped
+from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
+from ..hooks.intercept import attached_registry, bare_class
+
+Answer = Callable[[torch.nn.Module, Any, Any], Any]
+"""Called with the original module and the arguments; NOT_BYPASSED lets the shadow's own forward run."""
+
+_OTHERS_ENTRIES = frozenset(
+    ("_samovar_hooks", "_samovar_inside", "_hf_hook", "_old_forward", "_diffusers_hook", "_compiled_call_impl")
+)
+"""What we, accelerate, diffusers and torch's compiler put on a module."""
+
+
+class TrialFailed(Exception):
+    """A model raised at inputs that it was never given, or outside of its usual surroundings."""
+
+
+class Shadow:
+    """A model that can be tried: `run` calls it, and raises TrialFailed for whatever the model raises."""
+
+    def __init__(self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer]) -> None:
+        """`answers`: in place of the modules that are not to run as they are."""
+        with trial(()):  # It may have parts that cannot be copied.
+            self._root = _Copier(answers).copy(unwrapped(model))
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The output for copies of these arguments."""
+        given = tree.map_tensors(torch.clone, (args, kwargs))
+        with trial((args, kwargs)):
+            return self._root(*given[0], **given[1])
+
+
+def shadow_of(module: torch.nn.Module) -> torch.nn.Module:
+    """A single module's shadow, with all that is in it."""
+    return _Copier({}).copy(unwrapped(module))
+
+
+@contextlib.contextmanager
+def trial(given: Any) -> Iterator[None]:
+    """Inside, no gradients are recorded, nothing is compiled, and random numbers are put back afterwards. What is
+    raised comes out as TrialFailed."""
+    devices = {tensor.device for tensor in tree.tensors(given) if tensor.device.type == "cuda"}
+    eager: Any = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False), eager:
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):  # The user's Ctrl-C is no failure of the model's.
+                raise
+            raise TrialFailed(f"{type(error).__name__}: {error}") from error
+
+
+class _Copier:
+    """Copies a tree of modules, each once however often it is held."""
+
+    def __init__(self, answers: Mapping[torch.nn.Module, Answer]) -> None:
+        self._answers = answers
+        self._copies: dict[int, torch.nn.Module] = {}
+
+    def copy(self, root: torch.nn.Module) -> torch.nn.Module:
+        for module in root.modules():  # All of them first: attributes may hold any of them.
+            bare = unwrapped(module)
+            if id(bare) not in self._copies:
+                self._copies[id(bare)] = object.__new__(bare_class(bare))
+        for module in list(root.modules()):
+            bare = unwrapped(module)
+            shadow = self._copies[id(bare)]
+            if not vars(shadow):
+                self._fill(shadow, bare)
+                _keep_sharding(shadow, bare, is_root=bare is root)
+        return self._copies[id(root)]
+
+    def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
+        entries: dict[str, Any] = {}
+        answer = self._answers.get(module)
+        is_wrapped = answer is not None or not _OTHERS_ENTRIES.isdisjoint(vars(module))
+        for key, value in vars(module).items():
+            if key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
+                continue
+            if key.endswith("_hooks") or "_hooks_" in key:
+                entries[key] = OrderedDict()
+            elif key == "_modules":
+                entries[key] = {
+                    name: None if m is None else self._copies[id(unwrapped(m))] for name, m in value.items()
+                }
+            elif key == "_parameters":
+                entries[key] = dict(value)
+            else:
+                entries[key] = self._translated(value)
+        vars(shadow).update(entries)
+        if answer is not None:
+            shadow.__class__ = _answering_class(type(shadow), answer, module)
+        elif any(tensor is not None and tensor.is_meta for tensor in module._parameters.values()):
+            shadow.register_forward_pre_hook(bring_weights(module))
+
+    def _translated(self, value: Any, levels: int = 4) -> Any:
+        """An attribute as the shadow has it: with shadows for modules, and copies of what the model may write into."""
+        if isinstance(value, torch.nn.Module):
+            return self._copies.get(id(unwrapped(value)), value)
+        if isinstance(value, torch.Tensor):
+            return value if isinstance(value, torch.nn.Parameter) or value.is_meta else value.detach().clone()
+        if isinstance(value, types.MethodType) and id(value.__self__) in self._copies:
+            return types.MethodType(value.__func__, self._copies[id(value.__self__)])
+        if levels and type(value) in (list, tuple, set, deque):
+            return type(value)(self._translated(item, levels - 1) for item in value)
+        if levels and type(value) in (dict, OrderedDict):
+            return type(value)((key, self._translated(item, levels - 1)) for key, item in value.items())
+        return value
+
+
+def _keep_sharding(shadow: torch.nn.Module, module: torch.nn.Module, is_root: bool) -> None:
+    """Hooks that split the work over ranks are part of what a forward does; the root's have run when it is tried."""
+    registry = attached_registry(module)
+    if registry is not None and not is_root:
+        for name, hook in registry.hooks(HookOrder.SHARD).items():
+            HookRegistry.get_or_create(shadow).register_hook(name, hook)
+
+
+def _answering_class(cls: type[torch.nn.Module], answer: Answer, module: torch.nn.Module) -> type[torch.nn.Module]:
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = answer(module, args, kwargs)
+        return cls.forward(self, *args, **kwargs) if output is NOT_BYPASSED else output
+
+    return subclass(cls, forward)
+
+
+def subclass(cls: type[torch.nn.Module], forward: Callable[..., Any]) -> type[torch.nn.Module]:
+    """A class of the same name with another forward."""
+    make_class: Any = type(cls)
+    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    made: type[torch.nn.Module] = make_class(cls.__name__, (cls,), body)
+    return made
+
+
+def bring_weights(original: torch.nn.Module, device: torch.device | None = None) -> Any:
+    """A hook that gives a shadow weights of its own when it first runs, where the original's are elsewhere."""
+    # accelerate leaves nothing in the module itself.
+    stored = getattr(vars(original).get("_hf_hook"), "weights_map", None)
+
+    def bring(module: torch.nn.Module, args: Any) -> None:
+        where = device or next((tensor.device for tensor in tree.tensors(args)), torch.device("cpu"))
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.device != where:
+                    source = stored[name] if tensor.is_meta and stored is not None else tensor
+                    held[name] = source.detach().to(where)  # type: ignore[assignment]
+
+    return bring
