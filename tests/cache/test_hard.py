@@ -184,8 +184,30 @@ def test_what_is_fitted_parts_real_pictures_as_it_says() -> None:
     assert sum(told) == int(HARD_SHARE * len(seeds)) == 1
     old, weights = list(map(int, hard["weights"])), torch.tensor(list(hard["weights"].values())).double()
     outputs = torch.stack([torch.stack(given["cond"]) for given in runs])
-    worst = misses(torch.einsum("rod,o->rd", outputs[:, old], weights), outputs[:, step]).argmax()
-    assert told.index(True) == worst
+    errors = misses(torch.einsum("rod,o->rd", outputs[:, old], weights), outputs[:, step])
+    assert told.index(True) == errors.argmax()
+    usual_error, hard_error = errors.sort().values[-2:].tolist()
+    assert hard["error"] == pytest.approx((usual_error + hard_error) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(("runs", "parted"), [(1, None), (9, None), (10, 9), (20, 18), (25, 23)])
+def test_what_parts_them_is_the_error_of_no_picture(runs: int, parted: int | None) -> None:
+    """Of none, so that a processor which rounds otherwise tells every picture the same."""
+    steps = 12
+    rows = zoo.noise(0, runs, steps, 50).double()
+    every = torch.einsum("rid,rjd->rij", rows, rows).numpy()
+    whole = torch.cat([rows.mean(0)] * 2)
+    products = Products(("cond", "uncond"), (2.0, -1.0), (1.0,) * steps, (whole @ whole.T).numpy())
+    usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "###"))
+    hard = fit_hard(products, usual, dict.fromkeys(GUIDANCE, every), 20)
+    assert hard is not None
+    old, weights = list(map(int, hard["weights"])), torch.tensor(list(hard["weights"].values())).double()
+    step = hard["step"]
+    errors = misses(torch.einsum("rod,o->rd", rows[:, old], weights), rows[:, step]).sort().values.tolist()
+    if parted is None:
+        assert hard["error"] == pytest.approx(1.01 * errors[-1])
+    else:
+        assert hard["error"] == pytest.approx((errors[parted - 1] + errors[parted]) / 2)
 
 
 def test_a_plan_that_skips_at_once_tells_nothing() -> None:

@@ -46,13 +46,13 @@ def test_of_a_batch_of_both_kinds_each_picture_is_what_it_would_be_alone(make_se
     assert seen.by_branch is not None
     planner = SchedulePlanner(seen.by_branch, seen.early)
     settings = planner.settings(planner.plan(8))
-    settings["hard"]["error"] *= 1 - 1e-4  # Of three pictures the worst is on the line: now it is beyond.
+    settings["hard"]["error"] *= 0.98  # It is just beyond all three pictures: now beyond the calm one alone.
     studio = session.studio
     with studio.under(ours("tea_cache", settings)) as make:
         together = make(TASKS)
         alone = [make([task]) for task in TASKS]
-    assert sorted(one.forwards for one in alone) == [14, 14, 24]
-    assert together.forwards == pytest.approx((14 + 14 + 24) / 3)
+    assert sorted(one.forwards for one in alone) == [14, 24, 24]
+    assert together.forwards == pytest.approx((14 + 24 + 24) / 3)
     torch.testing.assert_close(together.pictures, torch.cat([one.pictures for one in alone]), atol=2e-5, rtol=0)
 
 

@@ -199,10 +199,11 @@ def test_saving_while_offloaded(settings: Any, tmp_path: Path) -> None:
     offloaded.remove()
     again = FluxPipeline.from_pretrained(tmp_path)
     again.set_progress_bar_config(disable=True)
-    assert torch.equal(draw(again), expected)
+    bare = draw(again)  # Not the same bits on every processor: weights from a file begin elsewhere in a cache line.
     mapped = offload(again, **settings(again))  # Its weights may be pages of the files.
-    assert torch.equal(draw(again), expected)
+    assert torch.equal(draw(again), bare)
     mapped.remove()
+    assert torch.equal(draw(zoo.as_built(again)), expected)
 
 
 def test_out_of_memory_while_applying_undoes_everything() -> None:

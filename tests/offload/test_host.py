@@ -19,7 +19,7 @@ PAGE = mmap.PAGESIZE
 def adopted(host: HostMemory, tensors: list[torch.Tensor], *, pinned: bool = True) -> list[torch.Tensor]:
     spans = spans_of(tensors)
     host.look_around()
-    return host.adopt(spans, lay_out([span.num_bytes for span in spans]), pinned=pinned)
+    return host.adopt(spans, lay_out(spans, in_phase=True), pinned=pinned)
 
 
 def large(value: float) -> torch.nn.Parameter:

@@ -9,10 +9,13 @@ from samovar.errors import ModelError
 from samovar.offload.weights import (
     ALIGNMENT,
     LEAST_PIECE,
+    LINE,
+    Span,
     check_movable,
     extent,
     lay_out,
     owners_of,
+    phase_of,
     shared_tensors,
     spans_of,
     tensors_of,
@@ -66,10 +69,28 @@ def test_tensors_on_the_meta_device_are_each_their_own() -> None:
 
 
 def test_small_spans_are_one_piece_and_large_ones_each_their_own() -> None:
-    layout = lay_out([10, LEAST_PIECE, ALIGNMENT + 1, LEAST_PIECE + 1, 0])
+    sizes = [10, LEAST_PIECE, ALIGNMENT + 1, LEAST_PIECE + 1, 0]
+    layout = lay_out([Span(24, size, ()) for size in sizes], in_phase=False)
     assert layout.pieces == (4 * ALIGNMENT, LEAST_PIECE, LEAST_PIECE + ALIGNMENT)
     assert layout.places == ((0, 0), (1, 0), (0, ALIGNMENT), (2, 0), (0, 3 * ALIGNMENT))
+    assert layout.starts == (0, 0, 0)
     assert layout.num_bytes == sum(layout.pieces)
+
+
+def test_in_phase_spans_begin_where_in_a_cache_line_they_do() -> None:
+    found = [(8, 10), (LINE + 24, LEAST_PIECE), (0, ALIGNMENT), (56, ALIGNMENT), (63, LEAST_PIECE - 1)]
+    layout = lay_out([Span(start, size, ()) for start, size in found], in_phase=True)
+    assert layout.pieces == (4 * ALIGNMENT + LEAST_PIECE + ALIGNMENT, LEAST_PIECE + ALIGNMENT)
+    assert layout.starts == (0, 24)
+    assert layout.places == ((0, 8), (1, 24), (0, ALIGNMENT), (0, 2 * ALIGNMENT + 56), (0, 4 * ALIGNMENT + 63))
+
+
+def test_what_begins_amid_an_element_has_no_phase() -> None:
+    memory = torch.zeros(LINE * 4, dtype=torch.uint8)
+    odd = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=3, offset=(-memory.data_ptr()) % LINE + 6)
+    even = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=3, offset=(-memory.data_ptr()) % LINE + 28)
+    assert (phase_of(odd), phase_of(even)) == (0, 28)
+    assert [span.phase for span in spans_of([odd, even])] == [0, 28]
 
 
 def test_what_two_groups_share_is_found_by_memory_not_by_name() -> None:

@@ -45,6 +45,8 @@ HARD_SHARE = 0.1
 """Of all pictures so many are hard: on the built-in model nearly all that turn into others are among them."""
 _TOLD_AFTER = 0.06
 """Of the run, which is computed for all, hard pictures are told; they do not bear a skipped step before that."""
+_BEYOND = 1.02
+"""So much further off than any that was seen begins what is hard, where these are too few for a hard one."""
 _EXACT = 2
 """So many times as long hard pictures are computed whole."""
 
@@ -256,10 +258,19 @@ def fit_hard(
         "branch": branch,
         "step": step,
         "weights": {str(number): float(f"{weight:.6g}") for number, weight in zip(old, row, strict=True)},
-        "error": float(f"{errors[len(errors) - 1 - int(HARD_SHARE * len(errors))]:.6g}"),
+        "error": _parting(errors, int(HARD_SHARE * len(errors))),
         "schedule": plan["schedule"],
         "forecast_weights": plan["forecast_weights"],
     }
+
+
+def _parting(errors: Vector, count: int) -> float:
+    """The error beyond which a picture is hard, if so many of these are, which are in order. It is that of no picture,
+    but midway between the last usual and the first hard one: another processor rounds the same picture differently, and
+    must not tell it differently."""
+    last = len(errors) - 1 - count
+    beyond = errors[last + 1] if count else errors[last] * _BEYOND
+    return float((errors[last] + beyond) / 2)
 
 
 def told_at(steps: int) -> int:

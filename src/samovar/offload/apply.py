@@ -144,7 +144,7 @@ class Offloaded(PipelineHook):
     ) -> None:
         self.config, self.stage, self.execution_device = config, stage, stage.device
         self._pipeline, self._components, self._shared = pipeline, components, shared
-        self._sizes = measure_components(components, shared)
+        self._sizes = measure_components(components, shared, in_phase=stage.keeps_phase)
         limit = None if config.host_memory is None else parse_bytes(config.host_memory, "host_memory")
         self._host = HostMemory(stage, limit)
         self._homes = {c.name: _home(c) for c in components}
@@ -317,6 +317,8 @@ class Offloaded(PipelineHook):
 
     def _send_home(self, component: Component) -> None:
         home = self._homes[component.name]
+        if home.type == "cpu" and component.name in self._tenants:
+            self._tenants[component.name].give_back()
         for tensor in component.everything():
             if tensor.device != home:
                 tensor.data = tensor.data.to(home)

@@ -68,9 +68,6 @@ class CudaStage(Stage):
     def is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device
 
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("cpu")
-
     def register(self, address: int, num_bytes: int) -> str | None:
         with torch.cuda.device(self.device):  # Called from several threads, each of which has a device of its own.
             code = int(self._runtime.cudaHostRegister(address, num_bytes, _PORTABLE))

@@ -1,6 +1,7 @@
 """Where do weights lie on the host, and how much of its memory may be pinned?
 
 One copy, made once at most: a flat chunk for each block, with pages of its own, to which its weights are moved. They
+begin where in a cache line they did, but for small ones that are copied to a device which puts them elsewhere. They
 stay where they are if those pages are theirs alone already. Pages that are shared must not be pinned: CUDA refuses to
 copy what lies partly on pinned ones, and that may be anybody's tensor. malloc may put one at either end of any weight,
 however large. Memory that cannot be pinned is used as it is, with a warning that says what that costs.
@@ -22,7 +23,7 @@ import torch
 
 from .sizes import format_bytes
 from .staging import Stage
-from .weights import LEAST_PIECE, Layout, Span
+from .weights import LEAST_PIECE, LINE, Layout, Span, room_for
 
 _PAGE = mmap.PAGESIZE
 _SHARE = 0.85
@@ -97,30 +98,25 @@ class HostMemory:
         self._files = file_ranges(_read(Path("/proc/self/maps")))
 
     def adopt(self, spans: Sequence[Span], layout: Layout, *, pinned: bool) -> list[torch.Tensor]:
-        """The bytes of each piece on the host, in place or copied; tensors that were copied then lie in the copy."""
-        stays = [self._stays(span, pinned) for span in spans]
-        sizes = [
-            0 if piece_stays else size
-            for piece_stays, size in zip(_by_piece(stays, layout), layout.pieces, strict=True)
-        ]
-        chunk = new_chunk(sum(sizes))
-        pieces: list[torch.Tensor] = []
-        used = 0
-        for size in sizes:
-            pieces.append(chunk[used : used + size])
-            used += size
-        for span, (piece, offset), in_place in zip(spans, layout.places, stays, strict=True):
-            flat = _flat(span)
-            if in_place:
-                pieces[piece] = flat
+        """The bytes to copy for each piece, in place or copied; tensors that were copied then lie in the copy."""
+        rooms = [0 if self._stays(span, pinned) else room_for(span.num_bytes, span.phase) for span in spans]
+        is_small = [span.num_bytes < LEAST_PIECE for span in spans]
+        used = layout.pieces[0] if any(is_small) else 0
+        chunk = new_chunk(used + sum(room for room, small in zip(rooms, is_small, strict=True) if not small))
+        pieces = [chunk[:used] for _ in layout.pieces]  # The first, if there are small ones; the others follow.
+        for span, (piece, offset), room, small in zip(spans, layout.places, rooms, is_small, strict=True):
+            if not room:
+                pieces[piece] = _flat(span)
                 self.stats.in_place_bytes += span.num_bytes
                 continue
-            copy = pieces[piece][offset : offset + span.num_bytes]
-            copy.copy_(flat)
+            start = offset if small else used + span.phase
+            copy = chunk[start : start + span.num_bytes]
+            if not small:
+                pieces[piece] = copy
+                used += room
+            _move(span, copy)
             self.stats.copied_bytes += span.num_bytes
-            for tensor, start in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
-                tensor.data = _view(copy, start, tensor)
-        self._untrimmed_bytes += sum(sizes)
+        self._untrimmed_bytes += chunk.numel()
         if self._untrimmed_bytes >= _TRIM_BYTES:
             self._untrimmed_bytes = 0
             _trim()
@@ -186,14 +182,6 @@ def _unpin(stage: Stage, pinned: dict[int, int], kept: list[torch.Tensor]) -> No
     kept.clear()
 
 
-def _by_piece(stays: Sequence[bool], layout: Layout) -> list[bool]:
-    """For each piece, whether its one span stays in place; the small ones never do."""
-    found = [False] * len(layout.pieces)
-    for (piece, _), in_place in zip(layout.places, stays, strict=True):
-        found[piece] = in_place
-    return found
-
-
 def _page_ranges(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """The pages that pieces lie on; those that share one are one range, for it cannot be pinned twice."""
     ranges: list[tuple[int, int]] = []
@@ -231,10 +219,23 @@ def new_chunk(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def move_to_host(span: Span, phase: int) -> None:
+    """Let tensors, wherever they are, lie in memory of the host of their own, which begins so far into a cache line."""
+    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8)
+    _move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
+
+
+def _move(span: Span, target: torch.Tensor) -> None:
+    """Let the tensors of a span lie in other memory, as far apart as they do."""
+    target.copy_(_flat(span))
+    for tensor, start in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
+        tensor.data = _view(target, start, tensor)
+
+
 def _flat(span: Span) -> torch.Tensor:
     """The bytes of a span, as they lie."""
     first = span.tensors[0].data
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device)
     if not span.num_bytes:
         return flat
     storage = first.untyped_storage()

@@ -92,6 +92,11 @@ class Tenant:
             self.is_in = False
             self._clear_out(keep_changes=keep_changes)
 
+    def give_back(self) -> None:
+        """Leave its weights on the host as they were found there."""
+        for parcel in (self._rest, *self._blocks.values()):
+            parcel.give_back()
+
     def _clear_out(self, *, keep_changes: bool) -> None:
         if self.stream is not None:
             self.stream.close()

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from .host import HostMemory
+from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
-from .weights import Find, lay_out, spans_of
+from .weights import Find, Span, lay_out, phase_of, spans_of
 
 
 class _Entry(NamedTuple):
@@ -41,6 +41,10 @@ class Parcel:
         self._sources: list[torch.Tensor] = []
         self._left: dict[int, int] = {}
         """By the id of each tensor, the address of its data as we left it."""
+        self._starts: Sequence[int] = ()
+        """Where in each piece its source begins."""
+        self._phases: dict[int, int] = {}
+        """By the id of each tensor, where in a cache line its data began before it was ours."""
         self._buffer: Buffer | None = None
         """Its own memory, if it has some."""
         self.target: Buffer | None = None
@@ -62,7 +66,7 @@ class Parcel:
         tensors = self._find()
         self._bring_home(tensors)
         spans = spans_of(tensors)
-        layout = lay_out([span.num_bytes for span in spans])
+        layout = lay_out(spans, in_phase=self._stage.keeps_phase)
         self._sources = self._host.adopt(spans, layout, pinned=pinned)
         # Where copied, the tensors' data lies elsewhere now, but in the same order and as far apart.
         self._entries = [
@@ -70,7 +74,7 @@ class Parcel:
             for span, (piece, offset) in zip(spans, layout.places, strict=True)
             for tensor in span.tensors
         ]
-        self.pieces = layout.pieces
+        self.pieces, self._starts = layout.pieces, layout.starts
         self._remember()
 
     def prepare(self) -> None:
@@ -88,11 +92,16 @@ class Parcel:
     def _bring_home(self, tensors: list[torch.Tensor]) -> None:
         """What is still ours goes back to the host copy, what somebody put in its place is copied to the host."""
         ours = {id(entry.tensor): entry.host for entry in self._entries}
+        away: list[torch.Tensor] = []
         for tensor in tensors:
             if id(tensor) in ours and tensor.data_ptr() == self._left[id(tensor)]:
                 tensor.data = ours[id(tensor)]
-            elif self._stage.is_here(tensor) or tensor.device.type != "cpu":
-                tensor.data = self._stage.download(tensor.data)
+                continue
+            self._phases[id(tensor)] = phase_of(tensor)
+            if self._stage.is_here(tensor) or tensor.device.type != "cpu":
+                away.append(tensor)
+        for span in spans_of(away):
+            move_to_host(span, span.phase)
 
     def _remember(self) -> None:
         self._left = {id(entry.tensor): entry.tensor.data_ptr() for entry in self._entries}
@@ -102,7 +111,7 @@ class Parcel:
     def send(self, piece: int, offset: int) -> None:
         """Start to copy one piece to the ring."""
         assert self.target is not None
-        self._stage.send(self.target, offset, self._sources[piece])
+        self._stage.send(self.target, offset + self._starts[piece], self._sources[piece])
 
     def place(self, offsets: Sequence[int], buffer: Buffer) -> None:
         """Let the tensors lie on the device, where their pieces were sent."""
@@ -120,8 +129,8 @@ class Parcel:
         """Bring it to memory of its own; `Lane.compute_waits` is up to the caller."""
         self._buffer = self._stage.allocate(self.num_bytes)
         offsets = [sum(self.pieces[:piece]) for piece in range(len(self.pieces))]
-        for source, offset in zip(self._sources, offsets, strict=True):
-            self._stage.send(self._buffer, offset, source)
+        for source, offset, start in zip(self._sources, offsets, self._starts, strict=True):
+            self._stage.send(self._buffer, offset + start, source)
         self.place(offsets, self._buffer)
         self._remember()
 
@@ -158,10 +167,20 @@ class Parcel:
     def unsettle(self) -> None:
         """Back to the host after `settle`."""
         if self._buffer is not None:
-            for tensor in self._find():
-                if self._stage.is_here(tensor):
-                    tensor.data = self._stage.download(tensor.data)
+            for span in spans_of(filter(self._stage.is_here, self._find())):
+                move_to_host(span, self._phase_before(span))
             self._let_go()
+
+    def give_back(self) -> None:
+        """For good: what lies on the host as we left it begins where in a cache line it did when it came."""
+        ours = [tensor for tensor in self._find() if self._left.get(id(tensor)) == tensor.data_ptr()]
+        for span in spans_of(ours):
+            if span.phase != self._phase_before(span):
+                move_to_host(span, self._phase_before(span))
+        self._sources, self._entries, self._left, self._phases = [], [], {}, {}
+
+    def _phase_before(self, span: Span) -> int:
+        return self._phases.get(id(span.tensors[0]), span.phase)
 
     def _let_go(self) -> None:
         assert self._buffer is not None

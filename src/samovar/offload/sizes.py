@@ -137,25 +137,27 @@ def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module
     return dict(found.values())
 
 
-def measure_components(components: Sequence[Component], shared: Sequence[torch.Tensor]) -> tuple[ComponentSize, ...]:
-    """What components need on the device, and as a last one what they share."""
+def measure_components(
+    components: Sequence[Component], shared: Sequence[torch.Tensor], *, in_phase: bool = False
+) -> tuple[ComponentSize, ...]:
+    """What components need on the device, and as a last one what they share; `in_phase` as for `lay_out`."""
     sizes = [
         ComponentSize(
             c.name,
             c.role,
             type(unwrapped(c.module)).__name__,
-            sum(_pieces(c.rest())),
-            tuple(BlockSize(path, _pieces(c.block(path))) for path in c.blocks),
+            sum(_pieces(c.rest(), in_phase)),
+            tuple(BlockSize(path, _pieces(c.block(path), in_phase)) for path in c.blocks),
         )
         for c in components
     ]
     if shared:
-        sizes.append(ComponentSize(SHARED, "resident", "", sum(_pieces(shared))))
+        sizes.append(ComponentSize(SHARED, "resident", "", sum(_pieces(shared, in_phase))))
     return tuple(sizes)
 
 
-def _pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return lay_out([span.num_bytes for span in spans_of(tensors)]).pieces
+def _pieces(tensors: Sequence[torch.Tensor], in_phase: bool) -> tuple[int, ...]:
+    return lay_out(spans_of(tensors), in_phase=in_phase).pieces
 
 
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:

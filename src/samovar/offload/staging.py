@@ -63,6 +63,9 @@ class StageStats:
 class Stage(abc.ABC):
     """A device that weights are copied to."""
 
+    keeps_phase = False
+    """Whether weights begin there where in a cache line they did; else where torch's allocator would put them."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stats = StageStats()
@@ -111,10 +114,6 @@ class Stage(abc.ABC):
     @abc.abstractmethod
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on this device rather than on the host."""
-
-    @abc.abstractmethod
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host."""
 
     @abc.abstractmethod
     def register(self, address: int, num_bytes: int) -> str | None:
@@ -174,6 +173,8 @@ class HostStage(Stage):
     wait fails the one way, what overwrites too early the other.
     """
 
+    keeps_phase = True
+
     def __init__(self, *, capacity: int | None = None, bus_bytes_s: float = _HOST_BUS, lazy: bool = False) -> None:
         super().__init__(torch.device("cpu"))
         self.timeline = Timeline(bus_bytes_s)
@@ -223,9 +224,6 @@ class HostStage(Stage):
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._buffers
-
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
 
     def register(self, address: int, num_bytes: int) -> str | None:
         with self._registering:  # Several threads pin.

@@ -3,6 +3,10 @@
 What is moved is memory, so tensors that overlap in it (tied weights, views of one another) are one span
 and move once. Spans are laid out in pieces: each large span is a piece of its own, which can be copied from
 where it lies; all small ones together are one piece, because a copy costs the same however short it is.
+
+On a CPU the libraries that multiply matrices choose their kernels by where in a cache line a weight begins, and kernels
+round differently. So what is moved there keeps its phase, its address modulo a line: weights that were read from a
+safetensors file begin at any multiple of eight bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from ..errors import ModelError
 
 ALIGNMENT = 512
 """Bytes at which every tensor starts on the device: what torch's own allocator gives, so that kernels are the same."""
+LINE = 64
+"""Bytes of a cache line, within which a weight keeps its place on a CPU; torch's own allocator begins at one there."""
 LEAST_PIECE = 2**20
 """Bytes from which on a span is a piece of its own."""
 
@@ -58,6 +64,15 @@ def _parts(module: torch.nn.Module, skip: Collection[int]) -> Iterator[torch.nn.
                 yield from _parts(child, skip)
 
 
+def phase_of(tensor: torch.Tensor) -> int:
+    """Where in a cache line a tensor begins; 0 where that is no place for its type, for we lay out by elements."""
+    return tensor.data_ptr() % LINE if _is_at_an_element(tensor) else 0
+
+
+def _is_at_an_element(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % tensor.element_size() == 0
+
+
 @dataclass(frozen=True)
 class Span:
     """Memory that one or several tensors cover."""
@@ -65,6 +80,11 @@ class Span:
     start: int
     num_bytes: int
     tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def phase(self) -> int:
+        """Where in a cache line it begins, as `phase_of` says."""
+        return self.start % LINE if all(map(_is_at_an_element, self.tensors)) else 0
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Where in the span a tensor begins."""
@@ -101,30 +121,37 @@ class Layout:
     """Bytes of each piece."""
     places: tuple[tuple[int, int], ...]
     """For each span, its piece and where it begins in it."""
+    starts: tuple[int, ...]
+    """For each piece, where in it the bytes begin that are copied to it."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self.pieces)
 
 
-def lay_out(sizes: Sequence[int]) -> Layout:
-    """Spans of these sizes in pieces, the small ones in the first."""
-    small = sum(_aligned(size) for size in sizes if size < LEAST_PIECE)
-    pieces = [small] if small else []
+def lay_out(spans: Sequence[Span], *, in_phase: bool) -> Layout:
+    """Spans in pieces, the small ones in the first. They begin at a multiple of `ALIGNMENT`, as if allocated there, or
+    in the phase that they have."""
+    phases = [span.phase if in_phase else 0 for span in spans]
+    rooms = [room_for(span.num_bytes, phase) for span, phase in zip(spans, phases, strict=True)]
+    small = sum(room for span, room in zip(spans, rooms, strict=True) if span.num_bytes < LEAST_PIECE)
+    pieces, starts = ([small], [0]) if small else ([], [])
     places: list[tuple[int, int]] = []
     used = 0
-    for size in sizes:
-        if size < LEAST_PIECE:
-            places.append((0, used))
-            used += _aligned(size)
+    for span, phase, room in zip(spans, phases, rooms, strict=True):
+        if span.num_bytes < LEAST_PIECE:
+            places.append((0, used + phase))
+            used += room
         else:
-            places.append((len(pieces), 0))
-            pieces.append(_aligned(size))
-    return Layout(tuple(pieces), tuple(places))
+            places.append((len(pieces), phase))
+            pieces.append(room)
+            starts.append(phase)
+    return Layout(tuple(pieces), tuple(places), tuple(starts))
 
 
-def _aligned(size: int) -> int:
-    return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+def room_for(num_bytes: int, phase: int) -> int:
+    """What a span takes of memory that is given by multiples of `ALIGNMENT`."""
+    return max(-(-(phase + num_bytes) // ALIGNMENT), 1) * ALIGNMENT
 
 
 def shared_tensors(groups: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
