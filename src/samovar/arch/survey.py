@@ -12,8 +12,8 @@ import torch
 
 from ..errors import ModelError
 from .blocks import Anatomy, find_anatomy
-from .components import ModuleDiscovery, Role
-from .modules import is_container, tensor_bytes, unwrapped
+from .components import ModuleDiscovery, Role, is_denoiser_itself
+from .modules import tensor_bytes, unwrapped
 from .probe import probe_pipeline
 from .skeleton import Part, Parts, lone_part, read_skeleton
 
@@ -104,17 +104,14 @@ def _load(folder: Path) -> Any:
 
 
 def _loaded_parts(pipeline: Any) -> Parts:
+    if is_denoiser_itself(pipeline):
+        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
     found = ModuleDiscovery.discover(pipeline).roles().items()
-    parts = {
+    return {
         name: Part(role, type(unwrapped(module)), module)
         for role, (names, modules) in found
         for name, module in zip(names, modules, strict=True)
     }
-    # A transformer's own lists may have well-known names; what is never called itself is no component.
-    is_lone = all(part.module is not None and is_container(part.module) for part in parts.values())
-    if is_lone and isinstance(pipeline, torch.nn.Module):
-        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
-    return parts
 
 
 def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:
