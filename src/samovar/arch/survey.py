@@ -13,6 +13,7 @@ import torch
 from ..errors import ModelError
 from .blocks import Anatomy, find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself
+from .coverage import Coverage, coverage
 from .modules import tensor_bytes, unwrapped
 from .probe import probe_pipeline
 from .skeleton import Part, Parts, lone_part, read_skeleton
@@ -29,6 +30,8 @@ class ComponentReport:
     """None where the size depends on a checkpoint that is not there."""
     num_bytes: int | None = None
     anatomy: Anatomy | None = None
+    coverage: Coverage | None = None
+    """How much of it its blocks hold."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]
         module = parts[component.name].module
         if component.anatomy and component.anatomy.stacks and module is not None:
             try:
-                component = replace(component, anatomy=probe_pipeline(pipeline, module))
+                anatomy = probe_pipeline(pipeline, module)
+                component = replace(component, anatomy=anatomy, coverage=coverage(module, anatomy))
             except ModelError as error:
                 problems.append(error)
         probed.append(component)
@@ -155,7 +159,8 @@ def _report_component(name: str, part: Part) -> ComponentReport:
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
     num_parameters = sum(p.numel() for p in part.module.parameters())
     num_bytes = tensor_bytes([part.module])
-    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy)
+    covered = coverage(part.module, anatomy) if anatomy and anatomy.stacks else None
+    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered)
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
