@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,27 +12,37 @@ from samovar.arch import find_anatomy
 from samovar.arch.blocks import BlockStack, Stream, output_values
 from samovar.errors import ModelError
 
-
-class Attention(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+Linear, Norm, ModuleList = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.ModuleList
 
 
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attn = torch.nn.Linear(4, 4)
+        self.attn = Linear(4, 4)
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, temb: Any = None) -> Any:
         if temb is None:
             return None
+        hidden_states = hidden_states + self.attn(hidden_states)
         return context, self.attn(hidden_states), hidden_states
 
 
-class Feed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
+def built_of(**parts: torch.nn.Module) -> type[torch.nn.Module]:
+    """A class of modules with these parts, whose source says nothing."""
+
+    class Built(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, module in copy.deepcopy(parts).items():
+                self.add_module(name, module)
+
+        def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor: ...
+
+    return Built
+
+
+def list_of(cls: type[torch.nn.Module], count: int = 2) -> ModuleList:
+    return ModuleList(cls() for _ in range(count))
 
 
 def model_of(**lists: torch.nn.Module) -> torch.nn.Module:
@@ -45,23 +56,129 @@ def paths(model: torch.nn.Module) -> list[str]:
     return [stack.path for stack in find_anatomy(model).stacks]
 
 
-def test_what_counts_as_a_stack() -> None:
-    two = lambda cls: torch.nn.ModuleList([cls(), cls()])  # noqa: E731
-    assert paths(model_of(blocks=two(Block))) == ["blocks"]
-    assert paths(model_of(blocks=two(Attention))) == ["blocks"], "the class name tells as well"
-    assert paths(model_of(blocks=two(Feed))) == []
-    assert paths(model_of(blocks=torch.nn.ModuleList([Block(), Feed()]))) == [], "all must attend"
-    assert paths(model_of(blocks=torch.nn.ModuleList([Block()]))) == []
-    assert paths(model_of(deep=model_of(layers=two(Block)))) == ["deep.layers"]
-    assert paths(model_of(modes=torch.nn.ModuleDict({"image": two(Block), "text": two(Block)}))) == [
+class Delegating(torch.nn.Module):
+    """A block whose forward hands on to another method, as under checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_all = Linear(4, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self._forward, x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual = x
+        query, key, value = self.to_all(x).chunk(3, -1)
+        x = residual + (query @ key.mT).softmax(-1) @ value
+        return x
+
+
+Single = built_of(linear1=Linear(8, 56), linear2=Linear(40, 8), norm=Norm(8), modulation=Linear(8, 24))
+"""Attention and feed-forward part side by side in two maps, as in the original FLUX: nothing is called attention."""
+Modulation = built_of(linear=Linear(8, 48))
+FeedForward = built_of(up=Linear(8, 32), down=Linear(32, 8))
+Projection = built_of(norm=Norm(16), first=Linear(16, 8), last=Linear(8, 4))
+FinalLayer = built_of(norm=Norm(8), linear=Linear(8, 4), modulation=Linear(8, 16))
+Resnet = built_of(
+    norm=torch.nn.GroupNorm(2, 8), conv=torch.nn.Conv2d(8, 8, 3), temb=Linear(8, 8), conv2=torch.nn.Conv2d(8, 8, 3)
+)
+ConvNext = built_of(mix=torch.nn.Conv1d(8, 8, 7, groups=8), norm=Norm(8), up=Linear(8, 32), down=Linear(32, 8))
+Rest = list_of(Single, 6)
+"""The stack of the model that other lists stand beside."""
+
+
+@pytest.mark.parametrize("cls", [Block, Delegating, Single])
+def test_blocks_are_told_by_their_build_whatever_they_are_called(cls: type[torch.nn.Module]) -> None:
+    assert paths(model_of(things=list_of(cls), ballast=Linear(1000, 10))) == ["things"]
+
+
+@pytest.mark.parametrize("cls", [Modulation, FeedForward, Projection, FinalLayer, Resnet, ConvNext, Norm])
+def test_other_lists_are_no_stacks(cls: Any) -> None:
+    extras = ModuleList(cls(8) if cls is Norm else cls() for _ in range(6))
+    assert paths(model_of(blocks=Rest, extras=extras)) == ["blocks"]
+    assert paths(model_of(extras=torch.nn.ModuleDict({"a": extras[0], "b": extras[1]}), blocks=Rest)) == ["blocks"]
+
+
+def test_where_nothing_shows_the_list_that_holds_most_of_the_weights_is_the_stack() -> None:
+    unclear = list_of(FeedForward, 4)
+    assert paths(model_of(layers=unclear, head=Linear(8, 8))) == ["layers"]
+    assert paths(model_of(layers=unclear, head=Linear(8, 1000))) == []
+    assert paths(model_of(layers=list_of(Modulation, 4))) == [], "what never returns to its width cannot be repeated"
+
+
+def test_experts_within_a_block_belong_to_it() -> None:
+    experts = list_of(FeedForward, 8)
+    sparse = built_of(norm=Norm(8), attention=Linear(8, 24), out=Linear(8, 8), experts=experts)
+    assert paths(model_of(layers=list_of(sparse, 4))) == ["layers"]
+    parts = ModuleList([Single(), Single()])  # Nearly all of a block's weights in two modules of one class.
+    assert paths(model_of(layers=list_of(built_of(norm=Norm(8), parts=parts), 4))) == ["layers"]
+
+
+def test_lists_may_be_dictionaries_and_sequences() -> None:
+    assert paths(model_of(blocks=torch.nn.ModuleDict({"first": Single(), "second": Single()}))) == ["blocks"]
+    assert paths(model_of(blocks=torch.nn.Sequential(Single(), Single(), Single()))) == ["blocks"]
+    mlp = torch.nn.Sequential(Linear(8, 8), torch.nn.SiLU(), Linear(8, 8), torch.nn.SiLU())
+    assert paths(model_of(time=mlp, blocks=Rest)) == ["blocks"]
+
+
+def test_members_are_alike() -> None:
+    first, last = built_of(norm=Norm(8), a=Linear(8, 8), b=Linear(8, 8))(), built_of(n=Norm(8), q=Linear(8, 8))()
+    assert paths(model_of(blocks=ModuleList([first, Single(), Single(), Single()]))) == ["blocks"]
+    assert paths(model_of(blocks=ModuleList([first, Single()]))) == []
+    mixed = ModuleList([Single(), Single(), last])
+    assert paths(model_of(blocks=mixed, ballast=Linear(1000, 10))) == [], "all must be blocks"
+    assert paths(model_of(blocks=ModuleList([Single()]))) == []
+
+
+def test_stages_that_get_wider_are_no_blocks_but_what_they_hold_is() -> None:
+    def stage(width: int) -> torch.nn.Module:
+        block = built_of(norm=Norm(width), qkv=Linear(width, 3 * width), out=Linear(width, width))
+        return type("Stage", (built_of(blocks=list_of(block), norm=Norm(width)),), {})()
+
+    assert paths(model_of(stages=ModuleList(map(stage, (5, 7, 11))))) == [f"stages.{i}.blocks" for i in range(3)]
+
+
+def test_whole_transformers_side_by_side_are_no_blocks() -> None:
+    twin = built_of(embed=Linear(4, 8), layers=list_of(Single, 3), out=Linear(8, 4))
+    assert paths(model_of(twins=list_of(twin))) == ["twins.0.layers", "twins.1.layers"]
+    assert paths(model_of(modes=torch.nn.ModuleDict({"image": list_of(Single), "text": list_of(Single)}))) == [
         "modes.image",
         "modes.text",
     ]
-    assert paths(model_of(twins=torch.nn.ModuleList([model_of(layers=two(Block)), model_of(layers=two(Block))]))) == [
-        "twins.0.layers",
-        "twins.1.layers",
-    ]
-    assert find_anatomy(model_of(linear=torch.nn.Linear(2, 2))).leader is None
+    assert paths(model_of(deep=model_of(layers=list_of(Single)))) == ["deep.layers"]
+    assert find_anatomy(model_of(linear=Linear(2, 2))).leader is None
+
+
+def test_a_block_between_two_lists_of_its_class_is_a_stack_of_one() -> None:
+    model = model_of(in_blocks=list_of(Single), mid_block=Single(), out_blocks=list_of(Single), head=FinalLayer())
+    model.mid_block = torch.compile(model.mid_block)
+    anatomy = find_anatomy(model)
+    assert [stack.path for stack in anatomy.stacks] == ["in_blocks", "mid_block", "out_blocks"]
+    middle = anatomy.stack("mid_block")
+    assert (len(middle), middle.block_paths, middle.pattern) == (1, ("mid_block",), "mid_block")
+    assert middle.modules(model) == (model.mid_block,)
+    assert anatomy.stack("in_blocks").pattern == "in_blocks.*"
+
+
+def test_what_a_class_declares_for_other_libraries_is_read() -> None:
+    unclear = model_of(inner=model_of(steps=list_of(Modulation)), rest=Rest)
+    assert paths(unclear) == ["rest"]
+    unclear._layerwise_offload_blocks_attrs = ["inner.steps"]
+    assert paths(unclear) == ["inner.steps", "rest"]
+    unclear._layerwise_offload_blocks_attrs = None
+    unclear._layerwise_offload_blocks_attr = "inner.steps"
+    assert paths(unclear) == ["inner.steps", "rest"]
+    unclear._layerwise_offload_blocks_attr = None
+    unclear._repeated_blocks = [Modulation.__name__]
+    assert "inner.steps" in paths(unclear)
+
+
+def test_a_declared_list_that_is_missing_or_no_list_is_reported() -> None:
+    model = model_of(rest=Rest, head=Linear(2, 2))
+    for path, problem in (("blocks", "is not there"), ("head", "is a Linear")):
+        model._layerwise_offload_blocks_attrs = [path]
+        with pytest.warns(UserWarning, match=f"Module._layerwise_offload_blocks_attrs names '{path}', which {problem}"):
+            assert paths(model) == ["rest"]
 
 
 def test_diffusers_metadata_lets_a_single_block_be_a_stack() -> None:

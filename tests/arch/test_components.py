@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipelines import tiny_flux_pipeline
-from samovar.arch import ModuleDiscovery, SupportsModuleOffload
+from samovar.arch import ModuleDiscovery, SupportsModuleOffload, find_denoisers, survey_pipeline
 from samovar.arch.components import role_of
-from samovar.errors import DeclarationError
+from samovar.errors import DeclarationError, ModelError
 
 
 def layer() -> torch.nn.Linear:
@@ -263,3 +263,59 @@ def test_a_compiled_component_is_classified_by_what_it_wraps() -> None:
     compiled = torch.compile(AutoencoderTiny())
     found = ModuleDiscovery.discover(SimpleNamespace(components={"first_stage": compiled}))
     assert found.vaes == [compiled]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+class Trunk(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@pytest.mark.parametrize("name", ["trunk", "transformer", "model", "dit", "language_model", "transformer_blocks"])
+def test_a_module_that_is_called_once_a_step_is_the_denoiser_whatever_it_calls_its_trunk(name: str) -> None:
+    model = Wrapper(**{name: Trunk()}, embed=layer())
+    assert find_denoisers(model) == {"Wrapper": model}
+    compiled = torch.compile(model)
+    assert find_denoisers(compiled) == {"Wrapper": compiled}
+    (part,) = survey_pipeline(model).components
+    assert (part.class_name, part.num_parameters) == ("Wrapper", 3 * 6)
+    twins = Wrapper(transformer=Trunk(), transformer_2=Trunk())
+    assert find_denoisers(twins) == {"Wrapper": twins}
+
+
+@pytest.mark.parametrize("name", ["vae", "text_encoder", "scheduler"])
+def test_a_pipeline_that_is_a_module_is_searched(name: str) -> None:
+    class Scheduler:
+        def set_timesteps(self, count: int) -> None: ...
+
+    part = Scheduler() if name == "scheduler" else layer()
+    pipe = Wrapper(transformer=Trunk(), **{name: part})
+    assert find_denoisers(pipe) == {"transformer": pipe.transformer}
+    assert find_denoisers(torch.nn.ModuleDict({"transformer": pipe.transformer})) == {"transformer": pipe.transformer}
+
+
+def test_a_pipeline_that_declares_its_modules_is_taken_at_its_word_for_denoisers_too() -> None:
+    pipe = Declared()
+    assert find_denoisers(pipe) == {"language_model.model": pipe.language_model["model"]}
+    with pytest.raises(ModelError, match="No denoiser was found in Wrapper"):
+        find_denoisers(Wrapper(vae=layer()))

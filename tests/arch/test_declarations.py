@@ -15,7 +15,7 @@ from samovar.errors import DeclarationError
 
 
 class Mixer(torch.nn.Module):
-    """A block that does not attend, in a model of no library."""
+    """A block in a model of no library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,8 @@ class Foreign(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Module()
-        self.inner.steps = torch.nn.ModuleList(Mixer() for _ in range(3))
+        # Each of a class of its own, so that structure does not show that they are repeated.
+        self.inner.steps = torch.nn.ModuleList(type("Mixer", (Mixer,), {})() for _ in range(3))
         self.adapters = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:

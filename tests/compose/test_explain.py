@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def test_what_and_why(explained: Explanation) -> None:
     assert [feature.name for feature in explained.features] == ["cache", "compile", "offload"]
     cache, compiled, offload = explained.features
     assert "schedule=#.#." in cache.settings
+    assert re.search(r"transformer: blocks hold \d+\.\d % of the weights; outside: \w+ \d+\.\d %", cache.settings)
     assert "5 blocks (FluxSingleTransformerBlock, FluxTransformerBlock) by eager" in compiled.settings
     assert offload.settings.startswith("layerwise, computing on cpu\n")
     assert "50% of the forwards are skipped and load nothing" in offload.settings

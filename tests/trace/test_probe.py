@@ -97,7 +97,7 @@ class Plain(torch.nn.Module):
         self.attn = torch.nn.Linear(4, 4)
 
     def forward(self, hidden: torch.Tensor, context: torch.Tensor) -> Any:
-        return self.attn(hidden), self.attn(context)
+        return hidden + self.attn(hidden), context + self.attn(context)
 
 
 class Named(Plain):
@@ -186,8 +186,8 @@ def test_named_tuples_are_read_and_rebuilt() -> None:
 
 
 def test_blocks_that_return_different_numbers_of_values_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"'blocks' return different .* \(2 by 'blocks.0', 1 by 'blocks.1'\)"):
-        probe_anatomy(Model(Plain(), Short()), *steps())
+    with pytest.raises(ModelError, match=r"'blocks' return different .* \(2 by 'blocks.1', 1 by 'blocks.3'\)"):
+        probe_anatomy(Model(Plain(), Plain(), Short(), Short()), *steps())
 
 
 def test_a_model_of_which_no_block_runs_is_refused() -> None:

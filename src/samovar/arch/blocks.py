@@ -1,16 +1,12 @@
 """Which repeated blocks is a transformer built of, and what do they pass on?
 
-Read from structure, without running anything: a stack is a ModuleList (or ModuleDict) whose children
-all attend to something; what a block carries through is read off its signature and its return
-statement. `probe` confirms and completes this by one forward.
+Read from structure, without running anything: `lists` finds the stacks; what a block carries through is
+read off its signature and its return statement. `probe` confirms and completes this by one forward.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +14,9 @@ import torch
 
 from ..errors import ModelError, nearest
 from .declarations import BlockDeclaration, check_stacks, declaration_for
-from .modules import is_container, members, parameters_of, tensor_bytes, unwrapped
+from .lists import Blocks, blocks_of, find_lists
+from .modules import is_container, parameters_of, tensor_bytes, unwrapped
+from .source import returned_parameters
 
 Kind = Literal["image", "text", "joint"]
 Evidence = Literal["structure", "probe", "declaration"]
@@ -40,6 +38,7 @@ class BlockStack:
     """A list of repeated blocks."""
 
     path: str
+    """Where the list is; for a block that is in no list, where it is itself."""
     block_paths: tuple[str, ...]
     block_classes: tuple[str, ...]
     """The classes of its blocks, each once; nearly always one."""
@@ -52,6 +51,11 @@ class BlockStack:
 
     def __len__(self) -> int:
         return len(self.block_paths)
+
+    @property
+    def pattern(self) -> str:
+        """The paths of its blocks as one, with a star for what is different in each."""
+        return self.path if self.block_paths == (self.path,) else f"{self.path}.*"
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -145,40 +149,12 @@ def find_anatomy(model: torch.nn.Module) -> Anatomy:
     """A transformer's anatomy as far as structure and declarations tell."""
     model = unwrapped(model)
     declaration = declaration_for(model)
-    lists = {path: model.get_submodule(path) for path in declaration.stacks} or dict(_block_lists(model))
-    lists = {path: blocks for path, blocks in lists.items() if path not in declaration.side}
+    declared = {path: blocks_of(path, model.get_submodule(path)) for path in declaration.stacks}
+    lists = {path: blocks for path, blocks in (declared or find_lists(model)).items() if path not in declaration.side}
     check_stacks(model, declaration, lists)
     stacks = tuple(_read_stack(path, blocks, declaration) for path, blocks in lists.items())
     leader = declaration.leader or (stacks[0].path if stacks else None)
     return Anatomy(type(model).__name__, stacks, side=declaration.side, leader=leader)
-
-
-def _block_lists(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The outermost containers of blocks, in order of definition."""
-    marked = {*(getattr(model, "_repeated_blocks", None) or ()), *(getattr(model, "_no_split_modules", None) or ())}
-    return _block_lists_in(model, marked)
-
-
-def _block_lists_in(module: torch.nn.Module, marked: set[str], path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, child in module.named_children():
-        child_path = f"{path}.{name}" if path else name
-        if is_container(child) and _holds_blocks(list(members(child).values()), marked):
-            yield child_path, child
-        else:
-            yield from _block_lists_in(unwrapped(child), marked, child_path)
-
-
-def _holds_blocks(children: Sequence[torch.nn.Module], marked: set[str]) -> bool:
-    # A list of one is a stack only if diffusers' own metadata says so: a single attention module in a
-    # list of adapters looks the same.
-    enough = len(children) > 1 or any(type(child).__name__ in marked for child in children)
-    blocks = enough and all(not is_container(child) and _attends(child) for child in children)
-    # Whole transformers side by side are no blocks: their own stacks are.
-    return blocks and not all(any(_block_lists_in(child, marked)) for child in children)
-
-
-def _attends(module: torch.nn.Module) -> bool:
-    return any(_is_attention(name, part) for name, part in module.named_modules())
 
 
 def _is_attention(path: str, module: torch.nn.Module) -> bool:
@@ -197,41 +173,17 @@ def attention_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found
 
 
-def _read_stack(path: str, blocks: torch.nn.Module, declaration: BlockDeclaration) -> BlockStack:
-    children = list(members(blocks).values())
-    parameters = tuple(parameters_of(children[0]))
+def _read_stack(path: str, blocks: Blocks, declaration: BlockDeclaration) -> BlockStack:
+    first = next(iter(blocks.values()))
+    parameters = tuple(parameters_of(first))
     declared = declaration.carried.get(path)
-    carried = declared or _returned_parameters(children[0], parameters)
+    carried = declared or returned_parameters(first, parameters)
     return BlockStack(
         path=path,
-        block_paths=tuple(f"{path}.{name}" for name in members(blocks)),
-        block_classes=tuple(dict.fromkeys(type(child).__name__ for child in children)),
+        block_paths=tuple(blocks),
+        block_classes=tuple(dict.fromkeys(type(block).__name__ for block in blocks.values())),
         parameters=parameters,
         streams=tuple(Stream(parameter) for parameter in carried),
-        num_bytes=tensor_bytes(children),
+        num_bytes=tensor_bytes(blocks.values()),
         evidence="declaration" if declared else "structure",
     )
-
-
-def _returned_parameters(block: torch.nn.Module, parameters: Sequence[str]) -> tuple[str | None, ...]:
-    """What the last return statement of a block's forward names, where these are its parameters."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(block).forward)))
-        function = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError):  # No source of its own: built at run time, or in an expression.
-        return ()
-    returns = [node.value for node in _own_statements(function) if isinstance(node, ast.Return) and node.value]
-    if not returns:
-        return ()
-    last = max(returns, key=lambda value: value.lineno)
-    values = last.elts if isinstance(last, (ast.Tuple, ast.List)) else [last]
-    names = [value.id if isinstance(value, ast.Name) and value.id in parameters else None for value in values]
-    return tuple(names) if any(names) else ()
-
-
-def _own_statements(function: ast.AST) -> Iterator[ast.AST]:
-    """What is in a function, less what is in functions and classes inside it: they return to someone else."""
-    for node in ast.iter_child_nodes(function):
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            yield from _own_statements(node)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
 from ..errors import DeclarationError, ModelError
-from .blocks import find_anatomy
-from .modules import unwrapped
+from .modules import is_container, unwrapped
 
 Role = Literal["denoiser", "encoder", "vae", "resident"]
 
@@ -101,19 +100,35 @@ class ModuleDiscovery:
 
 def find_denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
     """The denoisers of a pipeline by name, or the one that was given itself."""
+    if is_denoiser_itself(pipeline):
+        return {type(unwrapped(pipeline)).__name__: pipeline}
     found = ModuleDiscovery.discover(pipeline)
     denoisers = dict(zip(found.dit_names, found.dits, strict=True))
-    if isinstance(pipeline, torch.nn.Module):
-        # A denoiser's own blocks may go by a denoiser's name, but they have no stacks in them.
-        holds_some = any(find_anatomy(unwrapped(module)).stacks for module in denoisers.values())
-        if not (isinstance(pipeline, SupportsModuleOffload) or holds_some):
-            return {type(unwrapped(pipeline)).__name__: pipeline}
     if not denoisers:
         raise ModelError(
             f"No denoiser was found in {type(pipeline).__name__}: a component such as 'transformer' was looked for, "
             "or a declaration in _dit_modules."
         )
     return denoisers
+
+
+def is_denoiser_itself(pipeline: Any) -> TypeGuard[torch.nn.Module]:
+    """Whether this is a module that is called once a step, and no pipeline that is a module.
+
+    What it calls its parts says nothing: many a denoiser holds its trunk as `transformer` or `model`. A pipeline
+    declares its modules, or holds what a denoiser has no use for: a scheduler, a VAE, an encoder.
+    """
+    if not isinstance(pipeline, torch.nn.Module):
+        return False
+    bare = unwrapped(pipeline)
+    declared = (attribute for role, attribute in _DECLARED.items() if role != "resident")
+    if any(_read(bare, attribute) is not _MISSING for attribute in (*declared, "components")):
+        return False
+    parts = [(role, module) for role, _, module in _well_known(bare)]
+    if type(bare).forward is torch.nn.Module.forward and "forward" not in vars(bare):  # Nobody calls it.
+        return all(is_container(module) for _, module in parts)
+    has_scheduler = any(callable(_read(value, "set_timesteps")) for value in vars(bare).values())
+    return not has_scheduler and all(role == "denoiser" for role, _ in parts)
 
 
 def _declares_all(pipeline: Any) -> bool:

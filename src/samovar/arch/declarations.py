@@ -34,6 +34,8 @@ class BlockDeclaration:
 DECLARATIONS: dict[str, BlockDeclaration] = {}
 """None of diffusers' models needs one."""
 
+Stacks = Mapping[str, Mapping[str, torch.nn.Module]]
+"""By the path of a stack: its blocks by their paths."""
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 """What may be declared as a stack."""
 
@@ -78,7 +80,7 @@ def declaration_for(model: torch.nn.Module) -> BlockDeclaration:
     return declaration
 
 
-def check_stacks(model: torch.nn.Module, declaration: BlockDeclaration, stacks: Mapping[str, torch.nn.Module]) -> None:
+def check_stacks(model: torch.nn.Module, declaration: BlockDeclaration, stacks: Stacks) -> None:
     """Refuse a declaration that speaks of what is no stack of the model, or of what its blocks do not take."""
     for path in (*declaration.carried, declaration.leader):
         if path is not None and path not in stacks:
@@ -88,7 +90,7 @@ def check_stacks(model: torch.nn.Module, declaration: BlockDeclaration, stacks: 
                 f"{nearest(path, stacks)}"
             )
     for path, carried in declaration.carried.items():
-        block = next(iter(members(stacks[path]).values()))
+        block = next(iter(stacks[path].values()))
         parameters = parameters_of(block)
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         for name in carried:

@@ -70,6 +70,8 @@ def _print_report(report: ModelReport, paint: Paint) -> None:
         for label, paths in (("runs between blocks", anatomy.side), ("did not run", anatomy.idle)):
             if paths:
                 print(f"  {paint.dim(label)}: {', '.join(paths)}")
+        if part.coverage is not None:
+            print(f"  {paint.dim(str(part.coverage))}")
         if not stacks:
             print(f"  {paint.dim('none found')}")
     print(f"\n{paint.bold('ready for')}  {paint.dim('what can be attached')}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..arch import ModuleDiscovery
+from ..arch import ModuleDiscovery, coverage, find_anatomy, find_denoisers
 from ..arch.modules import named_parts, unwrapped
 from ..cache import CacheBackend, TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
@@ -99,7 +99,8 @@ def explain(
     places = _places(pipe)
     hooks = {hook for place in places for hook in place.chain}
     seen = [order for order in HookOrder if any(hook.endswith(f"({order.name.lower()})") for hook in hooks)]
-    features = (*_features(config, cache, offloaded, regions, sharding), *(_of_peer(peer) for peer in peers))
+    found = _features(config, cache, offloaded, regions, sharding, covered=_covered(pipe) if cache else ())
+    features = (*found, *(_of_peer(peer) for peer in peers))
     return Explanation(
         pipeline=type(bare).__name__,
         features=features,
@@ -119,6 +120,8 @@ def _features(
     offloaded: Offloaded | None,
     regions: Regions,
     sharding: Mapping[str, str],
+    *,
+    covered: Sequence[str],
 ) -> Iterator[Feature]:
     wish = config.parallel or SequenceParallelConfig()
     if wish.sequence_parallel_size > 1:
@@ -132,7 +135,8 @@ def _features(
     if cache is not None:
         about = cache.config.summary() if isinstance(cache, TeaCacheBackend) else ""
         name = type(cache).__name__.removesuffix("Backend")
-        yield Feature("cache", f"{name} {about}".strip(), "skips steps that would change little")
+        settings = "\n".join((f"{name} {about}".strip(), *covered))
+        yield Feature("cache", settings, "skips steps that would change little")
     if regions:
         classes = sorted({type(block).__name__ for block in regions.values()})
         compiler = "torch's usual compiler" if config.compile is True else f"{config.compile}"
@@ -141,6 +145,12 @@ def _features(
     if offloaded is not None:
         settings = f"{offloaded.config.mode}, computing on {offloaded.execution_device}\n{offloaded.plan}"
         yield Feature("offload", settings, "what is not needed yet does not lie on the device")
+
+
+def _covered(pipe: Any) -> tuple[str, ...]:
+    """For each denoiser that is built of blocks, how much of it they hold: the rest runs at skipped steps, too."""
+    found = {name: (module, find_anatomy(module)) for name, module in find_denoisers(pipe).items()}
+    return tuple(f"{name}: {coverage(module, anatomy)}" for name, (module, anatomy) in found.items() if anatomy.stacks)
 
 
 def _of_peer(peer: Peer) -> Feature:

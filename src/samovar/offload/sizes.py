@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..arch import find_anatomy
-from ..arch.components import ModuleDiscovery, Role
-from ..arch.modules import is_container, unwrapped
+from ..arch.components import ModuleDiscovery, Role, is_denoiser_itself
+from ..arch.modules import unwrapped
 from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
 from ..errors import ModelError, SettingError
 from .weights import lay_out, shared_tensors, spans_of, tensors_of
@@ -173,13 +173,10 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
 
 
 def _loaded_parts(pipeline: object) -> Parts:
-    parts = {
+    if is_denoiser_itself(pipeline):
+        return lone_part(type(unwrapped(pipeline)), pipeline)
+    return {
         name: Part(role, type(unwrapped(module)), module)
         for role, (names, modules) in ModuleDiscovery.discover(pipeline).roles().items()
         for name, module in zip(names, modules, strict=True)
     }
-    # A transformer's own lists may have well-known names; what is never called itself is no component.
-    is_lone = all(part.module is not None and is_container(part.module) for part in parts.values())
-    if is_lone and isinstance(pipeline, torch.nn.Module):
-        return lone_part(type(unwrapped(pipeline)), pipeline)
-    return parts

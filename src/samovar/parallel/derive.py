@@ -109,7 +109,7 @@ class StackSplit:
             SequenceParallelOutput(self.dim) if i in self.outputs else None for i in range(self.num_outputs)
         ]
         outputs = outputs[0] if self.num_outputs == 1 else outputs
-        every = f"{self.stack.path}.*"
+        every = self.stack.pattern
         if each_block or self.first == self.last:
             gathers = dict.fromkeys(self.stack.block_paths, outputs)
             return {every: {**stream, **self.tables}, **gathers}

@@ -62,7 +62,7 @@ def plan_inside(
         split = next(iter(by_path.values()))
         # Inputs are split by one key for all blocks: of one module, a plan gathers the outputs by another.
         if split is not None and all(other == split for other in by_path.values()):
-            plan[f"{stack.path}.*.{name}"] = split.inputs
+            plan[f"{stack.pattern}.{name}"] = split.inputs
             plan |= {f"{path}.{name}": split.outputs for path in by_path}
     if not plan:
         where = "meet in attention only" if attends else "do not meet"

@@ -25,8 +25,9 @@ def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs |
     anatomy = find_anatomy(model)
     if not anatomy.stacks:
         raise ModelError(
-            f"No stack of blocks was found in {anatomy.model_class}: no ModuleList whose children all contain "
-            "attention. Declare it: register_declaration(class_name, BlockDeclaration(stacks=(path, ...)))."
+            f"No stack of blocks was found in {anatomy.model_class}: no list of modules that are built "
+            "alike and add to what they are given. Declare it: register_declaration(class_name, "
+            "BlockDeclaration(stacks=(path, ...)))."
         )
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         watcher = Watcher(model, anatomy)

@@ -11,8 +11,9 @@ from typing import Any, get_args
 import torch
 
 from ..arch.blocks import Anatomy, find_anatomy
-from ..arch.components import ModuleDiscovery, Role
-from ..arch.modules import is_container, tensor_bytes, unwrapped
+from ..arch.components import ModuleDiscovery, Role, is_denoiser_itself
+from ..arch.coverage import Coverage, coverage
+from ..arch.modules import tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
 from ..errors import ModelError
 from .probe import probe_pipeline
@@ -29,6 +30,8 @@ class ComponentReport:
     """None where the size depends on a checkpoint that is not there."""
     num_bytes: int | None = None
     anatomy: Anatomy | None = None
+    coverage: Coverage | None = None
+    """How much of it its blocks hold."""
 
 
 @dataclass(frozen=True)
@@ -104,17 +107,14 @@ def _load(folder: Path) -> Any:
 
 
 def _loaded_parts(pipeline: Any) -> Parts:
+    if is_denoiser_itself(pipeline):
+        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
     found = ModuleDiscovery.discover(pipeline).roles().items()
-    parts = {
+    return {
         name: Part(role, type(unwrapped(module)), module)
         for role, (names, modules) in found
         for name, module in zip(names, modules, strict=True)
     }
-    # A transformer's own lists may have well-known names; what is never called itself is no component.
-    is_lone = all(part.module is not None and is_container(part.module) for part in parts.values())
-    if is_lone and isinstance(pipeline, torch.nn.Module):
-        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
-    return parts
 
 
 def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:
@@ -125,7 +125,8 @@ def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]
         module = parts[component.name].module
         if component.anatomy and component.anatomy.stacks and module is not None:
             try:
-                component = replace(component, anatomy=probe_pipeline(pipeline, module))
+                anatomy = probe_pipeline(pipeline, module)
+                component = replace(component, anatomy=anatomy, coverage=coverage(module, anatomy))
             except ModelError as error:
                 problems.append(error)
         probed.append(component)
@@ -158,7 +159,8 @@ def _report_component(name: str, part: Part) -> ComponentReport:
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
     num_parameters = sum(p.numel() for p in part.module.parameters())
     num_bytes = tensor_bytes([part.module])
-    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy)
+    covered = coverage(part.module, anatomy) if anatomy and anatomy.stacks else None
+    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered)
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:

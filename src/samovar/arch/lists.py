@@ -1,0 +1,217 @@
+"""Which of a model's lists are stacks of blocks? Told by how their members are built, never by their names.
+
+A block takes a stream of tokens and returns it changed, so that the next one can take it. Two things show that: its
+source adds to what it was given, or it normalises tokens of some width and has linear maps out of that width and back
+to it. Modulations, embedders, projections, experts and feed-forward parts show neither. Where nothing shows, a list
+that holds most of the model is its stack.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .modules import is_container, members, named_parts, tensor_bytes, unwrapped
+from .source import adds_to_its_input
+
+Blocks = dict[str, torch.nn.Module]
+"""The blocks of a stack by their paths."""
+
+_MOST = 0.5
+"""The share of weights from which a list holds most of what it is in."""
+
+
+def find_lists(model: torch.nn.Module) -> dict[str, Blocks]:
+    """The stacks of a model by path, in order of definition."""
+    hints = _Hints.of(model)
+    found = dict(_lists_in(model, hints, ""))
+    found |= dict(_lone_blocks(model, found))
+    place = {path: index for index, path in enumerate(named_parts(model))}
+    return dict(sorted(found.items(), key=lambda item: place[item[0]]))
+
+
+def blocks_of(path: str, holder: torch.nn.Module) -> Blocks:
+    """The members of a list by their paths in the model."""
+    return {f"{path}.{name}": module for name, module in members(holder).items()}
+
+
+@dataclass(frozen=True)
+class _Hints:
+    """What a model's class says of its blocks, for other purposes."""
+
+    repeated: frozenset[str]
+    """Classes that diffusers compiles one by one: blocks, wherever they come in a list."""
+    unsplit: frozenset[str]
+    """Classes that are kept on one device. Not all are blocks, but one alone in a list may be."""
+    paths: frozenset[str]
+    """Lists whose members vllm-omni offloads one by one."""
+    num_bytes: int
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> _Hints:
+        return cls(
+            repeated=frozenset(_strings(model, "_repeated_blocks")),
+            unsplit=frozenset(_strings(model, "_no_split_modules")),
+            paths=frozenset(_declared_paths(model)),
+            num_bytes=tensor_bytes([model]),
+        )
+
+
+def _strings(model: torch.nn.Module, attribute: str) -> tuple[str, ...]:
+    value = getattr(model, attribute, None)
+    if isinstance(value, str):
+        return (value,)
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, (list, tuple, set)) else ()
+
+
+def _declared_paths(model: torch.nn.Module) -> Iterator[str]:
+    parts = named_parts(model)
+    for attribute in ("_layerwise_offload_blocks_attrs", "_layerwise_offload_blocks_attr"):
+        for path in _strings(model, attribute):
+            if path in parts and _is_list(parts[path]):
+                yield path
+            else:
+                problem = f"is a {type(parts[path]).__name__}" if path in parts else "is not there"
+                warnings.warn(
+                    f"{type(model).__name__}.{attribute} names {path!r}, which {problem}; a list of blocks was "
+                    "expected. It is left out. Correct the path.",
+                    stacklevel=2,
+                )
+
+
+def _is_list(module: torch.nn.Module) -> bool:
+    return (is_container(module) or isinstance(module, torch.nn.Sequential)) and bool(members(module))
+
+
+def _lists_in(module: torch.nn.Module, hints: _Hints, path: str) -> Iterator[tuple[str, Blocks]]:
+    """The outermost lists of blocks within a module."""
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        child = unwrapped(child)
+        if _is_list(child) and (child_path in hints.paths or _holds_blocks(child, hints, child_path)):
+            yield child_path, blocks_of(child_path, child)
+        else:
+            yield from _lists_in(child, hints, child_path)
+
+
+def _holds_blocks(holder: torch.nn.Module, hints: _Hints, path: str) -> bool:
+    children = list(members(holder).values())
+    if any(_is_list(child) for child in children):
+        return False
+    if not _classes(children) <= hints.repeated:
+        heavy = tensor_bytes(children) > _MOST * hints.num_bytes
+        if not _are_alike(children, hints) or not _are_blocks(children, certain=not heavy):
+            return False
+    return not all(_is_whole_model(child, len(children), hints, path) for child in children)
+
+
+def _classes(modules: Sequence[torch.nn.Module]) -> set[str]:
+    return {type(module).__name__ for module in modules}
+
+
+def _are_alike(children: Sequence[torch.nn.Module], hints: _Hints) -> bool:
+    """Whether at least half of some modules are of a class that comes twice: the first and the last may be others."""
+    if len(children) == 1:
+        return _classes(children) <= hints.unsplit
+    count = Counter(map(type, children))
+    return 2 * sum(number for number in count.values() if number > 1) >= len(children)
+
+
+def _are_blocks(modules: Sequence[torch.nn.Module], *, certain: bool) -> bool:
+    """Whether modules are all built like blocks; where not `certain`, whether they may be."""
+    maps = [_Maps.of(module) for module in modules]
+    if not all(_is_block(module, made, certain=certain) for module, made in zip(modules, maps, strict=True)):
+        return False
+    # What the stages of a U-Net take and return gets wider from one to the next.
+    widths = [made.widths for made in maps if made.widths]
+    return not widths or bool(frozenset.intersection(*widths))
+
+
+def _is_block(module: torch.nn.Module, maps: _Maps, *, certain: bool) -> bool:
+    if type(module).__module__.startswith("torch.nn.modules") and not list(module.children()):
+        return False
+    if not maps.linear or 3 * maps.spatial >= maps.linear:  # Convolutions: of a VAE or U-Net, or of an embedder.
+        return False
+    if adds_to_its_input(type(module)):
+        return True
+    if certain:
+        return maps.linear > 1 and (bool(maps.widths & maps.normed) or (maps.has_unknown and bool(maps.normed)))
+    return bool(maps.widths) or maps.has_unknown
+
+
+def _is_whole_model(module: torch.nn.Module, num_beside: int, hints: _Hints, path: str) -> bool:
+    """Whether most of a module is in stacks of its own, as in transformers side by side. A few parts in a list make
+    no stack within one of many blocks."""
+    inner = list(_lists_in(module, hints, path))
+    blocks = [block for _, stack in inner for block in stack.values()]
+    if not blocks or tensor_bytes(blocks) <= _MOST * tensor_bytes([module]):
+        return False
+    return _classes(blocks) <= hints.repeated or max(len(stack) for _, stack in inner) >= num_beside
+
+
+def _lone_blocks(model: torch.nn.Module, found: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
+    """Blocks in no list, beside lists of others of their class: the one in the middle of a U, for one."""
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in found):
+        beside = [blocks for path, blocks in found.items() if path.rpartition(".")[0] == parent]
+        classes = {type(block) for blocks in beside for block in blocks.values()}
+        for name, child in unwrapped(model.get_submodule(parent)).named_children():
+            path = f"{parent}.{name}" if parent else name
+            if type(unwrapped(child)) in classes and path not in found:
+                yield path, {path: unwrapped(child)}
+
+
+@dataclass(frozen=True)
+class _Maps:
+    """What a module computes with."""
+
+    linear: int
+    spatial: int
+    """Convolutions over more than one place."""
+    normed: frozenset[int]
+    """The widths that are normalised."""
+    widths: frozenset[int]
+    """Those that some map takes and some map returns, the width of the tokens among them."""
+    has_unknown: bool
+    """Whether there are weights whose widths are not known."""
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _Maps:
+        inputs: set[int] = set()
+        outputs: set[int] = set()
+        normed: set[int] = set()
+        linear = spatial = 0
+        has_unknown = False
+        for part in module.modules():
+            own = list(part.parameters(recurse=False))
+            extents = [sum(size > 1 for size in parameter.shape) for parameter in own]
+            kernel = getattr(part, "kernel_size", None)
+            if isinstance(part, torch.nn.Embedding):
+                continue
+            if isinstance(kernel, Sequence) and any(size != 1 for size in kernel):
+                spatial += 1
+            elif (own or next(part.buffers(recurse=False), None) is not None) and (widths := _widths(part)):
+                linear += 1
+                inputs.add(widths[0])
+                outputs.add(widths[1])
+            elif any(extent > 1 for extent in extents):  # A layer of a kind that is not known here, or a table.
+                linear += sum(extent in (2, 3) for extent in extents)
+                spatial += sum(extent > 3 for extent in extents)
+                has_unknown = True
+            elif isinstance(part, (torch.nn.LayerNorm, torch.nn.RMSNorm)):  # Some have no weights.
+                normed.add(part.normalized_shape[-1])
+            elif own and not list(part.children()):
+                normed.add(own[0].numel())
+        return cls(linear, spatial, frozenset(normed), frozenset(inputs & outputs), has_unknown)
+
+
+def _widths(module: torch.nn.Module) -> tuple[int, int] | None:
+    """What a linear map, or a convolution over one place, takes and returns."""
+    for names in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        width, to = (getattr(module, name, None) for name in names)
+        if isinstance(width, int) and isinstance(to, int):
+            return width, to
+    return None
