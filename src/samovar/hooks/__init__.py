@@ -1,9 +1,10 @@
 """How is a call intercepted, and whose call is it?"""
 
-from .branches import BranchHook, is_conditioning, is_sample, is_time
+from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .pipelines import PipelineHook, Position, Run, current_run, hook_pipeline, pipeline_hooks, running, unhook_pipeline
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
+from .roles import Role, Roles, is_conditioning, is_sample, is_time
 
 __all__ = [
     "NOT_BYPASSED",
@@ -15,6 +16,8 @@ __all__ = [
     "ModelHook",
     "PipelineHook",
     "Position",
+    "Role",
+    "Roles",
     "Run",
     "StateManager",
     "call_context",
