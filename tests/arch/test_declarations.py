@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from samovar.arch import BlockDeclaration, find_anatomy, register_declaration
-from samovar.trace import probe_anatomy
 from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import DeclarationError
+from samovar.trace import probe_anatomy
 
 
 class Mixer(torch.nn.Module):

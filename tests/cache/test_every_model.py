@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from driving import Stepped, stepped
 from torch.utils import _pytree as pytree
 
 import zoo
-from driving import Stepped, stepped
 from samovar.arch import find_anatomy
 from samovar.cache import TeaCacheConfig, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
 from samovar.hooks import call_context

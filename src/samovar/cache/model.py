@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .. import tree
-from ..arch import find_anatomy
-from ..arch.modules import tensor_bytes, unwrapped
+from ..arch import Coverage, coverage, find_anatomy
+from ..arch.modules import unwrapped
 from ..errors import ModelError
 from ..trace.constants import Constants
 from ..trace.fingerprint import Fingerprint
@@ -94,10 +95,8 @@ class About(NamedTuple):
     """What steps are judged by."""
     problem: str | None = None
     """Why steps of the form seen last cannot be skipped, if they cannot."""
-    covered: float | None = None
-    """The share of the weights in blocks that a skipped step leaves out."""
-    uncovered: tuple[str, ...] = ()
-    """Lists of modules that run at every step."""
+    coverage: Coverage | None = None
+    """How much of the model a skipped step leaves out; None where that is not known."""
 
 
 class BlockModel:
@@ -111,8 +110,6 @@ class BlockModel:
                 f"No stack of blocks was found in {type(self._model).__name__}, so its steps cannot be cached. Declare "
                 "it (samovar.register_declaration), or register an extractor (samovar.cache.register_extractor)."
             )
-        self._bytes = {stack.path: stack.num_bytes for stack in self._structure.stacks}
-        self._all_bytes = tensor_bytes([self._model])
         self._traces: dict[Hashable, Trace] = {}
         self._refused: dict[Hashable, str] = {}
         """Forms of inputs with which nothing can be skipped, and why."""
@@ -148,9 +145,8 @@ class BlockModel:
         leader, known = judged.leader, self._known_readers.get(judged)
         path = known.path if known is not None and judged not in self._blind else None
         signal = f"{leader.gate.path}.{leader.gate.index}" + (f".{path}" if path else "")
-        covered = sum(self._bytes[path] for path in trace.covered) / max(self._all_bytes, 1)
-        missing = tuple(path for path in self._bytes if path not in trace.covered and path not in trace.side)
-        return About(f"the input of {signal}", problem, covered, missing)
+        covered = replace(self._structure, stacks=tuple(segment.stack for segment in trace.segments))
+        return About(f"the input of {signal}", problem, coverage(self._model, covered))
 
     def run(self, inputs: Inputs, wish: Wish, forward: Forward) -> Outcome:
         signature = inputs.signature

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..arch import Coverage
+
 SKIP_COST = 0.01
 """What a skipped step costs, as a part of a computed one; about what benchmarks/gpu_cache.py measures."""
 
@@ -56,10 +58,8 @@ class CacheStats:
     branches: Mapping[str, BranchStats] = field(default_factory=dict)
     problem: str | None = None
     """Why nothing is skipped, if something is wrong."""
-    covered: float | None = None
-    """The share of the weights in blocks that a skipped step leaves out; None where that is not known."""
-    uncovered: Sequence[str] = ()
-    """Lists of blocks that run at every step."""
+    coverage: Coverage | None = None
+    """How much of the model a skipped step leaves out; None where that is not known."""
 
     @property
     def computed(self) -> int:
@@ -80,7 +80,7 @@ class CacheStats:
         """How much faster the denoiser's part of the run is than without a cache, if time goes by weights: what a
         skipped step does not leave out counts."""
         forwards = self.computed + self.skipped
-        cost = SKIP_COST if self.covered is None else max(SKIP_COST, 1.0 - self.covered)
+        cost = SKIP_COST if self.coverage is None else max(SKIP_COST, 1.0 - self.coverage.share)
         return forwards / (self.computed + cost * self.skipped) if forwards else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,8 +90,7 @@ class CacheStats:
             "settings": self.settings,
             "signal": self.signal,
             "problem": self.problem,
-            "covered": None if self.covered is None else round(self.covered, 4),
-            "uncovered": list(self.uncovered),
+            "covered": None if self.coverage is None else round(self.coverage.share, 4),
             "expected_speedup": round(self.expected_speedup, 3),
             "branches": {
                 name: {
@@ -108,9 +107,8 @@ class CacheStats:
         lines = [f"{self.model}: {self.settings}", f"  judged by {self.signal}"]
         if self.problem:
             lines.append(f"  nothing is skipped: {self.problem}")
-        if self.covered is not None:
-            rest = f"; {', '.join(self.uncovered)} run at every step" if self.uncovered else ""
-            lines.append(f"  a skipped step leaves out {self.covered:.1%} of the weights{rest}")
+        if self.coverage is not None:
+            lines.append(f"  a skipped step runs no block: {self.coverage}")
         width = max(map(len, self.branches), default=0)
         for name, branch in self.branches.items():
             counts = f"{branch.computed} computed, {branch.skipped} skipped"

@@ -218,8 +218,7 @@ class TeaCacheHook(ModelHook):
             "a saved schedule" if self.config.schedule else f"{about.signal}, {self._polynomial}",
             {name: BranchStats(tuple(steps)) for name, steps in branches.items()},
             about.problem,
-            about.covered,
-            about.uncovered,
+            about.coverage,
         )
 
 

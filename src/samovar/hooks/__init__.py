@@ -1,6 +1,6 @@
 """How is a call intercepted, and whose call is it?"""
 
-from .branches import BranchHook, is_conditioning, is_sample, is_time
+from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .pipelines import (
     PipelineHook,
@@ -14,7 +14,7 @@ from .pipelines import (
     unhook_pipeline,
 )
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
-from .roles import Roles
+from .roles import Role, Roles, is_conditioning, is_sample, is_time
 
 __all__ = [
     "NOT_BYPASSED",
@@ -26,6 +26,7 @@ __all__ = [
     "ModelHook",
     "PipelineHook",
     "Position",
+    "Role",
     "Roles",
     "Run",
     "StateManager",

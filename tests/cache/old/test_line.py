@@ -18,10 +18,10 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from driving import COND, Plain
+from samovar.cache.line import Line
 
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheBackend
-from samovar.cache.line import Line
 from samovar.cache.schedule import Step, Verdict
 from samovar.hooks import Run
 

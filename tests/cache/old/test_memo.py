@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
 from samovar.cache.memo import Memo, equal
 from samovar.cache.trace import Active, Gate
+
 from samovar.hooks import NOT_BYPASSED
 
 ONE, TWO = Gate(Active(), "one"), Gate(Active(), "two")

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from driving import COND, Gated, Plain, at, case, counted
+from samovar.cache.memo import Memo
+from samovar.cache.passage import Given, Passage, Recompute
+from samovar.cache.trace import Call, Desynchronised
 from torch.utils import _pytree as pytree
 
 import zoo
 from samovar.arch import find_anatomy
 from samovar.cache.forecast import Outlook
-from samovar.cache.memo import Memo
-from samovar.cache.passage import Given, Passage, Recompute
 from samovar.cache.schedule import Mode
-from samovar.cache.trace import Call, Desynchronised
 
 TEXT_FIRST = ["HunyuanVideoTransformer3DModel", "Krea2Transformer2DModel", "Flux3Transformer2DModel"]
 """Their text runs through blocks of its own before the sample does."""

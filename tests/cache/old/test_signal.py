@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from driving import COND, INFINITE, UNGUARDED, Block, Plain, at, case, counted, loop
+from samovar.cache.signal import ModulatedInput
 
 import zoo
 from samovar.cache import apply_teacache_hook, remove_teacache_hook
-from samovar.cache.signal import ModulatedInput
 from samovar.hooks import call_context
 
 FIRST_ATTENTION = {

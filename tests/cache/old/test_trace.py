@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from driving import COND, Gated, Plain, at, case, tensors_in
+from samovar.cache.trace import Call, Desynchronised, Gate, Tracer, added, alike
 
 import zoo
 from samovar.arch import find_anatomy
-from samovar.cache.trace import Call, Desynchronised, Gate, Tracer, added, alike
 
 SEGMENTS: dict[str, list[tuple[str, int]]] = {
     "FluxTransformer2DModel": [("transformer_blocks", 2), ("single_transformer_blocks", 2)],
