@@ -15,7 +15,7 @@ import torch
 
 from .. import tree
 from ..errors import SettingError
-from ..trace.forward import added
+from ..trace.forward import Tensors, added
 from ..trace.shadow import TrialFailed, shadow_of, trial
 from .decision import Signal
 from .inputs import Inputs
@@ -94,42 +94,46 @@ class ExtractorModel:
 
     def run(self, inputs: Inputs, wish: Wish, forward: Forward) -> Outcome:
         if inputs.signature not in self._problems:
-            before = inputs.copied()
-            output = forward(inputs)
-            self._problems[inputs.signature] = self._difference(before, output)
-            return Outcome(output, computed=True)
+            return self._first(inputs, wish, forward)
         if self._problems[inputs.signature] is not None:
             return Outcome(forward(inputs), computed=True)
         context = self._extractor(self._model, *inputs.args, **inputs.kwargs)
         signal = Signal(context.modulated_input) if wish.decide is not None else None
-        skips = wish.mode == "skip"
-        if wish.decide is not None and signal is not None and wish.decide(signal):
-            skips = True
-        if skips and wish.outlook is None:
-            return Outcome(None, computed=False, signal=signal)
-        if skips and wish.outlook is not None:
-            hidden_states = wish.outlook.added_to(context.hidden_states, 0)
-            return Outcome(context.postprocess(hidden_states), computed=False, signal=signal)
-        before_blocks = context.hidden_states.clone() if wish.keeps else None  # The blocks may work in place.
-        returned = context.run_transformer_blocks()
-        hidden_states = returned[0] if isinstance(returned, (tuple, list)) else returned
-        parts = None if before_blocks is None else added([before_blocks], [hidden_states])
-        return Outcome(context.postprocess(hidden_states), True, parts, signal)
+        if wish.mode == "skip" or (wish.decide is not None and signal is not None and wish.decide(signal)):
+            hidden_states = None if wish.outlook is None else wish.outlook.added_to(context.hidden_states, 0)
+            return Outcome(None if hidden_states is None else context.postprocess(hidden_states), False, None, signal)
+        output, parts = _run_blocks(context, keeps=wish.keeps)
+        return Outcome(output, True, parts, signal)
 
-    def _difference(self, inputs: Inputs, output: Any) -> str | None:
-        """Why the extractor's way through the model is not the model's own, tried on its shadow."""
+    def _first(self, inputs: Inputs, wish: Wish, forward: Forward) -> Outcome:
+        """Compute a step by the model itself, and compare the extractor's way through the model's shadow."""
+        before = inputs.copied()
+        output = forward(inputs)
+        parts, signal = None, None
         try:
-            with trial((inputs.args, inputs.kwargs)):
-                context = self._extractor(shadow_of(self._model), *inputs.args, **inputs.kwargs)
-                returned = context.run_transformer_blocks()
-                hidden_states = returned[0] if isinstance(returned, (tuple, list)) else returned
-                difference = tree.difference(context.postprocess(hidden_states), output)
+            with trial((before.args, before.kwargs)):
+                context = self._extractor(shadow_of(self._model), *before.args, **before.kwargs)
+                signal = Signal(context.modulated_input)
+                found, parts = _run_blocks(context, keeps=True)
+                difference = tree.difference(found, output)
         except TrialFailed as error:
-            problem = f"{self._name} cannot be tried ({error})"
+            problem: str | None = f"{self._name} cannot be tried ({error})"
         else:
-            is_precise = all(t.dtype in (torch.float32, torch.float64) for t in tree.tensors(output))
-            if difference <= (1e-4 if is_precise else 5e-2):
-                return None
-            problem = f"what {self._name} gives differs from the model's own output by {difference:.1e}"
-        _logger.warning("%s is not cached: %s", type(self._model).__name__, problem)
-        return problem
+            is_precise = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tree.tensors(output))
+            is_right = difference <= (1e-4 if is_precise else 5e-2)
+            problem = (
+                None if is_right else f"{self._name} gives something else than the model itself, by {difference:.1e}"
+            )
+        self._problems[inputs.signature] = problem
+        if problem is not None:
+            _logger.warning("%s is not cached: %s", type(self._model).__name__, problem)
+            return Outcome(output, computed=True)
+        return Outcome(output, True, parts if wish.keeps else None, signal if wish.decide is not None else None)
+
+
+def _run_blocks(context: CacheContext, *, keeps: bool) -> tuple[Any, Tensors | None]:
+    """The output, and what the expensive part added to the hidden states."""
+    before = context.hidden_states.clone() if keeps else None  # The blocks may work in place.
+    returned = context.run_transformer_blocks()
+    hidden_states = returned[0] if isinstance(returned, (tuple, list)) else returned
+    return context.postprocess(hidden_states), None if before is None else added([before], [hidden_states])

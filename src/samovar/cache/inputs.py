@@ -103,9 +103,9 @@ class Inputs:
     def _like(self, args: Any, kwargs: Any) -> Inputs:
         return Inputs(args, kwargs, self._names, self.roles)
 
-    def at_another_step(self, output: Any) -> tuple[Any, Any]:
-        """Arguments with another sample at another time. Where no argument is known to be the sample, it is what has
-        the form of the output, or else everything but the time."""
+    def at_another_step(self, output: Any, with_time: bool = True) -> tuple[Any, Any]:
+        """Arguments with another sample, and at another time. Where no argument is known to be the sample, it is what
+        has the form of the output, or else everything but the time."""
         of = self.roles.of
         tensors = [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         shapes = {tensor.shape for tensor in tree.tensors(output)}
@@ -114,21 +114,19 @@ class Inputs:
             or {id(leaf) for path, leaf in tensors if leaf.shape in shapes}
             or {id(leaf) for path, leaf in tensors if of(path) != "time"}
         )
-        time = {id(leaf) for path, leaf in tensors if of(path) == "time" and "ind" not in path}
+        time = {id(leaf) for path, leaf in tensors if with_time and of(path) == "time"}
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
             return _later(tensor) if id(tensor) in time else _moved(tensor) if id(tensor) in sample else tensor
 
-        names = dict(enumerate(self._names))
-        args = [
-            _later_number(value) if of(names.get(index, "")) == "time" else tree.map_tensors(other, value)
-            for index, value in enumerate(self.args)
-        ]
-        kwargs = {
-            name: _later_number(value) if of(name) == "time" else tree.map_tensors(other, value)
-            for name, value in self.kwargs.items()
-        }
-        return tuple(args), kwargs
+        def moved(name: str, value: Any) -> Any:
+            if with_time and of(name) == "time" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                return type(value)(_later(torch.tensor(value)).item())
+            return tree.map_tensors(other, value)
+
+        names = (*self._names, *[""] * len(self.args))
+        args = tuple(moved(name, value) for name, value in zip(names, self.args, strict=False))
+        return args, {name: moved(name, value) for name, value in self.kwargs.items()}
 
 
 class Sample:
@@ -235,11 +233,3 @@ def _later(tensor: torch.Tensor) -> torch.Tensor:
         half = torch.where(tensor.abs() > 1.5, 500.0, 0.5)  # In the other half, in case a model rounds it coarsely.
         return torch.where(tensor > half, 0.3 * tensor, 1.4 * half + 0.3 * tensor).to(tensor.dtype)
     return torch.where(tensor < 2, 1 - tensor, tensor // 8)
-
-
-def _later_number(value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(map(_later_number, value))
-    if isinstance(value, bool) or not isinstance(value, (torch.Tensor, int, float)):
-        return value
-    return _later(value) if isinstance(value, torch.Tensor) else type(value)(_later(torch.tensor(value)).item())

@@ -172,7 +172,7 @@ class BlockModel:
         try:
             watched = tracer.finish()
             rehearsal = Rehearsal(self._model, self._gates.by_module, watched, before.args, before.kwargs)
-            rehearsed = rehearsal.run(output, lambda args, kwargs: before.at_another_step(output))
+            rehearsed = rehearsal.run(output, lambda with_time: before.at_another_step(output, with_time))
         except ModelError as error:
             return self._refuse(signature, str(error), output)
         trace = watched.trace

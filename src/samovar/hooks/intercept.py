@@ -257,7 +257,7 @@ def _prepare_for_compilation() -> None:
             skip_frame(function)
         from torch._dynamo import trace_rules
 
-        for room in ("arch", "cache"):  # Around a model that is compiled whole, they run as they are.
+        for room in ("arch", "trace", "cache"):  # Around a model that is compiled whole, they run as they are.
             trace_rules.add(f"samovar.{room}")
 
 

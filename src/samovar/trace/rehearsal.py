@@ -20,8 +20,8 @@ from .passes import StepPass
 from .replay import Replay
 from .shadow import TrialFailed, trial
 
-Perturb = Callable[[Any, Any], tuple[Any, Any]]
-"""Arguments of the model with another sample at another time."""
+Perturb = Callable[[bool], tuple[Any, Any]]
+"""Arguments of the model with another sample, and, if that is asked for, at another time."""
 
 
 class Rehearsed(NamedTuple):
@@ -95,12 +95,7 @@ class Rehearsal:
     def _find_leader(self, same: StepPass, perturb: Perturb) -> dict[Segment, Given]:
         """The first segment that another sample reaches leads, unless one is declared."""
         trace = self._trace
-        try:
-            with trial(self._given):
-                given = perturb(*self._given)
-            other, _ = self._skip(*given)
-        except TrialFailed as error:
-            raise ModelError(f"which of its blocks see the sample cannot be tried ({error})") from error
+        other = self._skip_elsewhere(perturb)
         moved: dict[Segment | None, list[bool]] = {}
         for segment in trace.segments:
             pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
@@ -114,6 +109,21 @@ class Rehearsal:
         streams = moved[trace.leader.segment]
         trace.stream = streams.index(True) if True in streams else 0
         return dict(self._replay.first_calls)
+
+    def _skip_elsewhere(self, perturb: Perturb) -> StepPass:
+        """A skipped step with another sample at another time, or at the same if the model does not take such a time."""
+        try:
+            for with_time in (True, False):
+                with trial(self._given):
+                    given = perturb(with_time)
+                try:
+                    return self._skip(*given)[0]
+                except TrialFailed:
+                    if not with_time:
+                        raise
+        except TrialFailed as error:
+            raise ModelError(f"which of its blocks see the sample cannot be tried ({error})") from error
+        raise AssertionError("unreachable")
 
     def _leading(self, step: StepPass) -> Any:
         segment = self._trace.leader.segment

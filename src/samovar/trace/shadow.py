@@ -18,7 +18,7 @@ import torch
 from .. import tree
 from ..arch.modules import unwrapped
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
-from ..hooks.intercept import attached_registry, bare_class
+from ..hooks.intercept import attached_registry, bare_class, never_compiled
 
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
 """Called with the original module and the arguments; NOT_BYPASSED lets the shadow's own forward run."""
@@ -45,7 +45,7 @@ class Shadow:
         """The output for copies of these arguments."""
         given = tree.map_tensors(torch.clone, (args, kwargs))
         with trial((args, kwargs)):
-            return self._root(*given[0], **given[1])
+            return never_compiled(self._root.__call__)(*given[0], **given[1])
 
 
 def shadow_of(module: torch.nn.Module) -> torch.nn.Module:
@@ -55,11 +55,10 @@ def shadow_of(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def trial(given: Any) -> Iterator[None]:
-    """Inside, no gradients are recorded, nothing is compiled, and random numbers are put back afterwards. What is
-    raised comes out as TrialFailed."""
+    """Inside, no gradients are recorded, and random numbers are put back afterwards. What is raised comes out as
+    TrialFailed."""
     devices = {tensor.device for tensor in tree.tensors(given) if tensor.device.type == "cuda"}
-    eager: Any = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False), eager:
+    with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False):
         try:
             yield
         except BaseException as error:

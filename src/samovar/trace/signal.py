@@ -15,6 +15,7 @@ import torch
 from .. import tree
 from ..arch.blocks import attention_modules
 from ..arch.modules import unwrapped
+from ..hooks.intercept import never_compiled
 from .fingerprint import Fingerprint
 from .forward import Given
 from .shadow import TrialFailed, bring_weights, shadow_of, subclass, trial
@@ -114,7 +115,7 @@ class ModulatedInput:
         before, self._raw = given.copied(), stream
         try:
             with trial(given), contextlib.suppress(_Reached):
-                twin(*before.args, **before.kwargs)
+                never_compiled(twin.__call__)(*before.args, **before.kwargs)
         except TrialFailed:
             return None
         # A block that writes into its arguments on the way gets copies of them.
