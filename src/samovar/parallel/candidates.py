@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..arch import Anatomy
+from ..arch import Anatomy, BlockStack
 from ..errors import SamovarError
 from .derive import StackSplit, Watched, split_stack
 from .inside import plan_inside
@@ -33,19 +33,29 @@ def candidates(
     """Plans that are derived from what a forward did with the blocks. Why there is none for a stack goes to
     `rejected`. All ranks get the same, in the same order."""
     yield from _of_blocks(_stack_splits(model, anatomy, watched, size, rejected))
+    ran = [stack for stack in anatomy.stacks if any(path in watched.calls for path in stack.block_paths)]
+    alone = [stack for stack in ran if not _runs_between_others(stack, ran, watched)]
     for attends in (True, False):
-        plan: SequenceParallelModelPlan = {}
         source = "derived inside blocks" if attends else "derived inside blocks (attention shared)"
-        for stack in anatomy.stacks:
-            if any(path in watched.calls for path in stack.block_paths):
+        for stacks in (ran, *([alone] if 0 < len(alone) < len(ran) else [])):
+            of = "" if stacks is ran else f" of {', '.join(stack.path for stack in stacks)}"
+            plan: SequenceParallelModelPlan = {}
+            for stack in stacks:
                 try:
                     plan |= plan_inside(model, stack, watched, size, attends=attends)
                 except MISFIT as error:
                     rejected[f"{source}: {stack.path}"] = f"{type(error).__name__}: {error}"
-        if plan:
-            yield Candidate(source, plan, shares_attention=True)
+            if plan:
+                yield Candidate(f"{source}{of}", plan, shares_attention=True)
     # What cannot be split anywhere can still share the work of its attentions.
     yield Candidate("attention only", {}, shares_attention=True)
+
+
+def _runs_between_others(stack: BlockStack, stacks: Sequence[BlockStack], watched: Watched) -> bool:
+    """Whether a stack first runs when another has begun and not ended: it changes what stands beside the tokens."""
+    moments = [[i for i, path in enumerate(watched.order) if path in other.block_paths] for other in (stack, *stacks)]
+    own, *others = moments
+    return any(other[0] < own[0] < other[-1] for other in others if other)
 
 
 def _stack_splits(
