@@ -17,7 +17,7 @@ from diffusers.hooks import apply_group_offloading
 from torch._dynamo.utils import counters
 
 import zoo
-from samovar.hooks import HookRegistry, ModelHook
+from samovar.hooks import HookRegistry, ModelHook, intercept
 
 
 class Layer(torch.nn.Module):
@@ -113,6 +113,10 @@ def test_we_know_every_kind_of_hook_that_torch_runs_around_forward() -> None:
     """`call_bare` takes a short way when there are none: a new kind in torch must be known to it."""
     kinds = {name for name in vars(torch.nn.Module()) if name.endswith("_hooks") and "state_dict" not in name}
     assert kinds == {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+    of_all = set(torch.nn.modules.module._has_any_global_hook.__code__.co_names)
+    marks = {"_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"}  # Of some of the hooks.
+    assert of_all - marks == {f"_global{kind}" for kind in kinds}
+    assert all(getattr(intercept, name) is getattr(torch.nn.modules.module, name) for name in of_all - marks)
 
 
 def test_a_class_with_its_own_call_keeps_it() -> None:
@@ -185,6 +189,34 @@ def test_a_patched_class_is_seen_at_the_next_hooking(monkeypatch: pytest.MonkeyP
     second = Patched()
     ATTACH["ours"](second)
     assert second([]) == ["ours", "patched"]
+
+
+def test_a_method_that_is_replaced_on_the_class_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Patched(Layer):
+        pass
+
+    module = Patched()
+    ATTACH["ours"](module)
+    with monkeypatch.context() as patch:
+        patch.setattr(Patched, "forward", lambda self, x: [*x, "patched"], raising=False)
+        assert module([]) == module.forward([]) == ["ours", "patched"]
+    assert module([]) == module.forward([]) == ["ours", "forward"]
+
+    def call(self: Any, x: list[str]) -> list[str]:
+        return [*torch.nn.Module.__call__(self, x), "called"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Patched, "__call__", call)
+        assert module([]) == ["ours", "forward", "called"]
+    assert module([]) == ["ours", "forward"]
+    plain = torch.nn.Module.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "__call__", lambda self, x: [*plain(self, x), "anywhere"])
+        assert module([]) == ["ours", "forward", "anywhere"]
+    monkeypatch.setattr(Patched, "forward", lambda self, x: [*x, "patched"], raising=False)
+    REMOVE["ours"](module)
+    assert type(module) is Patched
+    assert module([]) == ["patched"]
 
 
 def test_what_stands_between_call_and_forward_is_kept() -> None:

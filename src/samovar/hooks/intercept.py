@@ -6,7 +6,8 @@ diffusers' hooks replace `forward`, `Module.compile` replaces what `__call__` ru
 forward hooks run inside it; all stay as they are, whoever came first. To others the module's
 `__class__` is what it was; only `type()` sees the difference. Copies and pickles are of the bare class.
 
-Calling `module.forward(...)` by hand goes through the hooks as well, once, unless another library has
+A method that others replace on the module's class (`Class.forward = faster`) takes effect at the next call, hooked or
+not. Calling `module.forward(...)` by hand goes through the hooks as well, once, unless another library has
 put its own `forward` on the instance before: then that is what is called.
 
 Under `torch.compile` hooks run outside the graph. A compiled block (`block.compile()`, before or
@@ -39,7 +40,11 @@ _ENTRY = "_samovar_hooks"
 _INSIDE = "_samovar_inside"
 
 _class_slot: Any = object.__dict__["__class__"]
-_any_global_hook: Callable[[], Any] = torch.nn.modules.module._has_any_global_hook
+_plain_call: Any = torch.nn.Module.__call__
+_global_forward_hooks = torch.nn.modules.module._global_forward_hooks
+_global_forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
+_global_backward_hooks = torch.nn.modules.module._global_backward_hooks
+_global_backward_pre_hooks = torch.nn.modules.module._global_backward_pre_hooks
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -55,11 +60,8 @@ _inside = _Inside()
 class _Hooked(_Module):
     """Put before a module's class to intercept its calls."""
 
-    _samovar_forward: Callable[..., Any]
-    _samovar_call: Callable[..., Any]
-    """The class's own `forward`, and its own `__call__`, which takes the module as well."""
-    _samovar_calls_plainly: bool
-    """Whether nothing in the class stands between its `__call__` and its `forward`."""
+    _samovar_bare: Any
+    """The class that this one stands before. Its methods are looked up at each call: others may replace them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
@@ -102,8 +104,16 @@ def install(module: torch.nn.Module, registry: HookRegistry) -> None:
             f"A {type(module).__name__} cannot be hooked, because its class does not let itself be extended ({error}). "
             "Hook the module that it wraps, or one that contains it."
         ) from error
+    _note_class(module, registry)
     vars(module)[_ENTRY] = registry
     vars(module)[_INSIDE] = False
+
+
+def _note_class(module: torch.nn.Module, registry: HookRegistry) -> None:
+    """Put what each call needs to know about the class where it is found fast."""
+    hooked: Any = type(module)
+    registry.bare = hooked._samovar_bare
+    registry.calls_plainly = registry.bare._call_impl is torch.nn.Module._call_impl
 
 
 def uninstall(module: torch.nn.Module, registry: HookRegistry) -> None:
@@ -123,8 +133,10 @@ def bare_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
     """Call a module as if it had no hooks of ours."""
     instance = module.__dict__
-    if _ENTRY not in instance:  # The last hook removed itself during the call.
+    registry = instance.get(_ENTRY)
+    if registry is None:  # The last hook removed itself during the call.
         return module(*args, **kwargs)
+    bare = registry.bare
     if not (
         instance["_forward_hooks"]
         or instance["_forward_pre_hooks"]
@@ -132,15 +144,19 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
         or instance["_backward_pre_hooks"]
         or "_compiled_call_impl" in instance
         or "forward" in instance
-        or not module._samovar_calls_plainly
-        or _any_global_hook()
+        or bare.__call__ is not _plain_call
+        or not registry.calls_plainly
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
     ):
         # Nobody put anything around forward, so torch would call it and do no more.
-        return module._samovar_forward(*args, **kwargs)
+        return bare.forward(module, *args, **kwargs)
     outer, was_inside = _inside.module, instance[_INSIDE]
     _inside.module, instance[_INSIDE] = module, True
     try:
-        return module._samovar_call(module, *args, **kwargs)
+        return bare.__call__(module, *args, **kwargs)
     finally:
         _inside.module = outer
         if _INSIDE in instance:
@@ -148,7 +164,7 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    return module._samovar_forward(*args, **kwargs)
+    return module._samovar_bare.forward(module, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------ hooked classes
@@ -161,17 +177,14 @@ def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[t
     if issubclass(cls, _Hooked):  # Made by others of a hooked type: it intercepts as it is.
         return cls
     known = _hooked_classes.get((cls, has_cache_context))
-    if known is None or vars(known)["_samovar_forward"] is not cls.forward:
+    if known is None or vars(known)["forward"].__wrapped__ is not cls.forward:  # Its signature is shown.
         body: dict[str, Any] = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             "__class__": property(_get_class, _set_class),
-            "forward": _intercepted_forward(cls.forward),
-            "_samovar_forward": cls.forward,
-            "_samovar_call": staticmethod(cls.__call__),
-            "_samovar_calls_plainly": cls.__call__ is torch.nn.Module.__call__
-            and cls._call_impl is torch.nn.Module._call_impl,
+            "forward": _intercepted_forward(cls),
+            "_samovar_bare": cls,
             _INSIDE: True,
         }
         if has_cache_context:
@@ -189,23 +202,28 @@ def _get_class(self: torch.nn.Module) -> type:
 
 def _set_class(self: torch.nn.Module, cls: type) -> None:
     """Others may swap the class too (torch's parametrisations, lazy modules): ours stays in front of theirs."""
-    is_hooked = _ENTRY in self.__dict__
-    _class_slot.__set__(self, _hooked_class(cls, hasattr(self, "cache_context")) if is_hooked else cls)
+    registry = attached_registry(self)
+    if registry is None:
+        _class_slot.__set__(self, cls)
+    else:
+        _class_slot.__set__(self, _hooked_class(cls, hasattr(self, "cache_context")))
+        _note_class(self, registry)
 
 
-def _intercepted_forward(bare: Callable[..., Any]) -> Callable[..., Any]:
+def _intercepted_forward(bare: Any) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
-            return bare(self, *args, **kwargs) if self._samovar_inside else _outside_graph.forward(self, args, kwargs)
+            is_inside = self._samovar_inside
+            return bare.forward(self, *args, **kwargs) if is_inside else _outside_graph.forward(self, args, kwargs)
         registry = attached_registry(self)
         # Without a registry: somebody kept this bound method from when the module was hooked.
         if registry is None or _inside.module is self:
-            return bare(self, *args, **kwargs)
+            return bare.forward(self, *args, **kwargs)
         return registry.run(self, _call_forward, args, kwargs)
 
     # torch allows each piece of code so many graphs: every class has one of its own, as it had without hooks.
     forward.__code__ = forward.__code__.replace()
-    return functools.wraps(bare)(forward)
+    return functools.wraps(bare.forward)(forward)
 
 
 def _followed_cache_context(cls: Any) -> Callable[..., Any]:

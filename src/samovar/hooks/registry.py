@@ -135,6 +135,10 @@ class HookRegistry:
         self.run: Runner = _Chain().run
         """Goes through the hooks around `inner(module, args, kwargs)`."""
         self._run_outside_graph: Runner | None = None
+        self.bare: Any = None
+        """The module's own class, as long as the module is hooked."""
+        self.calls_plainly = False
+        """Whether nothing in that class stands between torch's `__call__` and `forward`."""
 
     @classmethod
     def get_or_create(cls, module: torch.nn.Module) -> HookRegistry:
