@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pipelines import tiny_flux_pipeline
-from samovar.arch import ModuleDiscovery, SupportsModuleOffload, find_denoisers, survey_pipeline
+from samovar.arch import ModuleDiscovery, SupportsModuleOffload, find_denoisers
 from samovar.arch.components import role_of
 from samovar.errors import DeclarationError, ModelError
+from samovar.trace import survey_pipeline
 
 
 def layer() -> torch.nn.Linear:

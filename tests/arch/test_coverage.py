@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 import zoo
-from samovar.arch import Coverage, coverage, find_anatomy, survey
+from samovar.arch import Coverage, coverage, find_anatomy
 from samovar.arch.blocks import Anatomy
+from samovar.trace import survey
 
 
 class Block(torch.nn.Module):

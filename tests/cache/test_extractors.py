@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from driving import stepped
 
 from samovar.cache import (
     EXTRACTOR_REGISTRY,
@@ -110,8 +111,8 @@ def at(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def run(model: torch.nn.Module, *steps: int) -> list[torch.Tensor]:
-    with call_context(branch="only"):
-        return [model(*at(step))[0] for step in steps]
+    with call_context(branch="only"), stepped(model, len(steps) if len(steps) > 2 else 1000) as loop:
+        return [loop.call(lambda step=step: model(*at(step))[0]) for step in steps]  # type: ignore[misc]
 
 
 def hooked(extractor: Callable[..., CacheContext], **settings: Any) -> tuple[Mixer, TeaCacheHook, list[int]]:

@@ -27,6 +27,7 @@ from driving import (
     qwen,
     recorded,
     second,
+    stepped,
     tensors_in,
 )
 
@@ -449,11 +450,11 @@ def test_adapters_that_change_are_never_stale(change: str, settings: dict[str, A
     @torch.no_grad()
     def run(model: torch.nn.Module) -> list[torch.Tensor]:
         given, outputs = {"scale": 1.0, "ip_hidden_states": [HINT.clone()]}, []
-        with call_context(branch="only"):
+        with call_context(branch="only"), stepped(model, 8) as loop:
             for step in range(8):
                 if step == 4:
                     ADAPTERS[change](given)
-                outputs.append(model(*at(0), COND, given))
+                outputs.append(loop.call(lambda: model(*at(0), COND, given)))
         return outputs
 
     model = Adapted()
@@ -474,9 +475,10 @@ def test_a_large_tensor_that_is_replaced(is_changed: bool, settings: dict[str, A
     other[..., 1::2] *= -1 if is_changed else 1
     model = Adapted()
     hook = apply_teacache_hook(model, {**UNGUARDED, **settings})
-    with torch.no_grad(), call_context(branch="only"):
+    with torch.no_grad(), call_context(branch="only"), stepped(model, 8) as loop:
         for step in range(8):
-            model(*at(0), COND, {"scale": 1.0, "ip_hidden_states": [hint if step < 4 else other]})
+            given = {"scale": 1.0, "ip_hidden_states": [hint if step < 4 else other]}
+            loop.call(lambda given=given: model(*at(0), COND, given))  # type: ignore[misc]
     assert hook.stats().branches["only"].mask == ("#...#..." if is_changed else "#.......")
 
 
@@ -485,11 +487,11 @@ def rerun(name: str, settings: dict[str, Any], change: Callable[[int, dict[str, 
     """The mask of a zoo model that is given the same at every step, but for a change."""
     model = case(name).build()
     hook = apply_teacache_hook(model, {**UNGUARDED, "coefficients": [0, 0, 0, 1, 0], **settings})
-    with call_context(branch="only"):
+    with call_context(branch="only"), stepped(model, 8) as loop:
         kept = case(name).inputs(0)
         for step in range(8):
             change(step, kept)
-            model(**kept, return_dict=False)
+            loop.call(lambda: model(**kept, return_dict=False))
     return hook.stats().branches["only"].mask
 
 
@@ -537,9 +539,11 @@ def test_what_is_kept_during_a_run(name: str) -> None:
     def count(_: Any) -> None:
         for hook in hooks_of(tiny, pipe):
             for state in hook.state_manager.states().values():
-                (trace,) = hook._attached._traces.values()  # type: ignore[union-attr]
+                (trace,) = hook._model._traces.values()  # type: ignore[union-attr]
                 tokens = trace.leader.returned
                 form = tokens if isinstance(tokens, torch.Tensor) else tokens[trace.stream]
+                if not len(state.history):  # Of the last step nothing is kept.
+                    continue
                 kept = [t for t in state.history.newest if t is not None]
                 signal = [] if state.signal is None else [state.signal.value, state.signal.size]
                 held = tensors_in(state.history, state.signal)
@@ -548,7 +552,7 @@ def test_what_is_kept_during_a_run(name: str) -> None:
                 assert max(t.untyped_storage().nbytes() for t in held) <= 2 * form.numel() * form.element_size()
                 seen.append([len(kept), len(signal)])
 
-    tiny.run(pipe, STEPS, callback_on_step_end=at_step(STEPS - 1, count))
+    tiny.run(pipe, STEPS, callback_on_step_end=at_step(STEPS - 2, count))
     segments = 2 if name == "flux" else 1
     expected = [[segments, 2]] + [[segments, 0]] * (tiny.cfg == "separate")
     assert seen == expected * len(tiny.denoisers)

@@ -54,6 +54,7 @@ def test_they_are_json() -> None:
             "settings": "rel_l1_thresh=0.2",
             "signal": "what reaches blocks.0.attn",
             "problem": None,
+            "covered": None,
             "expected_speedup": 1.98,
             "branches": {
                 "cond": {

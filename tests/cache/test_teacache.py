@@ -36,7 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from pipelines import PIPELINES, TinyPipeline
-from samovar.cache import TeaCacheHook, apply_teacache_hook, remove_teacache_hook, teacache
+from samovar.cache import TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from samovar.cache import step as step_module
 from samovar.cache.coefficients import known_coefficients
 from samovar.errors import HookConflictError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context, running
@@ -230,13 +231,13 @@ def reads(pipe: Any) -> Iterator[list[int]]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every read of the device for a decision."""
     found: list[Any] = []
-    real = teacache.measure
+    real = step_module.measure
 
-    def measure(*args: Any) -> Any:
+    def measure(*args: Any, **how: Any) -> Any:
         found.append(args)
-        return real(*args)
+        return real(*args, **how)
 
-    monkeypatch.setattr(teacache, "measure", measure)
+    monkeypatch.setattr(step_module, "measure", measure)
     return found
 
 
@@ -356,8 +357,9 @@ def test_a_branch_that_is_new_is_computed_first(plan: str) -> None:
     outputs = branched(model, PLANS[plan], named=True)
     found = all_masks(hook)
     assert {mask[0] for mask in found.values()} == {"#"}
-    # One that has to decide when another is gone has no signal yet, and is computed once more.
-    assert all(mask.count("#") <= 2 for mask in found.values())
+    # One that has to decide when another is gone has no signal yet, and is computed once more; so is one after a gap.
+    gaps = {"now and then": 4}.get(plan, 0)
+    assert all(mask.count("#") <= 2 + gaps for mask in found.values())
     exact = branched(Plain(), PLANS[plan], named=True)
     for conditioning in (COND, UNCOND, THIRD):
         places = [
@@ -549,7 +551,7 @@ def test_forecasts_of_the_lowest_orders_are_the_same() -> None:
     assert not torch.allclose(runs["linear"], runs["second order"], rtol=1e-5, atol=1e-6)
 
 
-def test_a_forecast_of_the_output_ends_where_it_is_decided() -> None:
+def test_a_forecast_of_the_output_passes_through_the_forward_without_a_block() -> None:
     model = Plain()
     hook = apply_teacache_hook(model, {**SKIPPING, "forecast_of": "output"})
     with counted([*model.blocks, model.unembed]) as calls:
@@ -557,7 +559,7 @@ def test_a_forecast_of_the_output_ends_where_it_is_decided() -> None:
         calls.clear()
         hook.reset_state(model)
         outputs = loop(model, steps=5)
-        assert len(calls) == 4, "one step is computed"
+        assert len(calls) == 3 + 5, "one step is computed, and the model's own forward ends at each"
     assert differing(outputs, outputs[:1] * 5) == []
 
 
@@ -668,7 +670,7 @@ def test_in_inference_mode(forecast_of: str) -> None:
 @pytest.mark.parametrize("schedule", ["####", "##.#"])
 def test_with_gradients(schedule: str) -> None:
     """What is computed has the gradients of the bare model, step by step; what is skipped has those of a skip."""
-    bare, model = Plain(), Plain()
+    bare, model = Plain().eval(), Plain().eval()
     apply_teacache_hook(model, {"schedule": schedule + "."})
     for step, sign in enumerate(schedule):
         gradients = []

@@ -12,9 +12,11 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import torch
+
 from ..hooks import Run
 from .config import TeaCacheConfig
-from .inputs import Inputs, Sample
+from .inputs import Inputs, Sample, on_host
 from .schedule import Step, Verdict
 
 
@@ -57,16 +59,20 @@ class Clock:
         self._loop: Any = None
         self._is_misled = False
         self._branches: set[Hashable] = set()
-        self._step_time: float | None = None
+        self._step_time: torch.Tensor | float | None = None
         self._times: list[float] = []
 
     def advance(self, branch: Hashable, run: Run | None, inputs: Inputs) -> bool:
         """Go to the step that this call belongs to. False if a run has begun anew."""
-        time = inputs.host_time
         position = None if run is None or self._is_misled else run.position()
         was_called = branch in self._branches
-        is_later = time is not None and self._step_time is not None and time != self._step_time
-        if position is not None and position.step == self.index and was_called and is_later:
+        is_repeated = position is not None and position.step == self.index and was_called
+        time = (
+            inputs.host_time if position is None or is_repeated else None
+        )  # A scheduler counts without it.
+        before = on_host(self._step_time) if time is not None else None
+        is_later = before is not None and time != before
+        if is_repeated and is_later:
             self._is_misled, position = True, None  # Time goes on, but not by this scheduler: a copy of it is used.
         self.is_scheduled = position is not None
         if run is None and time is not None and self.turns_back(time):
@@ -85,7 +91,7 @@ class Clock:
         self._loop = loop
         self.leader = branch if self.leader is None else self.leader
         if index > self.index:
-            self.index, self.verdict, self._step_time = index, None, time
+            self.index, self.verdict, self._step_time = index, None, inputs.time
             self.place = float(index) if position is None or position.sigma is None else -position.sigma
             length = self._announced if run is None else run.total()
             self.step = Step(index, length if position is None else position.total, length)

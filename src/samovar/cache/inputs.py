@@ -87,10 +87,7 @@ class Inputs:
     @functools.cached_property
     def host_time(self) -> float | None:
         """The time, where it can be read without waiting for a device."""
-        time = self.time
-        if isinstance(time, torch.Tensor):
-            return float(time.reshape(-1)[0]) if time.device.type == "cpu" and time.numel() else None
-        return time
+        return on_host(self.time)
 
     def copied(self) -> Inputs:
         """The same with tensors and containers that nobody else writes into."""
@@ -127,6 +124,13 @@ class Inputs:
         names = (*self._names, *[""] * len(self.args))
         args = tuple(moved(name, value) for name, value in zip(names, self.args, strict=False))
         return args, {name: moved(name, value) for name, value in self.kwargs.items()}
+
+
+def on_host(time: torch.Tensor | float | None) -> float | None:
+    """A time, where it can be read without waiting for a device."""
+    if isinstance(time, torch.Tensor):
+        return float(time.reshape(-1)[0]) if time.device.type == "cpu" and time.numel() else None
+    return time
 
 
 class Sample:

@@ -307,8 +307,10 @@ class BlockModel:
             yield
             return
 
+        running = self._gates.running
+
         def compare(attention: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._gates.is_asked or reader.is_checked:  # Another thread's forward.
+            if self._gates.running is not running or reader.is_checked:  # Another thread's forward.
                 return
             reader.is_checked = True
             if not reader.agrees_with(signal.value, args, kwargs):

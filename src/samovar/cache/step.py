@@ -144,7 +144,7 @@ class Steps:
         state, clock = call.state, call.clock
         assert state.signal is not None
         pair = state.signal.change(signal)
-        time = None if clock.is_scheduled or call.inputs.host_time is not None else call.inputs.time
+        time = None if clock.is_scheduled or _is_on_host(call.inputs.time) else call.inputs.time
         measured = measure(pair, plan.others, time, self._agree, signal.value.device)
         if pair is None:
             state.restart()
@@ -165,7 +165,7 @@ class Steps:
     def _read_time(self, call: Call, measured: Measured) -> str | None:
         """Why a step is none of this run's, by a time that was read from the device."""
         state, time = call.state, measured.time
-        if time is None or call.clock.is_scheduled or call.inputs.host_time is not None:
+        if time is None or call.clock.is_scheduled or _is_on_host(call.inputs.time):
             return None
         stands_still, state.measured_time = time == state.measured_time, time
         if call.clock.turns_back(time):
@@ -210,6 +210,10 @@ class Steps:
         if any(is_hard):
             call.clock.plan = self._config.plan_of_hard
         return record._replace(hard=is_hard)
+
+
+def _is_on_host(time: torch.Tensor | float | None) -> bool:
+    return not isinstance(time, torch.Tensor) or time.device.type == "cpu"
 
 
 def _computed_alone(inputs: Inputs, forward: Forward) -> Outcome:

@@ -25,7 +25,9 @@ class Fingerprint:
         for module in modules:
             for held in (module._modules, module._parameters, module._buffers):
                 self._sizes.append((held, len(held)))
-                self._entries += [(held, name, part, _version(part)) for name, part in held.items()]
+                # What lies on the meta device is elsewhere for now: accelerate puts new tensors there after each call.
+                parts = [(n, p) for n, p in held.items() if not (isinstance(p, torch.Tensor) and p.is_meta)]
+                self._entries += [(held, name, part, _version(part)) for name, part in parts]
             scaling = vars(module).get("scaling")
             if isinstance(scaling, Mapping):  # An adapter of peft.
                 self._scales.append((module, _adapter(module)))

@@ -111,9 +111,9 @@ class Gates:
             self._active.running = outer
 
     @property
-    def is_asked(self) -> bool:
-        """Whether a pass is under way on this thread."""
-        return self._active.running is not None
+    def running(self) -> Pass | None:
+        """The pass that is under way on this thread."""
+        return self._active.running
 
     def remove(self) -> None:
         """Take all gates off."""
