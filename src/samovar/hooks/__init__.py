@@ -1,5 +1,6 @@
 """How is a call intercepted, and whose call is it?"""
 
+from .around import run_around
 from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .pipelines import PipelineHook, Position, Run, current_run, hook_pipeline, pipeline_hooks, running, unhook_pipeline
@@ -28,6 +29,7 @@ __all__ = [
     "is_sample",
     "is_time",
     "pipeline_hooks",
+    "run_around",
     "running",
     "unhook_pipeline",
 ]
