@@ -178,6 +178,21 @@ def test_a_class_made_of_a_hooked_type_outlives_the_hooks() -> None:
     assert type(module).__name__ == "Derived"
 
 
+def test_the_type_equals_the_class() -> None:
+    class Other(Layer):
+        pass
+
+    module, other = Layer(), Other()
+    for each in (module, other):
+        ATTACH["ours"](each)
+    assert type(module) in (Other, Layer)
+    assert Layer in (Other, type(module))
+    assert type(module) in {Layer}
+    assert {Layer: 1}[type(module)] == 1
+    assert type(module) not in (Other, torch.nn.Module, type(other), "Layer")
+    assert type("Derived", (type(module),), {}) not in (Layer, type(module))
+
+
 def test_a_patched_class_is_seen_at_the_next_hooking(monkeypatch: pytest.MonkeyPatch) -> None:
     class Patched(Layer):
         pass

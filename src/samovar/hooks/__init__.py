@@ -1,5 +1,6 @@
 """How is a call intercepted, and whose call is it?"""
 
+from .around import run_around
 from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .pipelines import (

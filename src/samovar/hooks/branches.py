@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .around import Adopt, run_around
 from .context import CallContext, current_context, enter_context, leave_context
 from .registry import HookOrder, ModelHook
 from .roles import Leaves, Mark, Roles, hint, leaves_of, same_marks
@@ -156,6 +157,9 @@ class BranchHook(ModelHook):
     most_branches = 64
     """Held for a model at a time; the one that was used longest ago goes first."""
 
+    adopt: Adopt | None = None
+    """If set, calls from a pipeline that is not hooked are a request of their own as well, and it is handed to this."""
+
     def __init__(self) -> None:
         self.roles = Roles()
         self._parameters: tuple[str, ...] = ()
@@ -172,6 +176,9 @@ class BranchHook(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         context = current_context()
+        if self.adopt is not None and context.request is None:
+            run = run_around(module, self.adopt)
+            context = context if run is None else context._replace(request=run.request)
         leaves = leaves_of(self._parameters, args, kwargs)
         with self._lock:
             learning = self.roles.is_learning(leaves)

@@ -4,7 +4,8 @@ A hooked module's type is swapped for a subclass of the same name whose `__call_
 registry. So hooks stand outside of everything that others put on the instance: accelerate's and
 diffusers' hooks replace `forward`, `Module.compile` replaces what `__call__` runs, and torch's own
 forward hooks run inside it; all stay as they are, whoever came first. To others the module's
-`__class__` is what it was; only `type()` sees the difference. Copies and pickles are of the bare class.
+`__class__` is what it was, and its `type()` equals it; only `type(module) is Class` sees the
+difference. Copies and pickles are of the bare class.
 
 A method that others replace on the module's class (`Class.forward = faster`) takes effect at the next call, hooked or
 not. Calling `module.forward(...)` by hand goes through the hooks as well, once, unless another library has
@@ -191,9 +192,22 @@ def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[t
             body["cache_context"] = _followed_cache_context(cls)
         if hasattr(cls, "__deepcopy__"):
             body["__deepcopy__"] = _bare_deepcopy
-        make_class: Any = type(cls)
+        metaclass: Any = type(cls)
+        make_class = _equal_to_bare(metaclass)
         known = _hooked_classes[cls, has_cache_context] = make_class(cls.__name__, (_Hooked, cls), body)
     return known
+
+
+@functools.cache
+def _equal_to_bare(metaclass: Any) -> Any:
+    """Lets `type(module) == Class` and `type(module) in classes` hold as before: diffusers' `from_pipe` asks so."""
+
+    def bare(cls: Any) -> Any:
+        return vars(cls).get("_samovar_bare", cls)
+
+    methods = {"__eq__": lambda cls, other: isinstance(other, type) and bare(cls) is bare(other),
+               "__hash__": lambda cls: hash(bare(cls))}  # fmt: skip
+    return type(metaclass.__name__, (metaclass,), methods)
 
 
 def _get_class(self: torch.nn.Module) -> type:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from .registry import HookOrder, HookRegistry, ModelHook
 
 _ENTRY = "_samovar_pipeline_hooks"
 _MODULE_HOOK = "samovar_run"
+_MOST_LEVELS = 3
+"""How deep modules are looked for in a pipeline."""
 _class_slot: Any = object.__dict__["__class__"]
 
 
@@ -39,11 +42,25 @@ class Position(NamedTuple):
 class Run:
     """One call of a pipeline."""
 
-    def __init__(self, pipeline: Any, request: Hashable) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Any, request: Hashable, outer: Run | None = None) -> None:
+        self._pipeline = pipeline
         self.request = request
+        self.outer = outer
+        """The run in which this one takes place, if there is one."""
+        self._held: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._timesteps: Any = None
         self._sigmas: list[float] = []
+
+    @property
+    def pipeline(self) -> Any:
+        """Whose call it is."""
+        return self._pipeline
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Whether the module is part of the pipeline."""
+        if module not in self._held:
+            self._held[module] = holds(self.pipeline, module)
+        return self._held[module]
 
     def position(self) -> Position | None:
         """Where the run is, as its scheduler says; None where it does not. A device is waited for once a loop."""
@@ -73,6 +90,22 @@ class Run:
             return named
         timesteps = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
         return None if timesteps is None else len(timesteps)
+
+
+def holds(pipeline: Any, module: torch.nn.Module) -> bool:
+    """Whether a module is part of a pipeline, as an attribute, in a container, or inside another module."""
+    return any(found is module for found in _modules(pipeline, _MOST_LEVELS))
+
+
+def _modules(value: Any, levels: int) -> Iterator[torch.nn.Module]:
+    if isinstance(value, torch.nn.Module):
+        yield from value.modules()
+    elif levels and isinstance(value, (list, tuple, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _modules(part, levels - 1)
+    elif levels and not isinstance(value, (torch.Tensor, type)):
+        for part in list(getattr(value, "__dict__", {}).values()):
+            yield from _modules(part, levels - 1)
 
 
 class PipelineHook:
@@ -144,10 +177,10 @@ def _set_hooks(pipeline: Any, hooks: dict[str, PipelineHook]) -> None:
 @contextlib.contextmanager
 def running(pipeline: Any) -> Iterator[Run]:
     """What is done around a call of a hooked pipeline; for those who drive one step by step themselves."""
-    outer, request = current_run(), current_context().request
-    if request is None or (outer is not None and outer.request == request):  # Nobody named this run's own.
-        request = _Anonymous()
-    run = Run(pipeline, request)
+    for watch in run_watches:
+        watch(pipeline)
+    outer = current_run()
+    run = Run(pipeline, own_request(outer), outer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(call_context(request=run.request))
         stack.callback(_run.reset, _run.set(run))
@@ -155,6 +188,17 @@ def running(pipeline: Any) -> Iterator[Run]:
             stack.callback(hook.end_run, run)
             hook.start_run(run)
         yield run
+
+
+run_watches: list[Callable[[Any], None]] = []
+"""Called with a pipeline before a run of it begins."""
+
+
+def own_request(outer: Run | None) -> Hashable:
+    """The request of a new run: what the caller has named, or a new one."""
+    request = current_context().request
+    is_unnamed = request is None or (outer is not None and outer.request == request)
+    return _Anonymous() if is_unnamed else request
 
 
 class _Anonymous:
