@@ -26,7 +26,7 @@ def _hidream_inputs() -> Steps:
 def _lumina() -> torch.nn.Module:
     from models.model import NextDiT
 
-    return NextDiT(in_channels=4, dim=64, n_layers=6, n_refiner_layers=1, n_heads=4, n_kv_heads=2, multiple_of=32,
+    return NextDiT(in_channels=4, dim=64, n_layers=13, n_refiner_layers=1, n_heads=4, n_kv_heads=2, multiple_of=32,
                    qk_norm=True, cap_feat_dim=32, axes_dims=[4, 6, 6], axes_lens=[32, 16, 16])  # fmt: skip
 
 

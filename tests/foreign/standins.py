@@ -7,6 +7,7 @@ after, by torch. A package that is installed is never replaced, and model code h
 from __future__ import annotations
 
 import enum
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -25,12 +26,18 @@ SHELLS = (
 """Of these nothing is used by a forward."""
 
 
+SUBMODULES = ("transforms", "functional")
+"""These names are modules, of whichever package."""
+
+
 class _Shell(ModuleType):
     """A module of which anything can be imported."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in SUBMODULES:
+            return importlib.import_module(f"{self.__name__}.{name}")
         made = type(name, (_Nothing,), {"__module__": self.__name__})
         setattr(self, name, made)
         return made
@@ -150,6 +157,10 @@ def index_first_axis(states: Any, indices: Any) -> Any:
 _Interpolation = enum.Enum("InterpolationMode", "NEAREST BILINEAR BICUBIC BOX HAMMING LANCZOS NEAREST_EXACT")
 
 
+def _resize(image: Any, size: list[int], **_: Any) -> torch.Tensor:
+    return torch.nn.functional.interpolate(image, size)
+
+
 class _Function:
     """Something with `apply`, as an autograd function has."""
 
@@ -182,7 +193,7 @@ WORKING: Mapping[str, Mapping[str, Any]] = {
         "_flash_attn_forward": None,
         "_flash_attn_backward": None,
     },
-    "torchvision": {"InterpolationMode": _Interpolation},
+    "torchvision": {"InterpolationMode": _Interpolation, "resize": _resize},
     "liger_kernel": {"LigerRMSNormFunction": _Function(_rms_norm), "LigerRopeFunction": _Function(_rope)},
 }
 """What a forward calls. Every module of such a package has all of it."""

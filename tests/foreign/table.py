@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -28,19 +29,22 @@ class Row:
     case: Case
     status: str = "served"
     share: float | None = None
-    findings: list[str] = field(default_factory=list)
+    findings: dict[str, list[str]] = field(default_factory=dict)
+    """What was found, with the checks and backends that found it."""
 
-    def note(self, status: str, finding: str) -> None:
+    def note(self, status: str, finding: str, label: str) -> None:
         """The worst status stays."""
         order = ("served", "not served", "WRONG", "CRASH", "no case", "skipped")
         self.status = max(self.status, status, key=order.index)
-        if finding not in self.findings:
-            self.findings.append(finding)
+        self.findings.setdefault(finding, []).append(label)
 
     def __str__(self) -> str:
         name = f"{self.case.model} ({self.case.variant})" if self.case.variant else self.case.model
         share = "" if self.share is None else f"{self.share:.0%}"
-        said = "; ".join(" ".join(finding.split()).replace("|", "/") for finding in self.findings)
+        said = "; ".join(
+            f"{', '.join(labels)}: {' '.join(finding.split())}".replace("|", "/")
+            for finding, labels in self.findings.items()
+        )
         status = f"{self.status} ({said})" if said else self.status
         return f"| {name} | {self.case.repository} | {status} | {share} | {self.case.notes} |"
 
@@ -55,22 +59,23 @@ def judge(case: Case) -> Row:
                 with case.inside():
                     share = check(case, *([backend] if backend else []))
             except Missing as missing:
-                row.note("skipped", str(missing))
+                row.note("skipped", str(missing), label)
             except (ImportError, CaseError) as error:
-                row.note("no case", f"{type(error).__name__}: {error}")
-            except Wrong as error:
-                row.note("WRONG", f"{label}: {error}")
+                row.note("no case", f"{type(error).__name__}: {error}", label)
             except SideEffect as error:
-                row.note(row.status, f"{backend or name}: {error}")
+                row.note(row.status, str(error), label)
+            except Wrong as error:
+                row.note("WRONG", str(error), label)
             except NotServed as error:
-                row.note("not served", f"{backend}: {error}")
+                row.note("not served", str(error), label)
             except SamovarError as error:
-                row.note("not served", f"{backend or name}: refused: {error}")
+                row.note("not served", f"refused: {error}", label)
             except Exception as error:
                 if os.environ.get("VERBOSE"):
                     traceback.print_exc()
-                where = "no case" if name == "bare" else "CRASH"
-                row.note(where, f"{label}: {type(error).__name__}: {str(error)[:160]}")
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(error)[:160]}"
+                row.note("no case" if name == "bare" else "CRASH", where, label)
             else:
                 if share is not None:
                     row.share = min(share, row.share or 1.0)

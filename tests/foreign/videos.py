@@ -82,15 +82,14 @@ def _mochi() -> torch.nn.Module:
     with mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(major=8)):
         import genmo.lib.attn_imports as attention
         import genmo.mochi_preview.dit.joint_model.asymm_models_joint as joint
+        import genmo.mochi_preview.dit.joint_model.temporal_rope as rope
 
     joint.sdpa_kernel = attention.sdpa_kernel = lambda _: contextlib.nullcontext()
-    joint.torch = _Torch("torch")
-    model = joint.AsymmDiTJoint(
+    joint.torch = rope.torch = _Torch("torch")
+    return joint.AsymmDiTJoint(
         depth=4, patch_size=2, num_heads=4, hidden_size_x=64, hidden_size_y=32, mlp_ratio_x=192.0, mlp_ratio_y=4.0,
         in_channels=4, qk_norm=True, qkv_bias=False, out_bias=True, patch_embed_bias=True, timestep_mlp_bias=True,
         timestep_scale=1000.0, t5_feat_dim=32, t5_token_length=6, rope_theta=10000.0, attention_mode="sdpa")  # fmt: skip
-    torch.nn.init.normal_(model.pos_frequencies)
-    return model
 
 
 def _mochi_inputs() -> Steps:
@@ -143,7 +142,7 @@ CASES = (
          notes="its attention for machines without flash_attn; features of the image are of 32 channels, not 1280"),
     Case("HYVideoDiffusionTransformer", "Tencent/HunyuanVideo", _hunyuan, _hunyuan_inputs,
          notes="flash_attn by torch; ends of sequences are counted on the CPU"),
-    Case("AsymmDiTJoint", "genmoai/mochi", _mochi, _mochi_inputs, paths=("src",),
+    Case("AsymmDiTJoint", "genmoai/mochi", _mochi, _mochi_inputs, paths=("src",), init="all",
          notes="float32 where it asserts bfloat16; attention by torch"),
     Case("Transformer3DModel", "Lightricks/LTX-Video", _ltx, _ltx_inputs),
     Case("Latte", "Vchitect/Latte", _latte, _latte_inputs,
