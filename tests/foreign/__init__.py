@@ -1,4 +1,4 @@
-"""Which models of other people do we try? The originals, from checkouts of their repositories, tiny, with random weights.
+"""Which models of other people do we try? The originals, out of checkouts, tiny, with random weights.
 
 `make test-foreign FOREIGN=folder` runs them; the folder holds one checkout a repository, named `owner+name`. Nothing of
 a repository is kept here: each file of this folder says for one family how a model is built and what a step of its
@@ -56,6 +56,8 @@ class Case:
     """What is special about this case: "image-to-video" ... Empty for the plain one."""
     paths: tuple[str, ...] = ("",)
     """The folders of the checkout that are on the path."""
+    needs: tuple[str, ...] = ()
+    """Packages that have a stand-in for this case, though other repositories do without them."""
     init: str = "zeros"
     """Which weights are made anew: those that are all "zeros", or "all", where the model leaves its memory as it is."""
     notes: str = field(default="", compare=False)
@@ -74,7 +76,7 @@ class Case:
         checkout = root / self.repository.replace("/", "+")
         if not checkout.is_dir():
             raise Missing(f"there is no {checkout.name} in the folder of checkouts")
-        return world(checkout, self.paths)
+        return world(checkout, self.paths, self.needs)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -86,14 +88,20 @@ class Case:
         """The model in eval mode, with nothing left at zero: a zero gate would hide errors."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            with contextlib.redirect_stdout(io.StringIO()):  # Some print what they do.
-                model = self.make()
+            model = self._made()
             for name, parameter in model.named_parameters():
                 if self.init == "all":
                     _fill(name, parameter)
                 elif not parameter.detach().any():
                     torch.nn.init.normal_(parameter, std=0.1)
         return model.eval().requires_grad_(False)
+
+    def _made(self) -> torch.nn.Module:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # Some print what they do.
+                return self.make()
+        except ModuleNotFoundError as error:
+            raise Missing(f"{error.name} is neither in the checkout nor installed") from error
 
 
 def _fill(name: str, parameter: torch.nn.Parameter) -> None:

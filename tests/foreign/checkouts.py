@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,11 @@ from .standins import Finder, is_stand_in
 class World:
     """One checkout, with the modules that were imported from it. They are there inside `inside()`, and nowhere else."""
 
-    def __init__(self, checkout: Path, paths: tuple[str, ...]) -> None:
+    def __init__(self, checkout: Path, paths: tuple[str, ...], needs: tuple[str, ...]) -> None:
         self._checkout = checkout
         self._paths = [str(checkout / path) for path in paths]
         self._modules: dict[str, ModuleType] = {}
-        self._finder = Finder()
+        self._finder = Finder(needs)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -56,14 +57,15 @@ def pass_by(package: str) -> None:
     """Let modules of a package be imported without what its `__init__` imports."""
     if package not in sys.modules:
         module = sys.modules[package] = ModuleType(package)
-        module.__path__ = [str(Path(path) / package) for path in sys.path if (Path(path) / package).is_dir()][:1]
+        folders = [Path(path) / package.replace(".", "/") for path in sys.path]
+        module.__path__ = [str(folder) for folder in folders if folder.is_dir()][:1]
 
 
 @cache
 def _ask_before() -> None:
     """Let diffusers and transformers find out what is installed while no stand-in is there; they ask once."""
-    import diffusers.models.attention_dispatch
-    import diffusers.models.attention_processor
+    importlib.import_module("diffusers.models.attention_dispatch")
+    importlib.import_module("diffusers.models.attention_processor")
     import transformers.utils.import_utils as installed
 
     for name, function in vars(installed).items():
@@ -73,7 +75,7 @@ def _ask_before() -> None:
 
 
 @cache
-def world(checkout: Path, paths: tuple[str, ...]) -> World:
+def world(checkout: Path, paths: tuple[str, ...], needs: tuple[str, ...] = ()) -> World:
     """The one world of a checkout: its modules are imported once."""
     _ask_before()
-    return World(checkout, paths)
+    return World(checkout, paths, needs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -89,7 +90,7 @@ def check_bare(case: Case) -> None:
         raise CaseError(str(error)) from None
     if not first[0] or not all(bool(value.isfinite().all()) for output in first for value in output):
         raise CaseError("an output that is empty or not finite")
-    if any(_distance(one, other) < 1e-4 for one, other in zip(first, first[1:], strict=False)):
+    if any(_distance(one, other) < 1e-4 for one, other in itertools.pairwise(first)):
         raise CaseError("two steps have the same output")
 
 
@@ -138,7 +139,7 @@ def check_still(case: Case, backend: str) -> None:
         outputs = run(case, model, at=_hardly)
         _computed(attached)
     worst = max(map(_distance, outputs, expected))
-    if not worst < 0.01:
+    if not worst < 0.03:
         raise Wrong(f"inputs hardly change, but a skipped step differs by {worst:.2g}")
 
 

@@ -1,4 +1,4 @@
-"""ComfyUI's own models, as its samplers call them: by `x`, a time, and options that are a new dictionary at every step."""
+"""ComfyUI's own models, as its samplers call them: with options that are a new dictionary at every step."""
 
 from __future__ import annotations
 
@@ -83,8 +83,20 @@ def _hunyuan() -> torch.nn.Module:
 
     size = FLUX | {"depth": 4, "depth_single_blocks": 8}
     return HunyuanVideo(
-        in_channels=4, out_channels=4, vec_in_dim=16, context_in_dim=32, patch_size=[1, 2, 2], guidance_embed=True,
-        byt5=False, meanflow=False, use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False, **size, **ops)  # fmt: skip
+        in_channels=4,
+        out_channels=4,
+        vec_in_dim=16,
+        context_in_dim=32,
+        patch_size=[1, 2, 2],
+        guidance_embed=True,
+        byt5=False,
+        meanflow=False,
+        use_cond_type_embedding=False,
+        vision_in_dim=None,
+        meanflow_sum=False,
+        **size,
+        **ops,
+    )
 
 
 def _hunyuan_inputs() -> Steps:
@@ -115,8 +127,16 @@ def _qwen() -> torch.nn.Module:
     ops = _ops()
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
-    return QwenImageTransformer2DModel(in_channels=16, out_channels=4, num_layers=6, attention_head_dim=16,
-                                       num_attention_heads=4, joint_attention_dim=32, axes_dims_rope=(4, 6, 6), **ops)  # fmt: skip
+    return QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=6,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        **ops,
+    )
 
 
 def _qwen_inputs() -> Steps:
@@ -211,7 +231,9 @@ def _aura() -> torch.nn.Module:
     ops = _ops()
     from comfy.ldm.aura.mmdit import MMDiT
 
-    return MMDiT(dim=64, n_layers=8, n_double_layers=2, n_heads=4, global_conddim=64, cond_seq_dim=32, max_seq=64, **ops)
+    return MMDiT(
+        dim=64, n_layers=8, n_double_layers=2, n_heads=4, global_conddim=64, cond_seq_dim=32, max_seq=64, **ops
+    )
 
 
 def _aura_inputs() -> Steps:
@@ -246,8 +268,20 @@ def _kandinsky() -> torch.nn.Module:
     ops = _ops()
     from comfy.ldm.kandinsky5.model import Kandinsky5
 
-    return Kandinsky5(in_visual_dim=4, out_visual_dim=4, in_text_dim=32, in_text_dim2=16, time_dim=32, model_dim=64,
-                      ff_dim=128, visual_embed_dim=16, num_text_blocks=1, num_visual_blocks=8, axes_dims=(4, 6, 6), **ops)  # fmt: skip
+    return Kandinsky5(
+        in_visual_dim=4,
+        out_visual_dim=4,
+        in_text_dim=32,
+        in_text_dim2=16,
+        time_dim=32,
+        model_dim=64,
+        ff_dim=128,
+        visual_embed_dim=16,
+        num_text_blocks=1,
+        num_visual_blocks=8,
+        axes_dims=(4, 6, 6),
+        **ops,
+    )
 
 
 def _kandinsky_inputs() -> Steps:
@@ -261,14 +295,32 @@ def _ace() -> torch.nn.Module:
     small = {"output_size": 32, "attention_heads": 4, "linear_units": 64, "num_blocks": 1}
     model.LyricEncoder = functools.partial(lyric_encoder.ConformerEncoder, **small)
     return model.ACEStepTransformer2DModel(
-        num_layers=6, inner_dim=64, attention_head_dim=16, num_attention_heads=4, mlp_ratio=2.5,
-        speaker_embedding_dim=16, text_embedding_dim=32, lyric_encoder_vocab_size=32, lyric_hidden_size=32, **ops)  # fmt: skip
+        num_layers=14,
+        inner_dim=128,
+        attention_head_dim=16,
+        num_attention_heads=8,
+        mlp_ratio=2.5,
+        speaker_embedding_dim=16,
+        text_embedding_dim=32,
+        lyric_encoder_vocab_size=32,
+        lyric_hidden_size=32,
+        **ops,
+    )
 
 
 def _ace_inputs() -> Steps:
     return _inputs(
-        1, 8, 16, 24, scale=1000.0, context=cond("tags", 1, 6, 32), speaker_embeds=cond("voice", 1, 16),
-        lyric_token_idx=label(3, 5, 7, 9)[None], lyric_mask=torch.ones(1, 4, dtype=torch.long), lyrics_strength=1.0)  # fmt: skip
+        1,
+        8,
+        16,
+        24,
+        scale=1000.0,
+        context=cond("tags", 1, 6, 32),
+        speaker_embeds=cond("voice", 1, 16),
+        lyric_token_idx=label(3, 5, 7, 9)[None],
+        lyric_mask=torch.ones(1, 4, dtype=torch.long),
+        lyrics_strength=1.0,
+    )
 
 
 def _mochi() -> torch.nn.Module:
@@ -291,8 +343,18 @@ def _sd3() -> torch.nn.Module:
     from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 
     embedder = {"target": "torch.nn.Linear", "params": {"in_features": 32, "out_features": 256}}
-    model = MMDiT(input_size=None, in_channels=4, depth=4, adm_in_channels=16, context_embedder_config=embedder,
-                  pos_embed_max_size=8, num_patches=64, qk_norm="rms", x_block_self_attn_layers=[0, 1], **ops)  # fmt: skip
+    model = MMDiT(
+        input_size=None,
+        in_channels=4,
+        depth=4,
+        adm_in_channels=16,
+        context_embedder_config=embedder,
+        pos_embed_max_size=8,
+        num_patches=64,
+        qk_norm="rms",
+        x_block_self_attn_layers=[0, 1],
+        **ops,
+    )
     torch.nn.init.normal_(model.pos_embed, std=0.1)
     return model
 
@@ -321,7 +383,9 @@ def _hunyuan3d() -> torch.nn.Module:
     ops = _ops()
     from comfy.ldm.hunyuan3d.model import Hunyuan3Dv2
 
-    return Hunyuan3Dv2(in_channels=8, context_in_dim=32, hidden_size=64, num_heads=4, depth=4, depth_single_blocks=8, **ops)
+    return Hunyuan3Dv2(
+        in_channels=8, context_in_dim=32, hidden_size=64, num_heads=4, depth=4, depth_single_blocks=8, **ops
+    )
 
 
 def _hunyuan3d_inputs() -> Steps:

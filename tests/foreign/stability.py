@@ -11,8 +11,17 @@ def _sd35(*dual: int) -> torch.nn.Module:
     from mmditx import MMDiTX
 
     embedder = {"target": "torch.nn.Linear", "params": {"in_features": 32, "out_features": 256}}
-    model = MMDiTX(input_size=None, in_channels=4, depth=4, adm_in_channels=16, context_embedder_config=embedder,
-                   pos_embed_max_size=8, num_patches=64, qk_norm="rms", x_block_self_attn_layers=list(dual))  # fmt: skip
+    model = MMDiTX(
+        input_size=None,
+        in_channels=4,
+        depth=4,
+        adm_in_channels=16,
+        context_embedder_config=embedder,
+        pos_embed_max_size=8,
+        num_patches=64,
+        qk_norm="rms",
+        x_block_self_attn_layers=list(dual),
+    )
     torch.nn.init.normal_(model.pos_embed, std=0.1)
     return model
 

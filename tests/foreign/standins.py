@@ -18,15 +18,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 SHELLS = (
-    "torchvision", "torchaudio", "librosa", "fairscale", "colossalai", "mmengine", "tensornvme", "torchdiffeq", "alias_free_torch", "rjieba", "pypinyin", "datasets",
-    "wandb", "ema_pytorch", "vocos", "cached_path", "dac", "encodec", "laion_clap", "auraloss", "k_diffusion", "v_diffusion_pytorch",
-    "pytorch_lightning", "local_attention", "dashscope", "av", "decord", "imageio", "cv2", "xfuser", "ray", 
-    "torchsde", "comfy_kitchen", "comfy_aimdo", "thop", "fvcore", "spandrel", "kornia", "tensorboard", "pandas", "pyarrow",
+    "colossalai", "datasets", "ema_pytorch", "fairscale", "k_diffusion", "librosa", "mmcv", "mmengine", "pypinyin",
+    "rjieba", "tensornvme", "torchaudio", "torchdiffeq", "torchvision", "wandb", "xformers",
 )  # fmt: skip
 """Of these nothing is used by a forward."""
 
 
-SUBMODULES = ("transforms", "functional")
+SUBMODULES = ("transforms", "functional", "ops", "fmha")
 """These names are modules, of whichever package."""
 
 
@@ -72,8 +70,11 @@ class _Nothing(metaclass=_Meta):
 class Finder:
     """Finds what nobody else has found. It is the last on `sys.meta_path`, and there only inside a world."""
 
+    def __init__(self, needs: tuple[str, ...] = ()) -> None:
+        self._names = {*SHELLS, *WORKING} - {*OPTIONAL} | {*needs}
+
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] in {*SHELLS, *WORKING}:
+        if name.partition(".")[0] in self._names:
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
 
@@ -183,6 +184,27 @@ def _rope(q: Any, k: Any, cos: Any, sin: Any, *_: Any) -> tuple[torch.Tensor, to
     return turn(q), turn(k)
 
 
+def memory_efficient_attention(
+    q: Any, k: Any, v: Any, attn_bias: Any = None, p: float = 0.0, scale: float | None = None
+) -> torch.Tensor:
+    """Of (batch, tokens, heads, channels); a mask of blocks keeps sequences that share a batch apart."""
+    if not isinstance(attn_bias, BlockDiagonalMask):
+        return _attention(q, k, v, p, scale, False)
+    parts = [value.split(lengths, dim=1) for value, lengths in zip((q, k, v), attn_bias.lengths, strict=True)]
+    return torch.cat([_attention(*part, p, scale, False) for part in zip(*parts, strict=True)], dim=1)
+
+
+class BlockDiagonalMask:
+    """Tokens of a sequence attend to those of their own."""
+
+    def __init__(self, queries: list[int], keys: list[int]) -> None:
+        self.lengths = queries, keys, keys
+
+    @classmethod
+    def from_seqlens(cls, queries: list[int], keys: list[int] | None = None) -> BlockDiagonalMask:
+        return cls(queries, keys or queries)
+
+
 WORKING: Mapping[str, Mapping[str, Any]] = {
     "flash_attn": {
         "flash_attn_func": flash_attn_func,
@@ -194,6 +216,10 @@ WORKING: Mapping[str, Mapping[str, Any]] = {
         "_flash_attn_backward": None,
     },
     "torchvision": {"InterpolationMode": _Interpolation, "resize": _resize},
+    "xformers": {"memory_efficient_attention": memory_efficient_attention, "BlockDiagonalMask": BlockDiagonalMask},
     "liger_kernel": {"LigerRMSNormFunction": _Function(_rms_norm), "LigerRopeFunction": _Function(_rope)},
 }
 """What a forward calls. Every module of such a package has all of it."""
+
+OPTIONAL = ("xformers",)
+"""Some models do without these if they are not there; so they are there only where a case needs them."""

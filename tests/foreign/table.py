@@ -1,7 +1,7 @@
 """Which of them are served? `python -m foreign.table FOLDER` (with `PYTHONPATH=tests`) runs all and writes a table.
 
-The table, in Markdown, goes to the standard output, and what is being done to the standard error. Names after the folder
-choose cases that contain one of them.
+The table, in Markdown, goes to the standard output, and what is done to the standard error. Names after the
+folder choose cases that contain one of them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .checkouts import pass_by
 
 
 def _wan(kind: str = "t2v") -> torch.nn.Module:
-    with mock.patch("torch.cuda.current_device", lambda: 0):  # A default of the text encoder.
+    with mock.patch("torch.cuda.current_device", return_value=0):  # A default of the text encoder.
         import wan.modules.attention as attention
         import wan.modules.model as model
 
@@ -79,7 +79,7 @@ class _Torch(ModuleType):
 
 
 def _mochi() -> torch.nn.Module:
-    with mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(major=8)):
+    with mock.patch("torch.cuda.get_device_properties", return_value=SimpleNamespace(major=8)):
         import genmo.lib.attn_imports as attention
         import genmo.mochi_preview.dit.joint_model.asymm_models_joint as joint
         import genmo.mochi_preview.dit.joint_model.temporal_rope as rope
@@ -87,9 +87,25 @@ def _mochi() -> torch.nn.Module:
     joint.sdpa_kernel = attention.sdpa_kernel = lambda _: contextlib.nullcontext()
     joint.torch = rope.torch = _Torch("torch")
     return joint.AsymmDiTJoint(
-        depth=4, patch_size=2, num_heads=4, hidden_size_x=64, hidden_size_y=32, mlp_ratio_x=192.0, mlp_ratio_y=4.0,
-        in_channels=4, qk_norm=True, qkv_bias=False, out_bias=True, patch_embed_bias=True, timestep_mlp_bias=True,
-        timestep_scale=1000.0, t5_feat_dim=32, t5_token_length=6, rope_theta=10000.0, attention_mode="sdpa")  # fmt: skip
+        depth=4,
+        patch_size=2,
+        num_heads=4,
+        hidden_size_x=64,
+        hidden_size_y=32,
+        mlp_ratio_x=192.0,
+        mlp_ratio_y=4.0,
+        in_channels=4,
+        qk_norm=True,
+        qkv_bias=False,
+        out_bias=True,
+        patch_embed_bias=True,
+        timestep_mlp_bias=True,
+        timestep_scale=1000.0,
+        t5_feat_dim=32,
+        t5_token_length=6,
+        rope_theta=10000.0,
+        attention_mode="sdpa",
+    )
 
 
 def _mochi_inputs() -> Steps:
@@ -146,5 +162,5 @@ CASES = (
          notes="float32 where it asserts bfloat16; attention by torch"),
     Case("Transformer3DModel", "Lightricks/LTX-Video", _ltx, _ltx_inputs),
     Case("Latte", "Vchitect/Latte", _latte, _latte_inputs,
-         notes="blocks over space and over time take turns, with another batch each; LatteT2V is for an older diffusers"),
+         notes="blocks over space and over time take turns, each with a batch of its own"),
 )  # fmt: skip
