@@ -1,4 +1,4 @@
-"""ComfyUI's own models, as its samplers call them: with options that are a new dictionary at every step."""
+"""ComfyUI's own models. Options are a new dictionary at every step, which the models write into."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Steps, cond, label, noise, time
+from . import Call, Case, Steps, cond, label, noise, time
 
 
 def _ops() -> dict[str, Any]:
@@ -21,12 +21,23 @@ def _ops() -> dict[str, Any]:
 
 
 def _inputs(*shape: int, scale: float = 1.0, **known: Any) -> Steps:
-    """One branch of one run. Conditioning is the same, as it is where one prompt is sampled."""
+    """One branch of one run, by a caller who keeps the conditioning and has no options."""
+
+    def at(step: float) -> Call:
+        return (noise(step, *shape), time(step, scale=scale)), known | {"transformer_options": {}}
+
+    return at
+
+
+def _sampled(steps: Steps) -> Steps:
+    """The same as ComfyUI's samplers call it: the options hold the time, and conditioning is a new tensor each time."""
     sigmas = torch.stack([time(step, scale=1.0)[0] for step in range(13)])
 
-    def at(step: float) -> Any:
+    def at(step: float) -> Call:
+        args, known = steps(step)
+        made = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in known.items()}
         options = {"cond_or_uncond": [0], "sigmas": time(step, scale=1.0), "sample_sigmas": sigmas, "patches": {}}
-        return (noise(step, *shape), time(step, scale=scale)), known | {"transformer_options": options}
+        return args, made | {"transformer_options": options}
 
     return at
 
@@ -396,14 +407,24 @@ def _case(model: str, make: Any, inputs: Any, **more: Any) -> Case:
     return Case(model, "comfyanonymous/ComfyUI", make, inputs, init="all", **more)
 
 
+SAMPLED = "the time is also in the options, and conditioning is copied at every step"
 CASES = (
     _case("Flux", _flux, _flux_inputs),
+    _case("Flux", _flux, lambda: _sampled(_flux_inputs()), variant="by its sampler", notes=SAMPLED),
     _case("Chroma", _chroma, _chroma_inputs, notes="modulation is a dataclass, made for all blocks at once"),
     _case("ChromaRadiance", _radiance, _radiance_inputs, notes="pixels; a small network draws each patch"),
     _case("HunyuanVideo", _hunyuan, _hunyuan_inputs),
     _case("WanModel", _wan, _wan_inputs),
+    _case("WanModel", _wan, lambda: _sampled(_wan_inputs()), variant="by its sampler", notes=SAMPLED),
     _case("VaceWanModel", lambda: _wan("vace", vace_layers=2, vace_in_dim=4), _vace_inputs),
     _case("QwenImageTransformer2DModel", _qwen, _qwen_inputs),
+    _case(
+        "QwenImageTransformer2DModel",
+        _qwen,
+        lambda: _sampled(_qwen_inputs()),
+        variant="by its sampler",
+        notes=SAMPLED,
+    ),
     _case("NextDiT", _lumina, _lumina_inputs, variant="Lumina 2"),
     _case("NextDiT", lambda: _lumina(dim=256, n_heads=16, n_kv_heads=16, z_image_modulation=True, time_scale=1000.0,
           pad_tokens_multiple=8), _lumina_inputs, variant="Z-Image"),

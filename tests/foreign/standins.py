@@ -18,8 +18,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 SHELLS = (
-    "colossalai", "datasets", "ema_pytorch", "fairscale", "k_diffusion", "librosa", "mmcv", "mmengine", "pypinyin",
-    "rjieba", "tensornvme", "torchaudio", "torchdiffeq", "torchvision", "wandb", "xformers",
+    "colossalai", "datasets", "ema_pytorch", "fairscale", "k_diffusion", "librosa", "mmcv", "mmengine", "omegaconf",
+    "pypinyin", "rjieba", "tensornvme", "torchaudio", "torchdiffeq", "torchvision", "wandb", "xformers",
 )  # fmt: skip
 """Of these nothing is used by a forward."""
 

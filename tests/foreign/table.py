@@ -42,11 +42,23 @@ class Row:
         name = f"{self.case.model} ({self.case.variant})" if self.case.variant else self.case.model
         share = "" if self.share is None else f"{self.share:.0%}"
         said = "; ".join(
-            f"{', '.join(labels)}: {' '.join(finding.split())}".replace("|", "/")
+            f"{_which(labels)}: {' '.join(finding.split())}".replace("|", "/")
             for finding, labels in self.findings.items()
         )
         status = f"{self.status} ({said})" if said else self.status
         return f"| {name} | {self.case.repository} | {status} | {share} | {self.case.notes} |"
+
+
+def _which(labels: list[str]) -> str:
+    """The checks that found something; their backends are named where not all found it."""
+    checks: dict[str, list[str]] = {}
+    for label in labels:
+        name, _, backend = label.partition(" ")
+        checks.setdefault(name, []).append(backend)
+    whole = (list(BACKENDS), [""])
+    return ", ".join(
+        name if backends in whole else f"{name} with {' and '.join(backends)}" for name, backends in checks.items()
+    )
 
 
 def judge(case: Case) -> Row:
