@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs test-isa test-slow test-gpu test-ray test-browser reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs test-isa test-slow test-gpu test-ray test-browser test-foreign reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -45,6 +45,13 @@ test-ray: $(READY)
 test-browser: $(READY)
 	$(BIN)/pip install --quiet --editable '.[browser]'
 	$(PYTEST) -m browser
+
+# The originals of other people's models: FOREIGN is a folder of checkouts, each named owner+name.
+# Their packages come alone, without what they ask for: torch stays the build that it is.
+test-foreign: $(READY)
+	@test -n "$(FOREIGN)" || { echo 'make test-foreign FOREIGN=folder: a folder of checkouts is needed.' >&2; exit 2; }
+	$(BIN)/pip install --quiet --no-deps einops timm x-transformers einx loguru frozendict torch-einops-utils einops-exts easydict ftfy
+	SAMOVAR_FOREIGN="$(FOREIGN)" $(PYTEST) -m foreign tests/foreign
 
 # All of docs/reliability.md for a CPU, with its figures; takes about half an hour.
 reliability: $(READY)

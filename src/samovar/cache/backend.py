@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,8 @@ class TeaCacheBackend:
         self._agree = agree
         self._hooks: dict[int, tuple[Any, Hooks]] = {}
         """By the identity of the pipeline, which is held."""
+        self._adopted: list[weakref.ref[Any]] = []
+        """Pipelines that share a denoiser with these, and are hooked to see their runs."""
         self._latest: tuple[Hooks, Hashable] | None = None
         """Where the most recent run was and what its request is; None as long as no pipeline has told."""
 
@@ -93,6 +96,7 @@ class TeaCacheBackend:
         try:
             for name, module in denoisers.items():
                 hook = there.get(module) or apply_teacache_hook(module, self.config, self._agree)
+                hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
                 hook_pipeline(pipeline, HOOK_NAME, _RunWatch(hooks, self._note))
@@ -102,6 +106,15 @@ class TeaCacheBackend:
                     remove_teacache_hook(module)
             raise
         self._hooks[id(pipeline)] = pipeline, hooks
+
+    def _adopt(self, pipeline: Any) -> None:
+        """Watch the runs of a pipeline that was found to share a denoiser with one that has the cache."""
+        there = self._modules()
+        shared = {name: part for name, part in find_denoisers(pipeline).items() if unwrapped(part) in there}
+        hook_pipeline(
+            pipeline, HOOK_NAME, _RunWatch({n: (m, there[unwrapped(m)]) for n, m in shared.items()}, self._note)
+        )
+        self._adopted.append(weakref.ref(pipeline))
 
     def _modules(self) -> dict[torch.nn.Module, TeaCacheHook]:
         return {module: hook for _, hooks in self._hooks.values() for module, hook in hooks.values()}
@@ -121,6 +134,11 @@ class TeaCacheBackend:
             if module not in self._modules():
                 remove_teacache_hook(module)
         unhook_pipeline(pipeline, HOOK_NAME)
+        if not self._hooks:
+            for adopted in (found() for found in self._adopted):
+                if adopted is not None:
+                    unhook_pipeline(adopted, HOOK_NAME)
+            self._adopted.clear()
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
 

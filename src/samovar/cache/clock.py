@@ -67,9 +67,7 @@ class Clock:
         position = None if run is None or self._is_misled else run.position()
         was_called = branch in self._branches
         is_repeated = position is not None and position.step == self.index and was_called
-        time = (
-            inputs.host_time if position is None or is_repeated else None
-        )  # A scheduler counts without it.
+        time = inputs.host_time if position is None or is_repeated else None  # A scheduler counts without it.
         before = on_host(self._step_time) if time is not None else None
         is_later = before is not None and time != before
         if is_repeated and is_later:

@@ -24,7 +24,6 @@ from ..hooks import (
     HookOrder,
     HookRegistry,
     ModelHook,
-    Roles,
     Run,
     StateManager,
     run_around,
@@ -63,8 +62,10 @@ class TeaCacheHook(ModelHook):
         self.state_manager: StateManager[TeaCacheState] = StateManager(TeaCacheState, self.config)
         self.is_paused = False
         """Whether every call is computed as if there were no cache."""
+        self.branches = BranchHook()
+        """What tells branches apart, and what each argument is."""
         self.brought_branches = False
-        """Whether the hook that tells branches apart came with this one."""
+        """Whether it came with this hook."""
         self._agree = agree
         self._model: CacheableModel | None = None
         self._steps: Steps | None = None
@@ -128,9 +129,7 @@ class TeaCacheHook(ModelHook):
         """Forget one run, which has ended or was given up. Its statistics stay."""
         self.state_manager.drop(request)
         self._clocks.pop(request, None)
-        branches = _branch_hook(module)
-        if branches is not None:
-            branches.drop(request)
+        self.branches.drop(request)
         if not self._clocks and self._model is not None:
             self._model.forget()
 
@@ -158,8 +157,7 @@ class TeaCacheHook(ModelHook):
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any, context: CallContext) -> Call:
         """Find the step that a call belongs to."""
         run = run_around(module)
-        branches = _branch_hook(module)
-        inputs = Inputs(args, kwargs, self._names, Roles() if branches is None else branches.roles)
+        inputs = Inputs(args, kwargs, self._names, self.branches.roles)
         if run is not None and context.request is None:  # A pipeline that nobody has hooked.
             context = context._replace(request=run.request)
         clock = self._clocks.get(context.request) or self._new_clock(context.request)
@@ -217,14 +215,9 @@ class TeaCacheHook(ModelHook):
             self.config.summary(),
             "a saved schedule" if self.config.schedule else f"{about.signal}, {self._polynomial}",
             {name: BranchStats(tuple(steps)) for name, steps in branches.items()},
-            about.problem,
+            about.problem or self.branches.trouble(),
             about.coverage,
         )
-
-
-def _branch_hook(module: torch.nn.Module) -> BranchHook | None:
-    hook = HookRegistry.get_or_create(module).get_hook(BRANCH_HOOK_NAME)
-    return hook if isinstance(hook, BranchHook) else None
 
 
 def _refuse_training(module: torch.nn.Module) -> None:
@@ -248,8 +241,11 @@ def apply_teacache_hook(
         raise SettingError(f"This {type(module).__name__} has TeaCache already. Remove it first: remove_teacache_hook.")
     hook = TeaCacheHook(TeaCacheConfig.read(config), agree)
     registry.register_hook(HOOK_NAME, hook)
-    if BRANCH_HOOK_NAME not in registry:
-        registry.register_hook(BRANCH_HOOK_NAME, BranchHook())
+    known = registry.get_hook(BRANCH_HOOK_NAME)
+    if isinstance(known, BranchHook):
+        hook.branches = known
+    else:
+        registry.register_hook(BRANCH_HOOK_NAME, hook.branches)
         hook.brought_branches = True
     return hook
 

@@ -10,7 +10,6 @@ from .pipelines import (
     current_run,
     hook_pipeline,
     pipeline_hooks,
-    run_around,
     running,
     unhook_pipeline,
 )

@@ -129,10 +129,6 @@ def current_run() -> Run | None:
     return _run.get()
 
 
-def run_around(module: torch.nn.Module) -> Run | None:
-    return _run.get()
-
-
 def hook_pipeline(pipeline: Any, name: str, hook: PipelineHook) -> None:
     """Attach a hook to a pipeline. A name that is taken is refused."""
     if not hasattr(pipeline, "__dict__") or isinstance(pipeline, type):
