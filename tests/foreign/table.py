@@ -66,7 +66,7 @@ def judge(case: Case) -> Row:
     row = Row(case)
     for name, (check, by_backend) in CHECKS.items():
         for backend in BACKENDS if by_backend else ("",):
-            label = f"{name} {backend}".strip()
+            label, share = f"{name} {backend}".strip(), None
             try:
                 with case.inside():
                     share = check(case, *([backend] if backend else []))
@@ -76,6 +76,7 @@ def judge(case: Case) -> Row:
                 row.note("no case", f"{type(error).__name__}: {error}", label)
             except SideEffect as error:
                 row.note(row.status, str(error), label)
+                share = error.share
             except Wrong as error:
                 row.note("WRONG", str(error), label)
             except NotServed as error:
@@ -88,9 +89,8 @@ def judge(case: Case) -> Row:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(error)[:160]}"
                 row.note("no case" if name == "bare" else "CRASH", where, label)
-            else:
-                if share is not None:
-                    row.share = min(share, row.share or 1.0)
+            if share is not None:
+                row.share = min(share, row.share or 1.0)
             if row.status in ("no case", "skipped"):
                 return row
     return row
