@@ -232,5 +232,6 @@ def tensors_in(*roots: Any) -> list[torch.Tensor]:
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             stack += item
         elif type(item).__module__.startswith("samovar."):
-            stack += vars(item).values()
+            stack += getattr(item, "__dict__", {}).values()
+            stack += [getattr(item, name, None) for name in getattr(type(item), "__slots__", ())]
     return list(found.values())

@@ -109,11 +109,10 @@ class TeaCacheBackend:
 
     def _adopt(self, pipeline: Any) -> None:
         """Watch the runs of a pipeline that was found to share a denoiser with one that has the cache."""
-        there = self._modules()
-        shared = {name: part for name, part in find_denoisers(pipeline).items() if unwrapped(part) in there}
-        hook_pipeline(
-            pipeline, HOOK_NAME, _RunWatch({n: (m, there[unwrapped(m)]) for n, m in shared.items()}, self._note)
-        )
+        known = {module: name for _, hooks in self._hooks.values() for name, (module, _) in hooks.items()}
+        there, parts = self._modules(), find_denoisers(pipeline).values()
+        shared = {known[module]: (module, there[module]) for module in map(unwrapped, parts) if module in there}
+        hook_pipeline(pipeline, HOOK_NAME, _RunWatch(shared, self._note))
         self._adopted.append(weakref.ref(pipeline))
 
     def _modules(self) -> dict[torch.nn.Module, TeaCacheHook]:

@@ -35,9 +35,21 @@ def run_around(module: torch.nn.Module, adopt: Adopt | None = None) -> Run | Non
     run = current_run()
     while run is not None:
         if run.holds(module):
+            if adopt is not None and not pipeline_hooks(run.pipeline):  # Made of a hooked one's class, but bare.
+                _adopt(run, adopt)
             return run
         run = run.outer
     return _found.run_around(module, adopt)
+
+
+def _adopt(run: Run, adopt: Adopt) -> list[PipelineHook]:
+    """Have a pipeline hooked whose run has begun; its hooks, which were called."""
+    with contextlib.suppress(SettingError):  # One that cannot be hooked is found again each time.
+        adopt(run.pipeline)
+    hooks = list(pipeline_hooks(run.pipeline).values())
+    for hook in hooks:
+        hook.start_run(run)
+    return hooks
 
 
 class FoundRun(Run):
@@ -107,11 +119,7 @@ class _Found(threading.local):
             return None
         self.entries.append(entry)
         if adopt is not None:
-            with contextlib.suppress(SettingError):  # One that cannot be hooked is found again each time.
-                adopt(pipeline)
-        for hook in pipeline_hooks(pipeline).values():
-            entry.hooks.append(hook)
-            hook.start_run(entry.run)
+            entry.hooks += _adopt(entry.run, adopt)
         return entry.run
 
     def _end_those_without(self, frames: list[types.FrameType]) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from .around import Adopt, run_around
 from .context import CallContext, current_context, enter_context, leave_context
+from .pipelines import current_run
 from .registry import HookOrder, ModelHook
 from .roles import Leaves, Mark, Roles, hint, leaves_of, same_marks
 
@@ -176,9 +177,10 @@ class BranchHook(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         context = current_context()
-        if self.adopt is not None and context.request is None:
+        if self.adopt is not None and (context.request is None or current_run() is not None):
             run = run_around(module, self.adopt)
-            context = context if run is None else context._replace(request=run.request)
+            if context.request is None and run is not None:
+                context = context._replace(request=run.request)
         leaves = leaves_of(self._parameters, args, kwargs)
         with self._lock:
             learning = self.roles.is_learning(leaves)

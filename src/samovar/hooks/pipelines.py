@@ -180,10 +180,16 @@ def running(pipeline: Any) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(call_context(request=run.request))
         stack.callback(_run.reset, _run.set(run))
-        for hook in pipeline_hooks(pipeline).values():
+        started = list(pipeline_hooks(pipeline).values())
+        for hook in started:
             stack.callback(hook.end_run, run)
             hook.start_run(run)
-        yield run
+        try:
+            yield run
+        finally:  # Hooks of a pipeline that was adopted during its run.
+            for hook in pipeline_hooks(pipeline).values():
+                if hook not in started:
+                    stack.callback(hook.end_run, run)
 
 
 run_watches: list[Callable[[Any], None]] = []
