@@ -5,8 +5,8 @@ requests are interleaved. What a hook remembers from one step to the next belong
 lines of calls. Which one it is must be known, never counted or guessed:
 
 1. diffusers' `cache_context("cond")` on a hooked model sets the branch (see `intercept`);
-2. where a pipeline names no branch, `BranchHook` tells branches apart by the identity of the
-   conditioning, which a pipeline keeps through all its steps (see `branches`);
+2. where a pipeline names no branch, `BranchHook` tells branches apart by the conditioning, whose
+   values stay the same through all steps (see `branches`);
 3. where neither tells, the branch is None and a hook must not reuse anything.
 """
 
