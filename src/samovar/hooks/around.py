@@ -27,7 +27,7 @@ Adopt = Callable[[Any], None]
 
 
 def run_around(module: torch.nn.Module, adopt: Adopt | None = None) -> Run | None:
-    """The innermost run of a pipeline that holds the module, or None.
+    """The innermost run of a pipeline that holds the module; else the innermost run there is, or None.
 
     A pipeline that is not hooked is handed to `adopt` when it is first seen; the hooks that it has then are called at
     the start and the end of this run too.
@@ -39,7 +39,7 @@ def run_around(module: torch.nn.Module, adopt: Adopt | None = None) -> Run | Non
                 _adopt(run, adopt)
             return run
         run = run.outer
-    return _found.run_around(module, adopt)
+    return _found.run_around(module, adopt) or current_run()
 
 
 def _adopt(run: Run, adopt: Adopt) -> list[PipelineHook]:

@@ -286,6 +286,8 @@ _hooked_classes: dict[type, type] = {}
 
 
 def _hooked_class(cls: type) -> type:
+    if issubclass(cls, _HookedPipeline):  # A pipeline that was made as type(pipe)(...) of a hooked one.
+        return cls
     if cls not in _hooked_classes:
         body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         # To others the pipeline's class is what it was; pickle insists on that.
