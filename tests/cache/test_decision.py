@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from samovar.cache.memo import Memo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samovar.cache.decision import Attempt, Measured, Signal, measure
-from samovar.cache.memo import Memo
 from samovar.cache.schedule import Mode
 
 

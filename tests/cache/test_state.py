@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from driving import COND, INFINITE, UNCOND, UNGUARDED, Plain, at, case, differing, loop, tensors_in
+from samovar.cache.line import Line
+from samovar.cache.memo import Memo
 
 from samovar.cache import TeaCacheConfig, TeaCacheState, apply_teacache_hook
 from samovar.cache.decision import Attempt, Signal
 from samovar.cache.inputs import Inputs
-from samovar.cache.line import Line
-from samovar.cache.memo import Memo
 from samovar.hooks import call_context, running
 
 SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}
