@@ -50,7 +50,8 @@ def trajectory(name: str, device: str, tiny: bool, steps: int) -> Inputs:
     generator = torch.Generator().manual_seed(2)
     found = []
     for step in range(steps):
-        timestep = torch.full_like(first["timestep"], 1 - step / steps)
+        # In float32: in bfloat16 the times of a long run are equal at times, and a call at the same time is no step.
+        timestep = torch.full_like(first["timestep"], 1 - step / steps, dtype=torch.float32)
         found.append(first | {"hidden_states": latents.to(dtype), "timestep": timestep})
         latents = latents + DRIFT * torch.randn(latents.shape, generator=generator).to(device)
     return found

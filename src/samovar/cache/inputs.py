@@ -62,6 +62,11 @@ class Inputs:
         return found
 
     @functools.cached_property
+    def conditioning(self) -> list[torch.Tensor]:
+        """The tensors that should stay as they are."""
+        return [tensor for _, tensor, is_conditioning in self.watched if is_conditioning]
+
+    @functools.cached_property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors among the arguments."""
         return [leaf for _, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
@@ -106,7 +111,8 @@ class Inputs:
         of = self.roles.of
         tensors = [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         shapes = {tensor.shape for tensor in tree.tensors(output)}
-        sample = (
+        residuals = {id(leaf) for path, leaf in tensors if of(path) == "residual"}
+        sample = residuals | (
             {id(leaf) for path, leaf in tensors if of(path) == "sample"}
             or {id(leaf) for path, leaf in tensors if leaf.shape in shapes}
             or {id(leaf) for path, leaf in tensors if of(path) != "time"}

@@ -214,6 +214,8 @@ class BlockModel:
                 checks.enter_context(self._checked(trace, given, signal))
                 return "compute"
 
+            if wish.constants is not None:
+                wish.constants.begin_step(trace.constants, inputs.conditioning, (inputs.signature, inputs.numbers))
             reads = choose if wish.decide is not None else None
             kept = None if wish.keeps else trace.early_segments
             step = StepPass(trace, wish.mode, wish.outlook, reads, wish.constants, keeps=kept)

@@ -28,8 +28,6 @@ class TeaCacheState(BaseState):
     def reset(self) -> None:
         self.restart()
         self.constants.clear()
-        self.is_ambiguous = False
-        """Whether several calls of one step go by this name, so that nothing may be reused."""
         self.measured_time: float | None = None
         """The time of the last step, if it was read from a device."""
 
@@ -51,8 +49,6 @@ class TeaCacheState(BaseState):
 
     def obstacle(self, inputs: Inputs, asks: bool) -> str | None:
         """Why nothing that is stored can stand for a step with these inputs."""
-        if self.is_ambiguous:
-            return "several calls of one step go by this branch"
         if not len(self.history) or (asks and self.signal is None):
             return "nothing stored"
         if inputs.signature != self.signature:

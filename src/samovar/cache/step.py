@@ -27,6 +27,8 @@ from .stats import StepRecord
 
 NEW_RUN = "a new run"
 """The reason of a step whose time, read from a device, is that of an earlier one."""
+AGAIN = "several calls of one step go by this branch"
+"""The reason of a call of which it is not known whether it is a step; nothing of it is stored."""
 NEVER = ("settings", "min_steps")
 """Reasons for which nothing of a run is ever skipped."""
 
@@ -77,7 +79,8 @@ class Steps:
         if verdict.action == "compute":
             return Plan(verdict, others=others)
         outlook = None
-        obstacle = "conditioning changed" if has_changed else state.obstacle(inputs, asks=verdict.action == "ask")
+        obstacle = AGAIN if clock.is_again else "conditioning changed" if has_changed else None
+        obstacle = obstacle or state.obstacle(inputs, asks=verdict.action == "ask")
         if obstacle is None and call.clock.is_unclear:
             obstacle = "the sample is that of the call before"
         obstacle = obstacle or self._problem(inputs)
@@ -171,9 +174,8 @@ class Steps:
         if call.clock.turns_back(time):
             return NEW_RUN
         if stands_still:
-            state.is_ambiguous = True
             state.restart()
-            return "several calls of one step go by this branch"
+            return AGAIN
         return None
 
     def record(self, call: Call, plan: Plan, record: StepRecord, outcome: Outcome) -> tuple[StepRecord, Any]:
@@ -192,7 +194,7 @@ class Steps:
         state.computed(inputs, outcome.signal)
         # Fitted weights are for the scheduled steps: one more would push out one of them.
         if self._config.forecast != "fitted" or plan.verdict.reason == "schedule":
-            if clock.is_last or outcome.problem is not None:
+            if clock.is_last or clock.is_again or record.reason == AGAIN or outcome.problem is not None:
                 state.history.clear()
             elif self._config.forecast_of == "output":
                 state.store_output(clock.place, clock.index, outcome.output)

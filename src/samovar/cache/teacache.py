@@ -166,8 +166,6 @@ class TeaCacheHook(ModelHook):
         self._clocks.move_to_end(context.request)
         self._bound(clock, context)
         state = self.state_manager.state_of(context)
-        if clock.is_again:
-            state.is_ambiguous = True
         if clock.has_gap or clock.is_again:
             state.restart()
         return Call(module, inputs, context, clock, state)

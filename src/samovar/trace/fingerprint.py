@@ -12,40 +12,38 @@ from typing import Any
 
 import torch
 
-from .. import tree
-
 
 class Fingerprint:
     """The parts, weights and adapters of some modules, as they were."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._sizes: list[tuple[Any, int]] = []
-        self._entries: list[tuple[Any, str, Any, int | None]] = []
-        self._scales: list[tuple[Any, dict[str, Any]]] = []
+        self._held: list[tuple[Any, list[int]]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._adapters: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         for module in modules:
-            for held in (module._modules, module._parameters, module._buffers):
-                self._sizes.append((held, len(held)))
-                # What lies on the meta device is elsewhere for now: accelerate puts new tensors there after each call.
-                parts = [(n, p) for n, p in held.items() if not (isinstance(p, torch.Tensor) and p.is_meta)]
-                self._entries += [(held, name, part, _version(part)) for name, part in parts]
-            scaling = vars(module).get("scaling")
-            if isinstance(scaling, Mapping):  # An adapter of peft.
-                self._scales.append((module, _adapter(module)))
+            weights = [*module._parameters.values(), *module._buffers.values()]
+            tensors = [tensor for tensor in weights if tensor is not None]
+            self._held.append((module._modules, list(map(id, module._modules.values()))))
+            # What lies on the meta device is elsewhere for now: accelerate puts new tensors there after each call.
+            if not any(tensor.is_meta for tensor in tensors):
+                for held in (module._parameters, module._buffers):
+                    self._held.append((held, list(map(id, held.values()))))
+                self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
+            if isinstance(vars(module).get("scaling"), Mapping):  # An adapter of peft.
+                self._adapters.append((module, _adapter(module)))
+        self._held = [(held, ids) for held, ids in self._held if ids]
+        self._versions = [tensor._version for tensor in self._tensors]
 
     def holds(self) -> bool:
         """Whether it is still so."""
         return (
-            all(len(held) == size for held, size in self._sizes)
-            and all(held.get(name) is part and _version(part) == seen for held, name, part, seen in self._entries)
-            and all(_adapter(module) == adapter for module, adapter in self._scales)
+            all(list(map(id, held.values())) == ids for held, ids in self._held)
+            and [tensor._version for tensor in self._tensors] == self._versions
+            and all(_adapter(module) == adapter for module, adapter in self._adapters)
         )
 
 
-def _version(part: Any) -> int | None:
-    return tree.version(part) if isinstance(part, torch.Tensor) else None
-
-
-def _adapter(module: Any) -> dict[str, Any]:
+def _adapter(module: torch.nn.Module) -> dict[str, Any]:
     entries = vars(module)
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}

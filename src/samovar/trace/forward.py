@@ -21,6 +21,7 @@ from ..arch.blocks import in_form_of, output_values
 from ..arch.declarations import declaration_for
 from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
+from .constants import Key
 from .gates import Gate
 from .watch import Watcher
 
@@ -94,6 +95,9 @@ class Trace:
     """Which of the values that the leader returns is the sample."""
     idle_slots: frozenset[int] = frozenset()
     """Residuals that have no effect on the output."""
+    constants: dict[Key, bool] = field(default_factory=dict)
+    """Calls of modules without weights whose inputs depend on the conditioning alone, with whether they were seen to
+    give the same at two steps."""
     zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property

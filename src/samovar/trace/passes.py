@@ -73,8 +73,6 @@ class StepPass:
         self._keeps = trace.segments if keeps is None else keeps
         self._current: Call | None = None
         self._residuals: dict[Segment, Tensors] = {}
-        if constants is not None:
-            constants.begin_step()
 
     @property
     def residuals(self) -> Tensors | None:
@@ -86,7 +84,7 @@ class StepPass:
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if gate.is_constant:
-            return NOT_BYPASSED if self._constants is None else self._constants.recall(module, args, kwargs)
+            return NOT_BYPASSED if self._constants is None else self._constants.recall(module)
         if self.lost is not None:
             return NOT_BYPASSED
         call = self._calls[self._position] if self._position < len(self._calls) else None

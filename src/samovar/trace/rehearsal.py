@@ -14,6 +14,7 @@ import torch
 
 from .. import tree
 from ..errors import ModelError
+from .constants import Key
 from .forward import Given, Segment, Tensors, Watched
 from .gates import Gate
 from .passes import StepPass
@@ -63,6 +64,7 @@ class Rehearsal:
         self._trace, self._residuals, self._first_calls = watched
         self._outlook = Residuals(watched.residuals)
         self._given = args, kwargs
+        self._model, self._gates = model, gates
         self._replay = Replay(model, gates, watched.trace)
 
     def run(self, output: Any, perturb: Perturb) -> Rehearsed:
@@ -78,24 +80,34 @@ class Rehearsal:
         is_precise = all(r is None or r.dtype in (torch.float32, torch.float64) for r in self._residuals)
         if not difference <= (1e-4 if is_precise else 5e-2):
             raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
-        other_calls = self._find_leader(same, perturb)
+        constant_calls = dict(self._replay.constant_calls)
+        self._find_leader(same, self._elsewhere(perturb, with_time=False))
         trace.idle_slots = frozenset(
             slot for slot, residual in enumerate(self._residuals)
             if residual is not None and residual.is_floating_point()
             and self._has_no_effect(slot, (skipped, self._leading(same)))
         )  # fmt: skip
+        trace.constants = self._constants(constant_calls, perturb)
         segment = trace.leader.segment
         assert segment is not None
-        return Rehearsed(self._first_calls[segment], other_calls.get(segment))
+        return Rehearsed(self._first_calls[segment], self._at_another_time(perturb, segment))
 
     def _skip(self, args: Any, kwargs: Any, poison: tuple[int, float] | None = None) -> tuple[StepPass, Any]:
         step = StepPass(self._trace, "skip", self._outlook, poison=poison)
         return step, self._replay.run(step, args, kwargs, keeps_calls=True)
 
-    def _find_leader(self, same: StepPass, perturb: Perturb) -> dict[Segment, Given]:
+    def _elsewhere(self, perturb: Perturb, *, with_time: bool) -> StepPass:
+        """A skipped step with another sample."""
+        try:
+            with trial(self._given):
+                given = perturb(with_time)
+            return self._skip(*given)[0]
+        except TrialFailed as error:
+            raise ModelError(f"which of its blocks see the sample cannot be tried ({error})") from error
+
+    def _find_leader(self, same: StepPass, other: StepPass) -> None:
         """The first segment that another sample reaches leads, unless one is declared."""
         trace = self._trace
-        other = self._skip_elsewhere(perturb)
         moved: dict[Segment | None, list[bool]] = {}
         for segment in trace.segments:
             pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
@@ -108,22 +120,32 @@ class Rehearsal:
             trace.leader = leader
         streams = moved[trace.leader.segment]
         trace.stream = streams.index(True) if True in streams else 0
-        return dict(self._replay.first_calls)
 
-    def _skip_elsewhere(self, perturb: Perturb) -> StepPass:
-        """A skipped step with another sample at another time, or at the same if the model does not take such a time."""
+    def _at_another_time(self, perturb: Perturb, segment: Segment) -> Given | None:
+        """What the leading block is given at another time; None if the model does not take such a time."""
         try:
-            for with_time in (True, False):
-                with trial(self._given):
-                    given = perturb(with_time)
-                try:
-                    return self._skip(*given)[0]
-                except TrialFailed:
-                    if not with_time:
-                        raise
-        except TrialFailed as error:
-            raise ModelError(f"which of its blocks see the sample cannot be tried ({error})") from error
-        raise AssertionError("unreachable")
+            self._elsewhere(perturb, with_time=True)
+        except ModelError:
+            return None
+        return self._replay.first_calls.get(segment)
+
+    def _constants(self, before: Mapping[Key, Any], perturb: Perturb) -> dict[Key, bool]:
+        """Which calls of modules without weights are given the same whatever sample, time and weights are."""
+        if not before:
+            return {}
+        replay = Replay(self._model, self._gates, self._trace, distorts=True)
+        try:
+            with trial(self._given):
+                args, kwargs = perturb(True)
+            replay.run(StepPass(self._trace, "skip", self._outlook), args, kwargs, keeps_calls=True)
+        except TrialFailed:
+            return {}
+        now = replay.constant_calls
+        return {
+            key: False
+            for key, given in before.items()
+            if key in now and tree.is_transparent(given) and tree.equal(given, now[key])
+        }
 
     def _leading(self, step: StepPass) -> Any:
         segment = self._trace.leader.segment

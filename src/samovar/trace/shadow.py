@@ -36,10 +36,13 @@ class TrialFailed(Exception):
 class Shadow:
     """A model that can be tried: `run` calls it, and raises TrialFailed for whatever the model raises."""
 
-    def __init__(self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer]) -> None:
-        """`answers`: in place of the modules that are not to run as they are."""
+    def __init__(
+        self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer], *, distorts: bool = False
+    ) -> None:
+        """`answers`: in place of the modules that are not to run as they are. `distorts`: whether all others have
+        weights that are not the model's, to see what depends on them."""
         with trial(()):  # It may have parts that cannot be copied.
-            self._root = _Copier(answers).copy(unwrapped(model))
+            self._root = _Copier(answers, distorts).copy(unwrapped(model))
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The output for copies of these arguments."""
@@ -70,8 +73,10 @@ def trial(given: Any) -> Iterator[None]:
 class _Copier:
     """Copies a tree of modules, each once however often it is held."""
 
-    def __init__(self, answers: Mapping[torch.nn.Module, Answer]) -> None:
+    def __init__(self, answers: Mapping[torch.nn.Module, Answer], distorts: bool = False) -> None:
         self._answers = answers
+        self._distorts = distorts
+        self._inside = {part for module in answers for part in module.modules()} if distorts else set()
         self._copies: dict[int, torch.nn.Module] = {}
 
     def copy(self, root: torch.nn.Module) -> torch.nn.Module:
@@ -101,7 +106,8 @@ class _Copier:
                     name: None if m is None else self._copies[id(unwrapped(m))] for name, m in value.items()
                 }
             elif key == "_parameters":
-                entries[key] = dict(value)
+                is_distorted = self._distorts and module not in self._inside
+                entries[key] = {name: _distorted(p) if is_distorted else p for name, p in value.items()}
             else:
                 entries[key] = self._translated(value)
         vars(shadow).update(entries)
@@ -123,6 +129,12 @@ class _Copier:
         if levels and type(value) in (dict, OrderedDict):
             return type(value)((key, self._translated(item, levels - 1)) for key, item in value.items())
         return value
+
+
+def _distorted(parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+    if parameter is None or parameter.is_meta or not parameter.is_floating_point():
+        return parameter
+    return torch.nn.Parameter(parameter.detach() * 1.5 + 0.01, requires_grad=False)
 
 
 def _keep_sharding(shadow: torch.nn.Module, module: torch.nn.Module, is_root: bool) -> None:
