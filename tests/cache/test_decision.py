@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samovar.cache.decision import Attempt, Measured, Signal, measure
-from samovar.cache.memo import Memo
-from samovar.cache.schedule import Mode
+from samovar.cache.decision import Measured, Signal, measure
 
 
 class Reads(TorchDispatchMode):
@@ -82,36 +80,44 @@ def test_what_is_no_number_is_never_small() -> None:
     assert not measure(pair(0.0, 1.0), [pair(0.0, 1.0), pair(nan, 1.0)], None, None).others < 1e9
 
 
+class Two:
+    """Two ranks: this one, and one with figures of its own."""
+
+    def __init__(self, theirs: torch.Tensor) -> None:
+        self._theirs = theirs
+        self.asked: list[tuple[str, list[float]]] = []
+
+    def __call__(self, figures: torch.Tensor) -> torch.Tensor:
+        self.asked.append(("all", figures.tolist()))
+        return figures + self._theirs
+
+    def within_branch(self, figures: torch.Tensor) -> torch.Tensor:
+        self.asked.append(("branch", figures.tolist()))
+        return figures + self._theirs
+
+
 @pytest.mark.parametrize("others", [[], [(1.0, 4.0)], [(1.0, 8.0), (1.0, 2.0), (0.0, 0.0)]], ids=len)
 def test_ranks_agree_on_as_many_sums_whatever_changed(others: list[tuple[float, float]]) -> None:
     """Another rank has changes of its own; time is the same for all."""
-    seen: list[list[float]] = []
-
-    def agree(mine: torch.Tensor) -> torch.Tensor:
-        seen.append(mine.tolist())
-        return mine + torch.tensor([3.0, 4.0, 0.5, 1.0])
-
+    agree = Two(torch.tensor([3.0, 4.0, 0.5, 1.0]))
     found = measure(pair(1.0, 4.0), [pair(*other) for other in others], torch.tensor(0.25), agree)
     largest = max((change / size for change, size in others if change), default=0.0)
-    assert seen == [[1.0, 4.0, largest, 1.0]]
+    assert agree.asked == [("all", [1.0, 4.0, largest, 1.0])]
     assert found == Measured(0.5, (largest + 0.5) / 2, 0.25)
 
 
 def test_a_rank_without_a_signal_makes_all_of_them_compute() -> None:
-    found = measure(None, (), None, lambda mine: mine + torch.tensor([0.1, 1.0, 0.0, 1.0]), torch.device("cpu"))
+    found = measure(None, (), None, Two(torch.tensor([0.1, 1.0, 0.0, 1.0])), torch.device("cpu"))
     assert found.signal == float("inf")
+    assert measure(None, (), None, None).signal == float("inf")
 
 
-@pytest.mark.parametrize(("mode", "skips"), [("ask", True), ("compute", False), ("skip", False)])
-def test_only_a_step_that_is_left_to_its_signal_is_decided_by_it(mode: Mode, skips: bool) -> None:
-    asked: list[Signal] = []
+def test_a_branch_may_decide_for_itself() -> None:
+    agree = Two(torch.tensor([1.0, 4.0, 0.0, 1.0]))
+    assert measure(pair(1.0, 4.0), (), None, agree, within_branch=True).signal == 0.25
+    assert [kind for kind, _ in agree.asked] == ["branch"]
 
-    def decide(signal: Signal) -> bool:
-        asked.append(signal)
-        return True
 
-    attempt = Attempt(mode, None, True, False, decide, Memo())
-    signal = Signal(torch.ones(1))
-    assert attempt.sees(signal) is skips
-    assert asked == [signal] * skips
-    assert attempt.signal is signal, "it is kept for the next step all the same"
+def test_conditioning_that_changed_on_one_rank_has_changed_on_all() -> None:
+    agree = Two(torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert measure(pair(0.0, 1.0), [pair(1.0, 0.0)], None, agree).others == float("inf")

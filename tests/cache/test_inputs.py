@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.cache.inputs import Inputs, Pair, changes, relative, watch
+from samovar import tree
+from samovar.cache.inputs import Inputs, Pair, Sample, changes, relative, some, watch
+from samovar.hooks import Roles
 
 NAMES = ("hidden_states", "timestep", "encoder_hidden_states", "controlnet_block_samples", "attention_kwargs")
 INFINITE = float("inf")
 
 
 def inputs(*args: Any, **kwargs: Any) -> Inputs:
-    return Inputs(args, kwargs, NAMES)
+    return Inputs(args, kwargs, NAMES, Roles())
 
 
 def text(*values: float) -> torch.Tensor:
@@ -34,8 +36,10 @@ def relatives(pairs: list[Pair]) -> list[float]:
 
 
 def test_arguments_have_the_names_of_their_parameters() -> None:
-    given = inputs(1, 2, attention_kwargs=3)
-    assert given.named == [("hidden_states", 1), ("timestep", 2), ("attention_kwargs", 3)]
+    given = inputs(1, 2, attention_kwargs={"scale": 3, "more": [4]})
+    assert given.leaves == [
+        ("hidden_states", 1), ("timestep", 2), ("attention_kwargs.scale", 3), ("attention_kwargs.more.0", 4)
+    ]  # fmt: skip
 
 
 def test_calls_that_differ_in_values_alone_are_alike() -> None:
@@ -85,6 +89,27 @@ def test_numbers_are_of_one_form_but_not_the_same() -> None:
     assert inputs(torch.zeros(2), 1.0).numbers == (), "a time is none of them"
 
 
+def test_autocast_makes_calls_unlike() -> None:
+    plain = inputs(torch.zeros(2)).signature
+    signatures = []
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            signatures.append(inputs(torch.zeros(2)).signature)
+    assert len({plain, *signatures}) == 3
+    assert inputs(torch.zeros(2)).signature == plain
+
+
+def test_a_time_under_a_name_of_its_own_does_not_make_calls_unlike_once_it_is_known() -> None:
+    roles = Roles()
+    one, other = (Inputs((torch.zeros(2), when), {}, ("img", "when"), roles) for when in (3, 2))
+    assert one.signature != other.signature
+    roles.note_output(torch.zeros(2))
+    roles.note_changing(dict(one.leaves), ["img", "when"])
+    one, other = (Inputs((torch.zeros(2), when), {}, ("img", "when"), roles) for when in (3, 2))
+    assert one.signature == other.signature
+    assert (one.time, one.host_time) == (3, 3)
+
+
 @pytest.mark.parametrize("times", [(1.0, 0.5), (torch.tensor([1.0]), torch.tensor([0.5])), (999, 3)])
 def test_time_does_not_make_calls_unlike(times: tuple[Any, Any]) -> None:
     one, other = (inputs(torch.zeros(1), timestep=time, sigma=time) for time in times)
@@ -124,8 +149,7 @@ def test_the_very_same_conditioning_has_not_changed() -> None:
 def test_conditioning_made_anew_counts_by_what_is_in_it() -> None:
     before = inputs(encoder_hidden_states=text(1.0, -2.0, 5.0))
     assert distances(inputs(encoder_hidden_states=text(1.0, -2.0, 5.0)), before) == [0.0]
-    assert distances(inputs(encoder_hidden_states=text(1.0, -2.0, 5.8)), before) == pytest.approx([0.1])
-    assert distances(inputs(encoder_hidden_states=text(-1.0, -2.0, 5.0)), before) == pytest.approx([0.25])
+    assert distances(inputs(encoder_hidden_states=text(1.0, -2.0, 5.0001)), before) == [INFINITE], "however little"
 
 
 def test_conditioning_that_was_overwritten_has_changed_beyond_measure() -> None:
@@ -182,18 +206,21 @@ def test_of_a_large_tensor_little_is_kept_and_that_shows_a_change_anywhere() -> 
     ids=["integer", "bool", "complex", "conjugate", "bfloat16", "half", "strided", "scalar"],
 )
 def test_tensors_of_all_kinds_can_be_compared(one: torch.Tensor, other: torch.Tensor, distance: float) -> None:
-    for name in ("encoder_hidden_states", "controlnet_block_samples"):
+    for name, expected in (("encoder_hidden_states", INFINITE), ("controlnet_block_samples", distance)):
         before = watch(inputs(**{name: one}))
-        assert relatives(changes(inputs(**{name: other}), before)) == pytest.approx([distance])
+        assert relatives(changes(inputs(**{name: other}), before)) == pytest.approx([expected])
         assert relatives(changes(inputs(**{name: one.clone()}), before)) == [0.0]
 
 
-def test_inference_tensors_are_told_apart_by_identity() -> None:
+def test_inference_tensors_are_told_apart_by_what_is_in_them() -> None:
+    """torch does not count their changes: the same tensor may hold another prompt."""
     with torch.inference_mode():
         one, other = text(), text(9.0, 9.0, 9.0)
         before = watch(inputs(encoder_hidden_states=one))
-        assert changes(inputs(encoder_hidden_states=one), before) == []
-        assert relatives(changes(inputs(encoder_hidden_states=other), before))[0] > 0
+        assert relatives(changes(inputs(encoder_hidden_states=one), before)) == [0.0]
+        assert relatives(changes(inputs(encoder_hidden_states=other), before)) == [INFINITE]
+        one.copy_(other)
+        assert relatives(changes(inputs(encoder_hidden_states=one), before)) == [INFINITE]
 
 
 @pytest.mark.parametrize("name", ["encoder_hidden_states", "controlnet_block_samples"])
@@ -233,33 +260,100 @@ def test_a_spare_survives_a_model_that_empties_its_lists() -> None:
     assert inputs(kept=residuals).spare().kwargs["kept"] == residuals
 
 
-def test_another_sample_is_all_that_is_other() -> None:
+def test_a_copy_is_nobody_elses() -> None:
+    given = inputs(text(), 1.0, text(), [text()])
+    copied = given.copied()
+    for tensor in given.tensors:
+        tensor.zero_()
+    assert copied.signature == given.signature
+    assert all(torch.equal(tensor, text()) for tensor in copied.tensors)
+    assert [len(copied.tensors), copied.device] == [3, torch.device("cpu")]
+
+
+def test_another_sample_at_another_time_is_all_that_is_other() -> None:
     given = inputs(torch.zeros(2, 3), torch.tensor([1000.0]), text(), [text()], {"scale": 0.5}, sigma=0.7)
-    other = given.with_other_sample()
-    assert other.signature == given.signature
-    assert not torch.equal(other.args[0], given.args[0])
-    assert not torch.equal(other.args[1], given.args[1])
-    assert other.kwargs["sigma"] != 0.7
-    assert all(one is another for one, another in zip(other.args[2:], given.args[2:], strict=True))
+    args, kwargs = given.at_another_step(torch.zeros(2, 3))
+    assert inputs(*args, **kwargs).signature == given.signature
+    assert not torch.equal(args[0], given.args[0])
+    assert not torch.equal(args[1], given.args[1])
+    assert kwargs["sigma"] != 0.7
+    assert all(tree.equal(one, another) for one, another in zip(args[2:], given.args[2:], strict=True))
     assert torch.equal(given.args[0], torch.zeros(2, 3)), "what was given is as it was"
+    args, kwargs = given.at_another_step(torch.zeros(2, 3), with_time=False)
+    assert not torch.equal(args[0], given.args[0])
+    assert torch.equal(args[1], given.args[1])
+    assert kwargs == {"sigma": 0.7}
+
+
+def test_where_no_argument_is_known_to_be_the_sample_it_is_what_the_output_looks_like() -> None:
+    picture, words = torch.zeros(2, 3), torch.zeros(4)
+    given = Inputs((picture, words), {}, ("picture", "words"), Roles())
+    (moved, same), _ = given.at_another_step(torch.ones(2, 3))
+    assert moved.any()
+    assert not same.any()
+    (one, other), _ = given.at_another_step(torch.ones(7))
+    assert one.any()
+    assert other.any(), "where nothing looks like it, anything may be it"
 
 
 @pytest.mark.parametrize("sample", [[torch.zeros(2)], (torch.zeros(2), torch.zeros(3))])
 def test_a_sample_that_is_a_list_is_moved_too(sample: Any) -> None:
-    other = inputs(sample).with_other_sample().args[0]
+    (other,), _ = inputs(sample).at_another_step(None)
     assert [tensor.shape for tensor in other] == [tensor.shape for tensor in sample]
     assert all(tensor.abs().sum() > 0 for tensor in other)
 
 
 @pytest.mark.parametrize("time", [999, 1, 0, 0.5, 1.0, 0.0])
 def test_another_time_is_another_and_a_possible_one(time: float) -> None:
-    (other,) = Inputs((), {"timestep": time}, ()).with_other_sample().kwargs.values()
-    (tensor,) = Inputs((), {"timestep": torch.tensor([time])}, ()).with_other_sample().kwargs.values()
-    assert type(other) is type(time)
-    assert other != time
-    assert 0 <= other <= 1000
-    assert tensor.dtype == torch.tensor([time]).dtype
-    assert float(tensor) == pytest.approx(other)
+    _, other = inputs(timestep=time).at_another_step(None)
+    _, tensor = inputs(timestep=torch.tensor([time])).at_another_step(None)
+    assert type(other["timestep"]) is type(time)
+    assert other["timestep"] != time
+    assert 0 <= other["timestep"] <= 1000
+    assert tensor["timestep"].dtype == torch.tensor([time]).dtype
+    assert float(tensor["timestep"]) == pytest.approx(other["timestep"])
+
+
+# ------------------------------------------------------------------------------------------------ the sample
+
+
+def test_a_sample_is_that_of_a_call_with_the_very_same_tensor() -> None:
+    tensor = text()
+    sample = Sample(tensor)
+    assert sample.is_that_of(tensor)
+    assert not sample.is_that_of(tensor.clone())
+    assert not sample.is_that_of(None)
+    tensor.add_(1)
+    assert not sample.is_that_of(tensor)
+
+
+def test_a_sample_that_is_written_into_under_inference_mode_is_another() -> None:
+    with torch.inference_mode():
+        tensor = text()
+        sample = Sample(tensor)
+        assert sample.is_that_of(tensor)
+        tensor.add_(1)
+        assert not sample.is_that_of(tensor)
+
+
+def test_a_sample_is_not_kept_alive() -> None:
+    sample = Sample(text())
+    assert not sample.is_that_of(text())
+
+
+def test_the_sample_among_the_inputs() -> None:
+    one, other = text(), text()
+    assert inputs(one, 1.0, text()).sample is one
+    assert inputs([one, other]).sample is one
+    assert inputs(encoder_hidden_states=text()).sample is None
+
+
+def test_some_elements_are_copied_where_they_are_kept() -> None:
+    tensor = text()
+    shared, own = some(tensor), some(tensor, copy=True)
+    tensor.zero_()
+    assert not shared.any()
+    assert torch.equal(own, text())
 
 
 # ------------------------------------------------------------------------------------------------ the time
@@ -274,15 +368,19 @@ def test_another_time_is_another_and_a_possible_one(time: float) -> None:
         (inputs(torch.zeros(1), 0.5), 0.5),
         (inputs(torch.zeros(1), timestep=7), 7.0),
         (inputs(torch.zeros(1), None, sigma=0.3), 0.3),
-        (Inputs((), {"t": torch.tensor([0.5]).bfloat16()}, ()), 0.5),
+        (inputs(torch.zeros(1), t=torch.tensor([0.5]).bfloat16()), 0.5),
         (inputs(torch.zeros(1)), None),
-        (inputs(torch.zeros(1), [1.0]), None),
+        (inputs(torch.zeros(1), [1.0, 0.5]), 1.0),
         (inputs(torch.zeros(1), torch.zeros(1, device="meta")), None),
     ],
     ids=["batch", "scalar", "per token", "float", "int", "sigma", "short", "none", "list", "elsewhere"],
 )
 def test_the_time_of_a_step(given: Inputs, expected: float | None) -> None:
-    assert given.host_time() == expected
-    if expected is not None:
-        time = given.time()
-        assert float(time.reshape(-1)[0] if isinstance(time, torch.Tensor) else time) == expected  # type: ignore[arg-type]
+    assert given.host_time == expected
+
+
+def test_a_time_on_a_device_is_not_waited_for() -> None:
+    time = torch.zeros(1, device="meta")
+    given = inputs(torch.zeros(1), time)
+    assert given.time is time
+    assert given.host_time is None

@@ -10,84 +10,101 @@ import torch
 from driving import COND, INFINITE, UNCOND, UNGUARDED, Plain, at, case, differing, loop, tensors_in
 
 from samovar.cache import TeaCacheConfig, TeaCacheState, apply_teacache_hook
-from samovar.cache.decision import Attempt, Signal
+from samovar.cache.decision import Signal
 from samovar.cache.inputs import Inputs
-from samovar.cache.line import Line
-from samovar.cache.memo import Memo
-from samovar.hooks import call_context, running
+from samovar.hooks import Roles, call_context, running
 
 SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}
-NAMES = ("hidden_states", "timestep", "encoder_hidden_states")
+NAMES = ("hidden_states", "timestep", "encoder_hidden_states", "scale")
+SIGNAL = Signal(torch.ones(1))
 
 
-def inputs(step: int, conditioning: torch.Tensor = COND) -> Inputs:
-    return Inputs((*at(step), conditioning), {}, NAMES)
+def inputs(step: int, conditioning: torch.Tensor = COND, *scale: float) -> Inputs:
+    return Inputs((*at(step), conditioning, *scale), {}, NAMES, Roles())
 
 
-def line_at(step: int) -> Line:
-    line = Line(None)
-    for _ in range(step + 1):
-        line.begin_call("only", None)
-    return line
-
-
-def attempt(**given: Any) -> Attempt:
-    made = Attempt("compute", None, True, False, lambda signal: False, Memo())
-    for name, value in given.items():
-        setattr(made, name, value)
-    return made
-
-
-def computed(state: TeaCacheState, step: int, **given: Any) -> None:
-    state.computed(line_at(step), inputs(step), attempt(**given))
+def computed(state: TeaCacheState, step: int, given: Inputs | None = None, signal: Signal | None = None) -> None:
+    state.computed(given or inputs(step), signal)
+    state.store(float(step), step, [torch.ones(1)])
 
 
 def test_a_new_state_has_nothing_to_give() -> None:
     state = TeaCacheState()
-    assert state.obstacle("a form", inputs(1), asks=True) == "nothing stored"
-    computed(state, 0, parts=[torch.ones(1)], key="a form")
-    assert state.obstacle("a form", inputs(1), asks=False) is None
-    assert state.obstacle("a form", inputs(1), asks=True) == "nothing stored", "there is no signal to compare with"
-    computed(state, 1, parts=[torch.ones(1)], key="a form", signal=Signal(torch.ones(1)))
-    assert state.obstacle("a form", inputs(1), asks=True) is None
-    assert state.obstacle("another", inputs(1), asks=True) == "inputs of another form"
-    assert state.obstacle(None, inputs(1), asks=True) == "inputs of another form"
+    assert state.obstacle(inputs(1), asks=True) == "nothing stored"
+    computed(state, 0)
+    assert state.obstacle(inputs(1), asks=False) is None
+    assert state.obstacle(inputs(1), asks=True) == "nothing stored", "there is no signal to compare with"
+    computed(state, 1, signal=SIGNAL)
+    assert state.obstacle(inputs(1), asks=True) is None
+    assert state.obstacle(inputs(1, UNCOND[:, :2]), asks=True) == "inputs of another form"
     state.reset()
-    assert state.obstacle("a form", inputs(1), asks=False) == "nothing stored"
+    assert state.obstacle(inputs(1), asks=False) == "nothing stored"
     assert tensors_in(state) == []
 
 
 def test_a_number_that_changed_is_an_obstacle() -> None:
-    state, scaled = TeaCacheState(), [Inputs((*at(0), COND, scale), {}, (*NAMES, "scale")) for scale in (1.0, 0.5)]
-    made = attempt(parts=[torch.ones(1)], key="a form", signal=Signal(torch.ones(1)))
-    state.computed(line_at(0), scaled[0], made)
-    assert state.obstacle("a form", scaled[0], asks=True) is None
-    assert state.obstacle("a form", scaled[1], asks=True) == "other inputs changed"
+    state = TeaCacheState()
+    computed(state, 0, inputs(0, COND, 1.0), SIGNAL)
+    assert state.obstacle(inputs(1, COND, 1.0), asks=True) is None
+    assert state.obstacle(inputs(1, COND, 0.5), asks=True) == "conditioning changed"
 
 
-def test_a_step_of_another_form_begins_a_new_history() -> None:
+@pytest.mark.parametrize("other", [inputs(2, COND[:, :2]), inputs(2, COND, 0.5)], ids=["form", "number"])
+def test_a_step_of_another_form_or_number_begins_a_new_history(other: Inputs) -> None:
     state = TeaCacheState(TeaCacheConfig(forecast="linear"))
-    computed(state, 0, parts=[torch.ones(1)], key="a form")
-    computed(state, 1, parts=[torch.ones(1)], key="a form")
+    for step in range(2):
+        computed(state, step, inputs(step, COND, 1.0))
     assert len(state.history) == 2
-    computed(state, 2, parts=[torch.ones(1)], key="another")
+    computed(state, 2, other)
     assert len(state.history) == 1
-    computed(state, 3, parts=None, key=None)
-    assert len(state.history) == 0
+    state.store(3.0, 3, None)
+    assert len(state.history) == 0, "what is not known cannot be gone on with"
+
+
+def test_a_restart_forgets_the_steps_but_not_that_the_branch_is_ambiguous() -> None:
+    state = TeaCacheState()
+    computed(state, 0, signal=SIGNAL)
+    state.skipped(inputs(1), SIGNAL, 0.1, False)
+    state.is_ambiguous = True
+    state.restart()
+    assert (len(state.history), state.signal, state.skipped_in_a_row) == (0, None, 0)
+    assert (state.accumulated_rel_l1_distance, state.watched) == (0.0, {})
+    assert state.obstacle(inputs(1), asks=False) == "several calls of one step go by this branch"
+    state.reset()
+    assert not state.is_ambiguous
+
+
+def test_skipped_steps_are_counted_until_one_is_computed() -> None:
+    state = TeaCacheState()
+    computed(state, 0, signal=SIGNAL)
+    state.skipped(inputs(1), None, 0.1, False)
+    state.skipped(inputs(2), None, 0.3, False)
+    assert (state.skipped_in_a_row, state.accumulated_rel_l1_distance) == (2, 0.3)
+    assert state.signal is SIGNAL, "a step that was not judged leaves the signal as it was"
+    computed(state, 3)
+    assert (state.skipped_in_a_row, state.accumulated_rel_l1_distance) == (0, 0.0)
+
+
+@pytest.mark.parametrize("others_changed", [True, False])
+def test_what_changed_at_a_skipped_step_is_compared_with_that_step_from_then_on(others_changed: bool) -> None:
+    state, other = TeaCacheState(), UNCOND.clone()
+    computed(state, 0)
+    state.skipped(inputs(1, other), None, 0.1, others_changed)
+    held = state.watched["encoder_hidden_states"].held
+    assert held is (other if others_changed else COND)
 
 
 def test_an_output_is_kept_as_a_copy_and_given_back_as_another() -> None:
     state = TeaCacheState(TeaCacheConfig(forecast_of="output"))
     output = {"sample": torch.ones(2), "of": "something"}
-    assert state.computed(line_at(0), inputs(0), attempt(output=output, of_output=True, key="a form")) is output
-    output["sample"].zero_()
+    state.computed(inputs(0), None)
+    state.store_output(0.0, 0, output)
+    output["sample"].zero_()  # type: ignore[attr-defined]
     for step in (1, 2):
-        skipping = attempt(outlook=state.history.forecast(float(step)), of_output=True)
-        given = state.skipped(line_at(step), inputs(step), skipping, 0.1, False)
+        given = state.forecast_output(state.history.forecast(float(step)))
         assert given["of"] == "something"
         assert torch.equal(given["sample"], torch.ones(2))
         given["sample"].zero_()
-    assert state.skipped_in_a_row == 2
 
 
 # ------------------------------------------------------------------------------------------------ in use
@@ -107,9 +124,9 @@ def test_a_branch_keeps_one_residual_for_each_step_of_its_forecast(settings: Any
                 with call_context(branch=branch):
                     model(*at(step), conditioning)
     deciding, following = hook.state_manager.states().values()
-    residual, memo = 5 * 8, 8
-    assert elements(following) <= histories * residual + memo
-    assert elements(deciding) <= histories * residual + memo + residual + 1, "and a signal with its size"
+    residual = 5 * 8
+    assert elements(following) <= histories * residual
+    assert elements(deciding) <= histories * residual + residual + 1, "and a signal with its size"
 
 
 def elements(state: TeaCacheState) -> int:

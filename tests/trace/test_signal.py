@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from driving import COND, INFINITE, UNGUARDED, Block, Plain, at, case, counted, loop
-from samovar.cache.signal import ModulatedInput
 
 import zoo
 from samovar.cache import apply_teacache_hook, remove_teacache_hook
 from samovar.hooks import call_context
+from samovar.trace.forward import Given
+from samovar.trace.signal import ModulatedInput
 
 FIRST_ATTENTION = {
     "AuraFlowTransformer2DModel": "joint_transformer_blocks.0.attn",
@@ -32,14 +33,14 @@ FIRST_ATTENTION = {
     "Lumina2Transformer2DModel": "noise_refiner.0.attn",
     "MochiTransformer3DModel": "transformer_blocks.0.attn1",
     "QwenImageTransformer2DModel-mask": "transformer_blocks.0.attn",
-    "RFD4ProteinaTransformer-recycling": "transformer_layers.0.mhba.mha",
+    "RFD4ProteinaTransformer-recycling": "transformer_layers.0.mhba.mha.to_q",
     "SD3Transformer2DModel": "transformer_blocks.0.attn",
     "T5FilmDecoder": "decoders.0.layer.0.attention",
     "WanTransformer3DModel-image-to-video": "blocks.0.attn1",
     "WanVACETransformer3DModel": "blocks.0.attn1",
     "ZImageTransformer2DModel": "noise_refiner.0.attention",
 }
-"""By zoo case: the module whose input TeaCache looks at, as read from the model's source."""
+"""By zoo case: the module whose input the steps are judged by, as read from the model's source."""
 
 COMPUTING = {**UNGUARDED, "rel_l1_thresh": INFINITE, "first_steps": 99}
 """Every step is computed, and every signal read."""
@@ -99,28 +100,114 @@ def test_a_decision_runs_no_part_of_the_block() -> None:
     assert hook.stats().branches["only"].steps[2].distance
 
 
-def block_call(model: torch.nn.Module, block: torch.nn.Module, run: Callable[[], Any]) -> tuple[Any, Any]:
+def first_call(block: torch.nn.Module, run: Callable[[], Any]) -> Given:
     """What a block is called with."""
-    seen: list[tuple[Any, Any]] = []
-    handle = block.register_forward_pre_hook(lambda _, *given: seen.append(given), with_kwargs=True)
+    seen: list[Given] = []
+    handle = block.register_forward_pre_hook(lambda *given: seen.append(Given(*given)), with_kwargs=True)
     run()
     handle.remove()
     return seen[0]
 
 
-def test_parts_that_lead_elsewhere_are_not_run() -> None:
+def qwen_calls(steps: int) -> tuple[torch.nn.Module, list[tuple[Given, torch.Tensor]]]:
+    """The first block of Qwen-Image, and what it is called with at some steps."""
     name = "QwenImageTransformer2DModel"
     model = case(name).build()
     block = model.transformer_blocks[0]
-    args, kwargs = block_call(model, block, lambda: case(name).run(model))
-    probe = ModulatedInput(block, args, kwargs, kwargs["hidden_states"])
-    assert (probe.path, probe.idle) == ("attn", {"txt_mod", "txt_norm1"})
+    calls = [first_call(block, lambda step=step: case(name).run(model, step)) for step in range(steps)]
+    return block, [(given, given.kwargs["hidden_states"]) for given in calls]
+
+
+def test_parts_that_lead_elsewhere_are_not_run() -> None:
+    block, (one, other, third) = qwen_calls(3)
+    reader = ModulatedInput(*one, other=other)
+    assert (reader.path, reader.idle) == ("attn", {"txt_mod", "txt_norm1"})
+    assert reader.known == ModulatedInput.Known("attn", frozenset({"txt_mod", "txt_norm1"}))
+    again = ModulatedInput(*one, known=reader.known)
     block.txt_mod[1].weight.data.fill_(float("nan"))
-    moved = kwargs | {"hidden_states": kwargs["hidden_states"] + 1}
-    again = ModulatedInput(block, args, kwargs, kwargs["hidden_states"], probe.idle)
-    (real, *_) = attention_inputs(block, "attn", lambda: block(*args, **moved))
-    for built in (probe, again):
-        assert zoo.equal(built(args, moved, moved["hidden_states"]), real)
+    given, stream = third
+    (real, *_) = attention_inputs(block, "attn", lambda: block(*given.args, **given.kwargs))
+    for built in (reader, again):
+        assert zoo.equal(built(given, stream), real)
+
+
+def test_without_another_step_to_compare_with_nothing_is_taken_for_idle() -> None:
+    _, (one, other) = qwen_calls(2)
+    assert ModulatedInput(*one).idle == frozenset()
+    assert ModulatedInput(*one, other=other).idle != frozenset()
+
+
+class Modulation(torch.nn.Module):
+    """Returns its tensors in an object of its own, as original FLUX does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(width, 2 * width)
+
+    def forward(self, temb: torch.Tensor) -> Any:
+        shift, scale = self.lin(temb).chunk(2, dim=-1)
+        return types.SimpleNamespace(shift=shift, scale=scale)
+
+
+class Modulated(Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.mod = Modulation(width)
+
+    def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        mod = self.mod(temb)
+        return x + self.attn(self.norm(x) * (1 + mod.scale) + mod.shift)
+
+
+def test_a_part_that_returns_an_object_with_tensors_is_not_taken_for_idle() -> None:
+    block, x = Modulated(8), torch.randn(1, 5, 8)
+    calls = [(Given(block, (x, torch.randn(1, 1, 8)), {}), x) for _ in range(3)]
+    reader = ModulatedInput(*calls[0], other=calls[1])
+    assert reader.idle == frozenset()
+    given, stream = calls[2]
+    with torch.no_grad():
+        (real,) = attention_inputs(block, "attn", lambda: block(*given.args))
+    assert zoo.equal(reader(given, stream), real)
+
+
+class Adding(Block):
+    """Writes into its arguments before it attends."""
+
+    def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        x += temb
+        return x.add_(self.attn(self.norm(x)))
+
+
+def test_reading_writes_into_no_argument_of_the_block() -> None:
+    block, x, temb = Adding(8), torch.randn(1, 5, 8), torch.randn(1, 1, 8)
+    before = x.clone()
+    reader = ModulatedInput(Given(block, (x, temb), {}), x)
+    values = [reader(Given(block, (x, temb), {}), x) for _ in range(3)]
+    assert torch.equal(x, before)
+    assert torch.equal(values[0], values[2])
+    with torch.no_grad():
+        (real,) = attention_inputs(block, "attn", lambda: block(x.clone(), temb))
+    assert torch.equal(values[0], real)
+
+
+def test_a_reader_knows_when_its_block_has_changed() -> None:
+    block, x = Block(8), torch.randn(1, 5, 8)
+    reader = ModulatedInput(Given(block, (x, torch.zeros(1, 1, 8)), {}), x)
+    assert reader.is_current()
+    assert reader.attention is block.attn
+    with torch.no_grad():
+        block.norm.weight.mul_(2)
+    assert not reader.is_current()
+
+
+def test_what_the_real_attention_was_given_is_compared_bit_for_bit() -> None:
+    block, x = Block(8), torch.randn(1, 5, 8)
+    given = Given(block, (x, torch.zeros(1, 1, 8)), {})
+    reader = ModulatedInput(given, x)
+    value = reader(given, x)
+    assert reader.agrees_with(value, (value.clone(),), {})
+    assert reader.agrees_with(value, (), {"more": [x, value]})
+    assert not reader.agrees_with(value, (value + 1e-6,), {})
 
 
 # ------------------------------------------------------------------------------------------------ weights that change
@@ -200,7 +287,7 @@ def test_compiled_blocks_are_judged_alike() -> None:
     torch.compiler.reset()
 
 
-def test_no_twin_outlives_its_run() -> None:
+def test_no_shadow_outlives_its_run() -> None:
     """It may have copies of weights."""
     model = Plain()
     hook = apply_teacache_hook(model, COMPUTING)
@@ -208,12 +295,12 @@ def test_no_twin_outlives_its_run() -> None:
     loop(model)
     hook.end_run(model, None)
     gc.collect()
-    twins = [found for found in gc.get_objects() if type(found) is Block]
+    shadows = [found for found in gc.get_objects() if type(found) is Block]
     gc.unfreeze()
-    assert twins == []
+    assert shadows == []
 
 
-# ------------------------------------------------------------------------------------------------ without a twin
+# ------------------------------------------------------------------------------------------------ without a shadow
 
 
 class Unmodulated(Plain):
@@ -228,15 +315,15 @@ class Unmodulated(Plain):
 
 
 class Untwinned(Plain):
-    """A twin of its blocks does not run: they ask for something that only they are."""
+    """A shadow of its blocks does not run: they ask for something that only they are."""
 
     class Block(Block):
         def __init__(self, width: int) -> None:
             super().__init__(width)
-            self.itself = [self]
+            self.number = id(self)
 
         def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-            if self.itself[0] is not self:
+            if self.number != id(self):
                 raise RuntimeError("not the one that was made")
             return super().forward(x, temb)
 
@@ -259,7 +346,7 @@ def test_without_it_the_input_of_the_block_is_the_signal(make: type[Plain]) -> N
 
 
 def rewired(model: Plain) -> Plain:
-    """A model whose first block somebody has given another forward, which the twin does not know."""
+    """A model whose first block somebody has given another forward, which the shadow does not know."""
 
     def forward(self: Any, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.norm(x) * (3 + temb))
@@ -269,7 +356,7 @@ def rewired(model: Plain) -> Plain:
     return model
 
 
-def test_a_twin_that_is_wrong_is_found_out_and_stays_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shadow_that_is_wrong_is_found_out_and_stays_so(caplog: pytest.LogCaptureFixture) -> None:
     model = rewired(Plain())
     hook = apply_teacache_hook(model, COMPUTING)
     for _ in range(3):
@@ -281,7 +368,7 @@ def test_a_twin_that_is_wrong_is_found_out_and_stays_so(caplog: pytest.LogCaptur
             assert zoo.equal(state.signal.value, model.embed_x(at(3, name="x")[0]))
         hook.end_run(model, None)
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
-    assert not hook.stats().signal.startswith("what reaches blocks.0.attn")
+    assert hook.stats().signal.startswith("the input of blocks.0,")
 
 
 def test_an_error_while_it_is_checked_leaves_nothing_on_the_block() -> None:
@@ -300,7 +387,7 @@ def test_an_error_while_it_is_checked_leaves_nothing_on_the_block() -> None:
         handle.remove()
         assert [dict(module._forward_pre_hooks) for module in model.modules()] == before
         model(*at(2), COND)
-    assert hook.stats().signal.startswith("what reaches blocks.0.attn")
+    assert hook.stats().signal.startswith("the input of blocks.0.attn")
 
 
 def test_it_is_checked_against_its_own_forward_and_no_other_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -334,4 +421,4 @@ def test_it_is_checked_against_its_own_forward_and_no_other_thread(caplog: pytes
         done.set()
         first.join()
     assert not caplog.records
-    assert hook.stats("one").signal.startswith("what reaches blocks.0.attn")
+    assert hook.stats("one").signal.startswith("the input of blocks.0.attn")

@@ -1,27 +1,29 @@
-"""How steps are run: by the blocks of a model, whatever it is called or does, or by an extractor."""
+"""How steps are taken by the blocks of a model, whatever it is called or does."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from driving import COND, INFINITE, UNCOND, UNGUARDED, Block, Plain, at, case, counted, differing, loop
-
-import zoo
-from samovar.arch import BlockDeclaration, register_declaration
-from samovar.arch.declarations import DECLARATIONS
-from samovar.cache import (
-    EXTRACTOR_REGISTRY,
-    CacheContext,
-    TeaCacheHook,
-    apply_teacache_hook,
-    register_extractor,
-    remove_teacache_hook,
+from driving import (
+    COND,
+    INFINITE,
+    UNGUARDED,
+    Block,
+    Plain,
+    at,
+    case,
+    counted,
+    differing,
+    loop,
+    state_of,
+    stepped,
 )
+
+from samovar.cache import TeaCacheHook, apply_teacache_hook, remove_teacache_hook
 from samovar.errors import ModelError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context
 
@@ -30,10 +32,6 @@ SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}
 
 def mask(hook: TeaCacheHook) -> str:
     return hook.stats().branches["only"].mask
-
-
-def traces_of_us(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
-    return [(type(module), set(vars(module))) for module in model.modules()]
 
 
 # ------------------------------------------------------------------------------------------------ other libraries
@@ -69,70 +67,48 @@ class Oddity(torch.nn.Module):
         return {"picture": self.leave(x)}
 
 
-@pytest.fixture
-def _oddity_declared() -> Iterator[None]:
-    register_declaration("Oddity", BlockDeclaration(stacks=("machinery.wheels",)))
-    yield
-    del DECLARATIONS["Oddity"]
-
-
 @torch.no_grad()
 def turn(model: torch.nn.Module, *steps: int) -> list[torch.Tensor]:
-    with call_context(branch="only"):
-        return [model(at(step)[0], COND)["picture"] for step in steps]
+    with call_context(branch="only"), stepped(model) as loop:
+        return [loop.call(lambda step=step: model(at(step)[0], COND)["picture"]) for step in steps]
 
 
-@pytest.mark.usefixtures("_oddity_declared")
-def test_a_model_of_another_library_works_by_one_declaration() -> None:
+def test_a_model_of_another_library_works_without_a_word_about_it() -> None:
+    """Nothing is known of its arguments at first: that the picture is the sample shows at the second step."""
     model = Oddity()
-    before, exact = traces_of_us(model), turn(model, 0, 1, 2)
+    before, exact = state_of(model), turn(model, 0, 1, 2)
     hook = apply_teacache_hook(model, {"rel_l1_thresh": 0})
     assert differing(turn(model, 0, 1, 2), exact) == []
     remove_teacache_hook(model)
     hook = apply_teacache_hook(model, SKIPPING)
     with counted(model.machinery["wheels"]) as calls:
-        (computed,) = turn(model, 0)
-        calls.clear()
-        skipped, moved = turn(model, 0, 1)
-        assert not calls
-    assert (mask(hook), hook.stats().problem) == ("#..", None)
-    assert torch.equal(computed, exact[0])
-    torch.testing.assert_close(skipped, exact[0], rtol=1e-5, atol=1e-5)
-    assert not torch.equal(moved, skipped)
+        outputs = turn(model, 0, 1, 2, 1)
+        assert len(calls) == 8, "those of the first two steps"
+    assert (mask(hook), hook.stats().problem) == ("##..", None)
+    assert differing(outputs[:2], exact[:2]) == []
+    torch.testing.assert_close(outputs[3], exact[1], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(outputs[2], outputs[3])
     remove_teacache_hook(model)
-    assert traces_of_us(model) == before
+    assert state_of(model) == before
     assert differing(turn(model, 0, 1, 2), exact) == []
 
 
 def test_a_model_without_blocks_is_refused_and_left_alone() -> None:
-    model = Oddity()
-    before = traces_of_us(model)
-    with pytest.raises(ModelError, match=r"No stack of blocks was found in Oddity.*register_declaration"):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    before = state_of(model)
+    with pytest.raises(ModelError, match=r"No stack of blocks was found in Sequential.*register_declaration"):
         apply_teacache_hook(model, SKIPPING)
-    assert traces_of_us(model) == before
+    assert state_of(model) == before
 
 
-scripting = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-
-@scripting
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_block_that_cannot_be_gated_is_refused_and_everything_left_alone() -> None:
     model = Plain()
     model.blocks[2] = torch.jit.script(model.blocks[2])
-    before = traces_of_us(model)
+    before = state_of(model)
     with pytest.raises(SettingError, match="cannot be hooked"):
         apply_teacache_hook(model, SKIPPING)
-    assert traces_of_us(model) == before
-
-
-@scripting
-def test_other_modules_that_cannot_be_gated_do_no_harm() -> None:
-    model = Plain()
-    model.embed_c = torch.jit.script(model.embed_c)
-    exact = loop(model, steps=4)
-    hook = apply_teacache_hook(model, {"schedule": "##.#"})
-    assert differing(loop(model, steps=4), exact) == [2]
-    assert mask(hook) == "##.#"
+    assert state_of(model) == before
 
 
 class Tied(Plain):
@@ -157,11 +133,12 @@ def test_blocks_that_run_more_than_once(make: type[Plain]) -> None:
     model = make()
     exact = loop(model, steps=3)
     hook = apply_teacache_hook(model, {**SKIPPING, "first_steps": 2})
-    with counted(set(model.blocks)) as calls, torch.no_grad(), call_context(branch="only"):
-        assert torch.equal(model(*at(0, 3, "x"), COND), exact[0])
-        assert torch.equal(model(*at(1, 3, "x"), COND), exact[1])
+    with counted(set(model.blocks)) as calls, torch.no_grad(), call_context(branch="only"), stepped(model) as run:
+        for step in (0, 1):
+            assert torch.equal(run.call(lambda step=step: model(*at(step, 3, "x"), COND)), exact[step])
         calls.clear()
-        torch.testing.assert_close(model(*at(1, 3, "x"), COND), exact[1], rtol=1e-5, atol=1e-5)
+        skipped = run.call(lambda: model(*at(1, 3, "x"), COND))
+        torch.testing.assert_close(skipped, exact[1], rtol=1e-5, atol=1e-5)
         assert not calls
     assert mask(hook) == "##."
 
@@ -287,10 +264,10 @@ def test_blocks_that_are_called_in_another_way(by_name: bool, settings: dict[str
     @torch.no_grad()
     def run(model: Restyled) -> list[torch.Tensor]:
         outputs = []
-        with call_context(branch="only"):
+        with call_context(branch="only"), stepped(model, 6) as run:
             for step in range(6):
                 model.by_name = by_name is (step < 3)
-                outputs.append(model(*at(0), COND))
+                outputs.append(run.call(lambda: model(*at(0), COND)))
         return outputs
 
     model = Restyled()
@@ -324,8 +301,8 @@ def test_a_reference_that_appears_is_computed() -> None:
     @torch.no_grad()
     def run() -> list[Any]:
         order = (plain, plain, reference, reference)
-        with call_context(branch="only"):
-            return [model(**found.inputs(0), return_dict=False)[0] for found in order]
+        with call_context(branch="only"), stepped(model) as steps:
+            return [steps.call(lambda found=found: model(**found.inputs(0), return_dict=False)[0]) for found in order]
 
     exact = run()
     hook = apply_teacache_hook(model, SKIPPING)
@@ -389,114 +366,3 @@ def test_blocks_of_a_form_that_is_not_known_turn_the_cache_off(
         assert differing(loop(model), exact) == []
     assert hook.stats().problem is not None
     assert len(caplog.records) == 1
-
-
-# ------------------------------------------------------------------------------------------------ the manual road
-
-
-def extract(module: Plain, hidden_states: Any, timestep: Any, encoder_hidden_states: Any) -> CacheContext:
-    temb = module.embed(timestep, encoder_hidden_states)
-    x = module.embed_x(hidden_states)
-    return CacheContext(
-        modulated_input=module.blocks[0].norm(x) * (1 + temb),
-        hidden_states=x,
-        encoder_hidden_states=None,
-        temb=temb,
-        run_transformer_blocks=lambda: (module.run(x, temb),),
-        postprocess=module.unembed,
-    )
-
-
-@pytest.fixture
-def _plain_extracted() -> Iterator[None]:
-    register_extractor("Plain", extract)
-    yield
-    del EXTRACTOR_REGISTRY["Plain"]
-
-
-OF = [{}, {"forecast": "linear"}, {"forecast": "taylor", "forecast_of": "output"}, {"schedule": "##.#..#..#.#"}]
-
-
-@pytest.mark.usefixtures("_plain_extracted")
-@pytest.mark.parametrize("settings", OF, ids=["reuse", "linear", "output", "schedule"])
-def test_an_extractor_gives_what_the_blocks_give(settings: dict[str, Any]) -> None:
-    class Unextracted(torch.nn.Module):
-        """The same model under a name that nobody registered."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain = Plain()
-
-        def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any) -> Any:
-            return self.plain(hidden_states, timestep, encoder_hidden_states)
-
-    settings = {**UNGUARDED, "rel_l1_thresh": 0.3, **settings}
-    by_hand, by_blocks = Plain(), Unextracted()
-    hooks = [apply_teacache_hook(model, settings) for model in (by_hand, by_blocks)]
-    for one, other in zip(loop(by_hand), loop(by_blocks), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert hooks[0].extractor_fn is extract
-    assert hooks[1].extractor_fn is None
-    assert mask(hooks[0]) == mask(hooks[1])
-    assert "." in mask(hooks[0])
-    distances = [[step.distance for step in hook.stats().branches["only"].steps] for hook in hooks]
-    assert distances[0] == [step if step is None else pytest.approx(step, rel=1e-5) for step in distances[1]]
-
-
-@pytest.mark.usefixtures("_plain_extracted")
-def test_an_extractor_serves_subclasses_and_keeps_branches_apart() -> None:
-    class Derived(Plain):
-        pass
-
-    model = Derived()
-    exact = [loop(Plain(), conditioning=conditioning) for conditioning in (COND, UNCOND)]
-    hook = apply_teacache_hook(model, SKIPPING)
-    assert hook.extractor_fn is extract
-    outputs: list[list[torch.Tensor]] = [[], []]
-    with torch.no_grad():
-        for _ in range(2):
-            for branch, conditioning in enumerate((COND, UNCOND)):
-                with call_context(branch=str(branch)):
-                    outputs[branch].append(model(*at(0, name="x"), conditioning))
-    for found, expected in zip(outputs, exact, strict=True):
-        assert torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[0], rtol=1e-5, atol=1e-5)
-    assert [branch.mask for branch in hook.stats().branches.values()] == ["#.", "#."]
-
-
-@pytest.mark.usefixtures("_plain_extracted")
-def test_an_extractor_leaves_the_model_as_it_was() -> None:
-    model = Plain()
-    before, exact = traces_of_us(model), loop(model)
-    apply_teacache_hook(model, {"rel_l1_thresh": 0})
-    assert differing(loop(model), exact) == []
-    remove_teacache_hook(model)
-    assert traces_of_us(model) == before
-
-
-def test_an_extractor_may_change_text_as_well() -> None:
-    class Dual(torch.nn.Module):
-        def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("its extractor is called in its place")
-
-    def take_apart(module: Dual, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> CacheContext:
-        return CacheContext(
-            hidden_states,
-            hidden_states,
-            encoder_hidden_states,
-            None,
-            lambda: (hidden_states * 3, encoder_hidden_states * 5),
-            lambda hidden: (hidden,),
-        )
-
-    register_extractor("Dual", take_apart)
-    try:
-        model = Dual()
-        hook = apply_teacache_hook(model, SKIPPING)
-        one, text = torch.ones(1, 2), torch.ones(1, 3)
-        with call_context(branch="only"):
-            assert zoo.equal(model(one, text), (one * 3,))
-            assert zoo.equal(model(one * 4, text), (one * 4 + 2,))
-        assert mask(hook) == "#."
-    finally:
-        del EXTRACTOR_REGISTRY["Dual"]

@@ -1,4 +1,4 @@
-"""Which step a call belongs to: told by a scheduler, or by branches and times in a loop of one's own."""
+"""Which step a call belongs to: by a scheduler, or by branches, times and samples in a loop of one's own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from driving import COND, Plain
-from samovar.cache.line import Line
 
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheBackend
+from samovar.cache.clock import Clock
+from samovar.cache.inputs import Inputs
 from samovar.cache.schedule import Step, Verdict
-from samovar.hooks import Run
+from samovar.hooks import Roles, Run
 
 COUNTING: dict[str, Callable[[], Any]] = {
     "flow": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -32,6 +33,12 @@ COUNTING: dict[str, Callable[[], Any]] = {
     "heun": HeunDiscreteScheduler,
 }
 SKIP = Verdict("skip", "below the threshold")
+
+
+def call(time: Any = None, sample: torch.Tensor | None = None) -> Inputs:
+    """A call at some time, with a sample of its own unless one is given."""
+    given = (torch.ones(1) if sample is None else sample, *(() if time is None else (time,)))
+    return Inputs(given, {}, ("hidden_states", "timestep"), Roles())
 
 
 def running(make: Callable[[], Any]) -> tuple[Run, Any]:
@@ -58,16 +65,20 @@ def loop(scheduler: Any, begin: int = 0) -> Iterator[int]:
 def test_a_scheduler_tells_the_step_however_many_branches_there_are(make: Callable[[], Any], begin: int) -> None:
     run, scheduler = running(make)
     scheduler.set_timesteps(6)
-    total, line, places = len(scheduler.timesteps), Line(None), []
+    total, clock, places = len(scheduler.timesteps), Clock(None), []
     for number in loop(scheduler, begin):
         for branch in ("cond", "uncond", "cond"):
-            assert line.begin_call(branch, run)
-            assert line.is_told
-            assert (line.index, line.step) == (number, Step(number, total, total))
-            assert line.verdict is (None if branch == "cond" and len(places) <= number - begin else SKIP)
-            if line.verdict is None:
-                places.append(line.place)
-            line.verdict = SKIP
+            assert clock.advance(branch, run, call(scheduler.timesteps[number]))
+            assert clock.is_scheduled
+            assert (clock.index, clock.step) == (number, Step(number, total, total))
+            assert clock.verdict is (None if branch == "cond" and len(places) <= number - begin else SKIP)
+            assert clock.is_again is (clock.verdict is SKIP and branch == "cond"), "the same branch once more"
+            assert not clock.has_gap
+            if clock.verdict is None:
+                places.append(clock.place)
+            clock.verdict = SKIP
+        assert clock.is_last is (number == total - 1)
+    assert clock.leader == "cond"
     assert places == [-float(scheduler.sigmas[number]) for number in range(begin, total)]
     assert places == sorted(places), "noise goes down, so that places go up"
 
@@ -76,25 +87,25 @@ def test_a_scheduler_tells_the_step_however_many_branches_there_are(make: Callab
 @pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
 def test_a_second_loop_in_one_run_begins_anew(make: Callable[[], Any]) -> None:
     run, scheduler = running(make)
-    line = Line(None)
+    clock = Clock(None)
     scheduler.set_timesteps(4)
     for _ in loop(scheduler):
-        assert line.begin_call("cond", run)
+        assert clock.advance("cond", run, call())
     scheduler.set_timesteps(4)
-    assert not line.begin_call("cond", run)
+    assert not clock.advance("cond", run, call())
 
 
 @pytest.mark.parametrize(("steps", "begin"), [(20, 10), (20, 4), (8, 4)])
 def test_a_second_loop_that_begins_later_than_the_first_ended_begins_anew_too(steps: int, begin: int) -> None:
     """Enlarge and refine: a short run, and then the later part of a long one."""
     run, scheduler = running(COUNTING["flow"])
-    line = Line(None)
+    clock = Clock(None)
     scheduler.set_timesteps(4)
     for _ in loop(scheduler):
-        assert line.begin_call("cond", run)
+        assert clock.advance("cond", run, call())
     scheduler.set_timesteps(steps)
     scheduler.set_begin_index(begin)
-    assert not line.begin_call("cond", run)
+    assert not clock.advance("cond", run, call())
 
 
 def test_a_run_may_be_shorter_than_its_scheduler() -> None:
@@ -102,21 +113,21 @@ def test_a_run_may_be_shorter_than_its_scheduler() -> None:
     run.pipeline._num_timesteps = 4
     scheduler.set_timesteps(10)
     scheduler.set_begin_index(6)
-    line = Line(99)
-    assert line.begin_call("cond", run)
-    assert line.step == Step(6, 10, 4), "what was announced is for loops of one's own"
+    clock = Clock(99)
+    assert clock.advance("cond", run, call())
+    assert clock.step == Step(6, 10, 4), "what was announced is for loops of one's own"
 
 
 def test_a_scheduler_that_does_not_count_leaves_it_to_the_branches() -> None:
     run, scheduler = running(DDIMScheduler)
     scheduler.set_timesteps(5)
-    line = Line(None)
+    clock = Clock(None)
     for number in loop(scheduler):
         for branch in ("cond", "uncond"):
-            assert line.begin_call(branch, run)
-            assert not line.is_told
-            assert line.step == Step(number, 5, 5)
-            assert line.place == float(number)
+            assert clock.advance(branch, run, call(scheduler.timesteps[number]))
+            assert not clock.is_scheduled
+            assert clock.step == Step(number, 5, 5)
+            assert clock.place == float(number)
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
@@ -196,12 +207,13 @@ def test_a_branch_that_is_called_twice_a_step_never_gets_what_is_the_other_calls
 
 
 def indices(*branches: Any, announced: int | None = None) -> list[int]:
-    line, found = Line(announced), []
+    clock, found = Clock(announced), []
     for branch in branches:
-        assert line.begin_call(branch, None)
-        assert not line.is_told
-        assert line.step == Step(line.index, announced, announced)
-        found.append(line.index)
+        assert clock.advance(branch, None, call())
+        assert not clock.is_scheduled
+        assert clock.step == Step(clock.index, announced, announced)
+        found.append(clock.index)
+    assert clock.leader == branches[0]
     return found
 
 
@@ -214,14 +226,76 @@ def test_a_step_begins_with_a_branch_that_was_called_in_the_last_one() -> None:
     assert indices("cond", "uncond", "cond", "cond") == [0, 0, 1, 2], "guidance until half-way"
 
 
+def calls(*given: tuple[str, float | None]) -> list[tuple[int, bool, bool]]:
+    """The step of each call, whether its branch was called in that step before, and whether it has missed some."""
+    clock, found = Clock(None), []
+    for branch, time in given:
+        assert clock.advance(branch, None, call(time))
+        found.append((clock.index, clock.is_again, clock.has_gap))
+    return found
+
+
+def test_a_step_begins_with_another_time_whichever_branch_is_called() -> None:
+    assert calls(("cond", 1.0), ("uncond", 1.0), ("uncond", 0.9), ("cond", 0.9)) == [
+        (0, False, False), (0, False, False), (1, False, False), (1, False, False)
+    ]  # fmt: skip
+    assert calls(("cond", 1.0), ("late", 0.9)) == [(0, False, False), (1, False, False)]
+
+
+def test_a_second_call_at_the_same_time_is_no_step() -> None:
+    assert calls(("cond", 1.0), ("cond", 1.0), ("cond", 0.9), ("uncond", 0.9), ("cond", 0.9)) == [
+        (0, False, False), (0, True, False), (1, False, False), (1, False, False), (1, True, False)
+    ]  # fmt: skip
+
+
+def test_a_branch_that_missed_a_step_has_a_gap() -> None:
+    times = [("cond", 1.0), ("uncond", 1.0), ("cond", 0.9), ("cond", 0.8), ("uncond", 0.8), ("cond", 0.7)]
+    assert [has_gap for _, _, has_gap in calls(*times)] == [False] * 4 + [True, False]
+
+
+def unclear(*samples: torch.Tensor) -> list[tuple[bool, bool]]:
+    """Whether each of some calls at later and later times may be, or is, a second one of its step."""
+    clock, found = Clock(None), []
+    for index, sample in enumerate(samples):
+        assert clock.advance("only", None, call(1.0 - index / 10, sample))
+        found.append((clock.is_unclear, clock.is_again))
+    return found
+
+
+def test_a_call_with_the_sample_of_the_one_before_may_be_a_second_one_of_its_step() -> None:
+    one, two, three = torch.ones(1), torch.ones(1), torch.ones(1)
+    assert unclear(one, two, three) == [(False, False)] * 3
+    assert unclear(one, one, two, two) == [(False, False), (True, False), (False, True), (True, False)]
+
+
+def test_a_sample_that_never_changes_is_a_step_at_each_time() -> None:
+    """Somebody tries the cache with the same tensor over and over."""
+    one = torch.ones(1)
+    assert unclear(one, one, one, one) == [(False, False), (True, False), (False, False), (False, False)]
+
+
 def test_what_was_decided_is_for_one_step() -> None:
-    line = Line(None)
-    line.begin_call("cond", None)
-    line.verdict = SKIP
-    line.begin_call("uncond", None)
-    assert line.verdict is SKIP
-    line.begin_call("cond", None)
-    assert line.verdict is None
+    clock = Clock(None)
+    clock.advance("cond", None, call())
+    clock.verdict = SKIP
+    clock.advance("uncond", None, call())
+    assert clock.verdict is SKIP
+    clock.advance("cond", None, call())
+    assert clock.verdict is None
+
+
+def test_the_last_step_is_known_if_the_length_was_announced() -> None:
+    clock, found = Clock(3), []
+    for _ in range(3):
+        clock.advance("only", None, call())
+        found.append(clock.is_last)
+    assert found == [False, False, True]
+    assert not Clock(None).is_last
+
+
+def test_a_call_at_an_earlier_time_begins_a_run() -> None:
+    clock = Clock(None)
+    assert [clock.advance("only", None, call(time)) for time in (1.0, 0.9, 0.8, 1.0)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -240,12 +314,12 @@ def test_what_was_decided_is_for_one_step() -> None:
     ],
 )
 def test_a_run_begins_when_time_turns_back(times: list[float], expected: list[int]) -> None:
-    line = Line(None)
-    assert [number for number, time in enumerate(times) if line.goes_back(time)] == expected
+    clock = Clock(None)
+    assert [number for number, time in enumerate(times) if clock.turns_back(time)] == expected
 
 
 def test_times_of_long_runs_are_not_kept() -> None:
-    line = Line(None)
+    clock = Clock(None)
     for time in range(1000):
-        assert not line.goes_back(float(time))
-    assert len(line._times) <= 3
+        assert not clock.turns_back(float(time))
+    assert len(clock._times) <= 3
