@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ import torch
 import pipelines
 from samovar.cache import TeaCacheBackend, apply_teacache_hook
 from samovar.errors import HookConflictError
-from samovar.hooks import NOT_BYPASSED, BaseState, HookOrder, HookRegistry, ModelHook, StateManager, call_context
+from samovar.hooks import (
+    NOT_BYPASSED,
+    BaseState,
+    HookOrder,
+    HookRegistry,
+    ModelHook,
+    StateManager,
+    call_context,
+    running,
+)
 from samovar.parallel import (
     CfgParallelHook,
     SequenceParallelConfig,
@@ -339,6 +349,14 @@ BY_BRANCH = {"schedule": {"cond": "##.##.#.##", "uncond": "#.#.....#."}}
 BELOW = {"rel_l1_thresh": 0.25}
 
 
+class Stepped:
+    """A loop whose scheduler counts."""
+
+    def __init__(self, model: torch.nn.Module, steps: int) -> None:
+        self.transformer = model
+        self.scheduler = SimpleNamespace(timesteps=range(steps), _step_index=0)
+
+
 @torch.no_grad()
 def unequally_asked(step: Callable[..., torch.Tensor], settings: dict[str, Any]) -> tuple[float, Any, Any]:
     """A cached loop on one rank and on two: how far apart, and what was computed of this rank's branch."""
@@ -349,7 +367,11 @@ def unequally_asked(step: Callable[..., torch.Tensor], settings: dict[str, Any])
         cache = apply_teacache_hook(model, settings, agree=agreement(mesh) if is_parallel else None)
         if is_parallel:
             apply_cfg_parallel(model, mesh)
-        outputs = [step(model, hidden_states, number) + 0 for number, hidden_states in enumerate(drifting())]
+        samples, outputs = list(drifting()), []
+        pipeline = Stepped(model, len(samples))
+        with running(pipeline):  # A rank does not see the calls of others: their scheduler says which step it is.
+            for pipeline.scheduler._step_index, hidden_states in enumerate(samples):
+                outputs.append(step(model, hidden_states, pipeline.scheduler._step_index) + 0)
         runs.append((outputs, cache.stats().branches[("cond", "uncond")[mesh.cfg.index]].mask))
     (expected, mask), (outputs, found) = runs
     return max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)), mask, found

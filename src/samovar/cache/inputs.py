@@ -41,8 +41,9 @@ class Inputs:
         """What two calls have in common that do the same with their blocks."""
         of = self.roles.of
         form = [(path, None if of(path) == "time" else tree.signature(leaf)) for path, leaf in self.leaves]
-        cast = torch.is_autocast_enabled(kind := self.device.type) and torch.get_autocast_dtype(kind)
-        return cast, *form
+        kind = self.device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if casts else None, *form
 
     @functools.cached_property
     def numbers(self) -> tuple[float, ...]:

@@ -99,7 +99,14 @@ def explain(
     places = _places(pipe)
     hooks = {hook for place in places for hook in place.chain}
     seen = [order for order in HookOrder if any(hook.endswith(f"({order.name.lower()})") for hook in hooks)]
-    found = _features(config, cache, offloaded, regions, sharding, covered=_covered(pipe) if cache else ())
+    found = _features(
+        config,
+        cache,
+        offloaded,
+        regions,
+        sharding,
+        covered=_covered(pipe) if isinstance(cache, TeaCacheBackend) else (),
+    )
     features = (*found, *(_of_peer(peer) for peer in peers))
     return Explanation(
         pipeline=type(bare).__name__,

@@ -289,7 +289,8 @@ def _prepare_for_compilation() -> None:
             skip_frame(function)
         from torch._dynamo import trace_rules
 
-        for room in ("arch", "trace", "cache"):  # Around a model that is compiled whole, they run as they are.
+        # Around a model that is compiled whole, they run as they are.
+        for room in ("tree", "hooks.around", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
             trace_rules.add(f"samovar.{room}")
 
 

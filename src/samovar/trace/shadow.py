@@ -8,6 +8,7 @@ the user holds. Modules that should not run in a trial, such as blocks, are give
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -113,7 +114,7 @@ class _Copier:
         vars(shadow).update(entries)
         if answer is not None:
             shadow.__class__ = _answering_class(type(shadow), answer, module)
-        elif any(tensor is not None and tensor.is_meta for tensor in module._parameters.values()):
+        elif _compute_dtype(module) or any(p is not None and p.is_meta for p in module._parameters.values()):
             shadow.register_forward_pre_hook(bring_weights(module))
 
     def _translated(self, value: Any, levels: int = 4) -> Any:
@@ -150,7 +151,7 @@ def _answering_class(cls: type[torch.nn.Module], answer: Answer, module: torch.n
         output = answer(module, args, kwargs)
         return cls.forward(self, *args, **kwargs) if output is NOT_BYPASSED else output
 
-    return subclass(cls, forward)
+    return subclass(cls, functools.wraps(cls.forward)(forward))
 
 
 def subclass(cls: type[torch.nn.Module], forward: Callable[..., Any]) -> type[torch.nn.Module]:
@@ -165,13 +166,21 @@ def bring_weights(original: torch.nn.Module, device: torch.device | None = None)
     """A hook that gives a shadow weights of its own when it first runs, where the original's are elsewhere."""
     # accelerate leaves nothing in the module itself.
     stored = getattr(vars(original).get("_hf_hook"), "weights_map", None)
+    dtype = _compute_dtype(original)
 
     def bring(module: torch.nn.Module, args: Any) -> None:
         where = device or next((tensor.device for tensor in tree.tensors(args)), torch.device("cpu"))
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                if tensor is not None and tensor.device != where:
+                if tensor is not None and (tensor.device != where or dtype not in (None, tensor.dtype)):
                     source = stored[name] if tensor.is_meta and stored is not None else tensor
-                    held[name] = source.detach().to(where)  # type: ignore[assignment]
+                    held[name] = source.detach().to(where, dtype)  # type: ignore[assignment]
 
     return bring
+
+
+def _compute_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype in which a module computes whose weights diffusers keeps in another."""
+    hooks = getattr(vars(module).get("_diffusers_hook"), "hooks", {})
+    dtype: torch.dtype | None = getattr(hooks.get("layerwise_casting"), "compute_dtype", None)
+    return dtype
