@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from samovar import tree
 from samovar.cache.inputs import Inputs, Pair, Sample, changes, relative, some, watch
 from samovar.hooks import Roles
 
@@ -138,6 +137,12 @@ def test_sample_and_time_are_not_watched_and_all_else_is_wherever_it_is() -> Non
         "controlnet_block_samples.0": False,
         "guidance": True,
     }
+
+
+def test_conditioning_is_what_should_stay() -> None:
+    words, more = text(), text()
+    given = inputs(text(), torch.tensor([1.0]), words, [text()], pooled=more, guidance=3.5)
+    assert [tensor is known for tensor, known in zip(given.conditioning, (words, more), strict=True)] == [True, True]
 
 
 def test_the_very_same_conditioning_has_not_changed() -> None:
@@ -277,7 +282,9 @@ def test_another_sample_at_another_time_is_all_that_is_other() -> None:
     assert not torch.equal(args[0], given.args[0])
     assert not torch.equal(args[1], given.args[1])
     assert kwargs["sigma"] != 0.7
-    assert all(tree.equal(one, another) for one, another in zip(args[2:], given.args[2:], strict=True))
+    assert not torch.equal(args[3][0], given.args[3][0]), "a ControlNet gives something else for another sample"
+    assert torch.equal(args[2], given.args[2])
+    assert args[4] == given.args[4]
     assert torch.equal(given.args[0], torch.zeros(2, 3)), "what was given is as it was"
     args, kwargs = given.at_another_step(torch.zeros(2, 3), with_time=False)
     assert not torch.equal(args[0], given.args[0])

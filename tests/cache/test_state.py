@@ -61,17 +61,14 @@ def test_a_step_of_another_form_or_number_begins_a_new_history(other: Inputs) ->
     assert len(state.history) == 0, "what is not known cannot be gone on with"
 
 
-def test_a_restart_forgets_the_steps_but_not_that_the_branch_is_ambiguous() -> None:
+def test_a_restart_forgets_the_steps() -> None:
     state = TeaCacheState()
     computed(state, 0, signal=SIGNAL)
     state.skipped(inputs(1), SIGNAL, 0.1, False)
-    state.is_ambiguous = True
     state.restart()
     assert (len(state.history), state.signal, state.skipped_in_a_row) == (0, None, 0)
     assert (state.accumulated_rel_l1_distance, state.watched) == (0.0, {})
-    assert state.obstacle(inputs(1), asks=False) == "several calls of one step go by this branch"
-    state.reset()
-    assert not state.is_ambiguous
+    assert state.obstacle(inputs(1), asks=False) == "nothing stored"
 
 
 def test_skipped_steps_are_counted_until_one_is_computed() -> None:

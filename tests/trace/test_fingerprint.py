@@ -61,6 +61,20 @@ def test_a_change_shows(change: Callable[[Plain], None]) -> None:
     assert Fingerprint(model.modules()).holds()
 
 
+def test_a_module_at_the_address_of_a_freed_one_is_another() -> None:
+    model = Plain()
+    fingerprint = Fingerprint(model.modules())
+    before = id(model.blocks[0].ff)
+    model.blocks[0].ff = torch.nn.Identity()
+    others = []
+    for _ in range(1000):
+        others.append(torch.nn.Linear(8, 8))
+        if id(others[-1]) == before:
+            break
+    model.blocks[0].ff = others[-1]
+    assert not fingerprint.holds()
+
+
 def test_running_a_model_is_no_change() -> None:
     name = "FluxTransformer2DModel"
     model = case(name).build()

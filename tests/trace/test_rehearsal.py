@@ -172,11 +172,11 @@ class Picky(Plain):
         return super().embed(time, conditioning)
 
 
-def test_a_model_that_does_not_take_another_time_is_tried_at_its_own() -> None:
+def test_a_model_that_does_not_take_another_time_is_tried_at_its_own_alone() -> None:
     gated = Gated(Picky())
     (trace, _, _), rehearsed = gated.rehearsed(gated.inputs(*at(0), COND))
     assert trace.leader.gate.path == "blocks"
-    assert rehearsed.other is not None
+    assert rehearsed.other is None
 
 
 class Strict(Plain):
@@ -234,3 +234,32 @@ def test_the_residuals_of_a_step_as_an_outlook() -> None:
     assert residuals.device == torch.device("cpu")
     assert zoo.equal(residuals.added_to(torch.ones(2), 1), torch.full((2,), 2.0))
     assert Residuals([None]).device == torch.device("cpu")
+
+
+class Wave(torch.nn.Module):
+    """Something without weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cos()
+
+
+class Waving(Plain):
+    """Has modules without weights: of the conditioning, of what weights make of it, of the sample, and of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_text, self.of_embedded, self.of_sample, self.of_time = Wave(), Wave(), Wave(), Wave()
+
+    def embed(self, time: torch.Tensor, conditioning: torch.Tensor) -> torch.Tensor:
+        embedded = super().embed(self.of_time(time), conditioning)
+        return embedded + self.of_text(conditioning).mean() + self.of_embedded(self.embed_c(conditioning)).mean()
+
+    def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any) -> torch.Tensor:
+        return super().forward(self.of_sample(hidden_states), timestep, encoder_hidden_states)
+
+
+def test_only_what_depends_on_the_conditioning_alone_may_be_remembered() -> None:
+    """Not even what weights have made of it: these may change at any time."""
+    gated = Gated(Waving())
+    (trace, _, _), _ = gated.rehearsed(gated.inputs(*at(0), COND))
+    assert trace.constants == {(gated.model.of_text, 0): False}
