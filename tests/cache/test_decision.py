@@ -33,7 +33,7 @@ def test_the_change_of_a_signal_is_its_relative_l1_distance() -> None:
     found = Signal(before).change(Signal(now))
     assert found is not None
     expected = (now - before).abs().mean() / before.abs().mean()
-    assert measure(found, (), None, None).signal == pytest.approx(expected.item(), rel=1e-6)
+    assert measure(found, (), (), None).signal == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -41,7 +41,7 @@ def test_sums_of_half_precision_do_not_overflow_or_stall(dtype: torch.dtype) -> 
     before = torch.full((1, 1000, 1000), 3.0, dtype=dtype)
     found = Signal(before).change(Signal(before * 1.25))
     assert found is not None
-    assert measure(found, (), None, None).signal == pytest.approx(0.25, rel=1e-3)
+    assert measure(found, (), (), None).signal == pytest.approx(0.25, rel=1e-3)
 
 
 def test_signals_of_another_form_or_place_cannot_be_compared() -> None:
@@ -58,8 +58,8 @@ def test_a_signal_keeps_no_graph() -> None:
 
 def test_all_that_changed_is_read_at_once() -> None:
     with Reads() as reads:
-        found = measure(pair(1.0, 4.0), [pair(0.0, 0.0), pair(1.0, 2.0)], torch.tensor(750), None)
-    assert found == Measured(0.25, 0.5, 750.0)
+        found = measure(pair(1.0, 4.0), [pair(0.0, 0.0), pair(1.0, 2.0)], [torch.tensor(750)], None)
+    assert found == Measured(0.25, 0.5, (750.0,))
     assert reads.count == 1
 
 
@@ -69,15 +69,15 @@ def test_all_that_changed_is_read_at_once() -> None:
 def test_what_was_nothing_and_is_something_has_changed_beyond_measure(
     change: float, size: float, relative: float
 ) -> None:
-    assert measure(pair(change, size), (), None, None).signal == relative
-    assert measure(pair(0.0, 1.0), [pair(change, size)], None, None).others == relative
+    assert measure(pair(change, size), (), (), None).signal == relative
+    assert measure(pair(0.0, 1.0), [pair(change, size)], (), None).others == relative
 
 
 def test_what_is_no_number_is_never_small() -> None:
     nan = float("nan")
-    assert not measure(pair(nan, 1.0), (), None, None).signal < 1e9
-    assert not measure(pair(0.0, 1.0), [pair(nan, 1.0)], None, None).others < 1e9
-    assert not measure(pair(0.0, 1.0), [pair(0.0, 1.0), pair(nan, 1.0)], None, None).others < 1e9
+    assert not measure(pair(nan, 1.0), (), (), None).signal < 1e9
+    assert not measure(pair(0.0, 1.0), [pair(nan, 1.0)], (), None).others < 1e9
+    assert not measure(pair(0.0, 1.0), [pair(0.0, 1.0), pair(nan, 1.0)], (), None).others < 1e9
 
 
 class Two:
@@ -100,24 +100,24 @@ class Two:
 def test_ranks_agree_on_as_many_sums_whatever_changed(others: list[tuple[float, float]]) -> None:
     """Another rank has changes of its own; time is the same for all."""
     agree = Two(torch.tensor([3.0, 4.0, 0.5, 1.0]))
-    found = measure(pair(1.0, 4.0), [pair(*other) for other in others], torch.tensor(0.25), agree)
+    found = measure(pair(1.0, 4.0), [pair(*other) for other in others], [torch.tensor(0.25)], agree)
     largest = max((change / size for change, size in others if change), default=0.0)
     assert agree.asked == [("all", [1.0, 4.0, largest, 1.0])]
-    assert found == Measured(0.5, (largest + 0.5) / 2, 0.25)
+    assert found == Measured(0.5, (largest + 0.5) / 2, (0.25,))
 
 
 def test_a_rank_without_a_signal_makes_all_of_them_compute() -> None:
-    found = measure(None, (), None, Two(torch.tensor([0.1, 1.0, 0.0, 1.0])), torch.device("cpu"))
+    found = measure(None, (), (), Two(torch.tensor([0.1, 1.0, 0.0, 1.0])), torch.device("cpu"))
     assert found.signal == float("inf")
-    assert measure(None, (), None, None).signal == float("inf")
+    assert measure(None, (), (), None).signal == float("inf")
 
 
 def test_a_branch_may_decide_for_itself() -> None:
     agree = Two(torch.tensor([1.0, 4.0, 0.0, 1.0]))
-    assert measure(pair(1.0, 4.0), (), None, agree, within_branch=True).signal == 0.25
+    assert measure(pair(1.0, 4.0), (), (), agree, within_branch=True).signal == 0.25
     assert [kind for kind, _ in agree.asked] == ["branch"]
 
 
 def test_conditioning_that_changed_on_one_rank_has_changed_on_all() -> None:
     agree = Two(torch.tensor([0.0, 1.0, 0.0, 1.0]))
-    assert measure(pair(0.0, 1.0), [pair(1.0, 0.0)], None, agree).others == float("inf")
+    assert measure(pair(0.0, 1.0), [pair(1.0, 0.0)], (), agree).others == float("inf")

@@ -163,7 +163,7 @@ def test_weights_that_change_during_a_run_end_the_history() -> None:
 def _times_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: what time it is can be read with the signal alone."""
     monkeypatch.setattr(inputs_under_test, "on_host", lambda time: None)
-    monkeypatch.setattr(step_under_test, "_is_on_host", lambda time: False)
+    monkeypatch.setattr(step_under_test, "is_on_host", lambda time: False)
 
 
 @pytest.mark.usefixtures("_times_on_a_device")

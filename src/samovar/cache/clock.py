@@ -25,7 +25,8 @@ class Last(NamedTuple):
 
     step: int
     time: float | None
-    """None where it is on a device."""
+    """None where it is on a device, or was not needed."""
+    given_time: torch.Tensor | float | None
     sample: Sample | None
     was_same: bool
     """Whether its sample was that of the call before."""
@@ -52,6 +53,8 @@ class Clock:
         """Its branches, in the order in which they were last called."""
         self.is_again = False
         """Whether the running call is another one of a step that its branch has had."""
+        self.last_time: torch.Tensor | float | None = None
+        """That of the branch's last call, as it was given."""
         self.is_unclear = False
         """Whether it may be that: it has the sample of the call before, at another time."""
         self.has_gap = False
@@ -76,6 +79,7 @@ class Clock:
         if run is None and time is not None and self.turns_back(time):
             return False
         last = self.recent.get(branch)
+        self.last_time = None if last is None else last.given_time
         same = last is not None and last.sample is not None and last.sample.is_that_of(inputs.sample)
         self.is_again = position is None and last is not None and time is not None and time == last.time
         if position is None and last is not None and last.was_same and not same:
@@ -98,7 +102,7 @@ class Clock:
         self.has_gap = last is not None and index > last.step + 1
         self._branches.add(branch)
         sample = None if inputs.sample is None else Sample(inputs.sample)
-        self.recent[branch] = Last(index, time, sample, same)
+        self.recent[branch] = Last(index, time, inputs.time, sample, same)
         self.recent.move_to_end(branch)
         return True
 

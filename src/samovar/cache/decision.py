@@ -47,31 +47,29 @@ class Measured(NamedTuple):
     """The relative change of the signal."""
     others: float
     """The largest relative change of anything else; infinite if conditioning changed."""
-    time: float | None
+    times: tuple[float, ...]
 
 
 def measure(
     signal: change.Pair | None,
     others: Sequence[change.Pair],
-    time: torch.Tensor | float | None,
+    times: Sequence[torch.Tensor],
     agree: Agree | None,
     device: torch.device | None = None,
     *,
     within_branch: bool = False,
 ) -> Measured:
-    """Relative changes from pairs of change and size, in one wait for the device. No signal is an infinite change."""
+    """Relative changes from pairs of change and size, and the first number of each time, in one wait for the device. No
+    signal is an infinite change."""
     if signal is None:
         signal = torch.tensor([torch.inf, 1.0], device=device).unbind()
     pairs = torch.stack([part.to(signal[0].device, torch.float32) for pair in (signal, *others) for part in pair])
     if agree is not None:
         pairs = (agree.within_branch if within_branch else agree)(_in_four(pairs))
-    read_time = time if not isinstance(time, torch.Tensor) else None
-    if isinstance(time, torch.Tensor):
-        *numbers, read_time = torch.cat([pairs, time.reshape(-1)[:1].to(pairs)]).tolist()
-    else:
-        numbers = pairs.tolist()
-    distances = [_distance(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
-    return Measured(distances[0], max(distances[1:], default=0.0), read_time)
+    count = len(pairs)
+    numbers = torch.cat([pairs, *(time.reshape(-1)[:1].to(pairs) for time in times)]).tolist()
+    distances = [_distance(*pair) for pair in zip(numbers[:count:2], numbers[1:count:2], strict=True)]
+    return Measured(distances[0], max(distances[1:], default=0.0), tuple(numbers[count:]))
 
 
 _LARGEST = 1e30

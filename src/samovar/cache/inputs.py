@@ -133,10 +133,15 @@ class Inputs:
         return args, {name: moved(name, value) for name, value in self.kwargs.items()}
 
 
+def is_on_host(time: torch.Tensor) -> bool:
+    """Whether nothing has to be waited for to read a time, if there is one."""
+    return time.device.type == "cpu" or not time.numel()
+
+
 def on_host(time: torch.Tensor | float | None) -> float | None:
     """A time, where it can be read without waiting for a device."""
     if isinstance(time, torch.Tensor):
-        return float(time.reshape(-1)[0]) if time.device.type == "cpu" and time.numel() else None
+        return float(time.reshape(-1)[0]) if is_on_host(time) and time.numel() else None
     return time
 
 

@@ -130,6 +130,10 @@ class BlockModel:
         self._gates.remove()
 
     def forget(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        for replay, _ in self._replays.values():
+            replay.close()
         self._readers.clear()
         self._replays.clear()
 

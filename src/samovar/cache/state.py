@@ -28,8 +28,6 @@ class TeaCacheState(BaseState):
     def reset(self) -> None:
         self.restart()
         self.constants.clear()
-        self.measured_time: float | None = None
-        """The time of the last step, if it was read from a device."""
 
     def restart(self) -> None:
         """Forget the steps so far: they say nothing about those that follow."""

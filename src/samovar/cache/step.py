@@ -19,7 +19,7 @@ from .config import TeaCacheConfig
 from .decision import Agree, Measured, Signal, measure
 from .forecast import Outlook
 from .hard import HardPictures
-from .inputs import Inputs
+from .inputs import Inputs, is_on_host
 from .model import CacheableModel, Forward, Outcome, Wish
 from .schedule import Verdict, judge
 from .state import TeaCacheState
@@ -72,6 +72,8 @@ class Steps:
         verdict = decided or judge(config, clock.step, state.skipped_in_a_row, call.context.branch)
         if verdict.reason in NEVER:
             return Plan(verdict)
+        if clock.is_again:
+            return self._computes(AGAIN, call, verdict)
         others = tuple(change.changes(inputs, state.watched)) if len(state.history) else ()
         has_changed = verdict.action != "ask" and self._have_changed(others)
         if has_changed:
@@ -79,8 +81,7 @@ class Steps:
         if verdict.action == "compute":
             return Plan(verdict, others=others)
         outlook = None
-        obstacle = AGAIN if clock.is_again else "conditioning changed" if has_changed else None
-        obstacle = obstacle or state.obstacle(inputs, asks=verdict.action == "ask")
+        obstacle = "conditioning changed" if has_changed else state.obstacle(inputs, asks=verdict.action == "ask")
         if obstacle is None and call.clock.is_unclear:
             obstacle = "the sample is that of the call before"
         obstacle = obstacle or self._problem(inputs)
@@ -89,16 +90,20 @@ class Steps:
             obstacle = None if outlook is not None else "a step that its forecast is made of is not stored"
         if obstacle is None:
             return Plan(verdict, outlook, others)
+        return self._computes(obstacle, call, verdict)
+
+    def _computes(self, why: str, call: Call, verdict: Verdict) -> Plan:
+        """Compute a step that might have been skipped. Other ranks may ask, and wait for this one."""
         if verdict.action == "ask" and self._agree is not None:
-            measure(None, (), None, self._agree, inputs.device)  # The other ranks ask, and wait for this one.
-        return Plan(Verdict("compute", obstacle), None, others)
+            measure(None, (), (), self._agree, call.inputs.device)
+        return Plan(Verdict("compute", why))
 
     def _have_changed(self, others: tuple[change.Pair, ...]) -> bool:
         """Whether a branch's inputs changed too much for its history to go on, where no signal will be asked."""
         if not others:
             return False
         # The leader has decided: this is about the branch's own inputs, on however many ranks they are.
-        measured = measure(others[0], others[1:], None, self._agree, within_branch=True)
+        measured = measure(others[0], others[1:], (), self._agree, within_branch=True)
         return max(measured.signal, measured.others) >= self._config.rel_l1_thresh
 
     def _problem(self, inputs: Inputs) -> str | None:
@@ -144,11 +149,10 @@ class Steps:
 
     def _decide(self, record: StepRecord, signal: Signal, call: Call, plan: Plan) -> StepRecord:
         """The record of a step that was left to its signal."""
-        state, clock = call.state, call.clock
+        state = call.state
         assert state.signal is not None
         pair = state.signal.change(signal)
-        time = None if clock.is_scheduled or _is_on_host(call.inputs.time) else call.inputs.time
-        measured = measure(pair, plan.others, time, self._agree, signal.value.device)
+        measured = measure(pair, plan.others, _times_on_device(call), self._agree, signal.value.device)
         if pair is None:
             state.restart()
             return record._replace(computed=True, reason="weights or adapters changed")
@@ -166,15 +170,14 @@ class Steps:
         return record._replace(computed=True, reason="the threshold is reached")
 
     def _read_time(self, call: Call, measured: Measured) -> str | None:
-        """Why a step is none of this run's, by a time that was read from the device."""
-        state, time = call.state, measured.time
-        if time is None or call.clock.is_scheduled or _is_on_host(call.inputs.time):
+        """Why a step is none of this run's, by times that were read from the device: this one's, and the last."""
+        if not measured.times:
             return None
-        stands_still, state.measured_time = time == state.measured_time, time
-        if call.clock.turns_back(time):
+        now, *before = measured.times
+        if call.clock.turns_back(now):
             return NEW_RUN
-        if stands_still:
-            state.restart()
+        if now in before:
+            call.state.restart()
             return AGAIN
         return None
 
@@ -214,8 +217,12 @@ class Steps:
         return record._replace(hard=is_hard)
 
 
-def _is_on_host(time: torch.Tensor | float | None) -> bool:
-    return not isinstance(time, torch.Tensor) or time.device.type == "cpu"
+def _times_on_device(call: Call) -> list[torch.Tensor]:
+    """The times of this call of a branch and of its last one, where nothing else says which step it is."""
+    now, before = call.inputs.time, call.clock.last_time
+    if call.clock.is_scheduled or not isinstance(now, torch.Tensor) or is_on_host(now):
+        return []
+    return [now, before] if isinstance(before, torch.Tensor) and before.numel() else [now]
 
 
 def _computed_alone(inputs: Inputs, forward: Forward) -> Outcome:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,27 +18,27 @@ class Fingerprint:
     """The parts, weights and adapters of some modules, as they were."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._held: list[tuple[Any, list[int]]] = []
+        self._held: list[tuple[Any, list[Any]]] = []
         self._tensors: list[torch.Tensor] = []
         self._adapters: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         for module in modules:
             weights = [*module._parameters.values(), *module._buffers.values()]
             tensors = [tensor for tensor in weights if tensor is not None]
-            self._held.append((module._modules, list(map(id, module._modules.values()))))
+            self._held.append((module._modules, list(module._modules.values())))
             # What lies on the meta device is elsewhere for now: accelerate puts new tensors there after each call.
             if not any(tensor.is_meta for tensor in tensors):
                 for held in (module._parameters, module._buffers):
-                    self._held.append((held, list(map(id, held.values()))))
+                    self._held.append((held, list(held.values())))
                 self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
             if isinstance(vars(module).get("scaling"), Mapping):  # An adapter of peft.
                 self._adapters.append((module, _adapter(module)))
-        self._held = [(held, ids) for held, ids in self._held if ids]
+        self._held = [(held, parts) for held, parts in self._held if parts]
         self._versions = [tensor._version for tensor in self._tensors]
 
     def holds(self) -> bool:
         """Whether it is still so."""
         return (
-            all(list(map(id, held.values())) == ids for held, ids in self._held)
+            all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
             and [tensor._version for tensor in self._tensors] == self._versions
             and all(_adapter(module) == adapter for module, adapter in self._adapters)
         )

@@ -69,6 +69,12 @@ class Rehearsal:
 
     def run(self, output: Any, perturb: Perturb) -> Rehearsed:
         """Complete the trace: who leads, and what is idle. ModelError says why nothing can be skipped."""
+        try:
+            return self._run(output, perturb)
+        finally:
+            self._replay.close()
+
+    def _run(self, output: Any, perturb: Perturb) -> Rehearsed:
         trace = self._trace
         try:
             same, skipped = self._skip(*self._given)
@@ -140,6 +146,8 @@ class Rehearsal:
             replay.run(StepPass(self._trace, "skip", self._outlook), args, kwargs, keeps_calls=True)
         except TrialFailed:
             return {}
+        finally:
+            replay.close()
         now = replay.constant_calls
         return {
             key: False

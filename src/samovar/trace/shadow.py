@@ -24,10 +24,10 @@ from ..hooks.intercept import attached_registry, bare_class, never_compiled
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
 """Called with the original module and the arguments; NOT_BYPASSED lets the shadow's own forward run."""
 
-_OTHERS_ENTRIES = frozenset(
-    ("_samovar_hooks", "_samovar_inside", "_hf_hook", "_old_forward", "_diffusers_hook", "_compiled_call_impl")
-)
-"""What we, accelerate, diffusers and torch's compiler put on a module."""
+_WRAPPED = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
+"""What accelerate and diffusers put on a module together with a forward of theirs."""
+_OTHERS_ENTRIES = _WRAPPED | {"_samovar_hooks", "_samovar_inside", "_compiled_call_impl"}
+"""The same, with what we and torch's compiler put there."""
 
 
 class TrialFailed(Exception):
@@ -50,6 +50,10 @@ class Shadow:
         given = tree.map_tensors(torch.clone, (args, kwargs))
         with trial((args, kwargs)):
             return never_compiled(self._root.__call__)(*given[0], **given[1])
+
+    def close(self) -> None:
+        """Let go of everything."""
+        del self._root
 
 
 def shadow_of(module: torch.nn.Module) -> torch.nn.Module:
@@ -96,7 +100,7 @@ class _Copier:
     def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
         entries: dict[str, Any] = {}
         answer = self._answers.get(module)
-        is_wrapped = answer is not None or not _OTHERS_ENTRIES.isdisjoint(vars(module))
+        is_wrapped = answer is not None or not _WRAPPED.isdisjoint(vars(module))
         for key, value in vars(module).items():
             if key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
                 continue

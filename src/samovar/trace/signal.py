@@ -87,6 +87,10 @@ class ModulatedInput:
         reached = self._run(given, stream) if self._twin is not None else None
         return stream if reached is None or reached.path != self.path else reached.value
 
+    def close(self) -> None:
+        """Let go of the shadow, and of copies of weights in it, without waiting for the collector."""
+        self._twin = None
+
     @property
     def attention(self) -> torch.nn.Module | None:
         """The real module before which the signal is taken."""
