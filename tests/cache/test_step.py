@@ -73,6 +73,15 @@ def test_a_history_ends_where_the_conditioning_changes(settings: dict[str, Any])
     assert differing(found[4:], steps(fresh, calls[4:])) == []
 
 
+def test_a_history_ends_where_the_conditioning_changes_by_a_saved_schedule_too() -> None:
+    model = Plain()
+    settings = {"schedule": "##..#...", "forecast": "linear", "forecast_of": "output"}
+    apply_teacache_hook(model, settings)
+    outputs = steps(model, usual(4) + [(*at(index), UNCOND) for index in range(4, 8)])
+    assert not torch.equal(outputs[2], outputs[1]), "a line goes on"
+    assert torch.equal(outputs[5], outputs[4]), "but not from one prompt to another"
+
+
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_a_history_ends_at_inputs_of_another_form(settings: dict[str, Any]) -> None:
     model = Plain()
@@ -142,16 +151,16 @@ def test_a_sample_that_stays_is_no_step_where_nobody_counts_them() -> None:
 
 
 def test_weights_that_change_during_a_run_end_the_history() -> None:
-    model, bare = Plain(), Plain()
-    hook = apply_teacache_hook(model, LINEAR)
+    model, bare, outputs = Plain(), Plain(), []
+    hook = apply_teacache_hook(model, OUTPUT)
     with torch.no_grad(), call_context(branch="only"), stepped(model, 8) as loop:
         for index in range(8):
             if index == 5:
                 for built in (model, bare):
                     built.blocks[0].norm.weight.mul_(3)
-            output = loop.call(lambda index=index: model(*at(index), COND))
-            if index == 5:
-                assert torch.equal(output, bare(*at(index), COND))
+            outputs.append(loop.call(lambda index=index: model(*at(index), COND)))
+        assert torch.equal(outputs[5], bare(*at(5), COND))
+    assert torch.equal(outputs[6], outputs[5]), "no line goes through what the old weights gave"
     assert reasons(hook)[5] == "weights or adapters changed"
     assert mask(hook) == "##...#.."
 
