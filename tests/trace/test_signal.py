@@ -346,13 +346,8 @@ def test_without_it_the_input_of_the_block_is_the_signal(make: type[Plain]) -> N
 
 
 def rewired(model: Plain) -> Plain:
-    """A model whose first block somebody has given another forward, which the shadow does not know."""
-
-    def forward(self: Any, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.norm(x) * (3 + temb))
-        return x + self.ff(x).tanh()
-
-    model.blocks[0].forward = types.MethodType(forward, model.blocks[0])
+    """A model into whose first attention somebody's hook writes, which the shadow does not have."""
+    model.blocks[0].attn.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     return model
 
 
