@@ -16,9 +16,13 @@ import torch
 
 from .. import tree
 from ..hooks import Roles
+from ..hooks.roles import positional_names
 
 _MOST_COMPARED = 16384
 """Elements of a tensor that are compared to see how much it has changed."""
+
+
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class Inputs:
@@ -28,67 +32,57 @@ class Inputs:
         self.args = args
         self.kwargs = kwargs
         self._names = names
+        """Of the parameters of the model's forward."""
         self.roles = roles
-
-    @functools.cached_property
-    def leaves(self) -> list[tuple[str, Any]]:
+        self.leaves: list[tuple[str, Any]] = []
         """Everything in the arguments, with paths that begin with the parameter's name."""
-        named = [*zip(self._names, self.args, strict=False), *self.kwargs.items()]
-        return [leaf for name, value in named for leaf in tree.leaves(value, name)]
+        self.tensors: list[torch.Tensor] = []
+        self.watched: list[tuple[str, torch.Tensor, bool]] = []
+        """Tensors other than sample and time: path, tensor, and whether it is conditioning."""
+        self.sample: torch.Tensor | None = None
+        """The sample, or the first of its parts."""
+        self.time: torch.Tensor | float | None = None
+        """The time of the step, as it is given; of a tensor, the first element counts."""
+        self._form: list[Any] = []
+        numbers: list[float] = []
+        for name, value in (*zip(positional_names(names, len(args)), args, strict=False), *kwargs.items()):
+            self._read(name, value, numbers)
+        self.numbers = tuple(numbers)
+        """Fractions among the arguments other than the time: a change of one changes what the blocks do."""
+
+    def _read(self, name: str, value: Any, numbers: list[float]) -> None:
+        for path, leaf in tree.leaves(value, name):
+            role = self.roles.of(path)
+            self.leaves.append((path, leaf))
+            self._form.append((path, None if role == "time" else tree.signature(leaf)))
+            if isinstance(leaf, torch.Tensor):
+                self.tensors.append(leaf)
+                if role == "sample":
+                    self.sample = leaf if self.sample is None else self.sample
+                elif role != "time" and leaf.numel():
+                    self.watched.append((path, leaf, role == "conditioning"))
+            if role == "time":
+                if self.time is None and isinstance(leaf, (torch.Tensor, int, float)):
+                    self.time = leaf
+            elif isinstance(leaf, float):
+                numbers.append(leaf)
 
     @functools.cached_property
     def signature(self) -> Hashable:
         """What two calls have in common that do the same with their blocks."""
-        of = self.roles.of
-        form = [(path, None if of(path) == "time" else tree.signature(leaf)) for path, leaf in self.leaves]
         kind = self.device.type
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        return torch.get_autocast_dtype(kind) if casts else None, *form
+        return torch.get_autocast_dtype(kind) if casts else None, *self._form
 
-    @functools.cached_property
-    def numbers(self) -> tuple[float, ...]:
-        """Fractions among the arguments other than the time: a change of one changes what the blocks do."""
-        of = self.roles.of
-        return tuple([leaf for path, leaf in self.leaves if isinstance(leaf, float) and of(path) != "time"])
-
-    @functools.cached_property
-    def watched(self) -> list[tuple[str, torch.Tensor, bool]]:
-        """Tensors other than sample and time: path, tensor, and whether it is conditioning."""
-        found = []
-        for path, leaf in self.leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.numel():
-                role = self.roles.of(path)
-                if role in ("conditioning", "residual"):
-                    found.append((path, leaf, role == "conditioning"))
-        return found
-
-    @functools.cached_property
+    @property
     def conditioning(self) -> list[torch.Tensor]:
         """The tensors that should stay as they are."""
         return [tensor for _, tensor, is_conditioning in self.watched if is_conditioning]
 
     @functools.cached_property
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors among the arguments."""
-        return [leaf for _, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-
-    @functools.cached_property
     def device(self) -> torch.device:
         """Where the tensors are."""
         return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
-
-    @functools.cached_property
-    def sample(self) -> torch.Tensor | None:
-        """The sample, or the first of its parts."""
-        of = self.roles.of
-        return next((v for path, v in self.leaves if isinstance(v, torch.Tensor) and of(path) == "sample"), None)
-
-    @functools.cached_property
-    def time(self) -> torch.Tensor | float | None:
-        """The time of the step, as it is given; of a tensor, the first element counts."""
-        of = self.roles.of
-        times = (v for path, v in self.leaves if isinstance(v, (torch.Tensor, int, float)) and of(path) == "time")
-        return next(times, None)
 
     @functools.cached_property
     def host_time(self) -> float | None:
@@ -101,6 +95,8 @@ class Inputs:
 
     def spare(self) -> Inputs:
         """The same tensors in other containers: some models empty the lists that they are given."""
+        if all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in (*self.args, *self.kwargs.values())):
+            return self
         return self._like(*tree.map_tensors(lambda tensor: tensor, (self.args, self.kwargs)))
 
     def _like(self, args: Any, kwargs: Any) -> Inputs:
@@ -128,7 +124,7 @@ class Inputs:
                 return type(value)(_later(torch.tensor(value)).item())
             return tree.map_tensors(other, value)
 
-        names = (*self._names, *[""] * len(self.args))
+        names = positional_names(self._names, len(self.args))
         args = tuple(moved(name, value) for name, value in zip(names, self.args, strict=False))
         return args, {name: moved(name, value) for name, value in self.kwargs.items()}
 

@@ -8,7 +8,6 @@ skipped steps are made of. The hook finds the run and the step that a call belon
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -28,6 +27,7 @@ from ..hooks import (
     StateManager,
     run_around,
 )
+from ..hooks.roles import parameter_names
 from .clock import Clock
 from .coefficients import coefficients_for, rescaling
 from .config import TeaCacheConfig
@@ -82,7 +82,7 @@ class TeaCacheHook(ModelHook):
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self._model_name = type(module).__name__
-        self._names = tuple(inspect.signature(module.forward).parameters)
+        self._names = parameter_names(module)
         known = coefficients_for(module, self.config.coefficients)
         self.rescale_func = rescaling(known)
         self._polynomial = f"rescaled by the coefficients of {known.origin}" if known else "taken as it is"

@@ -7,7 +7,6 @@ microseconds. Where it makes new ones, values are compared, and what is found ou
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import weakref
@@ -22,7 +21,7 @@ from .around import Adopt, run_around
 from .context import CallContext, current_context, enter_context, leave_context
 from .pipelines import current_run
 from .registry import HookOrder, ModelHook
-from .roles import Leaves, Mark, Roles, hint, leaves_of, same_marks
+from .roles import Leaves, Mark, Roles, hint, leaves_of, parameter_names, same_marks
 
 _logger = logging.getLogger(__name__)
 _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -171,8 +170,7 @@ class BranchHook(ModelHook):
         self._trouble: str | None = None
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        parameters = inspect.signature(module.forward).parameters.values()
-        self._parameters = tuple("*" + p.name if p.kind is p.VAR_POSITIONAL else p.name for p in parameters)
+        self._parameters = parameter_names(module)
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

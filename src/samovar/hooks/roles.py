@@ -7,6 +7,7 @@ change at every step, and so do residuals that are computed from the sample (a C
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,13 +83,24 @@ def is_well_known(path: str) -> bool:
     return any(_is_surely_conditioning(part) for part in path.split("."))
 
 
+def parameter_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """What a module's forward takes; "*rest" for all further positional arguments."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple("*" + p.name if p.kind is p.VAR_POSITIONAL else p.name for p in parameters)
+
+
+def positional_names(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The names of that many positional arguments."""
+    place = next((place for place, name in enumerate(parameters) if name.startswith("*")), None)
+    if place is None:
+        return parameters[:count]
+    return (*parameters[:place], *(f"{parameters[place][1:]}.{i}" for i in range(count - place)))[:count]
+
+
 def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a call. A parameter such as "*rest" takes all further positional arguments."""
-    if parameters and parameters[-1].startswith("*"):
-        last = len(parameters) - 1
-        parameters = (*parameters[:last], *(f"{parameters[last][1:]}.{i}" for i in range(len(args) - last)))
+    """The leaves of a call."""
     found: dict[str, Any] = {}
-    for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
+    for name, value in (*zip(positional_names(parameters, len(args)), args, strict=False), *kwargs.items()):
         if value is None or isinstance(value, torch.Tensor):
             found[name] = value
         else:

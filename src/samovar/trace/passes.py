@@ -65,6 +65,7 @@ class StepPass:
         """What reached the first block of each segment."""
         self._trace = trace
         self._calls = trace.calls
+        self._count = len(trace.calls)
         self._position = 0
         self._outlook = outlook
         self._choose = choose
@@ -83,11 +84,23 @@ class StepPass:
         return [residual for parts in (nothing | self._residuals).values() for residual in parts]
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.mode == "skip" and self.lost is None and self._position < self._count:  # Most calls of a skipped step.
+            call = self._calls[self._position]
+            if call.gate is gate and call.hand_on is not None:
+                self._position += 1
+                try:
+                    return call.hand_on(args, kwargs)
+                except (IndexError, KeyError):
+                    self._lose(f"a block of {gate.path!r} is called in another way than before")
+                    return NOT_BYPASSED
+        return self._enter_slowly(gate, module, args, kwargs)
+
+    def _enter_slowly(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if gate.is_constant:
             return NOT_BYPASSED if self._constants is None else self._constants.recall(module)
         if self.lost is not None:
             return NOT_BYPASSED
-        call = self._calls[self._position] if self._position < len(self._calls) else None
+        call = self._calls[self._position] if self._position < self._count else None
         if call is None or call.gate is not gate:
             # A list whose members run between blocks at times may well be called at others.
             if gate.stack is not None and gate.path not in self._trace.side:
@@ -95,8 +108,6 @@ class StepPass:
             return NOT_BYPASSED
         self._position += 1
         try:
-            if self.mode == "skip" and call.hand_on is not None:
-                return call.hand_on(args, kwargs)
             return self._enter(call, Given(module, args, kwargs))
         except (IndexError, KeyError):
             self._lose(f"a block of {gate.path!r} is called in another way than before")
@@ -131,7 +142,7 @@ class StepPass:
 
     def finish(self) -> None:
         """Called when the forward has returned."""
-        if self.lost is None and self._position < len(self._calls):
+        if self.lost is None and self._position < self._count:
             self._lose(f"the forward ended before {self._calls[self._position].gate.path!r}")
 
     def _answer(self, call: Call, given: Given) -> Any:
