@@ -159,15 +159,6 @@ class Weightless(Plain):
             block.rotary = Rotary()
 
 
-def test_parts_without_weights_have_gates_unless_they_are_cheap_or_inside_of_blocks() -> None:
-    model = Weightless()
-    gates = Gates(model, find_anatomy(model), "gates")
-    paths = {module: path for path, module in model.named_modules()}
-    constant = {paths[module] for module, gate in gates.by_module.items() if gate.is_constant}
-    assert constant == {"rotary"}
-    assert {paths[module] for module, gate in gates.by_module.items() if gate.stack is None} == {"rotary", "more.0"}
-
-
 @scripting
 def test_other_modules_that_cannot_be_gated_do_no_harm() -> None:
     model = Weightless()

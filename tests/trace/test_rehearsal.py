@@ -256,10 +256,3 @@ class Waving(Plain):
 
     def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any) -> torch.Tensor:
         return super().forward(self.of_sample(hidden_states), timestep, encoder_hidden_states)
-
-
-def test_only_what_depends_on_the_conditioning_alone_may_be_remembered() -> None:
-    """Not even what weights have made of it: these may change at any time."""
-    gated = Gated(Waving())
-    (trace, _, _), _ = gated.rehearsed(gated.inputs(*at(0), COND))
-    assert trace.constants == {(gated.model.of_text, 0): False}

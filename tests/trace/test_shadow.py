@@ -57,14 +57,6 @@ def test_its_weights_are_those_of_the_model_and_no_copies() -> None:
     assert torch.equal(bare(shadow), bare(model))
 
 
-def test_a_distorted_shadow_has_other_weights_and_leaves_the_models_alone() -> None:
-    model = Plain()
-    exact, answers = bare(model), dict.fromkeys(model.blocks, lambda *_: NOT_BYPASSED)
-    assert not torch.equal(Shadow(model, answers, distorts=True).run((*at(0), COND), {}), exact)
-    assert torch.equal(Shadow(model, answers).run((*at(0), COND), {}), exact)
-    assert torch.equal(bare(model), exact)
-
-
 class Loud(ModelHook):
     order = HookOrder.OUTERMOST
 

@@ -74,11 +74,6 @@ class Inputs:
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if casts else None, *self._form
 
-    @property
-    def conditioning(self) -> list[torch.Tensor]:
-        """The tensors that should stay as they are."""
-        return [tensor for _, tensor, is_conditioning in self.watched if is_conditioning]
-
     @functools.cached_property
     def device(self) -> torch.device:
         """Where the tensors are."""

@@ -18,7 +18,6 @@ from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
-from ..trace.constants import Constants
 from ..trace.fingerprint import Fingerprint
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.gates import Gates
@@ -54,7 +53,6 @@ class Wish(NamedTuple):
     """Whether all is wanted that the blocks add, or only what those before the leader do."""
     early: Tensors | None = None
     """What those before the leader added at the last computed step, where not all is kept."""
-    constants: Constants | None = None
 
 
 class Outcome(NamedTuple):
@@ -218,11 +216,9 @@ class BlockModel:
                 checks.enter_context(self._checked(trace, given, signal))
                 return "compute"
 
-            if wish.constants is not None:
-                wish.constants.begin_step(trace.constants, inputs.conditioning, (inputs.signature, inputs.numbers))
             reads = choose if wish.decide is not None else None
             kept = None if wish.keeps else trace.early_segments
-            step = StepPass(trace, wish.mode, wish.outlook, reads, wish.constants, keeps=kept)
+            step = StepPass(trace, wish.mode, wish.outlook, reads, keeps=kept)
             spare = inputs if wish.mode == "compute" else inputs.spare()
             output = self._forward(step, inputs, forward)
         if step.lost is None:

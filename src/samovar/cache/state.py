@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..hooks import BaseState
-from ..trace.constants import Constants
 from ..trace.forward import Tensors
 from . import inputs as change
 from .config import TeaCacheConfig
@@ -22,12 +21,10 @@ class TeaCacheState(BaseState):
         config = config or TeaCacheConfig()
         self.history = History(config.order, config.forecast_damping)
         """What the last computed steps gave."""
-        self.constants = Constants()
         self.reset()
 
     def reset(self) -> None:
         self.restart()
-        self.constants.clear()
 
     def restart(self) -> None:
         """Forget the steps so far: they say nothing about those that follow."""

@@ -141,7 +141,7 @@ class Steps:
             return record, _computed_alone(inputs, forward)
         outlook = None if of_output else plan.outlook
         reads = decide if judges and may_lead else None
-        wish = Wish(verdict.action, outlook, reads, not of_output, state.early, state.constants)
+        wish = Wish(verdict.action, outlook, reads, not of_output, state.early)
         outcome = self._model.run(inputs, wish, forward)
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")

@@ -21,7 +21,6 @@ from ..arch.blocks import in_form_of, output_values
 from ..arch.declarations import declaration_for
 from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
-from .constants import Key
 from .gates import Gate
 from .watch import Watcher
 
@@ -95,9 +94,6 @@ class Trace:
     """Which of the values that the leader returns is the sample."""
     idle_slots: frozenset[int] = frozenset()
     """Residuals that have no effect on the output."""
-    constants: dict[Key, bool] = field(default_factory=dict)
-    """Calls of modules without weights whose inputs depend on the conditioning alone, with whether they were seen to
-    give the same at two steps."""
     zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property
@@ -176,7 +172,7 @@ class Tracer:
         self._last_output: dict[_Key, Any] = {}
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if not gate.is_constant and self._failure is None:
+        if self._failure is None:
             try:
                 self._begin(gate, module, args, kwargs)
             except ModelError as error:  # The forward goes on all the same.
@@ -203,7 +199,7 @@ class Tracer:
         self._open.append(seen)
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
-        if gate.is_constant or self._failure is not None:
+        if self._failure is not None:
             return
         try:
             seen = self._open.pop()

@@ -45,8 +45,6 @@ class Gate(ModelHook):
         self.stack = stack
         """The stack of a block; None for any other module."""
         self.index = index
-        self.is_constant = False
-        """Whether the module has no weights and stands outside of the stacks: what it gives depends on its inputs."""
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         running = self._active.running
@@ -60,7 +58,7 @@ class Gate(ModelHook):
 
 
 class Gates:
-    """The gates of one model: at its blocks, at what may run between them, and at what has no weights."""
+    """The gates of one model: at its blocks, and at what may run between them."""
 
     def __init__(self, model: torch.nn.Module, structure: Anatomy, hook_name: str) -> None:
         self._hook_name = hook_name
@@ -80,16 +78,6 @@ class Gates:
         for path, module in other_modules(model, structure):
             if not any(holder.startswith(f"{path}.") for holder in holders):
                 self._put_if_possible(module, Gate(self._active, path, None, 0))
-        inside = tuple(f"{holder}." for holder in holders)
-        for path, module in model.named_modules():
-            around = not path or any(f"{holder}.".startswith(f"{path}.") for holder in holders)
-            # What torch itself provides, such as an activation, is no dearer than remembering it.
-            is_cheap = is_container(module) or type(module).__module__.startswith("torch.nn.")
-            has_weights = next(module.parameters(), None) is not None
-            if not (around or is_cheap or has_weights or path.startswith(inside)):
-                gate = Gate(self._active, path, None, 0)
-                gate.is_constant = True
-                self._put_if_possible(module, gate)
 
     def _put(self, module: torch.nn.Module, gate: Gate) -> None:
         registry = HookRegistry.get_or_create(module)

@@ -14,7 +14,6 @@ import torch
 
 from ..arch.blocks import output_values
 from ..hooks import NOT_BYPASSED
-from .constants import Constants
 from .forward import Call, Given, Segment, Tensors, Trace, added, alike
 from .gates import Gate
 
@@ -46,7 +45,6 @@ class StepPass:
         mode: Mode,
         outlook: Outlook | None = None,
         choose: Callable[[Given], Mode] | None = None,
-        constants: Constants | None = None,
         poison: tuple[int, float] | None = None,
         *,
         keeps: Collection[Segment] | None = None,
@@ -69,7 +67,6 @@ class StepPass:
         self._position = 0
         self._outlook = outlook
         self._choose = choose
-        self._constants = constants
         self._poison = poison
         self._keeps = trace.segments if keeps is None else keeps
         self._current: Call | None = None
@@ -96,8 +93,6 @@ class StepPass:
         return self._enter_slowly(gate, module, args, kwargs)
 
     def _enter_slowly(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if gate.is_constant:
-            return NOT_BYPASSED if self._constants is None else self._constants.recall(module)
         if self.lost is not None:
             return NOT_BYPASSED
         call = self._calls[self._position] if self._position < self._count else None
@@ -127,10 +122,6 @@ class StepPass:
         return NOT_BYPASSED
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
-        if gate.is_constant:
-            if self._constants is not None:
-                self._constants.keep(module, output)
-            return
         call = self._current
         segment = None if call is None or call.gate is not gate or not call.is_last else call.segment
         if segment is not None and segment in self._keeps:

@@ -14,7 +14,6 @@ import torch
 
 from .. import tree
 from ..errors import ModelError
-from .constants import Key
 from .forward import Given, Segment, Tensors, Watched
 from .gates import Gate
 from .passes import StepPass
@@ -64,7 +63,6 @@ class Rehearsal:
         self._trace, self._residuals, self._first_calls = watched
         self._outlook = Residuals(watched.residuals)
         self._given = args, kwargs
-        self._model, self._gates = model, gates
         self._replay = Replay(model, gates, watched.trace)
 
     def run(self, output: Any, perturb: Perturb) -> Rehearsed:
@@ -86,14 +84,12 @@ class Rehearsal:
         is_precise = all(r is None or r.dtype in (torch.float32, torch.float64) for r in self._residuals)
         if not difference <= (1e-4 if is_precise else 5e-2):
             raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
-        constant_calls = dict(self._replay.constant_calls)
         self._find_leader(same, self._elsewhere(perturb, with_time=False))
         trace.idle_slots = frozenset(
             slot for slot, residual in enumerate(self._residuals)
             if residual is not None and residual.is_floating_point()
             and self._has_no_effect(slot, (skipped, self._leading(same)))
         )  # fmt: skip
-        trace.constants = self._constants(constant_calls, perturb)
         segment = trace.leader.segment
         assert segment is not None
         return Rehearsed(self._first_calls[segment], self._at_another_time(perturb, segment))
@@ -134,26 +130,6 @@ class Rehearsal:
         except ModelError:
             return None
         return self._replay.first_calls.get(segment)
-
-    def _constants(self, before: Mapping[Key, Any], perturb: Perturb) -> dict[Key, bool]:
-        """Which calls of modules without weights are given the same whatever sample, time and weights are."""
-        if not before:
-            return {}
-        replay = Replay(self._model, self._gates, self._trace, distorts=True)
-        try:
-            with trial(self._given):
-                args, kwargs = perturb(True)
-            replay.run(StepPass(self._trace, "skip", self._outlook), args, kwargs, keeps_calls=True)
-        except TrialFailed:
-            return {}
-        finally:
-            replay.close()
-        now = replay.constant_calls
-        return {
-            key: False
-            for key, given in before.items()
-            if key in now and tree.is_transparent(given) and tree.equal(given, now[key])
-        }
 
     def _leading(self, step: StepPass) -> Any:
         segment = self._trace.leader.segment

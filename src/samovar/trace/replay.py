@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..hooks import NOT_BYPASSED
-from .constants import Key
 from .forward import Given, Segment, Trace
 from .gates import Gate
 from .passes import StepPass
@@ -19,23 +17,19 @@ from .shadow import Shadow
 class Replay:
     """Forwards of a model's shadow, in which no block runs."""
 
-    def __init__(
-        self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], trace: Trace, *, distorts: bool = False
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], trace: Trace) -> None:
         self._gates = gates
         self._first = {call.gate: call.segment for call in trace.calls if call.is_first and call.segment is not None}
         self._step: StepPass | None = None
         self.first_calls: dict[Segment, Given] = {}
         """What the first block of each segment was given in the last forward, as copies, if that was asked for."""
         self._keeps_calls = False
-        self.constant_calls: dict[Key, Any] = {}
-        """What modules without weights were given in the last forward, as copies, if that was asked for."""
-        self._shadow = Shadow(model, dict.fromkeys(gates, self._answer), distorts=distorts)
+        self._shadow = Shadow(model, dict.fromkeys(gates, self._answer))
 
     def run(self, step: StepPass, args: Any, kwargs: Any, *, keeps_calls: bool = False) -> Any:
         """The output of a forward through this pass; TrialFailed if the model raises."""
         self._step, self._keeps_calls = step, keeps_calls
-        self.first_calls, self.constant_calls = {}, {}
+        self.first_calls = {}
         try:
             output = self._shadow.run(args, kwargs)
         finally:
@@ -51,11 +45,6 @@ class Replay:
         if self._step is None:
             return NOT_BYPASSED
         gate = self._gates[module]
-        if gate.is_constant:
-            if self._keeps_calls:
-                number = sum(known is module for known, _ in self.constant_calls)
-                self.constant_calls[module, number] = tree.map_tensors(torch.clone, (args, kwargs))
-            return NOT_BYPASSED
         segment = self._first.get(gate)
         if self._keeps_calls and segment is not None and segment not in self.first_calls:
             self.first_calls[segment] = Given(module, args, kwargs).copied()

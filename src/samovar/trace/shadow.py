@@ -8,12 +8,16 @@ the user holds. Modules that should not run in a trial, such as blocks, are give
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import random
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import tree
@@ -24,6 +28,11 @@ from ..hooks.intercept import attached_registry, bare_class, never_compiled
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
 """Called with the original module and the arguments; NOT_BYPASSED lets the shadow's own forward run."""
 
+_SHARED = (
+    type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.BuiltinFunctionType,
+    types.ModuleType, torch.dtype, torch.device, torch.Size
+)  # fmt: skip
+"""What no forward can write into, or what is nobody's own."""
 _WRAPPED = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
 """What accelerate and diffusers put on a module together with a forward of theirs."""
 _OTHERS_ENTRIES = _WRAPPED | {"_samovar_hooks", "_samovar_inside", "_compiled_call_impl"}
@@ -37,13 +46,10 @@ class TrialFailed(Exception):
 class Shadow:
     """A model that can be tried: `run` calls it, and raises TrialFailed for whatever the model raises."""
 
-    def __init__(
-        self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer], *, distorts: bool = False
-    ) -> None:
-        """`answers`: in place of the modules that are not to run as they are. `distorts`: whether all others have
-        weights that are not the model's, to see what depends on them."""
+    def __init__(self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer]) -> None:
+        """`answers`: in place of the modules that are not to run as they are."""
         with trial(()):  # It may have parts that cannot be copied.
-            self._root = _Copier(answers, distorts).copy(unwrapped(model))
+            self._root = _Copier(answers).copy(unwrapped(model))
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The output for copies of these arguments."""
@@ -66,7 +72,7 @@ def trial(given: Any) -> Iterator[None]:
     """Inside, no gradients are recorded, and random numbers are put back afterwards. What is raised comes out as
     TrialFailed."""
     devices = {tensor.device for tensor in tree.tensors(given) if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False):
+    with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False), _other_random_numbers_kept():
         try:
             yield
         except BaseException as error:
@@ -75,20 +81,48 @@ def trial(given: Any) -> Iterator[None]:
             raise TrialFailed(f"{type(error).__name__}: {error}") from error
 
 
+@contextlib.contextmanager
+def _other_random_numbers_kept() -> Iterator[None]:
+    """What is drawn inside from Python's and numpy's generators is drawn again afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def draws_random_numbers(call: Callable[[], Any]) -> bool:
+    """Whether a call draws from any of the global generators."""
+    before = _random_states()
+    call()
+    return any(one != other for one, other in zip(before, _random_states(), strict=True))
+
+
+def _cuda_is_used() -> bool:
+    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
+    return is_initialized()
+
+
+def _random_states() -> list[Any]:
+    torches = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _cuda_is_used() else ())]
+    return [random.getstate(), repr(np.random.get_state()), *(state.tolist() for state in torches)]
+
+
 class _Copier:
     """Copies a tree of modules, each once however often it is held."""
 
-    def __init__(self, answers: Mapping[torch.nn.Module, Answer], distorts: bool = False) -> None:
+    def __init__(self, answers: Mapping[torch.nn.Module, Answer]) -> None:
         self._answers = answers
-        self._distorts = distorts
-        self._inside = {part for module in answers for part in module.modules()} if distorts else set()
+        self._objects: dict[int, Any] = {}
+        """What attributes hold, by the identity of the original: shared objects stay shared."""
         self._copies: dict[int, torch.nn.Module] = {}
 
     def copy(self, root: torch.nn.Module) -> torch.nn.Module:
         for module in root.modules():  # All of them first: attributes may hold any of them.
             bare = unwrapped(module)
             if id(bare) not in self._copies:
-                self._copies[id(bare)] = object.__new__(bare_class(bare))
+                self._copies[id(bare)] = object.__new__(_quiet_class(bare_class(bare)))
         for module in list(root.modules()):
             bare = unwrapped(module)
             shadow = self._copies[id(bare)]
@@ -111,8 +145,7 @@ class _Copier:
                     name: None if m is None else self._copies[id(unwrapped(m))] for name, m in value.items()
                 }
             elif key == "_parameters":
-                is_distorted = self._distorts and module not in self._inside
-                entries[key] = {name: _distorted(p) if is_distorted else p for name, p in value.items()}
+                entries[key] = dict(value)
             else:
                 entries[key] = self._translated(value)
         vars(shadow).update(entries)
@@ -121,25 +154,54 @@ class _Copier:
         elif _compute_dtype(module) or any(p is not None and p.is_meta for p in module._parameters.values()):
             shadow.register_forward_pre_hook(bring_weights(module))
 
-    def _translated(self, value: Any, levels: int = 4) -> Any:
+    def _translated(self, value: Any, levels: int = 6) -> Any:
         """An attribute as the shadow has it: with shadows for modules, and copies of what the model may write into."""
+        if isinstance(value, _SHARED) or not levels:
+            return value
         if isinstance(value, torch.nn.Module):
             return self._copies.get(id(unwrapped(value)), value)
+        if isinstance(value, types.MethodType):
+            owner = self._copies.get(id(value.__self__))
+            return value if owner is None else types.MethodType(value.__func__, owner)
+        if id(value) not in self._objects:
+            self._objects[id(value)] = self._copied(value, levels - 1)
+        return self._objects[id(value)]
+
+    def _copied(self, value: Any, levels: int) -> Any:
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, torch.nn.Parameter) or value.is_meta else value.detach().clone()
-        if isinstance(value, types.MethodType) and id(value.__self__) in self._copies:
-            return types.MethodType(value.__func__, self._copies[id(value.__self__)])
-        if levels and type(value) in (list, tuple, set, deque):
-            return type(value)(self._translated(item, levels - 1) for item in value)
-        if levels and type(value) in (dict, OrderedDict):
-            return type(value)((key, self._translated(item, levels - 1)) for key, item in value.items())
-        return value
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if type(value) in (list, tuple, set, deque):
+            return type(value)(self._translated(item, levels) for item in value)
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self._translated(item, levels)) for key, item in value.items())
+        try:
+            copied = copy.copy(value)
+        except (TypeError, ValueError, RuntimeError):  # A lock, a stream, a group of processes: no state of a forward.
+            return value
+        if copied is not value and hasattr(copied, "__dict__"):
+            vars(copied).update({key: self._translated(item, levels) for key, item in vars(value).items()})
+        return copied
 
 
-def _distorted(parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
-    if parameter is None or parameter.is_meta or not parameter.is_floating_point():
-        return parameter
-    return torch.nn.Parameter(parameter.detach() * 1.5 + 0.01, requires_grad=False)
+_quiet_classes: weakref.WeakKeyDictionary[type, type[torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _quiet_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class whose calls run no hooks but the instance's own: torch's global hooks are other people's."""
+    if cls not in _quiet_classes:
+        _quiet_classes[cls] = subclass(cls, cls.forward, _call_impl=_quiet_call)
+    return _quiet_classes[cls]
+
+
+def _quiet_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    for before in self._forward_pre_hooks.values():
+        before(self, args)
+    output = self.forward(*args, **kwargs)
+    for after in self._forward_hooks.values():
+        after(self, args, output)
+    return output
 
 
 def _keep_sharding(shadow: torch.nn.Module, module: torch.nn.Module, is_root: bool) -> None:
@@ -158,10 +220,10 @@ def _answering_class(cls: type[torch.nn.Module], answer: Answer, module: torch.n
     return subclass(cls, functools.wraps(cls.forward)(forward))
 
 
-def subclass(cls: type[torch.nn.Module], forward: Callable[..., Any]) -> type[torch.nn.Module]:
+def subclass(cls: type[torch.nn.Module], forward: Callable[..., Any], **others: Any) -> type[torch.nn.Module]:
     """A class of the same name with another forward."""
     make_class: Any = type(cls)
-    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, **others}
     made: type[torch.nn.Module] = make_class(cls.__name__, (cls,), body)
     return made
 

@@ -18,7 +18,7 @@ from ..arch.modules import unwrapped
 from ..hooks.intercept import never_compiled
 from .fingerprint import Fingerprint
 from .forward import Given
-from .shadow import TrialFailed, bring_weights, shadow_of, subclass, trial
+from .shadow import TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
 
 _PROJECTIONS = (torch.nn.Linear, torch.nn.Conv1d)
 
@@ -117,9 +117,15 @@ class ModulatedInput:
             for path, module in twin.named_modules():
                 module.register_forward_pre_hook(bring_weights(originals[path], stream.device))
         before, self._raw = given.copied(), stream
-        try:
-            with trial(given), contextlib.suppress(_Reached):
+
+        def run() -> None:
+            with contextlib.suppress(_Reached):
                 never_compiled(twin.__call__)(*before.args, **before.kwargs)
+
+        try:
+            with trial(given):
+                if draws_random_numbers(run):  # It would draw them at every step, and the block not the same again.
+                    return None
         except TrialFailed:
             return None
         # A block that writes into its arguments on the way gets copies of them.
