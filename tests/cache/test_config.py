@@ -91,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"schedule": {"cond": "#.", "uncond": "#.."}}, ["one mask each", "as many steps"]),
     ({"schedule": {"cond": "#.", "uncond": ".#"}}, ["schedule='.#'", "skips the first step"]),
     ({"schedule": {3: "#."}}, ["schedule={3: '#.'}", "by name of branch"]),
-    ({"forecast": "fitted"}, ["forecast='fitted' with no forecast_weights", "samovar.cache.fitting"]),
+    ({"forecast": "fitted"}, ["forecast='fitted' with no forecast_weights", "samovar.lab.fitting"]),
     (FITTED | {"forecast": "linear"}, ["forecast='linear' with some forecast_weights"]),
     (FITTED | {"schedule": None}, ["schedule=None", "that its weights were fitted for"]),
     (FITTED | {"forecast_of": "residual"}, ["forecast_of='residual'", "forecast_of='output'"]),

@@ -13,11 +13,11 @@ from driving import COND, UNCOND, Plain, at, cached, recorded
 import zoo
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook, remove_teacache_hook
-from samovar.cache.fitting import HARD_SHARE, Products, fit_hard, fit_schedule, told_at
 from samovar.cache.forecast import History
 from samovar.cache.hard import HardPictures
 from samovar.errors import SettingError
 from samovar.hooks import call_context
+from samovar.lab.fitting import HARD_SHARE, Products, fit_hard, fit_schedule, told_at
 
 FLUX = PIPELINES["flux"]
 GUIDANCE = {"cond": 2.0, "uncond": -1.0}

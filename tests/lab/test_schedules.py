@@ -9,9 +9,9 @@ import pytest
 
 from lab.tiny import TASKS, MakeSession
 from samovar.cache import TeaCacheConfig
-from samovar.cache.fitting import Products
 from samovar.errors import SettingError
 from samovar.lab import schedules
+from samovar.lab.fitting import Products
 from samovar.lab.methods import ours
 from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
 from samovar.lab.session import Session

@@ -10,7 +10,7 @@ from samovar.arch import find_anatomy
 from samovar.parallel import SequenceParallelConfig, disable_sequence_parallel_for_model
 from samovar.parallel import enable_sequence_parallel_for_model as enable
 from samovar.parallel.candidates import candidates
-from samovar.parallel.derive import watching
+from samovar.trace.watch import Watcher
 
 from . import toys
 from .conftest import OnRanks
@@ -65,7 +65,8 @@ KINDS = {
 def test_the_order() -> None:
     model = build("rolling")
     anatomy, rejected = find_anatomy(model), {}
-    with watching(model, anatomy) as watched:
+    watched = Watcher(model, anatomy, keeps_calls=True)
+    with watched.watching():
         model(toys.tokens(12))
     found = list(candidates(model, anatomy, watched, 2, rejected))
     assert [candidate.source for candidate in found] == list(KINDS.values())[1:]

@@ -19,7 +19,8 @@ from samovar.parallel import (
     disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
 )
-from samovar.parallel.derive import split_stack, watching
+from samovar.parallel.derive import split_stack
+from samovar.trace.watch import Watcher
 
 from .conftest import Count, OnRanks
 
@@ -33,7 +34,8 @@ def split(name: str, stack: str, size: int = 2) -> Any:
     case = CASES[name]
     model = case.build()
     anatomy = find_anatomy(model)
-    with watching(model, anatomy) as watched:
+    watched = Watcher(model, anatomy, keeps_calls=True)
+    with watched.watching():
         case.run(model)
     return split_stack(model, anatomy.stack(stack), watched, size)
 
@@ -74,7 +76,7 @@ def test_blocks_that_mix_tokens_otherwise_are_refused() -> None:
 
 def test_watching_leaves_nothing_behind() -> None:
     model = CASES["WanTransformer3DModel"].build()
-    with watching(model, find_anatomy(model)), contextlib.suppress(ZeroDivisionError):
+    with Watcher(model, find_anatomy(model)).watching(), contextlib.suppress(ZeroDivisionError):
         raise ZeroDivisionError
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

@@ -11,9 +11,9 @@ import zoo
 from samovar.arch import find_anatomy
 from samovar.errors import ModelError
 from samovar.parallel import SequenceParallelInput, SequenceParallelOutput
-from samovar.parallel.derive import watching
 from samovar.parallel.inside import plan_inside
 from samovar.parallel.plan import place_plan
+from samovar.trace.watch import Watcher
 
 CASES = {case.id: case for case in zoo.load()}
 
@@ -22,7 +22,8 @@ def plan(name: str, *, attends: bool) -> Any:
     case = CASES[name]
     model = case.build()
     anatomy = find_anatomy(model)
-    with watching(model, anatomy) as watched:
+    watched = Watcher(model, anatomy, keeps_calls=True)
+    with watched.watching():
         case.run(model)
     made = plan_inside(model, anatomy.stacks[0], watched, 2, attends=attends)
     assert place_plan(model, made)
@@ -67,7 +68,8 @@ def test_an_error_leaves_no_hook_behind() -> None:
     case = CASES["HeliosTransformer3DModel"]
     model = case.build()
     anatomy = find_anatomy(model)
-    with watching(model, anatomy) as watched:
+    watched = Watcher(model, anatomy, keeps_calls=True)
+    with watched.watching():
         case.run(model)
     watched.calls["blocks.0"].arguments["hidden_states"] = torch.zeros(1, 3, 5)
     with pytest.raises(RuntimeError):

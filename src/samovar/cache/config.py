@@ -228,7 +228,7 @@ def _read_weights(weights: Any) -> dict[str, dict[int, dict[int, float]]] | None
     except (AttributeError, TypeError, ValueError) as error:
         raise SettingError(
             f"forecast_weights={weights!r:.200}; by branch and skipped step a weight for each of some computed steps "
-            f"was expected, such as {{'cond': {{'3': {{'2': 1.9, '1': -0.9}}}}}}. Fit them: samovar.cache.fitting."
+            f"was expected, such as {{'cond': {{'3': {{'2': 1.9, '1': -0.9}}}}}}. Fit them: samovar.lab.fitting."
         ) from error
     for branch, steps in read.items():
         for step, row in steps.items():
@@ -245,7 +245,7 @@ def _check_fitted(config: TeaCacheConfig) -> None:
     if (config.forecast == "fitted") != (weights is not None):
         raise SettingError(
             f"forecast={config.forecast!r} with {'no' if weights is None else 'some'} forecast_weights; 'fitted' and "
-            "its weights were expected together. Fit them: samovar.cache.fitting."
+            "its weights were expected together. Fit them: samovar.lab.fitting."
         )
     if weights is None:
         return

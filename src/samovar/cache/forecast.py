@@ -1,7 +1,7 @@
 """What would a skipped step have given? A curve through the last computed ones, carried on.
 
 The curve is a polynomial in how much noise there is, so that uneven steps are no matter. Of order 0 it is
-reuse. Where weights were fitted beforehand (`fitting.py`), they take the place of the curve's. A forecast
+reuse. Where weights were fitted beforehand (`samovar.lab.fitting`), they take the place of the curve's. A forecast
 costs one pass over the stored tensors for each of them, and no synchronisation.
 """
 

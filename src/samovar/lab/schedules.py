@@ -1,6 +1,6 @@
 """Which steps should be computed, if so many may be, and what should the others be made of?
 
-Planned by `samovar.cache.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
+Planned by `samovar.lab.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
 is how the model answers to an error: one that has made up its mind corrects it, and one that has not may turn to
 another picture. Such hard pictures are told early in the run, and have a plan of their own with twice the computed
 steps, for which all others compute a little less. All branches of the guidance are computed at the same steps: with
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache.fitting import HARD_SHARE, Products, Vector, fit_hard, fit_schedule, fit_weights, told_at
 from ..errors import SettingError
+from .fitting import HARD_SHARE, Products, Vector, fit_hard, fit_schedule, fit_weights, told_at
 from .methods import Method, ours
 from .session import Row, Session
 from .trajectory import Trajectory, watched_exact

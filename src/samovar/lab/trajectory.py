@@ -2,7 +2,7 @@
 
 Of the predictions themselves nothing is kept beyond the run: only how they lie to each other, the inner products of
 every two steps. As a forecast is a weighted sum of computed predictions, the error of any of them at any step
-follows from these alone (`samovar.cache.fitting`).
+follows from these alone (`samovar.lab.fitting`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from ..arch import find_denoisers
 from ..cache.config import EVERY_BRANCH
-from ..cache.fitting import Products, Vector, told_at
 from ..errors import ModelError
 from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
+from .fitting import Products, Vector, told_at
 from .methods import EXACT, Method, Notes
 
 LARGEST_MISS = 1e-2

@@ -9,7 +9,8 @@ import torch
 
 from ..arch import Anatomy, BlockStack
 from ..errors import SamovarError
-from .derive import StackSplit, Watched, split_stack
+from ..trace.watch import Watcher
+from .derive import StackSplit, split_stack
 from .inside import plan_inside
 from .plan import SequenceParallelModelPlan
 
@@ -28,7 +29,7 @@ class Candidate:
 
 
 def candidates(
-    model: torch.nn.Module, anatomy: Anatomy, watched: Watched, size: int, rejected: dict[str, str]
+    model: torch.nn.Module, anatomy: Anatomy, watched: Watcher, size: int, rejected: dict[str, str]
 ) -> Iterator[Candidate]:
     """Plans that are derived from what a forward did with the blocks. Why there is none for a stack goes to
     `rejected`. All ranks get the same, in the same order."""
@@ -51,15 +52,15 @@ def candidates(
     yield Candidate("attention only", {}, shares_attention=True)
 
 
-def _runs_between_others(stack: BlockStack, stacks: Sequence[BlockStack], watched: Watched) -> bool:
+def _runs_between_others(stack: BlockStack, stacks: Sequence[BlockStack], watched: Watcher) -> bool:
     """Whether a stack first runs when another has begun and not ended: it changes what stands beside the tokens."""
-    moments = [[i for i, path in enumerate(watched.order) if path in other.block_paths] for other in (stack, *stacks)]
+    moments = [[i for i, path in enumerate(watched.blocks) if path in other.block_paths] for other in (stack, *stacks)]
     own, *others = moments
     return any(other[0] < own[0] < other[-1] for other in others if other)
 
 
 def _stack_splits(
-    model: torch.nn.Module, anatomy: Anatomy, watched: Watched, size: int, rejected: dict[str, str]
+    model: torch.nn.Module, anatomy: Anatomy, watched: Watcher, size: int, rejected: dict[str, str]
 ) -> list[StackSplit]:
     """How the stacks with the longest sequences can be split."""
     splits = []

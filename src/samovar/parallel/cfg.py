@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import tree
 from ..arch.modules import parameters_of, unwrapped
 from ..errors import HookConflictError
 from ..hooks import (
@@ -33,7 +34,7 @@ from .collectives import Group
 from .deferred import DeferredTensor
 from .layout import spread
 from .mesh import ParallelMesh, join
-from .values import is_close, map_tensors, signature_of, tensors_in
+from .values import is_close
 
 HOOK = "cfg_parallel"
 
@@ -112,7 +113,7 @@ class CfgParallelHook(ModelHook):
         branch = current_context().branch
         if branch is None:
             return self._on_all_ranks(module, args, kwargs)
-        branches, signature = self._branches(), signature_of((args, kwargs))
+        branches, signature = self._branches(), tree.signature((args, kwargs))
         is_new = branch not in branches
         if is_new:
             branches.append(branch)
@@ -120,23 +121,23 @@ class CfgParallelHook(ModelHook):
         # A first step is computed by all ranks alike, so that no rank has one decision more to agree on than others.
         if is_new or form is None or len(branches) == 1:
             output = self._on_all_ranks(module, args, kwargs)
-            self.state.forms[signature] = map_tensors(output, lambda tensor: tensor.to("meta"))
+            self.state.forms[signature] = tree.map_tensors(lambda tensor: tensor.to("meta"), output)
             return output
         index, size, here = branches.index(branch), self.mesh.cfg.size, self.mesh.cfg.index
         self._begin_call(index)
         # A rank without a branch computes one that another has, rather than nothing.
         computes = index % size == here or (here >= len(branches) and here % len(branches) == index)
-        device = next(tensors_in((args, kwargs))).device
+        device = next(tree.tensors((args, kwargs))).device
         if computes:
             with self._marked("is_deferred"):
                 output = module(*args, **kwargs)
         else:
-            output = map_tensors(form, lambda tensor: torch.empty_like(tensor, device=device))
-        pending = _Pending(index % size, list(tensors_in(output)))
+            output = tree.map_tensors(lambda tensor: torch.empty_like(tensor, device=device), form)
+        pending = _Pending(index % size, list(tree.tensors(output)))
         self.state.pending.append(pending)
         self.state.num_deferred += not computes
         places = iter(range(len(pending.tensors)))
-        return map_tensors(output, lambda tensor: DeferredTensor(tensor, self._fetcher(pending, next(places))))
+        return tree.map_tensors(lambda tensor: DeferredTensor(tensor, self._fetcher(pending, next(places))), output)
 
     def _on_all_ranks(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._end_step()
@@ -202,7 +203,7 @@ class CfgParallelHook(ModelHook):
         return None
 
     def _split_batch(self, module: torch.nn.Module, size: int, args: Any, kwargs: Any) -> Any:
-        signature = signature_of((args, kwargs))
+        signature = tree.signature((args, kwargs))
         if signature not in self.state.splits:
             # The trial is no step of the run: it is computed without other hooks, so that nothing is kept of it.
             whole = self.call_original(module, *args, **kwargs)
@@ -222,7 +223,7 @@ class CfgParallelHook(ModelHook):
             run(*_own_items(args, size, self.mesh.cfg), **_own_items(kwargs, size, self.mesh.cfg))
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
             failed = 1.0
-        device = next(tensors_in(whole)).device
+        device = next(tree.tensors(whole)).device
         if self.mesh.cfg.max(torch.tensor([failed], device=device)).item():
             return False
         same = is_close(self._part_of_batch(run, size, args, kwargs), whole)
@@ -270,7 +271,7 @@ def _all_items(output: Any, size: int, group: Group) -> Any:
             return list(gathered(torch.stack(value)))
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
             return tuple(map(lists, value))
-        return map_tensors(value, gathered)
+        return tree.map_tensors(gathered, value)
 
     return lists(output)
 

@@ -8,18 +8,18 @@ rotary embedding, and is split alike; the rest stays whole.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..arch import Anatomy, BlockStack
+from ..arch import BlockStack
 from ..arch.blocks import output_values
-from ..arch.modules import parameters_of, unwrapped
+from ..arch.modules import unwrapped
 from ..errors import ModelError
+from ..trace.watch import BlockCall, Watcher
 from .attention import AttentionCall
 from .capture import attention_through
 from .flex import FlexCall
@@ -34,55 +34,6 @@ from .plan import (
 _TEXT = ("encoder", "text", "context", "txt", "prompt", "und_")
 _Leaf = tuple[str | int, ...]
 """Where a tensor is among a block's arguments."""
-
-
-@dataclass
-class BlockCall:
-    """What the first block of a stack was called with."""
-
-    arguments: dict[str, Any]
-    """By parameter."""
-    num_positional: int
-    """How many of them were not named: other hooks may count on their places."""
-    output: Any = None
-
-
-@dataclass
-class Watched:
-    """What a forward of the whole model did with the blocks."""
-
-    calls: dict[str, BlockCall] = field(default_factory=dict)
-    """By block."""
-    order: list[str] = field(default_factory=list)
-    """The blocks in the order in which they ran."""
-
-
-@contextlib.contextmanager
-def watching(model: torch.nn.Module, anatomy: Anatomy) -> Iterator[Watched]:
-    """Note what blocks are called with."""
-    watched = Watched()
-
-    def before(path: str) -> Callable[..., None]:
-        def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            watched.order.append(path)
-            arguments = dict(zip(parameters_of(module), args, strict=False)) | kwargs
-            watched.calls.setdefault(path, BlockCall(arguments, len(args)))
-
-        return note
-
-    def after(path: str) -> Callable[..., None]:
-        def note(module: torch.nn.Module, args: Any, output: Any) -> None:
-            watched.calls[path].output = output
-
-        return note
-
-    with contextlib.ExitStack() as removals:
-        for stack in anatomy.stacks:
-            for path, block in zip(stack.block_paths, stack.modules(model), strict=True):
-                bare = unwrapped(block)
-                removals.callback(bare.register_forward_pre_hook(before(path), with_kwargs=True).remove)
-                removals.callback(bare.register_forward_hook(after(path)).remove)
-        yield watched
 
 
 @dataclass(frozen=True)
@@ -117,9 +68,9 @@ class StackSplit:
         return {self.first: stream, **tables, self.last: outputs}
 
 
-def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watched, size: int) -> StackSplit:
+def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watcher, size: int) -> StackSplit:
     """How a stack can be split, found by trying its first block."""
-    paths = [path for path in watched.order if path in stack.block_paths]
+    paths = [path for path in watched.blocks if path in stack.block_paths]
     block = unwrapped(model.get_submodule(paths[0]))
     call = watched.calls[paths[0]]
     trial = Trial(block, call, stack.path, stack.carried)

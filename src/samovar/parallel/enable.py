@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
+from .. import tree
 from ..arch import Anatomy, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import HookConflictError, ModelError, SettingError
 from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, HookRegistry, ModelHook, call_context
+from ..trace.watch import Watcher
 from .candidates import MISFIT, Candidate, candidates
-from .derive import watching
 from .failures import ShardingError, StrategyError
 from .mesh import ParallelMesh, SequenceParallelConfig, StrategyName, make_mesh
 from .plan import SequenceParallelModelPlan, declared_plan, place_plan
 from .region import Phase, Region, Trace, strategy_of
 from .shard import AroundHook, BlockHook, attach_hooks, detach_hooks, hook_for
-from .values import difference, most_different, signature_of, tensors_in
+from .values import difference, most_different
 
 ROOT, INNERMOST, BLOCK = "sequence_parallel", "sequence_parallel_innermost", "sequence_parallel_block"
 """The names of the hooks that are on a sharded model whatever its plan."""
@@ -66,7 +67,7 @@ class Sharding:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """The model's call, sharded."""
-        trace = self._traces.get(signature_of((args, kwargs)))
+        trace = self._traces.get(tree.signature((args, kwargs)))
         with self.region.running(Phase.ON, trace):
             output = self.model(*args, **kwargs)
             ran = self.region.num_blocks_run or not self.region.blocks
@@ -81,7 +82,7 @@ class Sharding:
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Rehearse what is new, and find a plan if there is none yet; then split what the plan splits here."""
         given = args, kwargs
-        signature = signature_of(given)
+        signature = tree.signature(given)
         if signature not in self._traces:
             eager: Any = torch.compiler.set_stance("force_eager")  # A rehearsal is not worth a compilation.
             with eager, self.region.running(Phase.OFF), call_context(request=None, branch=None):
@@ -122,7 +123,7 @@ class Sharding:
 
     def _run_bare(self, given: tuple[Any, Any]) -> Any:
         """The model itself with what the plan does at its root, and no other hook of its root."""
-        args, kwargs = _copied(given)
+        args, kwargs = tree.map_tensors(lambda tensor: tensor, given)  # Some models empty the lists they are given.
         bare = ModelHook().call_original
         with torch.no_grad():
             if self.region.phase is Phase.OFF:
@@ -134,7 +135,8 @@ class Sharding:
 
     def _choose(self, given: tuple[Any, Any]) -> Trace:
         """Find a plan that gives the unsharded output, and attach it."""
-        with watching(self.model, self.anatomy) as watched:
+        watched = Watcher(self.model, self.anatomy, keeps_calls=True)
+        with watched.watching():
             reference = self._run_bare(given)
         derived = candidates(self.model, self.anatomy, watched, self.region.group.size, self.rejected)
         for candidate in itertools.chain([self.declared] if self.declared else [], derived):
@@ -349,15 +351,5 @@ def _world_size() -> int:
 # ------------------------------------------------------------------------------------------------ values
 
 
-def _copied(given: tuple[Any, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments with lists of their own: some models empty the lists they are given."""
-    args, kwargs = given
-    return tuple(map(_copy, args)), {name: _copy(value) for name, value in kwargs.items()}
-
-
-def _copy(value: Any) -> Any:
-    return list(value) if type(value) is list else value
-
-
 def _device_of(given: tuple[Any, Any]) -> torch.device:
-    return next((tensor.device for tensor in tensors_in(given)), torch.device("cpu"))
+    return next((tensor.device for tensor in tree.tensors(given)), torch.device("cpu"))

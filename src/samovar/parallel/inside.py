@@ -17,7 +17,8 @@ from ..arch import BlockStack
 from ..arch.blocks import output_values
 from ..arch.modules import parameters_of, unwrapped
 from ..errors import ModelError
-from .derive import BlockCall, Trial, Watched
+from ..trace.watch import BlockCall, Watcher
+from .derive import Trial
 from .plan import InputTree, SequenceParallelInput, SequenceParallelModelPlan, SequenceParallelOutput
 
 _MISFIT = (ModelError, RuntimeError, ValueError, TypeError, IndexError, KeyError)
@@ -44,12 +45,12 @@ class _Parts:
 
 
 def plan_inside(
-    model: torch.nn.Module, stack: BlockStack, watched: Watched, size: int, *, attends: bool
+    model: torch.nn.Module, stack: BlockStack, watched: Watcher, size: int, *, attends: bool
 ) -> SequenceParallelModelPlan:
     """A plan that splits around the modules of each block, found by trying those of the first block of each kind. With
     `attends`, along the sequences of the longest attentions; else attention stays whole."""
     kinds: dict[Any, list[str]] = {}
-    for path in dict.fromkeys(path for path in watched.order if path in stack.block_paths):
+    for path in dict.fromkeys(path for path in watched.blocks if path in stack.block_paths):
         kinds.setdefault(_kind(unwrapped(model.get_submodule(path))), []).append(path)
     chosen: dict[str, dict[str, PartSplit | None]] = {}
     for paths in kinds.values():

@@ -15,10 +15,10 @@ from driving import COND, UNCOND, Plain, at, cached, recorded
 
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook, remove_teacache_hook
-from samovar.cache.fitting import FittedPlan, Products, fit_schedule, fit_weights
 from samovar.cache.forecast import History
 from samovar.errors import SettingError
 from samovar.hooks import call_context, current_context
+from samovar.lab.fitting import FittedPlan, Products, fit_schedule, fit_weights
 
 Outputs = dict[str, list[torch.Tensor]]
 GUIDANCE = {"cond": 2.0, "uncond": -1.0}

@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..cache.config import TeaCacheConfig
 from ..errors import SettingError
-from .config import TeaCacheConfig
 
 Vector = npt.NDArray[np.float64]
 DEPTH = 4
