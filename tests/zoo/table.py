@@ -24,8 +24,9 @@ No model has code of its own here: stacks are found by structure and confirmed b
 
 FOREIGN = """## Models of other projects
 
-Originals, as their authors wrote them, tiny and with random weights. `make test-foreign FOREIGN=folder` runs them out of a
-folder of checkouts. Nothing is declared for any of them. Each is run for 12 steps, with `tea_cache` and with `forecast`:
+Originals, as their authors wrote them, tiny and with random weights. `make test-foreign FOREIGN=folder` runs them out
+of a folder of checkouts. Nothing is declared for any of them. Each is run for 12 steps, with `tea_cache` and with
+`forecast`:
 
 - *exact*: where nothing is skipped, and at every computed step, the bits are those of the bare model;
 - *served*: steps are skipped, and at least 80 % of the weights do not run at a skipped step;
