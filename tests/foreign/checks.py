@@ -136,7 +136,7 @@ def check_served(case: Case, backend: str) -> float:
             if share < SHARE:
                 raise NotServed(f"only {share:.0%} of the weights rest on a skipped step")
     if told != STEPS:
-        raise SideEffect(f"the statistics tell of {told} of {STEPS} steps", share)
+        raise SideEffect(f"stats() shows {told} of {STEPS} steps", share)
     return share
 
 

@@ -1,12 +1,14 @@
 """Which of them are served? `python -m foreign.table FOLDER` (with `PYTHONPATH=tests`) runs all and writes a table.
 
-The table, in Markdown, goes to the standard output, and what is done to the standard error. Names after the
-folder choose cases that contain one of them.
+The table, in Markdown, goes to the standard output, and all that was found to the standard error. Names after the
+folder choose cases that contain one of them. The table of all cases is `tests/foreign/models.md`, which is a section of
+docs/models.md: `PYTHONPATH=tests python -m foreign.table FOLDER > tests/foreign/models.md`, and then `make docs`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -39,14 +41,24 @@ class Row:
         self.findings.setdefault(finding, []).append(label)
 
     def __str__(self) -> str:
+        """A row of the table, with the first sentence of what was found first."""
         name = f"{self.case.model} ({self.case.variant})" if self.case.variant else self.case.model
-        share = "" if self.share is None else f"{self.share:.0%}"
-        said = "; ".join(
-            f"{_which(labels)}: {' '.join(finding.split())}".replace("|", "/")
-            for finding, labels in self.findings.items()
-        )
-        status = f"{self.status} ({said})" if said else self.status
-        return f"| {name} | {self.case.repository} | {status} | {share} | {self.case.notes} |"
+        served = {"served": "yes", "not served": "no"}.get(self.status, self.status)
+        share = "" if self.share is None else f"{self.share:.0%}".replace("%", " %")
+        notes = "; ".join(filter(None, [*map(_short, list(self.findings)[:1]), self.case.notes]))
+        return f"| {name} | {self.case.repository} | {served} | {share} | {notes} |"
+
+    @property
+    def details(self) -> str:
+        """What was found, in full, with the checks that found it."""
+        said = (f"{_which(labels)}: {' '.join(finding.split())}" for finding, labels in self.findings.items())
+        return f"{self.status} {'; '.join(said)}".strip()
+
+
+def _short(finding: str) -> str:
+    """The first sentence of a finding, without what stands in brackets at its end."""
+    text = re.split(r"(?<=[^.])\.(?:\s|$)", " ".join(finding.split()).removeprefix("refused: "))[0]
+    return re.sub(r" \([^()]*(\(\)[^()]*)*\)$", "", text).replace("|", "/")
 
 
 def _which(labels: list[str]) -> str:
@@ -107,8 +119,8 @@ def main(arguments: list[str]) -> None:
     for case in load():
         if not names or any(name.lower() in case.id.lower() for name in names):
             rows.append(judge(case))
-            print(f"{case.id}: {rows[-1].status}", file=sys.stderr, flush=True)
-    print("| model | repository | served | share of the weights skipped | notes |", "|---|---|---|---|---|", sep="\n")
+            print(f"{case.id}: {rows[-1].details}", file=sys.stderr, flush=True)
+    print("| model | repository | served | weights skipped | notes |", "|---|---|---|---|---|", sep="\n")
     print(*rows, sep="\n")
     counts = Counter(row.status for row in rows)
     print(f"\n{len(rows)} models: " + ", ".join(f"{count} {status}" for status, count in counts.most_common()) + ".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 
 from . import UNSERVED, Case, Stack, load
 
@@ -21,6 +22,25 @@ No model has code of its own here: stacks are found by structure and confirmed b
 - *Between blocks* are modules that run between the blocks of a stack.
 """
 
+FOREIGN = """## Models of other projects
+
+Originals, as their authors wrote them, tiny and with random weights. `make test-foreign FOREIGN=folder` runs them out
+of a folder of checkouts. Nothing is declared for any of them. Each is run for 12 steps, with `tea_cache` and with
+`forecast`:
+
+- *exact*: where nothing is skipped, and at every computed step, the bits are those of the bare model;
+- *served*: steps are skipped, and at least 80 % of the weights do not run at a skipped step;
+- *still*: where inputs hardly change, a skipped step gives what the model would have given;
+- *restored*: after detaching, modules and bits are those of the bare model;
+- *offload*: the bits are those of the bare model under layerwise offload and after it;
+- *hooks*: a hook of the user on the model sees every step once.
+
+A model that is not served is computed at every step, or is refused when the cache is attached. A step that cannot be
+assigned to a branch, as the first one may be, is computed and is not in `stats()`.
+"""
+FOREIGN_ROWS = Path(__file__).parents[1] / "foreign" / "models.md"
+"""Written by `python -m foreign.table`."""
+
 
 def page(cases: Iterable[Case]) -> str:
     """The whole page."""
@@ -31,6 +51,7 @@ def page(cases: Iterable[Case]) -> str:
     lines += [_row(name, group) for name, group in groups]
     lines += ["", "## Not served", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in sorted(UNSERVED.items())] or ["None."]
+    lines += ["", FOREIGN, FOREIGN_ROWS.read_text(encoding="utf-8").strip()]
     return "\n".join(lines) + "\n"
 
 
