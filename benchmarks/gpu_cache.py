@@ -88,6 +88,12 @@ class Line:
         for _ in range(count):
             self.step()
 
+    def empty(self) -> None:
+        """Take all blocks out: what is left of a forward is the least that a step costs which passes through it."""
+        for name, child in list(self.model.named_children()):
+            if name.endswith("blocks"):
+                setattr(self.model, name, torch.nn.ModuleList())
+
     def must(self, act: Callable[[], Any], *, compute: bool, steps: int) -> Any:
         """Do something that takes so many steps, and see that all of them were computed, or all skipped."""
         before = self.blocks_ran
@@ -321,6 +327,9 @@ def measure(name: str, device: str, tiny: bool, repeats: int) -> tuple[dict[str,
     bare = course.line()
     if not torch.isfinite(torch.no_grad()(bare.step)()[0]).all():
         raise RuntimeError(f"{title} with these random weights gives no finite numbers: its times mean nothing.")
+    emptied = course.line()
+    emptied.empty()
+    without_blocks = gpu.times_ms(emptied.step, device, SKIPS_A_REPEAT * repeats)
     bare_at_start = gpu.times_ms(bare.step, device, max(repeats // 2, 1))
     bare_peak_mib = course.peak_mib(bare, 0, compute=True)
     skipped = measure_skips(course)
@@ -335,6 +344,10 @@ def measure(name: str, device: str, tiny: bool, repeats: int) -> tuple[dict[str,
         "title": title,
         "weights_mib": gpu.mib(sum(p.numel() * p.element_size() for p in model.parameters())),
         "bare": {"start_ms": gpu.summary(bare_at_start), "end_ms": gpu.summary(bare_at_end), "peak_mib": bare_peak_mib},
+        "without_blocks": {
+            "ms": gpu.summary(without_blocks),
+            "percent_of_bare": round(median(without_blocks) / bare_ms * 100, 3),
+        },
         "skipped": skipped,
         "computed": computed,
         "runs": runs,
@@ -360,6 +373,8 @@ def show(result: Mapping[str, Any]) -> None:
     print(
         f"bare forward {bare['start_ms']['median']:.2f} ms at the start, {bare['end_ms']['median']:.2f} ms at the end"
     )
+    floor = result["without_blocks"]
+    print(f"the same without any block {floor['ms']['median']:.2f} ms = {floor['percent_of_bare']:.2f} %")
     print(f"{'':36}{'skipped':>22}{'in a row':>12}{'kept':>12}{'computed: over bare':>34}")
     for name in (*result["skipped"], CONTROL):
         line = f"{name:36}"

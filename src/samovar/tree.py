@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .errors import ModelError
+
 _ATOMS: tuple[type, ...] = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format
 )  # fmt: skip
@@ -23,7 +25,7 @@ _OPAQUE: tuple[type, ...] = (
 )  # fmt: skip
 """What may hold tensors that are not the value's own."""
 _MOST_LEVELS = 12
-"""How deep a value is looked into: objects may hold each other in circles."""
+"""How deep a value is looked into."""
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -31,26 +33,34 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def leaves(value: Any, path: str = "", levels: int = _MOST_LEVELS) -> Iterator[tuple[str, Any]]:
-    """Everything in a value that holds nothing else, with a dotted path: tensors, numbers, strings, opaque objects."""
-    parts = _parts(value, levels)
+def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Everything in a value that holds nothing else, with a dotted path: tensors, numbers, strings, opaque objects, and
+    objects that hold themselves."""
+    parts = _parts(value, above)
     if not parts:
         yield path, value
     for name, part in parts:
-        yield from leaves(part, f"{path}.{name}" if path else name, levels - 1)
+        yield from leaves(part, f"{path}.{name}" if path else name, (*above, id(value)))
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any, levels: int = _MOST_LEVELS) -> Any:
-    """The same value with every tensor replaced. Containers are copied, and the value itself is left alone."""
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any, above: tuple[int, ...] = ()) -> Any:
+    """The same value with every tensor replaced. Lists and dictionaries are copied, and so are other containers if a
+    tensor in them is replaced; the value itself is left alone. ModelError if a container cannot be copied."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    parts = _parts(value, levels)
+    parts = _parts(value, above)
     if not parts:
-        return copy.copy(value) if isinstance(value, (list, dict, set)) else value
-    return _with_parts(value, [map_tensors(function, part, levels - 1) for _, part in parts])
+        return copy.copy(value) if type(value) in (list, dict, set) else value
+    mapped = [map_tensors(function, part, (*above, id(value))) for _, part in parts]
+    if type(value) not in (list, dict) and all(one is part for one, (_, part) in zip(mapped, parts, strict=True)):
+        return value
+    try:
+        return _with_parts(value, mapped)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise ModelError(f"an argument or output of type {type(value).__name__} cannot be copied ({error})") from error
 
 
-def signature(value: Any, levels: int = _MOST_LEVELS) -> Hashable:
+def signature(value: Any) -> Hashable:
     """What two values have in common that differ in nothing but the contents of their tensors and in fractions."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.device
@@ -58,7 +68,14 @@ def signature(value: Any, levels: int = _MOST_LEVELS) -> Hashable:
         return float
     if isinstance(value, _ATOMS):
         return value
-    return type(value), *[(name, signature(part, levels - 1)) for name, part in _parts(value, levels)]
+    return type(value), *[(path, signature_of_leaf(leaf)) for path, leaf in leaves(value)]
+
+
+def signature_of_leaf(leaf: Any) -> Hashable:
+    """The signature of what `leaves` gives: an object that is not looked into is known by its type alone."""
+    if isinstance(leaf, (torch.Tensor, *_ATOMS)):
+        return signature(leaf)
+    return type(leaf).__qualname__
 
 
 def is_transparent(value: Any) -> bool:
@@ -89,6 +106,11 @@ def without_data(value: Any) -> Any:
     return map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), value)
 
 
+def is_comparable(tensor: torch.Tensor) -> bool:
+    """Whether what is in a tensor can be read as plain numbers."""
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
 def version(tensor: torch.Tensor) -> int | None:
     """How often a tensor was changed in place; None where torch does not count, which is under inference mode."""
     return None if tensor.is_inference() else tensor._version
@@ -104,13 +126,13 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, (list, tuple, Mapping, set, frozenset)) and not value
 
 
-def _parts(value: Any, levels: int) -> list[tuple[str, Any]]:
-    """What a container holds, by name; nothing for what is no container."""
-    if levels == 0 or isinstance(value, (torch.Tensor, *_ATOMS)):
+def _parts(value: Any, above: tuple[int, ...]) -> list[tuple[str, Any]]:
+    """What a container holds, by name; nothing for what is no container, or is inside of itself."""
+    if isinstance(value, (torch.Tensor, *_ATOMS)) or len(above) >= _MOST_LEVELS or id(value) in above:
         return []
     if isinstance(value, (list, tuple)):
         return [(str(index), part) for index, part in enumerate(value)]
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, types.MappingProxyType)):
         return [(str(key), part) for key, part in value.items()]
     if isinstance(value, _OPAQUE):
         return []
@@ -123,8 +145,10 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
     """A container like this one with other contents."""
     if isinstance(value, (list, tuple)):
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, types.MappingProxyType):
+        return types.MappingProxyType(dict(zip(value, parts, strict=True)))
     changed = copy.copy(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         for key, part in zip(value, parts, strict=True):
             changed[key] = part
     elif hasattr(value, "__dict__"):

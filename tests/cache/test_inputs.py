@@ -139,12 +139,6 @@ def test_sample_and_time_are_not_watched_and_all_else_is_wherever_it_is() -> Non
     }
 
 
-def test_conditioning_is_what_should_stay() -> None:
-    words, more = text(), text()
-    given = inputs(text(), torch.tensor([1.0]), words, [text()], pooled=more, guidance=3.5)
-    assert [tensor is known for tensor, known in zip(given.conditioning, (words, more), strict=True)] == [True, True]
-
-
 def test_the_very_same_conditioning_has_not_changed() -> None:
     kept = text()
     before = watch(inputs(torch.zeros(1), 1.0, kept))

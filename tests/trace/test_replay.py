@@ -49,24 +49,6 @@ class Wave(torch.nn.Module):
         return x.cos()
 
 
-def test_what_modules_without_weights_are_given_is_copied_if_that_is_asked_for() -> None:
-    class Waving(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wave = Wave()
-
-        def embed(self, time: torch.Tensor, conditioning: torch.Tensor) -> torch.Tensor:
-            return super().embed(self.wave(time), self.wave(conditioning))
-
-    gated = Gated(Waving())
-    (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
-    replay, wave = Replay(gated.model, gated.gates.by_module, trace), gated.model.wave
-    for keeps in (False, True):
-        replay.run(StepPass(trace, "skip", Residuals(residuals)), (*at(0), COND), {}, keeps_calls=keeps)
-        assert set(replay.constant_calls) == ({(wave, 0), (wave, 1)} if keeps else set())
-    assert zoo.equal([replay.constant_calls[wave, number][0][0] for number in range(2)], [at(0)[1], COND])
-
-
 class Wayward(Plain):
     order: tuple[int, ...] = (0, 1, 2)
 

@@ -15,6 +15,7 @@ import torch
 
 from .. import tree
 from ..errors import SettingError
+from ..trace.fingerprint import Adapters
 from ..trace.forward import Tensors, added
 from ..trace.shadow import TrialFailed, shadow_of, trial
 from .decision import Signal
@@ -72,6 +73,7 @@ class ExtractorModel:
     def __init__(self, model: torch.nn.Module, extractor: Extractor) -> None:
         self._model = model
         self._extractor = extractor
+        self._adapters = Adapters(model)
         self._problems: dict[Hashable, str | None] = {}
         """By form of inputs: why the extractor does not stand for the model, if it does not."""
 
@@ -85,6 +87,9 @@ class ExtractorModel:
     def about(self) -> About:
         problem = next((text for text in self._problems.values() if text is not None), None)
         return About(f"the modulated input that {self._name} gives", problem)
+
+    def generation(self) -> int:
+        return self._adapters.check()
 
     def forget(self) -> None:
         pass
@@ -107,9 +112,9 @@ class ExtractorModel:
 
     def _first(self, inputs: Inputs, wish: Wish, forward: Forward) -> Outcome:
         """Compute a step by the model itself, and compare the extractor's way through the model's shadow."""
+        parts, signal = None, None
         before = inputs.copied()
         output = forward(inputs)
-        parts, signal = None, None
         try:
             with trial((before.args, before.kwargs)):
                 context = self._extractor(shadow_of(self._model), *before.args, **before.kwargs)

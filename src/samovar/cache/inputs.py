@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import tree
@@ -51,10 +52,11 @@ class Inputs:
         """Fractions among the arguments other than the time: a change of one changes what the blocks do."""
 
     def _read(self, name: str, value: Any, numbers: list[float]) -> None:
-        for path, leaf in tree.leaves(value, name):
+        for path, found in tree.leaves(value, name):
+            leaf = found.item() if isinstance(found, (np.generic, np.ndarray)) and found.size == 1 else found
             role = self.roles.of(path)
             self.leaves.append((path, leaf))
-            self._form.append((path, None if role == "time" else tree.signature(leaf)))
+            self._form.append((path, None if role == "time" else tree.signature_of_leaf(leaf)))
             if isinstance(leaf, torch.Tensor):
                 self.tensors.append(leaf)
                 if role == "sample":
@@ -142,13 +144,16 @@ class Sample:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._version = tree.version(tensor)
-        self._some = some(tensor, copy=True) if self._version is None else None
+        has_values = self._version is None and tree.is_comparable(tensor)
+        self._some = some(tensor, copy=True) if has_values else None
 
     def is_that_of(self, tensor: torch.Tensor | None) -> bool:
         """Whether a call is given the very same."""
         if tensor is None or self._tensor() is not tensor:
             return False
-        return torch.equal(self._some, some(tensor)) if self._some is not None else self._version == tensor._version
+        return (
+            torch.equal(self._some, some(tensor)) if self._some is not None else self._version == tree.version(tensor)
+        )
 
 
 # ------------------------------------------------------------------------------------------------ changes
@@ -176,7 +181,7 @@ def watch(inputs: Inputs) -> Watch:
 
 def _watched(tensor: torch.Tensor, is_held: bool) -> Watched:
     version = tree.version(tensor)
-    if is_held and version is not None:
+    if not tree.is_comparable(tensor) or (is_held and version is not None):
         return Watched(tensor, version, None)
     return Watched(tensor if is_held else None, version, some(tensor, copy=True))
 
@@ -189,7 +194,7 @@ def changes(inputs: Inputs, before: Watch) -> list[Pair]:
         if known is None:
             pairs.append(_infinite(tensor))
         elif known.held is not tensor or known.version is None or known.version != tensor._version:
-            pair = _change(some(tensor), known)
+            pair = _change(some(tensor), known) if tree.is_comparable(tensor) else _infinite(tensor)
             pairs.append([(pair[0] > 0).float(), torch.zeros_like(pair[0])] if is_conditioning else pair)
     return pairs
 

@@ -18,7 +18,7 @@ from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
-from ..trace.fingerprint import Fingerprint
+from ..trace.fingerprint import Adapters, Fingerprint
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.gates import Gates
 from ..trace.passes import Mode, StepPass
@@ -76,6 +76,9 @@ class CacheableModel(Protocol):
     def problem(self, inputs: Inputs) -> str | None:
         """Why no step with such inputs can be skipped, if none can."""
 
+    def generation(self) -> int:
+        """A number that grows whenever the model is seen to have other adapters."""
+
     def about(self) -> About:
         """What is known of the model, in words and figures."""
 
@@ -122,10 +125,14 @@ class BlockModel:
         self._replays: dict[Trace, tuple[Replay, Fingerprint]] = {}
         blocks = (block for stack in self._structure.stacks for block in stack.modules(self._model))
         self._inside = {part for block in blocks for part in block.modules()}
+        self._adapters = Adapters(self._model)
         self._gates = Gates(self._model, self._structure, hook_name)
 
     def remove(self) -> None:
         self._gates.remove()
+
+    def generation(self) -> int:
+        return self._adapters.check()
 
     def forget(self) -> None:
         for reader in self._readers.values():
@@ -163,7 +170,11 @@ class BlockModel:
 
     def _first(self, inputs: Inputs, wish: Wish, forward: Forward) -> Outcome:
         """Compute a step of a form that was not seen before, and learn from it."""
-        signature, given, before = inputs.signature, inputs.tensors, inputs.copied()
+        signature, given = inputs.signature, inputs.tensors
+        try:
+            before = inputs.copied()
+        except ModelError as error:
+            return self._refuse(signature, str(error), forward(inputs))
         tracer = Tracer(self._model, self._structure)
         with self._gates.asking(tracer):
             output = forward(inputs)
@@ -175,7 +186,7 @@ class BlockModel:
             watched = tracer.finish()
             rehearsal = Rehearsal(self._model, self._gates.by_module, watched, before.args, before.kwargs)
             rehearsed = rehearsal.run(output, lambda with_time: before.at_another_step(output, with_time))
-        except ModelError as error:
+        except (ModelError, TrialFailed) as error:
             return self._refuse(signature, str(error), output)
         trace = watched.trace
         self._traces[signature] = trace
@@ -330,5 +341,7 @@ class BlockModel:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits, NaN among them."""
+    """Whether two tensors hold the same numbers, NaN among them, as far as that can be seen."""
+    if not tree.is_comparable(one):
+        return True
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

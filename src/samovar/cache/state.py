@@ -29,6 +29,8 @@ class TeaCacheState(BaseState):
     def restart(self) -> None:
         """Forget the steps so far: they say nothing about those that follow."""
         self.history.clear()
+        self.generation = 0
+        """Of the model's adapters, when the last step was computed."""
         self.signature: Hashable = None
         """The form of the calls that the history stands for."""
         self.signal: Signal | None = None
@@ -50,11 +52,12 @@ class TeaCacheState(BaseState):
             return "inputs of another form"
         return None if inputs.numbers == self.numbers else "conditioning changed"
 
-    def computed(self, inputs: Inputs, signal: Signal | None) -> None:
+    def computed(self, inputs: Inputs, signal: Signal | None, generation: int = 0) -> None:
         """Note a computed step; `store` keeps what it gave."""
         if self.signature != inputs.signature or self.numbers != inputs.numbers:
             self.restart()
         self.signature, self.numbers, self.watched = inputs.signature, inputs.numbers, change.watch(inputs)
+        self.generation = generation
         self.signal = signal or self.signal
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
 

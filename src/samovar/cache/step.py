@@ -74,6 +74,10 @@ class Steps:
             return Plan(verdict)
         if clock.is_again:
             return self._computes(AGAIN, call, verdict)
+        generation = self._model.generation()
+        if len(state.history) and state.generation != generation:
+            state.restart()
+            return self._computes("weights or adapters changed", call, verdict)
         others = tuple(change.changes(inputs, state.watched)) if len(state.history) else ()
         has_changed = verdict.action != "ask" and self._have_changed(others)
         if has_changed:
@@ -194,7 +198,7 @@ class Steps:
             assert plan.outlook is not None
             return record, state.forecast_output(plan.outlook)
         record = self._look_for_hard(call, outcome.output, record)
-        state.computed(inputs, outcome.signal)
+        state.computed(inputs, outcome.signal, self._model.generation())
         # Fitted weights are for the scheduled steps: one more would push out one of them.
         if self._config.forecast != "fitted" or plan.verdict.reason == "schedule":
             if clock.is_last or clock.is_again or record.reason == AGAIN or outcome.problem is not None:

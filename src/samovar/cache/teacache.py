@@ -142,6 +142,8 @@ class TeaCacheHook(ModelHook):
         _refuse_training(module)
         assert self._steps is not None
         call = self._begin(module, args, kwargs, context)
+        if call.inputs.device.type == "meta":  # There are shapes and no values, so nothing can be judged.
+            return self.call_original(module, *args, **kwargs)
         plan = self._steps.judge(call)
         if plan.verdict.reason in NEVER:
             self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))

@@ -48,3 +48,29 @@ def _adapter(module: torch.nn.Module) -> dict[str, Any]:
     entries = vars(module)
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
+
+
+class Adapters:
+    """The adapters of peft on a whole model: which there are, which are active, and how they are scaled."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.generation = 0
+        """Grows whenever they are seen to be others."""
+        self._look()
+
+    def _look(self) -> None:
+        self._loaded = self._names()
+        layers = self._model.modules() if self._loaded else ()
+        found = [module for module in layers if isinstance(vars(module).get("scaling"), Mapping)]
+        self._layers = [(module, _adapter(module)) for module in found]
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(vars(self._model).get("peft_config") or ())
+
+    def check(self) -> int:
+        """The generation, after a look at them. Without any it costs nothing."""
+        if self._names() != self._loaded or any(_adapter(module) != adapter for module, adapter in self._layers):
+            self.generation += 1
+            self._look()
+        return self.generation

@@ -121,7 +121,9 @@ class _Copier:
     def copy(self, root: torch.nn.Module) -> torch.nn.Module:
         for module in root.modules():  # All of them first: attributes may hold any of them.
             bare = unwrapped(module)
-            if id(bare) not in self._copies:
+            if isinstance(bare, torch.jit.ScriptModule):  # It has no state in Python, and cannot be made anew.
+                self._copies[id(bare)] = bare
+            elif id(bare) not in self._copies:
                 self._copies[id(bare)] = object.__new__(_quiet_class(bare_class(bare)))
         for module in list(root.modules()):
             bare = unwrapped(module)
