@@ -90,7 +90,7 @@ class Line:
 
     def empty(self) -> None:
         """Take all blocks out: what is left of a forward is the least that a step costs which passes through it."""
-        for name, child in list(self.model.named_children()):
+        for name in [name for name, _ in self.model.named_children()]:
             if name.endswith("blocks"):
                 setattr(self.model, name, torch.nn.ModuleList())
 

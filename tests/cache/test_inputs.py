@@ -365,7 +365,7 @@ def test_some_elements_are_copied_where_they_are_kept() -> None:
     [
         (inputs(torch.zeros(1), torch.tensor([0.75, 0.5])), 0.75),
         (inputs(torch.zeros(1), timestep=torch.tensor(300)), 300.0),
-        (inputs(torch.zeros(1), timestep=torch.tensor([[0.25, 0.5], [0.25, 0.5]])), 0.25),
+        (inputs(torch.zeros(1), timestep=torch.tensor([[0.25, 0.5], [0.25, 0.5]])), 0.5),
         (inputs(torch.zeros(1), 0.5), 0.5),
         (inputs(torch.zeros(1), timestep=7), 7.0),
         (inputs(torch.zeros(1), None, sigma=0.3), 0.3),

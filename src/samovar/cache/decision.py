@@ -59,15 +59,15 @@ def measure(
     *,
     within_branch: bool = False,
 ) -> Measured:
-    """Relative changes from pairs of change and size, and the first number of each time, in one wait for the device. No
-    signal is an infinite change."""
+    """Relative changes from pairs of change and size, and the largest number of each time, in one wait for the device.
+    No signal is an infinite change."""
     if signal is None:
         signal = torch.tensor([torch.inf, 1.0], device=device).unbind()
     pairs = torch.stack([part.to(signal[0].device, torch.float32) for pair in (signal, *others) for part in pair])
     if agree is not None:
         pairs = (agree.within_branch if within_branch else agree)(_in_four(pairs))
     count = len(pairs)
-    numbers = torch.cat([pairs, *(time.reshape(-1)[:1].to(pairs) for time in times)]).tolist()
+    numbers = torch.cat([pairs, *(time.max().reshape(1).to(pairs) for time in times)]).tolist()
     distances = [_distance(*pair) for pair in zip(numbers[:count:2], numbers[1:count:2], strict=True)]
     return Measured(distances[0], max(distances[1:], default=0.0), tuple(numbers[count:]))
 

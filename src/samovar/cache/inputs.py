@@ -43,7 +43,9 @@ class Inputs:
         self.sample: torch.Tensor | None = None
         """The sample, or the first of its parts."""
         self.time: torch.Tensor | float | None = None
-        """The time of the step, as it is given; of a tensor, the first element counts."""
+        """The time of the step, as it is given. Of several numbers the largest counts: given frames are at time 0."""
+        self.objects: list[Any] = []
+        """What else is given and not looked into; containers are empty."""
         self._form: list[Any] = []
         numbers: list[float] = []
         for name, value in (*zip(positional_names(names, len(args)), args, strict=False), *kwargs.items()):
@@ -68,6 +70,8 @@ class Inputs:
                     self.time = leaf
             elif isinstance(leaf, float):
                 numbers.append(leaf)
+            elif not isinstance(leaf, (torch.Tensor, *_PLAIN)) and role == "conditioning":
+                self.objects.append(leaf)
 
     @functools.cached_property
     def signature(self) -> Hashable:
@@ -134,7 +138,7 @@ def is_on_host(time: torch.Tensor) -> bool:
 def on_host(time: torch.Tensor | float | None) -> float | None:
     """A time, where it can be read without waiting for a device."""
     if isinstance(time, torch.Tensor):
-        return float(time.reshape(-1)[0]) if is_on_host(time) and time.numel() else None
+        return float(time.max()) if is_on_host(time) and time.numel() else None
     return time
 
 
@@ -194,18 +198,28 @@ def changes(inputs: Inputs, before: Watch) -> list[Pair]:
         if known is None:
             pairs.append(_infinite(tensor))
         elif known.held is not tensor or known.version is None or known.version != tensor._version:
-            pair = _change(some(tensor), known) if tree.is_comparable(tensor) else _infinite(tensor)
-            pairs.append([(pair[0] > 0).float(), torch.zeros_like(pair[0])] if is_conditioning else pair)
+            pairs.append(_change_of_all(tensor, known) if is_conditioning else _change_of_some(tensor, known))
     return pairs
 
 
-def _change(now: torch.Tensor, known: Watched) -> Pair:
-    before = known.some
-    if before is None and known.held is not None and known.held._version == known.version:
-        before = some(known.held)
-    if before is None or before.shape != now.shape or before.device != now.device:
-        return _infinite(now)  # It was overwritten, or is of another form: nobody knows by how much.
+def _change_of_some(tensor: torch.Tensor, known: Watched) -> Pair:
+    """How much a residual has changed, by some of its elements."""
+    now, before = some(tensor) if tree.is_comparable(tensor) else None, known.some
+    if now is None or before is None or before.shape != now.shape or before.device != now.device:
+        return _infinite(tensor)
     return [size(now - before), size(before)]
+
+
+def _change_of_all(tensor: torch.Tensor, known: Watched) -> Pair:
+    """Whether conditioning has changed at all. What was overwritten has, as nobody knows what it was."""
+    held = known.held
+    is_kept = held is not None and held is not tensor and tree.version(held) == known.version is not None
+    one, other = (tensor, held) if is_kept else (some(tensor) if tree.is_comparable(tensor) else None, known.some)
+    if one is None or other is None or (one.shape, one.device) != (other.shape, other.device):
+        return _infinite(tensor)
+    if not tree.is_comparable(one):
+        return _infinite(tensor)
+    return [(one != other).any().float(), torch.zeros((), device=tensor.device)]
 
 
 def _infinite(like: torch.Tensor) -> Pair:

@@ -18,7 +18,7 @@ from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
-from ..trace.fingerprint import Adapters, Fingerprint
+from ..trace.fingerprint import Adapters, Fingerprint, own
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.gates import Gates
 from ..trace.passes import Mode, StepPass
@@ -126,13 +126,22 @@ class BlockModel:
         blocks = (block for stack in self._structure.stacks for block in stack.modules(self._model))
         self._inside = {part for block in blocks for part in block.modules()}
         self._adapters = Adapters(self._model)
+        self._sentinel = self._first_block()
         self._gates = Gates(self._model, self._structure, hook_name)
 
     def remove(self) -> None:
         self._gates.remove()
 
     def generation(self) -> int:
+        if not self._sentinel.holds():
+            self._adapters.generation += 1
+            self._sentinel = self._first_block()
         return self._adapters.check()
+
+    def _first_block(self) -> Fingerprint:
+        """That of the first block of each stack: whoever changes blocks mostly changes all of them."""
+        firsts = [stack.modules(self._model)[0] for stack in self._structure.stacks]
+        return Fingerprint(part for block in firsts for part in block.modules())
 
     def forget(self) -> None:
         for reader in self._readers.values():
@@ -178,7 +187,9 @@ class BlockModel:
         tracer = Tracer(self._model, self._structure)
         with self._gates.asking(tracer):
             output = forward(inputs)
-        if any(not _same(one, other) for one, other in zip(given, before.tensors, strict=True)):
+        known = {id(tensor) for tensor in given}
+        is_filled = any(id(tensor) not in known for tensor in tree.tensors((inputs.args, inputs.kwargs)))
+        if is_filled or any(not _same(one, other) for one, other in zip(given, before.tensors, strict=True)):
             return self._refuse(signature, "it writes into its inputs", output)
         if not tree.is_transparent(output):
             return self._refuse(signature, "its output holds objects that cannot be looked into", output)
@@ -242,7 +253,7 @@ class BlockModel:
 
     def _ask_ahead(self, trace: Trace, inputs: Inputs, wish: Wish, forward: Forward) -> Outcome:
         """Ask the signal of a model some of whose blocks run before the leader: on its shadow, so that they need not
-        run where the step is skipped, and the model itself is called once where it is not."""
+        run where the step is skipped, and the model itself is called once either way."""
         signal: Signal | None = None
         skips = False
 
@@ -254,15 +265,14 @@ class BlockModel:
             return "skip"
 
         outlook = wish.outlook if wish.early is None else Residuals(wish.early)
-        step, output = StepPass(trace, "skip", outlook, choose), None
+        step = StepPass(trace, "skip", outlook, choose)
         try:
-            output = self._replay(trace).run(step, inputs.args, inputs.kwargs)
+            self._replay(trace).run(step, inputs.args, inputs.kwargs)
         except TrialFailed as error:
             step.lost = str(error)
-        if skips and step.lost is None:
-            return Outcome(output, False, None, signal)
-        computed = self._next(trace, inputs, wish._replace(mode="compute", decide=None), forward)
-        return computed._replace(signal=signal, problem=step.lost or computed.problem)
+        mode: Mode = "skip" if skips and step.lost is None else "compute"
+        taken = self._next(trace, inputs, wish._replace(mode=mode, decide=None), forward)
+        return taken._replace(signal=signal, problem=step.lost or taken.problem)
 
     def _replay(self, trace: Trace) -> Replay:
         known = self._replays.get(trace)
@@ -333,6 +343,7 @@ class BlockModel:
                     "own input.", type(block).__name__,
                 )  # fmt: skip
 
+        own(compare)
         handle = reader.attention.register_forward_pre_hook(compare, with_kwargs=True)
         try:
             yield

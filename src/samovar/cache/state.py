@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
+
 from ..hooks import BaseState
 from ..trace.forward import Tensors
 from . import inputs as change
@@ -42,7 +44,8 @@ class TeaCacheState(BaseState):
         """Of the model's output, where that is forecast."""
         self.watched: change.Watch = {}
         self.numbers: tuple[float, ...] = ()
-        """Tensors and numbers among the inputs that should stay as they are."""
+        self.objects: list[Any] = []
+        """Tensors, numbers and other things among the inputs that should stay as they are."""
 
     def obstacle(self, inputs: Inputs, asks: bool) -> str | None:
         """Why nothing that is stored can stand for a step with these inputs."""
@@ -50,14 +53,15 @@ class TeaCacheState(BaseState):
             return "nothing stored"
         if inputs.signature != self.signature:
             return "inputs of another form"
-        return None if inputs.numbers == self.numbers else "conditioning changed"
+        same = inputs.numbers == self.numbers and len(inputs.objects) == len(self.objects)
+        return None if same and all(map(_is_same, inputs.objects, self.objects)) else "conditioning changed"
 
     def computed(self, inputs: Inputs, signal: Signal | None, generation: int = 0) -> None:
         """Note a computed step; `store` keeps what it gave."""
         if self.signature != inputs.signature or self.numbers != inputs.numbers:
             self.restart()
         self.signature, self.numbers, self.watched = inputs.signature, inputs.numbers, change.watch(inputs)
-        self.generation = generation
+        self.generation, self.objects = generation, inputs.objects
         self.signal = signal or self.signal
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
 
@@ -85,3 +89,9 @@ class TeaCacheState(BaseState):
         """The output of a skipped step, where outputs are forecast."""
         assert self.form is not None
         return self.form.rebuild(outlook)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return one is other or (isinstance(one, (list, tuple, dict, set)) and type(one) is type(other))

@@ -41,6 +41,9 @@ from .step import NEVER, NEW_RUN, Call, Steps
 
 HOOK_NAME = "teacache"
 BRANCH_HOOK_NAME = "branches"
+UNKNOWN = "unknown"
+"""The branch of calls that nothing tells apart."""
+_UNKNOWN_STEP = StepRecord(-1, True, "its branch is not known")
 _MOST_BRANCHES = 8
 """Branches of a run for which something is stored."""
 _MOST_OPEN_RUNS = 16
@@ -137,12 +140,19 @@ class TeaCacheHook(ModelHook):
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         context = self.state_manager.context
-        if self.is_paused or context.branch is None:  # Without a branch, nothing may be reused.
+        if self.is_paused:
+            return self.call_original(module, *args, **kwargs)
+        if context.branch is None:  # Nothing may be reused.
+            self._records.setdefault(context.request, {}).setdefault(UNKNOWN, []).append(_UNKNOWN_STEP)
             return self.call_original(module, *args, **kwargs)
         _refuse_training(module)
         assert self._steps is not None
         call = self._begin(module, args, kwargs, context)
         if call.inputs.device.type == "meta":  # There are shapes and no values, so nothing can be judged.
+            return self.call_original(module, *args, **kwargs)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.inputs.tensors):
+            call.state.restart()  # A skipped step has no gradients of its blocks.
+            self._note(call, StepRecord(call.clock.index, True, "gradients are recorded"))
             return self.call_original(module, *args, **kwargs)
         plan = self._steps.judge(call)
         if plan.verdict.reason in NEVER:

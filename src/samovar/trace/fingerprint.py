@@ -7,6 +7,7 @@ counted, so that nothing whose bits matter may rest on this alone.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any
@@ -21,6 +22,8 @@ class Fingerprint:
         self._held: list[tuple[Any, list[Any]]] = []
         self._tensors: list[torch.Tensor] = []
         self._adapters: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._hooks: list[tuple[Any, int]] = []
+        self._processors: list[tuple[torch.nn.Module, Any, dict[str, Any]]] = []
         for module in modules:
             weights = [*module._parameters.values(), *module._buffers.values()]
             tensors = [tensor for tensor in weights if tensor is not None]
@@ -32,6 +35,9 @@ class Fingerprint:
                 self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
             if isinstance(vars(module).get("scaling"), Mapping):  # An adapter of peft.
                 self._adapters.append((module, _adapter(module)))
+            self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+            if "processor" in vars(module):  # Of diffusers' attentions.
+                self._processors.append((module, vars(module)["processor"], _settings(vars(module)["processor"])))
         self._held = [(held, parts) for held, parts in self._held if parts]
         self._versions = [tensor._version for tensor in self._tensors]
 
@@ -41,6 +47,11 @@ class Fingerprint:
             all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
             and [tensor._version for tensor in self._tensors] == self._versions
             and all(_adapter(module) == adapter for module, adapter in self._adapters)
+            and all(_count(hooks) == count for hooks, count in self._hooks)
+            and all(
+                vars(module).get("processor") is processor and _settings(processor) == settings
+                for module, processor, settings in self._processors
+            )
         )
 
 
@@ -48,6 +59,24 @@ def _adapter(module: torch.nn.Module) -> dict[str, Any]:
     entries = vars(module)
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
+
+
+_own: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def own(hook: Any) -> None:
+    """Let a hook of ours on a module count for nothing."""
+    _own.add(hook)
+
+
+def _count(hooks: Mapping[int, Any]) -> int:
+    return sum(hook not in _own for hook in hooks.values()) if hooks else 0
+
+
+def _settings(processor: Any) -> dict[str, Any]:
+    """The numbers that a processor goes by, such as the scales of an IP-Adapter."""
+    entries = getattr(processor, "__dict__", {}).items()
+    return {name: copy.copy(value) for name, value in entries if isinstance(value, (bool, int, float, str, list))}
 
 
 class Adapters:

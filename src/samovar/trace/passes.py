@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from .. import tree
 from ..arch.blocks import output_values
 from ..hooks import NOT_BYPASSED
 from .forward import Call, Given, Segment, Tensors, Trace, added, alike
@@ -71,6 +72,7 @@ class StepPass:
         self._keeps = trace.segments if keeps is None else keeps
         self._current: Call | None = None
         self._residuals: dict[Segment, Tensors] = {}
+        self._versions: dict[Segment, list[int | None]] = {}
 
     @property
     def residuals(self) -> Tensors | None:
@@ -119,6 +121,7 @@ class StepPass:
             if call.segment.writes_in_place:
                 inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
             self.inputs[call.segment] = inputs
+            self._versions[call.segment] = [tree.version(v) for v in inputs if isinstance(v, torch.Tensor)]
         return NOT_BYPASSED
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
@@ -126,6 +129,11 @@ class StepPass:
         segment = None if call is None or call.gate is not gate or not call.is_last else call.segment
         if segment is not None and segment in self._keeps:
             idle = self._trace.idle_slots
+            before = self.inputs[segment]
+            if [tree.version(v) for v in before if isinstance(v, torch.Tensor)] != self._versions[segment]:
+                segment.writes_in_place = True
+                self._lose(f"what the blocks of {gate.path!r} were given was overwritten")
+                return
             try:
                 self._residuals[segment] = added(self.inputs.pop(segment), output, segment.slot, idle)
             except ValueError:
@@ -139,8 +147,8 @@ class StepPass:
     def _answer(self, call: Call, given: Given) -> Any:
         values = call.read(given.args, given.kwargs)
         if call.segment is not None:
-            if call.is_first:
-                self.inputs[call.segment] = values
+            if call.is_first:  # As copies: the model may write into what blocks hand on, between them.
+                self.inputs[call.segment] = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
             if call.is_last and self._outlook is not None:
                 values = self._with_residuals(call, call.segment, self._outlook)
         return self._trace.answer(call, values, given.args, given.kwargs)

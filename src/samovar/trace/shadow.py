@@ -33,6 +33,8 @@ _SHARED = (
     types.ModuleType, torch.dtype, torch.device, torch.Size
 )  # fmt: skip
 """What no forward can write into, or what is nobody's own."""
+_HOOKS = frozenset(key for key in vars(torch.nn.Module()) if key.endswith("_hooks") or "_hooks_" in key)
+"""Where torch keeps a module's hooks."""
 _WRAPPED = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
 """What accelerate and diffusers put on a module together with a forward of theirs."""
 _OTHERS_ENTRIES = _WRAPPED | {"_samovar_hooks", "_samovar_inside", "_compiled_call_impl"}
@@ -140,7 +142,7 @@ class _Copier:
         for key, value in vars(module).items():
             if key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
                 continue
-            if key.endswith("_hooks") or "_hooks_" in key:
+            if key in _HOOKS:
                 entries[key] = OrderedDict()
             elif key == "_modules":
                 entries[key] = {
@@ -158,6 +160,8 @@ class _Copier:
 
     def _translated(self, value: Any, levels: int = 6) -> Any:
         """An attribute as the shadow has it: with shadows for modules, and copies of what the model may write into."""
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            return self._with_cells(value, levels)
         if isinstance(value, _SHARED) or not levels:
             return value
         if isinstance(value, torch.nn.Module):
@@ -169,7 +173,26 @@ class _Copier:
             self._objects[id(value)] = self._copied(value, levels - 1)
         return self._objects[id(value)]
 
+    def _with_cells(self, function: types.FunctionType, levels: int) -> Any:
+        """A function that closes over modules of the model closes over their shadows."""
+        held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+        if not any(isinstance(item, torch.nn.Module) or hasattr(item, "__self__") for item in held):
+            return function
+        cells = tuple(types.CellType(self._translated(item, levels - 1)) for item in held)
+        if len(cells) != len(function.__closure__ or ()):
+            return function
+        return types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+
     def _copied(self, value: Any, levels: int) -> Any:
+        if isinstance(value, functools.partial):
+            arguments = {name: self._translated(item, levels) for name, item in value.keywords.items()}
+            return functools.partial(
+                self._translated(value.func, levels),
+                *(self._translated(item, levels) for item in value.args),
+                **arguments,
+            )
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, torch.nn.Parameter) or value.is_meta else value.detach().clone()
         if isinstance(value, torch.Generator):
