@@ -205,9 +205,15 @@ def _equal_to_bare(metaclass: Any) -> Any:
     def bare(cls: Any) -> Any:
         return vars(cls).get("_samovar_bare", cls)
 
-    methods = {"__eq__": lambda cls, other: isinstance(other, type) and bare(cls) is bare(other),
-               "__hash__": lambda cls: hash(bare(cls))}  # fmt: skip
-    return type(metaclass.__name__, (metaclass,), methods)
+    def equal(cls: Any, other: Any) -> bool:
+        return isinstance(other, type) and bare(cls) is bare(other)
+
+    def hashed(cls: Any) -> int:
+        return hash(bare(cls))
+
+    for function in (bare, equal, hashed):
+        skip_frame(function)
+    return type(metaclass.__name__, (metaclass,), {"__eq__": equal, "__hash__": hashed})
 
 
 def _get_class(self: torch.nn.Module) -> type:
@@ -292,6 +298,8 @@ def _prepare_for_compilation() -> None:
         # Around a model that is compiled whole, they run as they are.
         for room in ("tree", "hooks.around", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
             trace_rules.add(f"samovar.{room}")
+        skip_frame(bare_class)
+        skip_frame(attached_registry)
 
 
 def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

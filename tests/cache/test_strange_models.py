@@ -1,0 +1,358 @@
+"""Models and arguments that nobody here would have written: no crash, no trace of a trial, and computed steps exact."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driving import COND, UNGUARDED, Block, Plain, at, differing, loop
+from peft import LoraConfig
+from torch.nn.modules.module import register_module_forward_hook
+
+import zoo
+from pipelines import PIPELINES
+from samovar.cache import apply_teacache_hook, make_cache_backend
+from samovar.hooks import call_context
+
+NEVER = {**UNGUARDED, "rel_l1_thresh": 1e-12}
+ALWAYS = {**UNGUARDED, "rel_l1_thresh": float("inf")}
+
+
+def mask(hook: Any, branch: str = "only") -> str:
+    found: str = hook.stats().branches[branch].mask
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ state of a model
+
+
+class Stateful(Plain):
+    """Its output depends on state that it keeps and moves at every call."""
+
+    def __init__(self, state: Any, draw: Any) -> None:
+        super().__init__()
+        self.state, self._draw = state, draw
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args) * (1 + 0.1 * self._draw(self.state))
+
+
+def counted(state: Any) -> float:
+    state["calls"] += 1
+    return float(state["calls"])
+
+
+def held(state: Any) -> float:
+    state.calls += 1
+    return float(state.calls)
+
+
+def written(state: Any) -> float:
+    state += 1
+    return float(state[0])
+
+
+STATES: dict[str, tuple[Any, Any]] = {
+    "a generator": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda state: float(torch.rand((), generator=state)),
+    ),
+    "a counter": (Counter, counted),
+    "a dictionary with a default": (lambda: defaultdict(int), counted),
+    "an object": (lambda: types.SimpleNamespace(calls=0), held),
+    "an array": (lambda: np.zeros(1), written),
+    "Python's random numbers": (lambda: None, lambda _: random.random()),
+    "numpy's random numbers": (lambda: None, lambda _: float(np.random.rand())),
+    "torch's random numbers": (lambda: None, lambda _: float(torch.rand(()))),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_trials_leave_a_models_state_alone(kind: str) -> None:
+    make, draw = STATES[kind]
+
+    def run(cached: bool) -> list[torch.Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        model = Stateful(make(), draw)
+        if cached:
+            apply_teacache_hook(model, NEVER)
+        return loop(model)
+
+    assert differing(run(cached=True), run(cached=False)) == []
+
+
+class Dropping(Plain):
+    """Random numbers are drawn on the way to the first attention."""
+
+    class Block(Block):
+        def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, temb * torch.rand(()))
+
+    def block(self) -> torch.nn.Module:
+        return self.Block(self.width)
+
+
+def test_reading_the_signal_draws_no_random_numbers() -> None:
+    def run(cached: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(0)
+        model = Dropping()
+        if cached:
+            apply_teacache_hook(model, NEVER)
+        return loop(model), torch.rand(1)
+
+    (found, after), (exact, expected) = run(cached=True), run(cached=False)
+    assert differing(found, exact) == []
+    assert torch.equal(after, expected)
+
+
+def test_hooks_of_all_modules_see_no_trial() -> None:
+    calls: list[str] = []
+    model = Plain()
+    apply_teacache_hook(model, NEVER)
+    handle = register_module_forward_hook(lambda module, args, output: calls.append(type(module).__name__))
+    loop(model)
+    handle.remove()
+    assert (calls.count("Plain"), calls.count("Block")) == (12, 36)
+
+
+def test_a_trial_does_not_find_its_way_back_through_a_closure() -> None:
+    model, calls = Plain(), []
+    embed = model.embed_c
+    model.embed_again = lambda c: embed(c)
+    model.embed = types.MethodType(lambda self, t, c: (self.embed_t(t[:, None]) + self.embed_again(c))[:, None], model)
+    embed.register_forward_hook(lambda *_: calls.append(1))
+    apply_teacache_hook(model, NEVER)
+    loop(model)
+    assert len(calls) == 12
+
+
+@pytest.mark.parametrize("change", ["attribute", "buffer", "forward"])
+def test_a_part_without_weights_may_change_at_any_time(change: str) -> None:
+    class Rope(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.theta = 1.0
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, c: torch.Tensor) -> torch.Tensor:
+            scaled: torch.Tensor = c * self.theta * self.scale
+            return scaled
+
+    class Turning(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = Rope()
+
+        def embed(self, time: torch.Tensor, conditioning: torch.Tensor) -> torch.Tensor:
+            return super().embed(time, self.rope(conditioning))
+
+    def run(model: Turning) -> list[torch.Tensor]:
+        outputs = []
+        with torch.no_grad(), call_context(branch="only"):
+            for step in range(10):
+                if step == 5 and change == "attribute":
+                    model.rope.theta = 2.0
+                elif step == 5 and change == "buffer":
+                    model.rope.scale.mul_(2)
+                elif step == 5:
+                    model.rope.forward = lambda c: 3 * c
+                outputs.append(model(*at(step), COND))
+        return outputs
+
+    model = Turning()
+    apply_teacache_hook(model, NEVER)
+    assert differing(run(model), run(Turning())) == []
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+class Extended(Plain):
+    def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any, extra: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(hidden_states, timestep, encoder_hidden_states)
+
+
+class Frozen(Mapping[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Single:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __copy__(self) -> Any:
+        raise TypeError("no copies")
+
+
+class Pair(list[Any]):
+    def __init__(self, one: Any, other: Any) -> None:
+        super().__init__([one, other])
+
+
+def circle() -> Any:
+    nodes = [types.SimpleNamespace(value=float(index)) for index in range(4)]
+    for node in nodes:
+        node.others = nodes
+    return nodes[0]
+
+
+EXTRAS: dict[str, Any] = {
+    "a mapping": lambda: Frozen(a=COND.clone(), b=1),
+    "a view of a dictionary": lambda: types.MappingProxyType({"a": COND.clone()}),
+    "what cannot be copied": lambda: Single(COND.clone()),
+    "a list of its own kind": lambda: Pair(COND.clone(), 1),
+    "a sparse tensor": lambda: COND.clone().to_sparse(),
+    "a tensor without data": lambda: torch.empty(2, device="meta"),
+    "objects in a circle": circle,
+}
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_arguments_of_any_kind_are_taken_as_the_bare_model_takes_them(kind: str) -> None:
+    extra = EXTRAS[kind]()
+    before = dict(vars(extra)) if hasattr(extra, "__dict__") else None
+
+    def run(model: torch.nn.Module) -> list[torch.Tensor]:
+        with torch.no_grad(), call_context(branch="only"):
+            return [model(*at(step), COND, extra) for step in range(6)]
+
+    model = Extended()
+    hook = apply_teacache_hook(model, NEVER)
+    assert differing(run(model), run(Extended())) == []
+    assert mask(hook) == "#" * 6
+    assert before is None or all(vars(extra)[name] is value for name, value in before.items()), "nothing is replaced"
+
+
+def test_another_object_among_the_arguments_ends_a_history() -> None:
+    model = Extended()
+    hook = apply_teacache_hook(model, ALWAYS)
+    one, other = object(), object()
+    with torch.no_grad(), call_context(branch="only"):
+        for step in range(8):
+            model(*at(step), COND, one if step < 4 else other)
+    assert mask(hook) == "#...#..."
+
+
+def test_times_of_numpy_are_times() -> None:
+    model = Plain()
+    model.embed = types.MethodType(  # type: ignore[method-assign]
+        lambda self, t, c: (self.embed_t(torch.full((1, 1), float(t))) + self.embed_c(c))[:, None], model
+    )
+    hook = apply_teacache_hook(model, ALWAYS)
+    with torch.no_grad(), call_context(branch="only"):
+        for name in ("one", "two"):
+            for step in range(6):
+                model(at(step, name=name)[0], np.float32(1 - step / 6), COND)
+    assert mask(hook) == "#.....", "the second run is one of its own"
+
+
+def test_of_the_times_of_tokens_the_largest_counts() -> None:
+    """Those of a frame that is given stand at zero."""
+    model = Plain()
+    model.embed = types.MethodType(  # type: ignore[method-assign]
+        lambda self, t, c: (self.embed_t(t[:, 1:]) + self.embed_c(c))[:, None], model
+    )
+    hook = apply_teacache_hook(model, ALWAYS)
+    with torch.no_grad(), call_context(branch="only"):
+        for step in range(6):
+            model(at(step)[0], torch.tensor([[0.0, 1 - step / 6]]), COND)
+    assert mask(hook) == "#....."
+
+
+def test_a_list_that_blocks_fill_for_the_caller_is_always_filled() -> None:
+    class Telling(Extended):
+        def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any, extra: Any) -> torch.Tensor:
+            self.features = extra
+            return super().forward(hidden_states, timestep, encoder_hidden_states, extra)
+
+        def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, temb)
+                self.features.append(x)
+            return x
+
+    model = Telling()
+    hook = apply_teacache_hook(model, ALWAYS)
+    with torch.no_grad(), call_context(branch="only"):
+        for step in range(4):
+            features: list[torch.Tensor] = []
+            model(*at(step), COND, features)
+            assert len(features) == 3
+    assert "writes into its inputs" in (hook.stats().problem or "")
+
+
+# ------------------------------------------------------------------------------------------------ between blocks
+
+
+def test_what_a_model_adds_in_place_between_blocks_counts_once() -> None:
+    class Controlled(Plain):
+        strength = 0.0
+
+        def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, temb)
+                x += self.strength
+            return x
+
+    model, bare = Controlled(), Controlled()
+    hook = apply_teacache_hook(model, ALWAYS)
+    with torch.no_grad(), call_context(branch="only"):
+        computed = model(*at(0), COND)
+        assert torch.equal(computed, bare(*at(0), COND))
+        skipped = model(*at(1), COND)
+        embedded = bare.embed_x(at(1)[0]) - bare.embed_x(at(0)[0])
+        expected = computed + torch.nn.functional.linear(embedded, bare.unembed.weight)
+    assert mask(hook) == "#."
+    torch.testing.assert_close(skipped, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["single_transformer_blocks.*to_q", "transformer_blocks.*to_q"])
+def test_adapters_that_are_scaled_anywhere_end_a_history(where: str) -> None:
+    tiny = PIPELINES["flux"]
+    pipe = tiny.build(0)
+    pipe.transformer.add_adapter(
+        LoraConfig(r=2, target_modules=rf".*{where}", init_lora_weights=False), adapter_name="one"
+    )
+    cache: Any = make_cache_backend("tea_cache", {**ALWAYS})
+    cache.enable(pipe)
+
+    def scale(pipe: Any, index: int, time: Any, given: Any) -> Any:
+        if index == 4:
+            pipe.transformer.set_adapters("one", 0.1)
+        return given
+
+    tiny.run(pipe, 10, callback_on_step_end=scale)
+    masks = {branch.mask for branch in cache.stats().denoisers["transformer"].branches.values()}
+    assert masks == {"#....#...."}
+    cache.disable(pipe)
+
+
+@torch.no_grad()
+def test_a_transformer_that_is_compiled_whole_is_cached() -> None:
+    case = {found.id: found for found in zoo.load()}["FluxTransformer2DModel"]
+    model = case.build()
+    exact = [model(**case.inputs(step), return_dict=False)[0] for step in range(4)]
+    hook = apply_teacache_hook(model, NEVER)
+    compiled = torch.compile(model, backend="eager")
+    with call_context(branch="only"):
+        found = [compiled(**case.inputs(step), return_dict=False)[0] for step in range(4)]
+    assert mask(hook) == "####"
+    assert differing(found, exact) == []
