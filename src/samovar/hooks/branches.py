@@ -36,6 +36,13 @@ def _listed(paths: Iterable[str]) -> str:
     return f"{first}{more} {'are' if rest else 'is'}"
 
 
+def _step() -> int | None:
+    """The step that a scheduler says it is, if one does."""
+    run = current_run()
+    position = None if run is None else run.position()
+    return None if position is None else position.step
+
+
 class _Branch:
     """One line of calls, as its last call left it."""
 
@@ -47,6 +54,8 @@ class _Branch:
         self.marks: dict[str, Mark] = {}
         """Its conditioning; as long as roles are learned, everything."""
         self.has_all = False
+        self.step: int | None = None
+        """That of the last call, where a scheduler counts."""
         self.samples: dict[str, int] = {}
         """Only the identity: nothing of a sample is kept."""
         self.times: dict[str, Mark] = {}
@@ -72,11 +81,14 @@ class _Branch:
 
     def is_at_once(self, roles: Roles, leaves: Leaves) -> bool:
         """Whether this call is surely at the time of the last one."""
+        if self.step is not None and _step() != self.step:
+            return False
         is_same = all(mark.is_surely_same(leaves.get(path)) for path, mark in self.times.items())
         return is_same and roles.have_moved(self.times)
 
     def keep(self, roles: Roles, leaves: Leaves, key: tuple[Hashable, ...], *, learning: bool) -> None:
         """Remember the call."""
+        self.step = _step()
         if learning:
             self.marks = {
                 path: Mark(value, hold=roles.of(path) in ("conditioning", "time"), copy=True)
@@ -311,7 +323,9 @@ class BranchHook(ModelHook):
 
     def _is_other_line(self, branch: _Branch, leaves: Leaves) -> bool:
         """Whether a call with this branch's conditioning is not one of it: at one time there is one sample."""
-        roles = self.roles
+        roles, step = self.roles, _step()
+        if step is not None and branch.step not in (None, step):  # A sampler of second order may stay at one time.
+            return False
         times, samples = roles.times(leaves), roles.samples(leaves)
         if not times or branch.moved(leaves, times):
             return False
