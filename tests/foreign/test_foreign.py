@@ -9,7 +9,7 @@ from .checks import BACKENDS, CHECKS
 
 pytestmark = [pytest.mark.foreign, pytest.mark.filterwarnings("ignore")]
 
-TODO = [
+RUNS = [
     pytest.param(case, check, backend, id="-".join(filter(None, (case.id, check, backend))))
     for case in load()
     for check, (_, by_backend) in CHECKS.items()
@@ -17,7 +17,7 @@ TODO = [
 ]
 
 
-@pytest.mark.parametrize(("case", "check", "backend"), TODO)
+@pytest.mark.parametrize(("case", "check", "backend"), RUNS)
 def test_foreign(case: Case, check: str, backend: str) -> None:
     if folder() is None:
         pytest.skip("make test-foreign FOREIGN=folder: a folder of checkouts, each named owner+name, is needed")

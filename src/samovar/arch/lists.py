@@ -1,4 +1,4 @@
-"""Which of a model's lists are stacks of blocks? Told by how their members are built, never by their names.
+"""Which of a model's lists are stacks of blocks? Recognised by how their members are built, never by their names.
 
 A block takes a stream of tokens and returns it changed, so that the next one can take it. Two things show that: its
 source adds to what it was given, or it normalises tokens of some width and has linear maps out of that width and back

@@ -19,7 +19,7 @@ import torch
 
 from .around import Adopt, run_around
 from .context import CallContext, current_context, enter_context, leave_context
-from .pipelines import current_run
+from .pipelines import current_run, current_step
 from .registry import HookOrder, ModelHook
 from .roles import Leaves, Mark, Roles, hint, leaves_of, parameter_names, same_marks
 
@@ -34,13 +34,6 @@ def _listed(paths: Iterable[str]) -> str:
     first, *rest = sorted(paths)
     more = f", {rest[0]}" if len(rest) == 1 else f", {rest[0]} and {len(rest) - 1} more" if rest else ""
     return f"{first}{more} {'are' if rest else 'is'}"
-
-
-def _step() -> int | None:
-    """The step that a scheduler says it is, if one does."""
-    run = current_run()
-    position = None if run is None else run.position()
-    return None if position is None else position.step
 
 
 class _Branch:
@@ -81,14 +74,14 @@ class _Branch:
 
     def is_at_once(self, roles: Roles, leaves: Leaves) -> bool:
         """Whether this call is surely at the time of the last one."""
-        if self.step is not None and _step() != self.step:
+        if self.step is not None and current_step() != self.step:
             return False
         is_same = all(mark.is_surely_same(leaves.get(path)) for path, mark in self.times.items())
         return is_same and roles.have_moved(self.times)
 
     def keep(self, roles: Roles, leaves: Leaves, key: tuple[Hashable, ...], *, learning: bool) -> None:
         """Remember the call."""
-        self.step = _step()
+        self.step = current_step()
         if learning:
             self.marks = {
                 path: Mark(value, hold=roles.of(path) in ("conditioning", "time"), copy=True)
@@ -323,7 +316,7 @@ class BranchHook(ModelHook):
 
     def _is_other_line(self, branch: _Branch, leaves: Leaves) -> bool:
         """Whether a call with this branch's conditioning is not one of it: at one time there is one sample."""
-        roles, step = self.roles, _step()
+        roles, step = self.roles, current_step()
         if step is not None and branch.step not in (None, step):  # A sampler of second order may stay at one time.
             return False
         times, samples = roles.times(leaves), roles.samples(leaves)

@@ -129,6 +129,13 @@ def current_run() -> Run | None:
     return _run.get()
 
 
+def current_step() -> int | None:
+    """The step at which that run is, where its scheduler says so."""
+    run = _run.get()
+    position = None if run is None else run.position()
+    return None if position is None else position.step
+
+
 def hook_pipeline(pipeline: Any, name: str, hook: PipelineHook) -> None:
     """Attach a hook to a pipeline. A name that is taken is refused."""
     if not hasattr(pipeline, "__dict__") or isinstance(pipeline, type):

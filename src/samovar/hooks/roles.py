@@ -139,7 +139,7 @@ class Roles:
         self.remade: set[str] = set()
         """Arguments that are new objects with the old values at each call."""
         self.telling: set[str] = set()
-        """Arguments that have told two branches apart on their own."""
+        """Arguments that have distinguished two branches on their own."""
         self.version = 0
         """Grows whenever a role changes."""
 
@@ -188,7 +188,7 @@ class Roles:
         return tuple(key), has_tensor
 
     def can_tell(self, leaves: Leaves) -> bool:
-        """Whether there is any conditioning by which branches could be told apart."""
+        """Whether there is any conditioning by which branches could be distinguished."""
         for path, value in leaves.items():
             if value is not None and self.of(path) == "conditioning":
                 if isinstance(value, torch.Tensor) or path in self.telling:
@@ -279,7 +279,7 @@ class Roles:
         self.version += 1
 
     def note_telling(self, path: str) -> None:
-        """Learn that this alone told two branches of one step apart."""
+        """Learn that this alone distinguished two branches of one step."""
         self.telling.add(path)
         self._update([path])
 
