@@ -42,7 +42,8 @@ def test_segments(name: str) -> None:
     assert [segment.slot for segment in trace.segments] == [sum(counts[:index]) for index in range(len(counts))]
     assert len(residuals) == sum(counts)
     assert set(first_calls) == set(trace.segments)
-    assert trace.covered == tuple(dict.fromkeys(path for path, _ in SEGMENTS[name]))
+    stacks = dict.fromkeys(segment.stack.path for segment in trace.segments)
+    assert tuple(stacks) == tuple(dict.fromkeys(path for path, _ in SEGMENTS[name]))
     for segment in trace.segments:
         own = [call for call in trace.calls if call.segment is segment]
         assert [call.is_first for call in own] == [True] + [False] * (len(own) - 1)

@@ -22,7 +22,7 @@ from .forecast import Outlook, take_apart
 
 @dataclass(frozen=True)
 class HardPictures:
-    """How hard pictures are told, and what is done with them. `samovar.lab.fitting` makes these."""
+    """How hard images are recognised, and what is done with them. `samovar.lab.fitting` makes these."""
 
     branch: str
     """Whose forecast is looked at."""

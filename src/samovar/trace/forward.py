@@ -102,11 +102,6 @@ class Trace:
         before = self.calls[: self.calls.index(self.leader)]
         return tuple(dict.fromkeys(call.segment for call in before if call.segment is not None))
 
-    @property
-    def covered(self) -> tuple[str, ...]:
-        """The stacks whose blocks a skipped step does not run."""
-        return tuple(dict.fromkeys(segment.stack.path for segment in self.segments))
-
     def answer(self, call: Call, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An output of a call's form with these values, and zeros where one is missing."""
         if call.passes_on:
