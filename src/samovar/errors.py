@@ -37,6 +37,11 @@ class SamovarError(Exception):
 class SettingError(SamovarError, ValueError):
     """A setting or argument that cannot be used."""
 
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        """Name of the parameter at fault as Python spells it; None if there is no single one."""
+
 
 class ModelError(SamovarError, ValueError):
     """A model or class that cannot be found, built or read."""
