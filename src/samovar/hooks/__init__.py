@@ -3,6 +3,7 @@
 from .around import run_around
 from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
+from .handle import Handle
 from .pipelines import (
     PipelineHook,
     Position,
@@ -21,6 +22,7 @@ __all__ = [
     "BaseState",
     "BranchHook",
     "CallContext",
+    "Handle",
     "HookOrder",
     "HookRegistry",
     "ModelHook",

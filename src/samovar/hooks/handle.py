@@ -1,0 +1,28 @@
+"""How is something that was attached taken off again? `handle.detach()`, or leave the `with` block."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import TypeVar
+
+SelfHandle = TypeVar("SelfHandle", bound="Handle")
+
+
+class Handle:
+    """Returned by everything that attaches to a pipeline or a module. Detaching twice does nothing."""
+
+    def __init__(self, undo: contextlib.ExitStack | None = None) -> None:
+        self._undo = undo or contextlib.ExitStack()
+
+    def detach(self) -> None:
+        """Take it off: the pipeline or module is what it was before."""
+        self._undo.close()
+
+    def __enter__(self: SelfHandle) -> SelfHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
