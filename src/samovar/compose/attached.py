@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,10 +22,8 @@ from ..parallel import (
     ParallelMesh,
     SequenceParallelConfig,
     apply_cfg_parallel,
-    disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
     make_mesh,
-    remove_cfg_parallel,
     sharding_of,
 )
 from .config import AttachConfig, Compiler, OffloadMode, skipped_share
@@ -71,7 +69,8 @@ class Attached:
             self.denoisers = find_denoisers(self._pipe)
             self.peers = check_peers(self.denoisers, config, caches=self.cache is not None)
         if config.num_ranks > 1:
-            self.mesh = make_mesh(config.parallel or SequenceParallelConfig(), config.cfg_parallel)
+            degrees = config.parallel or SequenceParallelConfig()
+            self.mesh = make_mesh(replace(degrees, cfg_parallel_size=config.cfg_parallel))
             self.cache = config.make_cache(self.mesh)
         if config.compiles:
             self.regions = find_regions(self.denoisers)
@@ -84,11 +83,9 @@ class Attached:
         config = self.config
         if self.mesh is not None:
             for denoiser in self.denoisers.values():
-                if apply_cfg_parallel(denoiser, self.mesh) is not None:
-                    undo.callback(remove_cfg_parallel, denoiser)
+                undo.callback(apply_cfg_parallel(denoiser, self.mesh).detach)
                 wish = config.parallel or SequenceParallelConfig()
-                if enable_sequence_parallel_for_model(denoiser, wish, mesh=self.mesh) is not None:
-                    undo.callback(disable_sequence_parallel_for_model, denoiser)
+                undo.callback(enable_sequence_parallel_for_model(denoiser, wish, mesh=self.mesh).detach)
         if self.cache is not None:
             self.cache.enable(self._pipe)
             undo.callback(self.cache.disable, self._pipe)
