@@ -10,6 +10,7 @@ import torch
 
 from ..arch import ModuleDiscovery
 from ..errors import SettingError, nearest
+from ..other_libraries import has_cache_dit
 
 
 class CacheDitBackend:
@@ -35,7 +36,7 @@ class CacheDitBackend:
 
     def enable(self, pipeline: Any) -> None:
         denoisers = [] if isinstance(pipeline, torch.nn.Module) else ModuleDiscovery.discover(pipeline).dits
-        if any(getattr(part, "_is_cached", False) for part in (pipeline, *denoisers)):  # The package's own mark.
+        if any(map(has_cache_dit, (pipeline, *denoisers))):
             raise SettingError(
                 f"cache-dit is on this {type(pipeline).__name__} already, or on another of its class, on which the "
                 "package writes. Disable that first."

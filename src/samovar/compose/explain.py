@@ -14,6 +14,7 @@ from ..arch.modules import named_parts, unwrapped
 from ..cache import CacheBackend, TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
 from ..offload import Offloaded
+from ..other_libraries import compiled_call
 from ..parallel import SequenceParallelConfig
 from .config import AttachConfig, skipped_share
 from .peers import Peer
@@ -197,7 +198,7 @@ def _places(pipe: Any) -> tuple[Place, ...]:
 
 def _chain(module: torch.nn.Module) -> tuple[str, ...]:
     hooks = [f"{name} ({order.name.lower()})" for name, order in HookRegistry.get_or_create(module).chain]
-    return (*hooks, "compiled") if module._compiled_call_impl is not None else tuple(hooks)
+    return (*hooks, "compiled") if compiled_call(module) is not None else tuple(hooks)
 
 
 def _modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:

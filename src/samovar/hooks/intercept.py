@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import HookConflictError, SettingError
+from ..other_libraries import COMPILED_CALL
 from .context import call_context
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
         or instance["_forward_pre_hooks"]
         or instance["_backward_hooks"]
         or instance["_backward_pre_hooks"]
-        or "_compiled_call_impl" in instance
+        or COMPILED_CALL in instance
         or "forward" in instance
         or bare.__call__ is not _plain_call
         or not registry.calls_plainly

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SettingError
+from ..other_libraries import pipeline_steps, scheduler_step
 from .context import call_context, current_context
 from .registry import HookOrder, HookRegistry, ModelHook
 
@@ -66,12 +67,10 @@ class Run:
         """Where the run is, as its scheduler says; None where it does not. A device is waited for once a loop."""
         scheduler: Any = getattr(self.pipeline, "scheduler", None)
         timesteps = getattr(scheduler, "timesteps", None)
-        if timesteps is None or not hasattr(scheduler, "_step_index"):
+        step = scheduler_step(scheduler)
+        if timesteps is None or step is None:
             return None
-        step = scheduler._step_index
-        if step is None:  # Before the first step.
-            step = getattr(scheduler, "_begin_index", None) or 0
-        return Position(int(step), len(timesteps), self._sigma(scheduler, timesteps, int(step)))
+        return Position(step, len(timesteps), self._sigma(scheduler, timesteps, step))
 
     def _sigma(self, scheduler: Any, timesteps: Any, step: int) -> float | None:
         if timesteps is not self._timesteps:  # Read once a loop: schedulers may keep them on a device.
@@ -85,8 +84,8 @@ class Run:
 
     def total(self) -> int | None:
         """How many steps the run takes, as far as the pipeline says."""
-        named = getattr(self.pipeline, "_num_timesteps", None)
-        if isinstance(named, int):
+        named = pipeline_steps(self.pipeline)
+        if named is not None:
             return named
         timesteps = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
         return None if timesteps is None else len(timesteps)

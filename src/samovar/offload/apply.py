@@ -16,6 +16,7 @@ import torch
 
 from ..errors import SettingError
 from ..hooks import HookRegistry, PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..other_libraries import accelerate_hook, diffusers_hooks
 from .cuda import CudaStage
 from .host import HostMemory
 from .layerwise import check_compiled
@@ -111,8 +112,8 @@ def _check_free(components: Sequence[Component]) -> None:
                 raise SettingError(
                     f"{where} is offloaded already. Call remove() on what apply_offload returned before."
                 )
-            theirs = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
-            if hasattr(module, "_hf_hook") or any("group_offloading" in name for name in theirs):
+            theirs = diffusers_hooks(module)
+            if accelerate_hook(module) is not None or any("group_offloading" in name for name in theirs):
                 raise SettingError(
                     f"{where} is offloaded by accelerate or diffusers. Load the pipeline anew, or take their hooks off "
                     "first (pipeline.remove_all_hooks())."
