@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
 from ..files import read_json
-from ..hooks import PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..hooks import Handle, PipelineHook, Run, hook_pipeline
 from .config import TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
@@ -82,8 +81,10 @@ class TeaCacheBackend:
         self._agree = agree
         self._hooks: dict[int, tuple[Any, Hooks]] = {}
         """By the identity of the pipeline, which is held."""
-        self._adopted: list[weakref.ref[Any]] = []
-        """Pipelines that share a denoiser with these, and are hooked to see their runs."""
+        self._watches: dict[int, Handle] = {}
+        """The hooks on these pipelines, by the same identity."""
+        self._adopted: list[Handle] = []
+        """The hooks on pipelines that share a denoiser with these."""
         self._latest: tuple[Hooks, Hashable] | None = None
         """Where the most recent run was and what its request is; None as long as no pipeline has told."""
 
@@ -99,7 +100,7 @@ class TeaCacheBackend:
                 hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
-                hook_pipeline(pipeline, HOOK_NAME, _RunWatch(hooks, self._note))
+                self._watches[id(pipeline)] = hook_pipeline(pipeline, HOOK_NAME, _RunWatch(hooks, self._note))
         except BaseException:
             for module, _ in hooks.values():
                 if module not in there:
@@ -112,8 +113,7 @@ class TeaCacheBackend:
         known = {module: name for _, hooks in self._hooks.values() for name, (module, _) in hooks.items()}
         there, parts = self._modules(), find_denoisers(pipeline).values()
         shared = {known[module]: (module, there[module]) for module in map(unwrapped, parts) if module in there}
-        hook_pipeline(pipeline, HOOK_NAME, _RunWatch(shared, self._note))
-        self._adopted.append(weakref.ref(pipeline))
+        self._adopted.append(hook_pipeline(pipeline, HOOK_NAME, _RunWatch(shared, self._note)))
 
     def _modules(self) -> dict[torch.nn.Module, TeaCacheHook]:
         return {module: hook for _, hooks in self._hooks.values() for module, hook in hooks.values()}
@@ -132,12 +132,9 @@ class TeaCacheBackend:
         for module, _ in hooks.values():
             if module not in self._modules():
                 remove_teacache_hook(module)
-        unhook_pipeline(pipeline, HOOK_NAME)
-        if not self._hooks:
-            for adopted in (found() for found in self._adopted):
-                if adopted is not None:
-                    unhook_pipeline(adopted, HOOK_NAME)
-            self._adopted.clear()
+        self._watches.pop(id(pipeline), Handle()).detach()
+        while self._adopted and not self._hooks:
+            self._adopted.pop().detach()
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
-from ..hooks import HookRegistry, PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..hooks import HookRegistry, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, diffusers_hooks
 from .cuda import CudaStage
 from .host import HostMemory
@@ -304,8 +304,7 @@ class Offloaded(PipelineHook):
             self._hooks.enter_context(install_hooks(tenant, turns, self.stage, plan.component(name)))
         is_component = any(component.module is self._pipeline for component in self._components)
         if not is_component:  # A lone model is called once a step: its calls are no runs.
-            hook_pipeline(self._pipeline, HOOK, self)
-            self._hooks.callback(unhook_pipeline, self._pipeline, HOOK)
+            self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
 
     def _undo_plan(self) -> None:
         """Everything to the host, and no hooks."""
