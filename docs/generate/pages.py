@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-for folder in (ROOT, ROOT / "src"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # The source of this checkout, whatever is installed.
 
 from docs.generate import code, results, tables  # noqa: E402
 
