@@ -17,6 +17,17 @@ from docs.generate.results import markdown_table
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "samovar"
+_FIRST = [
+    "attach",
+    "detach",
+    "Attached",
+    "Omni",
+    "AsyncOmni",
+    "GenerationResult",
+    "HookRegistry",
+    "ModelHook",
+    "Handle",
+]
 
 
 def named(path: str) -> Any:
@@ -28,7 +39,7 @@ def named(path: str) -> Any:
 def settings(path: str) -> str:
     """The fields of a dataclass: type, default, and the docstring under each."""
     rows = [
-        [f"`{name}`<br>{_code(kind)}", _code(default) if default else "required", text]
+        [f"`{name}`<br>{_code(kind, 'type')}", _code(default) if default else "required", text]
         for name, kind, default, text in fields_of(named(path))
     ]
     return markdown_table(["setting and type", "default", "meaning"], rows)
@@ -49,16 +60,16 @@ def _docstring(node: ast.stmt | None) -> str:
     return " ".join(node.value.value.split()).replace("|", "\\|") if is_text else ""  # type: ignore[union-attr]
 
 
-def _code(text: str) -> str:
+def _code(text: str, style: str = "value") -> str:
     """Code in a cell of a table, where a bar would end the cell."""
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    return f'<code class="{style}">{html.escape(text).replace("|", "&#124;")}</code>'
 
 
 def api(path: str) -> str:
-    """Directives for mkdocstrings: all exported names of a module, in the order of `__all__` by kind."""
+    """Directives for mkdocstrings: all exported functions and classes of a module, what most readers want first."""
     module = importlib.import_module(path)
     names = [name for name in module.__all__ if callable(getattr(module, name))]
-    names.sort(key=lambda name: (inspect.isclass(getattr(module, name)), name.lower()))
+    names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name.lower()))
     return "\n\n".join(f"::: {path}.{name}" for name in names)
 
 
@@ -144,8 +155,9 @@ def _by_layer(entry: Path) -> tuple[int, str]:
 
 
 def _question(file: Path) -> str:
+    """The first sentence of a file's docstring."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[?.]) ", " ".join(text.split("\n\n")[0].split()))[0]
 
 
 def contributing(_: str = "") -> str:

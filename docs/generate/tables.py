@@ -142,7 +142,7 @@ def offload(_: str) -> str:
         ]
         for point in read("gpu_offload")["flux"]["curve"]
     ]
-    head = ["budget", "measured peak", "blocks that stream", "forward", "planned", "above the limit of bus and compute"]
+    head = ["budget", "measured peak", "blocks that stream", "forward", "planned", "above what bus and compute allow"]
     return markdown_table(head, rows)
 
 
