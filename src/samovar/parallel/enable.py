@@ -13,6 +13,7 @@ from ..arch import find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import HookConflictError, ModelError, SettingError, ShardingError, StrategyError
 from ..hooks import Handle, HookRegistry, ModelHook, call_context
+from ..other_libraries import attention_backend
 from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import Watcher
 from .attention import Strategy
@@ -172,7 +173,7 @@ class Sharding(Handle):
         reasons = "; ".join(f"{source}: {reason}" for source, reason in self.rejected.items())
         raise ModelError(
             f"Found no plan with which {type(self.model).__name__} gives the same output on several ranks. Write one "
-            f"(see docs/parallel.md), or run it on one rank. Tried: {reasons}."
+            f"(see docs/guides/parallel.md), or run it on one rank. Tried: {reasons}."
         )
 
     def _verified(self, candidate: Candidate, given: tuple[Any, Any], reference: Any) -> Trace:
@@ -293,9 +294,8 @@ def _attach(
 def _check_backends(model: torch.nn.Module) -> None:
     """Refuse attention backends that would not be seen."""
     for path, module in model.named_modules():
-        backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
-        name = getattr(backend, "value", backend)
-        if name is not None and not str(name).startswith(("native", "_native", "flex")):
+        name = attention_backend(module)
+        if name is not None and not name.startswith(("native", "_native", "flex")):
             raise SettingError(
                 f"The attention backend of {path!r} is {name!r}, which cannot be sharded; torch's own can. Call "
                 'model.set_attention_backend("native") first.'
