@@ -61,7 +61,7 @@ def test_generate_writes_images_and_says_where(tmp_path: Path) -> None:
         (["--steps", "0"], "--steps must be at least 1, not 0"),
         (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
         (["--model", "emojis"], "Did you mean 'emoji'?"),
-        (["--config", "nowhere.yaml"], "The settings in 'nowhere.yaml' cannot be read"),
+        (["--config", "nowhere.yaml"], "--config: 'nowhere.yaml' cannot be read"),
         (["--image", "nowhere.png"], "--image 'nowhere.png' cannot be read"),
         (["--strength", "2"], "strength must be at most 1, not 2.0"),
         (["--cache-config", "{"], "--cache-config '{' cannot be read"),

@@ -90,12 +90,11 @@ def test_changes_are_those_of_signal_and_output(make_session: MakeSession) -> No
     runner, outputs = session.runner, []
     handle = runner.pipeline.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     backend = TeaCacheBackend({"rel_l1_thresh": 1e-30, "min_steps": 0, "last_steps": 0})
-    backend.enable(runner.pipeline)
     try:
-        runner._call(TASKS[:1], 6)
-        records = backend.stats().denoisers["transformer"].branches["cond"].steps
+        with backend.enable(runner.pipeline):
+            runner._call(TASKS[:1], 6)
+            records = backend.stats().denoisers["transformer"].branches["cond"].steps
     finally:
-        backend.disable(runner.pipeline)
         handle.remove()
     leading = outputs[::2]
     changes = [float((b - a).abs().mean() / a.abs().mean()) for a, b in itertools.pairwise(leading)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,16 @@ from samovar.errors import SettingError
 from samovar.lab.methods import EXACT, cached, plain, read_method
 
 
-def test_forms_of_a_setting() -> None:
-    assert read_method({"rel_l1_thresh": 0.2}).settings == {"backend": "tea_cache", "rel_l1_thresh": 0.2}
+def test_forms_of_a_setting(tmp_path: Path) -> None:
     assert read_method("forecast").settings == {"backend": "forecast"}
     assert read_method({"backend": "forecast"}).settings == {"backend": "forecast"}
-    method = read_method({"cache": {"backend": "tea_cache", "schedule": "##.#"}, "num_inference_steps": 4})
+    assert read_method({"rel_l1_thresh": 0.2}).settings == {"backend": "tea_cache", "rel_l1_thresh": 0.2}
+    file = tmp_path / "tuned.json"
+    file.write_text('{"cache": {"backend": "tea_cache", "schedule": "##.#"}, "num_inference_steps": 4}')
+    method = read_method(file)
     assert method.settings == {"backend": "tea_cache", "schedule": "##.#"}
     assert not method.is_adaptive
-    assert read_method({"cache": {"rel_l1_thresh": 0.1}}).is_adaptive
+    assert read_method({"backend": "tea_cache", "rel_l1_thresh": 0.1}).is_adaptive
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -26,7 +29,7 @@ def test_wrong_settings_are_refused() -> None:
     with pytest.raises(SettingError, match=r"'forecats'.*'forecast'"):
         read_method({"backend": "forecats"})
     with pytest.raises(SettingError, match="'none' is not a cache"):
-        read_method({"backend": "none"})
+        read_method("none")
 
 
 def test_a_method_leaves_no_trace(pipeline: Any) -> None:

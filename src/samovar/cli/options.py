@@ -7,14 +7,11 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
+from ..aliases import ALIASES
 from ..errors import SettingError
-from ..files import read_json
-
-JSON_OR_FILE = ("cache", "offload", "parallel", "cache_config")
-"""Settings that are given as a name, as JSON or as a file."""
+from ..files import is_file_name, read_mapping
 
 
 def add_command(
@@ -83,12 +80,12 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--compile", nargs="?", const=True, metavar="BACKEND", help="compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
-    group.add_argument("--cache-backend", metavar="NAME", help="--cache NAME")
-    group.add_argument("--cache-config", metavar="JSON", help="its settings, or a file")
-    _add_switch(group, "--enable-cpu-offload", "--offload model")
-    _add_switch(group, "--enable-layerwise-offload", "--offload layerwise")
-    for name in ("ulysses-degree", "ring-degree", "cfg-parallel-size"):
-        group.add_argument(f"--{name}", type=int, metavar="N", help="part of --parallel")
+    for name, alias in ALIASES.items():
+        option, text = f"--{name.replace('_', '-')}", f"see --{alias.setting}"
+        if alias.kind == "bool":
+            _add_switch(group, option, text)
+        else:
+            group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
 
 
 def _add_switch(group: Any, option: str, text: str) -> None:
@@ -107,24 +104,24 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The settings of `Omni` that were given."""
     from ..engine import OmniDiffusionConfig
 
-    settings = given(options, OmniDiffusionConfig) | given(options, JSON_OR_FILE)
-    return {name: read_setting(name, value) if name in JSON_OR_FILE else value for name, value in settings.items()}
+    settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
+    return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
 
 
 def read_setting(name: str, text: str) -> Any:
     """A name or a file as it is, or the settings that JSON text holds."""
-    from ..engine.sources import read_mapping_or_file
+    from ..engine.sources import read_name_or_json
 
     try:
-        return read_mapping_or_file(text)
+        return read_name_or_json(text)
     except ValueError as error:
         raise SettingError(f"{name}={text!r} cannot be read: {error}", param=name) from error
 
 
 def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -> None:
     """Take the number of steps from a saved cache setting, unless it is given. A schedule is for one number only."""
-    for file in [Path(cache).expanduser() for cache in caches if cache and not cache.lstrip().startswith("{")]:
-        content = read_json(file) if file.is_file() else {}
+    for file in filter(is_file_name, (cache for cache in caches if not str(cache).startswith("{"))):
+        content = read_mapping(str(file), "cache")
         steps, wanted = content.get("num_inference_steps"), options.num_inference_steps
         if steps is not None and wanted is None:
             options.num_inference_steps = steps
@@ -132,7 +129,7 @@ def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -
                 print(f"samovar: {steps} steps, as saved in {file}", file=sys.stderr)
         elif steps not in (None, wanted) and "schedule" in content.get("cache", {}):
             raise SettingError(
-                f"num_inference_steps={wanted}, but {str(file)!r} has a schedule for {steps} steps. Leave it out, or "
+                f"num_inference_steps={wanted}, but {file!r} has a schedule for {steps} steps. Leave it out, or "
                 "tune again with this number.",
                 param="num_inference_steps",
             )

@@ -8,12 +8,13 @@ move the same weights are refused by offload itself, which knows best what it wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from ..arch.modules import named_parts, unwrapped
 from ..errors import SettingError
+from ..other_libraries import accelerate_hook, diffusers_hooks, has_cache_dit, is_compiled
 from .config import AttachConfig
 
 Kind = Literal["cache", "offload", "parallel", "compiled", "other"]
@@ -45,28 +46,26 @@ def find_peers(denoisers: Mapping[str, torch.nn.Module]) -> list[Peer]:
 
 def _peers_on(name: str, denoiser: torch.nn.Module) -> Iterator[Peer]:
     """Marks of other libraries can only be asked for by name: they are no part of any type."""
-    bare: Any = unwrapped(denoiser)
-    if bare is not denoiser or bare._compiled_call_impl is not None:
+    if is_compiled(denoiser):
         yield Peer("compiled", "torch.compile", name)
-    if getattr(bare, "_is_cached", False):
+    if has_cache_dit(unwrapped(denoiser)):
         yield Peer("cache", "cache-dit", name)
     for path, module in named_parts(denoiser).items():
         where = f"{name}.{path}".rstrip(".")
-        theirs: Mapping[str, Any] = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
-        for hook in theirs:
+        for hook in diffusers_hooks(module):
             if not hook.startswith(_HELPERS):
                 kind: Kind = next((kind for word, kind in _KINDS.items() if word in hook), "other")
                 yield Peer(kind, f"diffusers' {hook.partition('---')[0]}", where)
-        if hasattr(module, "_hf_hook"):
-            yield Peer("offload", f"accelerate's {type(module._hf_hook).__name__}", where)
+        if (theirs := accelerate_hook(module)) is not None:
+            yield Peer("offload", f"accelerate's {type(theirs).__name__}", where)
 
 
-def check_peers(denoisers: Mapping[str, torch.nn.Module], config: AttachConfig, *, caches: bool) -> list[Peer]:
-    """Refuse by name what cannot go with what is wished for; what is there and can."""
+def check_peers(denoisers: Mapping[str, torch.nn.Module], config: AttachConfig) -> list[Peer]:
+    """What other libraries have attached, if all of it works with this config; refused by name if not."""
     peers = find_peers(denoisers)
     for peer in peers:
         there = f"{peer.name} is on {peer.where}"
-        if peer.kind == "cache" and caches:
+        if peer.kind == "cache" and config.cache is not None:
             raise SettingError(
                 f"{there}, and another cache was asked for: each would take what the other reused for computed. Take "
                 "it off first (model.disable_cache(), or disable_cache of cache-dit), or leave out cache."

@@ -15,9 +15,7 @@ import torch
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
-
-_SLOT = "_compiled_call_impl"
-"""Where torch keeps a module's compiled call. A module that was never compiled has none of its own."""
+from ..other_libraries import COMPILED_CALL, is_compiled
 
 Regions = dict[str, torch.nn.Module]
 
@@ -35,7 +33,7 @@ def find_regions(denoisers: Mapping[str, torch.nn.Module]) -> Regions:
             )
         for stack in stacks:
             for path, block in zip(stack.block_paths, stack.modules(denoiser), strict=True):
-                if unwrapped(block) is not block or block._compiled_call_impl is not None:
+                if is_compiled(block):
                     raise SettingError(
                         f"{name}.{path} is compiled already. Leave out compile: blocks that are compiled stay so."
                     )
@@ -50,6 +48,6 @@ def compile_regions(regions: Regions, backend: str | Callable[..., Any] | None) 
     settings: dict[str, Any] = {} if backend is None else {"backend": backend}
     with contextlib.ExitStack() as undo:
         for block in regions.values():
-            undo.callback(vars(block).pop, _SLOT, None)
+            undo.callback(vars(block).pop, COMPILED_CALL, None)
             block.compile(**settings)
         return undo.pop_all().close

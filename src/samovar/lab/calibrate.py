@@ -122,9 +122,7 @@ def watched_signals() -> Method:
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
         backend = TeaCacheBackend(_NEVER_SKIPS)
-        with watch(pipeline) as run, contextlib.ExitStack() as undo:
-            backend.enable(pipeline)
-            undo.callback(backend.disable, pipeline)
+        with watch(pipeline) as run, backend.enable(pipeline):
             yield lambda: _notes(backend, run)
 
     return Method("exact, with signals", EXACT.family, {}, attached)

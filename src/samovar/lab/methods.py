@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cache import PipelineStats, make_cache_backend
+from ..cache import CacheChoice, PipelineStats
 from ..compose import attach
 from ..errors import SettingError
-from ..files import read_json
+from ..files import is_file_name, read_settings
 
 Notes = Callable[[], Any]
 """Returns a method's notes on the last run, as plain JSON values."""
@@ -67,7 +67,7 @@ def cached(backend: str, settings: Mapping[str, Any], name: str | None = None, f
 
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
-        with attach(pipeline, cache=backend, cache_config=dict(settings)) as handle:
+        with attach(pipeline, cache={"backend": backend, **settings}) as handle:
             yield lambda: _notes(handle.stats().cache)
 
     short = {key: "more" if key == OUTLIERS else value for key, value in settings.items() if key != "forecast_weights"}
@@ -91,12 +91,12 @@ def _notes(stats: Any) -> dict[str, Any] | None:
     return {**masks, OUTLIERS: list(outliers)} if outliers else masks
 
 
-def read_method(cache: str | Mapping[str, Any]) -> Method:
-    """The method of a cache by name, by its settings, or by a file that `tune` saved."""
-    if isinstance(cache, str):
-        cache = read_json(Path(cache)) if Path(cache).is_file() else {"backend": cache}
-    settings = dict(cache.get("cache", cache))
-    backend = settings.pop("backend", "tea_cache")
-    if make_cache_backend(backend, settings) is None:
-        raise SettingError(f"cache={backend!r} is not a cache, and exact images are made anyway.", param="cache")
-    return cached(backend, settings)
+def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
+    """The method of a setting for `attach(cache=...)`."""
+    if is_file_name(cache):
+        cache = read_settings(cache, "cache")  # type: ignore[arg-type]
+    choice = CacheChoice.read(cache)
+    if choice is None:
+        raise SettingError(f"cache={cache!r} is not a cache, and exact images are made anyway.", param="cache")
+    settings = cache.items() if isinstance(cache, Mapping) else ()
+    return cached(choice.backend, {name: value for name, value in settings if name != "backend"})
