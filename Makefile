@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs models-table diagrams tree test-isa test-slow test-gpu test-ray test-browser test-foreign reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-gpu test-ray test-browser test-foreign reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -53,6 +53,11 @@ test-foreign: $(READY)
 	$(BIN)/pip install --quiet --no-deps einops timm x-transformers einx loguru frozendict torch-einops-utils einops-exts easydict ftfy
 	SAMOVAR_FOREIGN="$(FOREIGN)" $(PYTEST) -m foreign tests/foreign
 
+# What would be published: a source distribution and a wheel, in dist/.
+package: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
 # All of docs/benchmarks/reliability.md for a CPU, with its figures; takes about half an hour.
 reliability: $(READY)
 	$(BIN)/pip install --quiet --editable '.[slow]'
@@ -92,7 +97,7 @@ bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu_compose.py --json benchmarks/results/gpu_compose.json
 
 clean:
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .envs dist out .mypy_cache .ruff_cache .pytest_cache
 
 # torch comes first and alone: a range asked for by another package would take another build of it.
 $(READY): requirements.lock pyproject.toml
