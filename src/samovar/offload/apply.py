@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
-from ..hooks import HookRegistry, PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..hooks import HookRegistry, PipelineHook, Run, hook_pipeline
+from ..other_libraries import accelerate_hook, diffusers_hooks
 from .cuda import CudaStage
 from .host import HostMemory
 from .layerwise import check_compiled
@@ -23,7 +24,7 @@ from .measure import Measured, Meter
 from .model_level import HOOK, Tenant, Turns, install_hooks
 from .parcels import Parcel
 from .planner import ComponentPlan, Mode, OffloadPlan, plan_offload
-from .sizes import SHARED, Component, find_components, measure_components, parse_bytes
+from .sizes import SHARED, Component, find_components, format_bytes, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
 from .weights import check_movable
@@ -76,6 +77,14 @@ class OffloadStats:
     """What was copied on the host to be pinned; the rest is pinned where it lies."""
     setup_s: float
 
+    def __str__(self) -> str:
+        sent, held = format_bytes(self.sent_bytes), format_bytes(self.most_held_bytes)
+        late = f", {self.late_blocks} of them late" if self.late_blocks else ""
+        return (
+            f"{sent} sent in {self.block_loads} block loads{late}; at most {held} of weights on the device; "
+            f"{self.setup_s:.1f} s to set up"
+        )
+
 
 def apply_offload(pipeline: Any, config: OffloadConfig | None = None, *, stage: Stage | None = None) -> Offloaded:
     """Offload a pipeline, or a single model, as the configuration says. `stage` is for those who bring their own."""
@@ -111,8 +120,8 @@ def _check_free(components: Sequence[Component]) -> None:
                 raise SettingError(
                     f"{where} is offloaded already. Call remove() on what apply_offload returned before."
                 )
-            theirs = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
-            if hasattr(module, "_hf_hook") or any("group_offloading" in name for name in theirs):
+            theirs = diffusers_hooks(module)
+            if accelerate_hook(module) is not None or any("group_offloading" in name for name in theirs):
                 raise SettingError(
                     f"{where} is offloaded by accelerate or diffusers. Load the pipeline anew, or take their hooks off "
                     "first (pipeline.remove_all_hooks())."
@@ -303,8 +312,7 @@ class Offloaded(PipelineHook):
             self._hooks.enter_context(install_hooks(tenant, turns, self.stage, plan.component(name)))
         is_component = any(component.module is self._pipeline for component in self._components)
         if not is_component:  # A lone model is called once a step: its calls are no runs.
-            hook_pipeline(self._pipeline, HOOK, self)
-            self._hooks.callback(unhook_pipeline, self._pipeline, HOOK)
+            self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
 
     def _undo_plan(self) -> None:
         """Everything to the host, and no hooks."""

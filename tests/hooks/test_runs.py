@@ -22,6 +22,7 @@ from pipelines import PIPELINES
 from samovar.hooks import (
     BranchHook,
     CallContext,
+    Handle,
     HookRegistry,
     ModelHook,
     PipelineHook,
@@ -31,7 +32,6 @@ from samovar.hooks import (
     hook_pipeline,
     pipeline_hooks,
     run_around,
-    unhook_pipeline,
 )
 
 FLUX = PIPELINES["flux"]
@@ -68,19 +68,20 @@ class Ends(PipelineHook):
 
 
 class Adopting:
-    """What a feature does: it hooks the pipelines that are found, and unhooks all of them together."""
+    """What a feature does: it hooks the pipelines that are found, and detaches all of them together."""
 
     def __init__(self) -> None:
         self.hook = Ends()
         self.pipelines: list[Any] = []
+        self.handles: list[Handle] = []
 
     def __call__(self, pipeline: Any) -> None:
-        hook_pipeline(pipeline, "ends", self.hook)
+        self.handles.append(hook_pipeline(pipeline, "ends", self.hook))
         self.pipelines.append(pipeline)
 
-    def remove(self) -> None:
-        for pipeline in self.pipelines:
-            unhook_pipeline(pipeline, "ends")
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.detach()
 
 
 class Own:
@@ -162,7 +163,7 @@ def test_a_pipeline_that_is_found_is_adopted() -> None:
     runs = runs_of(seen)
     assert [name for name, _ in adopting.hook.events] == ["start", "end"] * 3
     assert [run for _, run in adopting.hook.events] == [run for run in runs for _ in range(2)]
-    adopting.remove()
+    adopting.detach()
     assert type(pipe) is Own
     assert vars(pipe).keys() == {"model", "inner", "scheduler"}
 
@@ -287,7 +288,7 @@ def test_from_pipe(make: Callable[[Any], Any], is_attached_first: bool) -> None:
     assert seen.positions[:6] == [3, 4, 5] * 2
     requests = list(dict.fromkeys(context.request for context in seen.contexts))
     assert requests == [run.request for run in runs], "calls belong to the request of their run"
-    adopting.remove()
+    adopting.detach()
     assert type(pipe).__bases__ == FLUX.build(0).__class__.__bases__
     assert type(other) is FluxImg2ImgPipeline
 
