@@ -25,7 +25,7 @@ def test_a_value_that_is_not_a_device_is_refused(device: object) -> None:
 def test_a_gpu_that_is_not_there_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SettingError, match="cannot be used: torch .* finds no GPU here"):
+    with pytest.raises(SettingError, match=r"cannot be used: torch .* finds no GPU here"):
         read_device(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -34,11 +34,9 @@ def add_plan(commands: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     with Status("reading the model"):
-        from ..offload import parse_bytes, plan_offload, read_sizes
+        from ..offload import OffloadConfig, plan_offload, read_sizes
 
-        budget = None if options.gpu_memory is None else parse_bytes(options.gpu_memory, "--gpu-memory")
-        activations = None if options.activations is None else parse_bytes(options.activations, "--activations")
-        sizes = read_sizes(str(BUILTIN_MODELS.get(options.model.lower(), options.model)))
-        plan = plan_offload(sizes, mode=options.mode, gpu_memory=budget, activations=activations)
+        config = OffloadConfig(options.mode, gpu_memory=options.gpu_memory, activations=options.activations)
+        plan = plan_offload(read_sizes(str(BUILTIN_MODELS.get(options.model.lower(), options.model))), config)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     return 0
