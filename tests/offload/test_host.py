@@ -96,16 +96,14 @@ def test_pages_of_a_file_are_copied(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], large(3.0))
 
 
-def test_pages_are_pinned_once_whoever_shares_them() -> None:
+def test_a_chunk_is_pinned_once_whoever_shares_it() -> None:
     stage = HostStage()
     host = HostMemory(stage, None)
-    memory = torch.zeros(8 * PAGE, dtype=torch.uint8)
-    first, second, far = memory[: 2 * PAGE + 7], memory[2 * PAGE + 7 : 3 * PAGE], memory[6 * PAGE :]
-    host.pin([second, first, far])
-    host.pin([second, first, far])
-    assert len(stage.registered) == 2
-    assert all(start % PAGE == 0 and length % PAGE == 0 for start, length in stage.registered.items())
-    assert host._stage.stats.pinned_bytes == sum(stage.registered.values())
+    shared, other = new_chunk(5 * PAGE - 7), new_chunk(PAGE)
+    for _ in range(2):
+        host.pin([shared[PAGE + 3 :], shared[:7], other])
+    assert stage.registered == {shared.data_ptr(): 5 * PAGE, other.data_ptr(): PAGE}
+    assert stage.stats.pinned_bytes == 6 * PAGE
     host.close()
     assert stage.registered == {}
 
@@ -114,26 +112,25 @@ def test_what_may_not_be_pinned_is_used_as_it_is_with_a_warning() -> None:
     stage = HostStage()
     host = HostMemory(stage, limit_bytes=3 * PAGE)
     with pytest.warns(UserWarning, match=r"could not be pinned: host_memory allows 12.00 KiB.*three times"):
-        host.pin([torch.zeros(PAGE, dtype=torch.uint8), torch.zeros(20 * PAGE, dtype=torch.uint8)])
-    assert host._stage.stats.pinned_bytes <= 3 * PAGE
-    assert host._stage.stats.pageable_bytes >= 20 * PAGE
+        host.pin([new_chunk(PAGE), new_chunk(20 * PAGE)])
+    assert (stage.stats.pinned_bytes, stage.stats.pageable_bytes) == (PAGE, 20 * PAGE)
 
 
 def test_a_failure_to_pin_is_told_and_does_no_harm() -> None:
-    stage = HostStage()
-    tensor = torch.zeros(2 * PAGE, dtype=torch.uint8)
-    start = tensor.data_ptr() // PAGE * PAGE
-    assert stage.register(start, 4 * PAGE) is None  # Somebody else did.
-    host = HostMemory(stage, None)
+    class Refusing(HostStage):
+        def register(self, address: int, num_bytes: int) -> str | None:
+            return "the range is registered already"
+
+    host = HostMemory(Refusing(), None)
     with pytest.warns(UserWarning, match="the range is registered already"):
-        host.pin([tensor])
+        host.pin([new_chunk(2 * PAGE)])
     assert host._stage.stats.pinned_bytes == 0
 
 
 def test_memory_is_unpinned_before_it_is_freed() -> None:
     stage = HostStage()
     host = HostMemory(stage, None)
-    host.pin([torch.zeros(4 * PAGE, dtype=torch.uint8)])
+    host.pin([new_chunk(4 * PAGE)])
     assert stage.registered
     del host
     gc.collect()

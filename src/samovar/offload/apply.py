@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..hooks import Handle, HookRegistry, PipelineHook, Run, hook_pipeline, unho
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
-from .measure import Measured, Meter
+from .measure import Measured
 from .moving import HOOK, MovingComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
 from .sizes import SHARED, Component, find_components, measure_components, parse_bytes
@@ -95,19 +94,14 @@ class Offloaded(Handle, PipelineHook):
         self.config = config
         return plan
 
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[Measured]:
+    def measure(self) -> contextlib.AbstractContextManager[Measured]:
         """Run the pipeline once inside, to learn what its components need and how long its blocks take.
 
         with offloaded.measure() as measured:
             pipeline("a warm-up")
         offloaded.replan(activations=measured.activations, timing=measured.timing)
         """
-        meter = Meter(self.stage, self._components)
-        measured = Measured()
-        with meter.attached():
-            yield measured
-        meter.read_into(measured)
+        return Measured(self.stage, self._components).watching()
 
     def detach(self) -> None:
         """Take the offload off: every weight is where it was, with the value that it has now."""

@@ -125,11 +125,10 @@ class CudaStage(Stage):
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.device)

@@ -1,15 +1,13 @@
 """Where are weights kept on the host, and how much of its memory may be pinned?
 
-There is one host copy. The weights of a block move, once, into a flat chunk with its own pages. They keep their phase
-(see `weights`), except for small ones bound for a device that places them elsewhere. Weights that are in such a chunk
-already stay there. Shared pages must not be pinned: CUDA refuses to copy a tensor that is only partly on pinned pages,
-malloc may put one at either end of any weight, and pages of a file are not ours. Memory that cannot be pinned is used
-as it is, with a warning that states the cost.
+There is one host copy. Weights move, once, into chunks that have their own pages; they stay if they are in one already.
+They keep their phase (see `weights`), except for small ones bound for a device that places them elsewhere. Shared pages
+must not be pinned: CUDA refuses to copy a tensor that is partly on pinned pages, and malloc may put one at either end
+of any weight. Memory that cannot be pinned is used as it is, with a warning.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import mmap
 import warnings
@@ -22,7 +20,7 @@ import torch
 
 from .sizes import format_bytes
 from .staging import Stage
-from .weights import LEAST_PIECE, LINE, Layout, Span, room_for
+from .weights import LEAST_PIECE, LINE, Layout, Span
 
 _PAGE = mmap.PAGESIZE
 _PINNABLE = 0.85
@@ -63,109 +61,82 @@ class HostMemory:
         self.limit_bytes = limit_bytes if limit_bytes is not None or whole is None else int(whole * _PINNABLE)
         self._stage = stage
         self._untrimmed_bytes = 0
-        self._pinned: dict[int, int] = {}
-        """Start and end of each pinned range of pages."""
-        self._starts: list[int] = []
-        self._kept: list[torch.Tensor] = []
-        """Pinned memory must not be freed before it is unpinned."""
-        self._finalizer = weakref.finalize(self, _unpin, stage, self._pinned, self._kept)
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+        """Pinned chunks by address. They must not be freed before they are unpinned."""
+        self._finalizer = weakref.finalize(self, _unpin, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
 
     def adopt(self, spans: Sequence[Span], layout: Layout, *, pinned: bool) -> list[torch.Tensor]:
-        """The host bytes of each piece. Tensors that cannot be pinned where they are move into a new chunk."""
-        is_small = [span.num_bytes < LEAST_PIECE for span in spans]
-        used = layout.pieces[0] if any(is_small) else 0
-        rooms = [
-            0 if small or self._stays(span, pinned) else room_for(span.num_bytes, span.phase)
-            for span, small in zip(spans, is_small, strict=True)
-        ]
-        chunk = new_chunk(used + sum(rooms))
-        pieces = [chunk[:used] for _ in layout.pieces]  # Small spans share the first; each other span replaces its own.
-        for span, (piece, offset), room, small in zip(spans, layout.places, rooms, is_small, strict=True):
-            if small:
-                self._move(span, chunk[offset:][: span.num_bytes])
-            elif room:
-                pieces[piece] = chunk[used + span.phase :][: span.num_bytes]
-                self._move(span, pieces[piece])
-                used += room
+        """The host bytes of each piece. Small spans, and spans that cannot be pinned in place, move into new chunks."""
+        small_bytes = layout.pieces[0] if any(span.num_bytes < LEAST_PIECE for span in spans) else 0
+        sources = [new_chunk(small_bytes)[:small_bytes]] * len(layout.pieces)
+        for span, (piece, offset) in zip(spans, layout.places, strict=True):
+            if span.num_bytes < LEAST_PIECE:
+                self._move(span, sources[0][offset:])
+            elif not pinned or _is_pinnable(span):
+                sources[piece] = _flat(span)
             else:
-                pieces[piece] = _flat(span)
-        self._untrimmed_bytes += chunk.numel()
+                sources[piece] = new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes]
+                self._move(span, sources[piece])
         if self._untrimmed_bytes >= _TRIM_BYTES:
             self._untrimmed_bytes = 0
             _trim()
-        return pieces
-
-    def _stays(self, span: Span, pinned: bool) -> bool:
-        return not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or self._is_pinned(_flat(span))
+        return sources
 
     def _move(self, span: Span, target: torch.Tensor) -> None:
+        _move(span, target[: span.num_bytes])
+        self._untrimmed_bytes += span.num_bytes
         self._stage.stats.copied_bytes += span.num_bytes
-        _move(span, target)
 
-    def pin(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Pin what is not pinned yet, neighbours together, as far as the limit allows."""
-        wanted = [piece for piece in pieces if piece.numel() and not self._is_pinned(piece)]
-        ranges = _page_ranges(wanted)
+    def pin(self, sources: Iterable[torch.Tensor]) -> None:
+        """Pin the chunks that hold these bytes, as far as the limit allows."""
+        storages = {storage.data_ptr(): storage for storage in (source.untyped_storage() for source in sources)}
+        wanted = [storage for start, storage in storages.items() if start in _chunks and start not in self._pinned]
         left = float("inf")
         if self.limit_bytes is not None:
-            left = self.limit_bytes - sum(end - start for start, end in self._pinned.items())
+            left = self.limit_bytes - sum(storage.nbytes() for storage in self._pinned.values())
         allowed = []
-        for start, end in ranges:
-            if end - start <= left:
-                allowed.append((start, end))
-                left -= end - start
+        for storage in wanted:
+            if storage.nbytes() <= left:
+                allowed.append(storage)
+                left -= storage.nbytes()
         with ThreadPoolExecutor(_THREADS) as threads:
-            problems = list(threads.map(lambda range_: self._stage.register(range_[0], range_[1] - range_[0]), allowed))
-        done = {range_ for range_, problem in zip(allowed, problems, strict=True) if problem is None}
+            problems = list(
+                threads.map(lambda storage: self._stage.register(storage.data_ptr(), storage.nbytes()), allowed)
+            )
+        done = {s.data_ptr(): s for s, problem in zip(allowed, problems, strict=True) if problem is None}
         self._pinned.update(done)
-        self._starts = sorted(self._pinned)
-        self._kept.extend(piece for piece in wanted if self._is_pinned(piece))
-        self._stage.stats.pinned_bytes += sum(end - start for start, end in done)
-        pageable = sum(end - start for start, end in ranges if (start, end) not in done)
-        self._stage.stats.pageable_bytes += pageable
-        if pageable:
-            self._warn(pageable, next((problem for problem in problems if problem), None))
-
-    def _is_pinned(self, piece: torch.Tensor) -> bool:
-        start, end = piece.data_ptr(), piece.data_ptr() + piece.numel()
-        before = bisect.bisect_right(self._starts, start) - 1
-        is_ours = before >= 0 and end <= self._pinned[self._starts[before]]
-        return is_ours or (torch.cuda.is_available() and piece.is_pinned())
-
-    def _warn(self, pageable: int, problem: str | None) -> None:
-        reason = problem or f"host_memory allows {format_bytes(self.limit_bytes or 0)}"
-        warnings.warn(
-            f"{format_bytes(pageable)} of weights could not be pinned: {reason}. Copies from pageable memory are about "
-            "three times as slow, and the GPU waits for them. Raise host_memory, or offload less.",
-            stacklevel=2,
-        )
+        pinned_bytes = sum(storage.nbytes() for storage in done.values())
+        pageable_bytes = sum(storage.nbytes() for storage in wanted) - pinned_bytes
+        self._stage.stats.pinned_bytes += pinned_bytes
+        self._stage.stats.pageable_bytes += pageable_bytes
+        if pageable_bytes:
+            problem = next((problem for problem in problems if problem), None)
+            reason = problem or f"host_memory allows {format_bytes(self.limit_bytes or 0)}"
+            warnings.warn(
+                f"{format_bytes(pageable_bytes)} of weights could not be pinned: {reason}. Copies from pageable memory "
+                "are about three times as slow, and the GPU waits for them. Raise host_memory, or offload less.",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Unpin everything."""
-        self._starts = []
         self._finalizer()
 
 
-def _unpin(stage: Stage, pinned: dict[int, int], kept: list[torch.Tensor]) -> None:
+def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
     if pinned:
         stage.synchronize()  # No copy may still read from memory that is unpinned.
     for start in pinned:
         stage.unregister(start)
     pinned.clear()
-    kept.clear()
 
 
-def _page_ranges(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The pages of some pieces. Pieces that share a page form one range, as a page cannot be pinned twice."""
-    ranges: list[tuple[int, int]] = []
-    for start, num_bytes in sorted((piece.data_ptr(), piece.numel()) for piece in pieces):
-        first, last = start // _PAGE * _PAGE, -(-(start + num_bytes) // _PAGE) * _PAGE
-        if ranges and first < ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
-        else:
-            ranges.append((first, last))
-    return ranges
+def _is_pinnable(span: Span) -> bool:
+    """Whether a span is in a chunk of ours, or pinned by torch."""
+    if span.tensors[0].untyped_storage().data_ptr() in _chunks:
+        return True
+    return torch.cuda.is_available() and _flat(span).is_pinned()
 
 
 def _trim() -> None:

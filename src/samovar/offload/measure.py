@@ -10,7 +10,6 @@ import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,19 +25,13 @@ from .weights import num_bytes_of, owners_of
 _OUTER, _INNER = "samovar_offload_meter_before", "samovar_offload_meter_after"
 
 
-@dataclass
 class Measured:
-    """The results, once the run is over. Both fields fit `OffloadConfig`."""
-
-    activations: dict[str, int] = field(default_factory=dict)
-    """Bytes by component, for those that were called."""
-    timing: Timing = field(default_factory=Timing)
-
-
-class Meter:
-    """Watches the components of a pipeline."""
+    """The results of a run, complete once it is over. `activations` and `timing` fit `OffloadConfig`."""
 
     def __init__(self, stage: Stage, components: Sequence[Component]) -> None:
+        self.activations: dict[str, int] = {}
+        """Bytes by component, for those that were called."""
+        self.timing = Timing()
         self._stage, self._components = stage, components
         here = [tensor for component in components for tensor in component.tensors() if stage.is_here(tensor)]
         self._others = max(num_bytes_of(here) - stage.stats.held_bytes, 0)
@@ -46,13 +39,12 @@ class Meter:
         self._current: str | None = None
         self._weights = 0
         """Bytes of weights on the device in the current slice."""
-        self._needs: dict[str, int] = {}
         self._begun: dict[str, Any] = {}
         self._times: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Watch what runs inside the `with` block."""
+    def watching(self) -> Iterator[Measured]:
+        """Measure what runs inside the `with` block."""
         with contextlib.ExitStack() as undo:
             for component in self._components:
                 name, module = component.name, component.module
@@ -64,14 +56,19 @@ class Meter:
                     inner = _MeterHook(HookOrder.OTHER, partial(self._enter, name, path), partial(self._end, path))
                     install_hooks(undo, _OUTER, [(part, outer)])
                     install_hooks(undo, _INNER, [(part, inner)])
-            yield
+            yield self
             self._leave(None)
+        block_s = {
+            path: statistics.median(self._stage.seconds_between(*pair) for pair in pairs)
+            for path, pairs in self._times.items()
+        }
+        self.timing = Timing(self._stage.measure_bus(), block_s=block_s)
 
     def _leave(self, name: str | None) -> None:
         """A component is about to be called. If it is another one, the current slice ends."""
         if self._current is not None and self._current != name:
             need = self._stage.peak_bytes() - self._weights
-            self._needs[self._current] = max(need, self._needs.get(self._current, 0))
+            self.activations[self._current] = max(need, self.activations.get(self._current, 0))
             self._current = None
 
     def _enter(self, name: str, path: str | None) -> None:
@@ -79,22 +76,13 @@ class Meter:
         if self._current is None:
             self._current = name
             self._weights = self._stage.stats.held_bytes + self._others
-            self._stage.reset_peak()
+            self._stage.peak_bytes()  # The peak counts from here.
         if path is not None:
             self._begun[path] = self._stage.mark_time()
 
     def _end(self, path: str | None) -> None:
         if path is not None:
             self._times[path].append((self._begun[path], self._stage.mark_time()))
-
-    def read_into(self, measured: Measured) -> None:
-        """Hand over the results."""
-        measured.activations = dict(self._needs)
-        block_s = {
-            path: statistics.median(self._stage.seconds_between(*pair) for pair in pairs)
-            for path, pairs in self._times.items()
-        }
-        measured.timing = Timing(self._stage.measure_bus(), block_s=block_s)
 
 
 class _MeterHook(ModelHook):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class MovingComponent:
         self.others: Sequence[MovingComponent] = ()
         """Components that are unloaded before this one is loaded."""
         self._host = host
-        self._last_run: Callable[[], Run | None] = _no_run
+        self._last_run: weakref.ref[Run] | None = None
         self._rest = WeightGroup(component.name, component.rest, stage, host)
         self.blocks = {
             path: WeightGroup(f"{component.name}.{path}", functools.partial(component.block, path), stage, host)
@@ -61,9 +61,11 @@ class MovingComponent:
         self._host.pin(source for group in groups for source in group.sources)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in groups if group not in streamed]
-        # An encoder runs once, so nothing is sent ahead for a next pass.
-        has_next_pass = _in_a_run if self.component.role == "denoiser" else _never
-        self.ring = Ring(self.stage, plan.ring_bytes, streamed, has_next_pass=has_next_pass) if streamed else None
+        is_repeated = self.component.role == "denoiser"  # An encoder runs once, so nothing is sent ahead.
+        self.ring = None
+        if streamed:
+            has_next_pass = lambda: is_repeated and current_run() is not None  # noqa: E731
+            self.ring = Ring(self.stage, plan.ring_bytes, streamed, has_next_pass=has_next_pass)
 
     def load(self) -> None:
         """Bring in what stays while it is loaded, and allocate the ring. If that fails, everything is off again."""
@@ -111,22 +113,10 @@ class MovingComponent:
         """The component is called. Weights sent ahead in another run may be out of date."""
         if self.ring is not None:
             run = current_run()
-            if run is None or self._last_run() is not run:
+            if run is None or self._last_run is None or self._last_run() is not run:
                 self.ring.drop()
-                self._last_run = _no_run if run is None else weakref.ref(run)
+                self._last_run = None if run is None else weakref.ref(run)
             self.ring.begin_pass()
-
-
-def _in_a_run() -> bool:
-    return current_run() is not None
-
-
-def _never() -> bool:
-    return False
-
-
-def _no_run() -> Run | None:
-    return None
 
 
 class LoadHook(ModelHook):

@@ -10,7 +10,6 @@ compute in it, and compute in freed memory waits for running copies into it. In 
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -107,11 +106,8 @@ class Stage(DeviceQueues):
     def seconds_between(self, start: Any, end: Any) -> float: ...
 
     @abstractmethod
-    def reset_peak(self) -> None: ...
-
-    @abstractmethod
     def peak_bytes(self) -> int:
-        """Peak memory in use on the device since `reset_peak`, by anyone; our own copies on a simulated device."""
+        """Peak memory in use since the last call, by anyone; our own copies on a simulated device."""
 
     @abstractmethod
     def free_bytes(self) -> int | None:
@@ -150,7 +146,6 @@ class HostStage(Stage):
         self.timeline = Timeline(bus_bytes_s)
         self.registered: dict[int, int] = {}
         """Address and length of pinned ranges."""
-        self._registering = threading.Lock()
         self._capacity, self._lazy = capacity, lazy
         self._buffers: set[int] = set()
         self._due: deque[Callable[[], object]] = deque()
@@ -196,10 +191,7 @@ class HostStage(Stage):
         return tensor.untyped_storage().data_ptr() in self._buffers
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        with self._registering:  # Several threads pin.
-            if any(address < start + size and start < address + num_bytes for start, size in self.registered.items()):
-                return "the range is registered already"
-            self.registered[address] = num_bytes
+        self.registered[address] = num_bytes
         return None
 
     def unregister(self, address: int) -> None:
@@ -217,11 +209,9 @@ class HostStage(Stage):
     def seconds_between(self, start: float, end: float) -> float:
         return end - start
 
-    def reset_peak(self) -> None:
-        self.stats.peak_held_bytes = self.stats.held_bytes
-
     def peak_bytes(self) -> int:
-        return self.stats.peak_held_bytes
+        peak, self.stats.peak_held_bytes = self.stats.peak_held_bytes, self.stats.held_bytes
+        return peak
 
     def free_bytes(self) -> int | None:
         return None if self._capacity is None else self._capacity - self.stats.held_bytes
