@@ -73,13 +73,9 @@ class Offloaded(Handle, PipelineHook):
         self.plan = self._plan_for(config)
 
     def start(self) -> None:
-        """Follow the plan. A failure half-way is undone."""
+        """Follow the plan. A failure half-way detaches."""
         started = time.perf_counter()
-        try:
-            self._follow(self.plan)
-        except BaseException:
-            self.detach()
-            raise
+        self._follow(self.plan)
         self.stage.stats.setup_s += time.perf_counter() - started
 
     def stats(self) -> OffloadStats:
@@ -143,25 +139,23 @@ class Offloaded(Handle, PipelineHook):
             for component in self._components:
                 self._place(component, plan)
             if self._shared:
-                self._make_resident(WeightGroup(SHARED, lambda: self._shared, self.stage, self._host))
+                self._resident.append(WeightGroup(SHARED, lambda: self._shared, self.stage, self._host))
+            for group in self._resident:
+                group.make_resident()
             self._install(plan)
         except BaseException:
-            self._undo_plan()
+            self.detach()
             raise
         self.plan = plan
 
     def _place(self, component: Component, plan: OffloadPlan) -> None:
         name, placed = component.name, plan.component(component.name)
         if placed.placement == "resident" and name not in self._moving:
-            self._make_resident(WeightGroup(name, component.tensors, self.stage, self._host))
+            self._resident.append(WeightGroup(name, component.tensors, self.stage, self._host))
             return
         if name not in self._moving:
             self._moving[name] = MovingComponent(component, self.stage, self._host)
         self._moving[name].follow(placed)
-
-    def _make_resident(self, group: WeightGroup) -> None:
-        self._resident.append(group)
-        group.make_resident()
 
     def _install(self, plan: OffloadPlan) -> None:
         active = {n: moving for n, moving in self._moving.items() if plan.component(n).placement != "resident"}

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn
 
-from ..errors import ModelError, SettingError, nearest
+from ..errors import ModelError, SettingError
+from ..files import check_names
 from .config import OffloadConfig
 from .sizes import ComponentSize, format_bytes, parse_bytes
 from .streaming import Streaming, Timing, choose_streaming, least_bytes
@@ -83,8 +84,7 @@ class OffloadPlan:
     def component(self, name: str) -> ComponentPlan:
         """The plan of one component."""
         known = {component.name: component for component in self.components}
-        if name not in known:
-            raise SettingError(f"The plan has no component {name!r}. {nearest(name, known)}")
+        check_names([name], known, "a component of the plan", param="name")
         return known[name]
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,15 +147,14 @@ class _Planner:
 
     def _read_activations(self) -> dict[str, int]:
         given, names = self.config.activations, [size.name for size in self.sizes]
-        by_name = given if isinstance(given, Mapping) else {}
-        for name in by_name:
-            if name not in names:
-                raise SettingError(f"activations names {name!r}. {nearest(name, names)}", param="activations")
-        default = None if isinstance(given, Mapping) else parse_bytes(given, "activations")
-        if default is None:
-            default = ASSUMED_ACTIVATIONS if self.budget is not None else 0
-        read = {name: parse_bytes(value, "activations") for name, value in by_name.items()}
-        return {size.name: 0 if size.role == "resident" else read.get(size.name, default) or 0 for size in self.sizes}
+        by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+        check_names(by_name, names, "a component with activations", param="activations")
+        default = ASSUMED_ACTIVATIONS if self.budget is not None else 0
+        needs = {}
+        for size in self.sizes:
+            read = parse_bytes(by_name.get(size.name), "activations")
+            needs[size.name] = 0 if size.role == "resident" else default if read is None else read
+        return needs
 
     def plan(self) -> OffloadPlan:
         mode = self.config.mode

@@ -13,6 +13,7 @@ from ..arch.components import Role
 from ..arch.modules import unwrapped
 from ..arch.skeleton import Parts, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
+from ..files import check_names
 from .weights import lay_out, shared_tensors, spans_of, tensors_of
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -107,10 +108,7 @@ def find_components(pipeline: object, exclude: Collection[str] = ()) -> tuple[li
 
 
 def _split(parts: Parts, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
-    unknown = [name for name in exclude if name not in parts]
-    if unknown:
-        known = ", ".join(map(repr, parts))
-        raise SettingError(f"exclude names {unknown[0]!r}; the components are {known}.", param="exclude")
+    check_names(exclude, parts, "a component, so it cannot be in exclude", param="exclude")
     modules = frozenset(id(part.module) for part in parts.values())
     components = [
         Component(name, part.role, part.module, _blocks_of(part.module, part.role), modules - {id(part.module)})

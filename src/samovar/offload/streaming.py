@@ -69,12 +69,21 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
     None if that is impossible, or takes no less memory than the whole component.
     """
     blocks, rest_s = _with_times(component, timing)
+
+    def choices(allowed: Sequence[BlockSize], ring_bytes: int) -> set[frozenset[str]]:
+        if room is None:
+            return {frozenset(block.path for block in blocks)} if len(allowed) == len(blocks) else set()
+        needed = component.num_bytes + ring_bytes - room
+        if needed > sum(block.num_bytes for block in allowed):
+            return set()
+        return {spread(blocks, {block.path for block in allowed}, needed, lead) for lead in _LEADS}
+
     candidates: list[Streaming] = []
     for largest in sorted({block.num_bytes for block in blocks}):
         allowed = [block for block in blocks if block.num_bytes <= largest]
         least = max(least_capacity(block.pieces) for block in allowed)
         for ring_bytes in sorted({max(least, int(factor * largest)) for factor in _RINGS}):
-            for streamed in _choices(component, blocks, allowed, ring_bytes, room):
+            for streamed in choices(allowed, ring_bytes):
                 kept = component.num_bytes - sum(b.num_bytes for b in blocks if b.path in streamed)
                 if kept + ring_bytes < component.num_bytes:
                     seconds = pass_seconds(blocks, streamed, ring_bytes, timing.bus_bytes_s, rest_s)
@@ -102,22 +111,6 @@ def _with_times(component: ComponentSize, timing: Timing) -> tuple[list[BlockSiz
         seconds = known[block.path]
         blocks.append(replace(block, compute_s=byte_s * block.num_bytes if seconds is None else seconds))
     return blocks, byte_s * component.rest_bytes
-
-
-def _choices(
-    component: ComponentSize,
-    blocks: Sequence[BlockSize],
-    allowed: Sequence[BlockSize],
-    ring_bytes: int,
-    room: int | None,
-) -> set[frozenset[str]]:
-    """The sets of blocks that may stream beside a ring of some size; none if it does not fit."""
-    if room is None:
-        return {frozenset(block.path for block in blocks)} if len(allowed) == len(blocks) else set()
-    needed = component.num_bytes + ring_bytes - room
-    if needed > sum(block.num_bytes for block in allowed):
-        return set()
-    return {spread(blocks, {block.path for block in allowed}, needed, lead) for lead in _LEADS}
 
 
 def spread(blocks: Sequence[BlockSize], allowed: set[str], needed: int, lead: float = 0.5) -> frozenset[str]:
