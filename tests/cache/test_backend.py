@@ -38,7 +38,6 @@ from samovar.hooks import (
     PipelineHook,
     hook_pipeline,
     pipeline_hooks,
-    unhook_pipeline,
 )
 
 FLUX, WAN = PIPELINES["flux"], PIPELINES["wan"]
@@ -309,7 +308,7 @@ def test_other_hooks_stay(flux: tuple[Any, torch.Tensor]) -> None:
     registry = HookRegistry.get_or_create(pipe.transformer)
     registry.register_hook("branches", branches)
     registry.register_hook("other", other)
-    hook_pipeline(pipe, "mine", PipelineHook())
+    mine = hook_pipeline(pipe, "mine", PipelineHook())
     backend = TeaCacheBackend(FAST)
     handle = backend.enable(pipe)
     handle.detach()
@@ -317,7 +316,7 @@ def test_other_hooks_stay(flux: tuple[Any, torch.Tensor]) -> None:
     assert registry.get_hook("other") is other
     assert registry.get_hook("branches") is branches, "it was there before us"
     registry.reset()
-    unhook_pipeline(pipe, "mine")
+    mine.detach()
     assert footprint(pipe) == before
 
 

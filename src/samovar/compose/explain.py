@@ -14,6 +14,7 @@ from ..arch import ModuleDiscovery, coverage, find_anatomy
 from ..arch.modules import named_parts, unwrapped
 from ..cache import TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
+from ..other_libraries import compiled_call
 from .config import skipped_share
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _places(pipe: Any) -> tuple[Place, ...]:
 
 def _chain(module: torch.nn.Module) -> tuple[str, ...]:
     hooks = [f"{name} ({order.name.lower()})" for name, order in HookRegistry.get_or_create(module).chain]
-    return (*hooks, "compiled") if module._compiled_call_impl is not None else tuple(hooks)
+    return (*hooks, "compiled") if compiled_call(module) is not None else tuple(hooks)
 
 
 def _modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -15,7 +15,8 @@ import torch
 
 from ..arch.devices import read_device
 from ..errors import SettingError
-from ..hooks import Handle, HookRegistry, PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..hooks import Handle, HookRegistry, PipelineHook, Run, hook_pipeline
+from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
@@ -164,8 +165,8 @@ class Offloaded(Handle, PipelineHook):
         for name, moving in active.items():
             install_hooks(self._hooks, HOOK, hooks_for(moving, plan.component(name)))
         if all(component.module is not self._pipeline for component in self._components):
-            hook_pipeline(self._pipeline, HOOK, self)  # A lone model is called once a step, so its calls are not runs.
-            self._hooks.callback(unhook_pipeline, self._pipeline, HOOK)
+            # A lone model is called once a step, so its calls are not runs.
+            self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
         for moving in self._moving.values():
             if not moving.others:
                 moving.load()
@@ -186,8 +187,8 @@ def _check_free(component: Component) -> None:
         where = f"{component.name}.{path}".rstrip(".")
         if HOOK in HookRegistry.get_or_create(module):
             raise SettingError(f"{where} is offloaded already. Call samovar.detach(pipe) first.")
-        theirs = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
-        if hasattr(module, "_hf_hook") or any("group_offloading" in name for name in theirs):
+        is_grouped = any("group_offloading" in name for name in diffusers_hooks(module))
+        if is_grouped or accelerate_hook(module) is not None:
             raise SettingError(
                 f"{where} is offloaded by accelerate or diffusers. Load the pipeline again, or remove their hooks "
                 "first: pipeline.remove_all_hooks()."
@@ -196,7 +197,7 @@ def _check_free(component: Component) -> None:
 
 def check_compiled(name: str, module: torch.nn.Module) -> None:
     """Refuse modules compiled into CUDA graphs, which keep the addresses of their weights."""
-    for compiled in (module._compiled_call_impl, module if "_orig_mod" in module._modules else None):
+    for compiled in (compiled_call(module), module):
         read = getattr(compiled, "get_compiler_config", None)
         config = read() if read is not None else None
         if isinstance(config, dict) and config.get("triton.cudagraphs"):

@@ -16,6 +16,7 @@ from ..arch.coverage import Coverage, coverage
 from ..arch.modules import tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
+from ..other_libraries import declared_plans
 from .probe import probe_pipeline
 
 
@@ -180,7 +181,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         )
     else:
         yield FeatureReport("model offload", False, "nothing takes turns: a denoiser and an encoder are needed")
-    planned = [n for n, part in parts.items() if "_sp_plan" in dir(part.cls) or getattr(part.cls, "_cp_plan", None)]
+    planned = [n for n, part in parts.items() if declared_plans(part.cls)]
     if planned:
         yield FeatureReport("sequence parallel", True, f"the plan comes with {', '.join(planned)}")
     elif stacks:
