@@ -31,10 +31,9 @@ def add_plan(commands: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     with Status("reading the model"):
-        from ..offload import parse_bytes, plan_offload, read_sizes
+        from ..offload import OffloadConfig, plan_offload, read_sizes
 
-        budgets = {name: getattr(options, name) for name in ("gpu_memory", "activations")}
-        sizes = {name: parse_bytes(text, name) for name, text in budgets.items() if text is not None}
-        plan = plan_offload(read_sizes(find_config(model_of(options))), mode=options.mode, **sizes)
+        config = OffloadConfig(options.mode, gpu_memory=options.gpu_memory, activations=options.activations)
+        plan = plan_offload(read_sizes(find_config(model_of(options))), config)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     return 0
