@@ -69,7 +69,7 @@ def _completion(options: argparse.Namespace) -> int:
       eval "$(samovar completion zsh)"        in ~/.zshrc, after compinit
       samovar completion fish > ~/.config/fish/completions/samovar.fish
     """
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["samovar"], shell=options.shell))
+    print(shellcode(["samovar"], shell=options.shell))
     return 0

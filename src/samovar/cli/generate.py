@@ -106,11 +106,10 @@ def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) ->
     for event in omni.generate(prompt, params, image=image, stream=True):
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Done):
-            break
         if isinstance(event, Progress):
             number = f"image {event.picture + 1}/{event.num_pictures}, " if event.num_pictures > 1 else ""
             status.update(f"{number}step {event.step}/{event.num_steps}")
+    assert isinstance(event, Done)  # The last event, if it is not a failure.
     return event.result
 
 

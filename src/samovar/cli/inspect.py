@@ -6,21 +6,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError
-from ..files import read_json
 from .options import add_command, add_model, given, model_of
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
     from ..arch.blocks import BlockStack
     from ..trace import ModelReport
-    from ..trace.survey import ComponentReport, FeatureReport
+    from ..trace.survey import ComponentReport
 
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))
@@ -57,8 +53,8 @@ def _plan(options: argparse.Namespace) -> int:
         from ..offload import parse_bytes, plan_offload, read_sizes
 
         budgets = given(options, ("gpu_memory", "activations"))
-        sizes = {name: parse_bytes(text, name) for name, text in budgets.items()}
-        plan = plan_offload(read_sizes(_find_config(options)), mode=options.mode, **sizes)
+        settings: dict[str, Any] = {name: parse_bytes(text, name) for name, text in budgets.items()}
+        plan = plan_offload(read_sizes(_find_config(options)), mode=options.mode, **settings)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     return 0
 
@@ -79,7 +75,6 @@ def _inspect(options: argparse.Namespace) -> int:
 
         source = _find_config(options, with_weights=options.probe)
         report = (survey_by_running if options.probe else survey)(source)
-        report = replace(report, features=tuple(_features(report, Path(source))))
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -114,17 +109,6 @@ def _download_config(name: str) -> str:
             f"{str(error).strip().splitlines()[0]} Check the name and the network, or give a folder: "
             f"hf download {name} --local-dir FOLDER"
         ) from error
-
-
-def _features(report: ModelReport, folder: Path) -> Iterator[FeatureReport]:
-    """The features of a report. Quantised weights are more than their memory and cannot be moved."""
-    configs = {part.name: folder / part.name / "config.json" for part in report.components}
-    quantised = [name for name, file in configs.items() if file.is_file() and "quantization_config" in read_json(file)]
-    for feature in report.features:
-        if quantised and feature.name.endswith("offload"):
-            reason = f"{', '.join(quantised)}: quantised weights cannot be offloaded"
-            feature = replace(feature, works=False, reason=reason)
-        yield feature
 
 
 def _print_report(report: ModelReport) -> None:

@@ -98,8 +98,10 @@ def _house(options: argparse.Namespace) -> Any:
     options.model = model_of(options)
     if options.api_key is None:
         options.api_key = os.environ.get(KEY_VARIABLE)
-    settings = {name: tuple(v) if isinstance(v, list) else v for name, v in given(options, ServerConfig).items()}
-    config = ServerConfig(**settings, limits=Limits(**given(options, Limits)))
+    settings = given(options, ServerConfig) | {"limits": Limits(**given(options, Limits))}
+    for name in ("cors_origins", "allowed_hosts"):
+        settings[name] = tuple(settings.get(name, ()))
+    config = ServerConfig(**settings)
     return House(AsyncOmni(config=options.config, **engine_settings(options)), config)
 
 

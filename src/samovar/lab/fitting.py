@@ -308,5 +308,4 @@ def _solve(gram: Vector, target: Vector) -> Vector:
     """Least squares with a small ridge."""
     gram = gram.copy()
     gram[np.diag_indices(len(gram))] += _RIDGE * gram.diagonal().mean() + np.finfo(np.float64).tiny
-    solution: Vector = np.linalg.solve(gram, target)
-    return solution
+    return np.linalg.solve(gram, target).astype(np.float64)
