@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError
-from .options import add_command, add_model, given, model_of
+from .options import add_command, add_model, model_of
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
@@ -50,11 +50,10 @@ def _plan(options: argparse.Namespace) -> int:
       samovar plan ./my-model --mode layerwise --json
     """
     with Status("reading the model"):
-        from ..offload import parse_bytes, plan_offload, read_sizes
+        from ..offload import OffloadConfig, plan_offload, read_sizes
 
-        budgets = given(options, ("gpu_memory", "activations"))
-        settings: dict[str, Any] = {name: parse_bytes(text, name) for name, text in budgets.items()}
-        plan = plan_offload(read_sizes(_find_config(options)), mode=options.mode, **settings)
+        config = OffloadConfig(options.mode, gpu_memory=options.gpu_memory, activations=options.activations)
+        plan = plan_offload(read_sizes(_find_config(options)), config)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     return 0
 

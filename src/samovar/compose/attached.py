@@ -124,7 +124,7 @@ class Attached(Handle):
             undo.callback(compile_regions(self.regions, None if isinstance(config.compile, bool) else config.compile))
         if self.offloaded is not None:
             self.offloaded.start()
-            undo.callback(self.offloaded.remove)
+            undo.callback(self.offloaded.detach)
         if self.features:
             vars(self.pipe)[_ENTRY] = [*_handles(self.pipe), self]
             undo.callback(self._forget)

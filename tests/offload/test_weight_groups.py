@@ -1,4 +1,4 @@
-"""Parcels: the objects stay, their data is swapped, and what the model holds now is what counts."""
+"""Weight groups: the objects stay, their data is swapped, and what the model holds now is what counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from samovar.offload import HostStage
 from samovar.offload.host import HostMemory
-from samovar.offload.parcels import Parcel
+from samovar.offload.weight_groups import WeightGroup
 from samovar.offload.weights import tensors_of
 
 
@@ -27,8 +27,8 @@ class Odd(torch.nn.Module):
         self.big = torch.nn.Parameter(torch.randn(600, 500))
 
 
-def parcel_of(module: torch.nn.Module, stage: HostStage) -> Parcel:
-    return Parcel("odd", lambda: tensors_of(module), stage, HostMemory(stage, None))
+def group_of(module: torch.nn.Module, stage: HostStage) -> WeightGroup:
+    return WeightGroup("odd", lambda: tensors_of(module), stage, HostMemory(stage, None))
 
 
 def content(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -46,18 +46,18 @@ def same(module: torch.nn.Module, before: list[torch.Tensor]) -> bool:
 def test_in_and_out_again(lazy: bool) -> None:
     module, stage = Odd(), HostStage(lazy=lazy)
     before, objects = content(module), [*map(id, tensors_of(module))]
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
+    group = group_of(module, stage)
+    group.prepare()
     assert same(module, before)
     host = [tensor.data_ptr() for tensor in tensors_of(module)]
-    parcel.load()
+    group.load()
     stage.compute_waits(stage.mark_copied())
     assert same(module, before)
     assert all(stage.is_here(tensor) for tensor in tensors_of(module))
     assert module.other.data_ptr() == module.one.data_ptr() + 24  # They still overlap.
-    assert stage.stats.held_bytes == parcel.num_bytes
-    assert 0 <= parcel.num_bytes - stage.stats.sent_bytes < 512
-    parcel.unload()
+    assert stage.stats.held_bytes == group.num_bytes
+    assert 0 <= group.num_bytes - stage.stats.sent_bytes < 512
+    group.unload()
     assert [tensor.data_ptr() for tensor in tensors_of(module)] == host
     assert [*map(id, tensors_of(module))] == objects
     assert same(module, before)
@@ -67,13 +67,13 @@ def test_in_and_out_again(lazy: bool) -> None:
 def test_nothing_is_copied_back_unless_it_changed_and_is_asked_for() -> None:
     module, stage = Odd(), HostStage()
     before = content(module)
-    parcel = parcel_of(module, stage)
+    group = group_of(module, stage)
     for keep_changes in (False, True):
-        parcel.prepare()
-        parcel.load()
+        group.prepare()
+        group.load()
         module.big.data += 1.0
         module.rotary.data.fill_(float("nan"))
-        parcel.unload(keep_changes=keep_changes)
+        group.unload(keep_changes=keep_changes)
         if not keep_changes:
             assert same(module, before)
     assert torch.equal(module.big, before[[id(t) for t in tensors_of(module)].index(id(module.big))] + 1.0)
@@ -82,35 +82,35 @@ def test_nothing_is_copied_back_unless_it_changed_and_is_asked_for() -> None:
 
 def test_changes_on_the_host_are_what_is_sent() -> None:
     module, stage = Odd(), HostStage()
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
+    group = group_of(module, stage)
+    group.prepare()
     module.big.data.mul_(2.0)  # In place.
     module.other = torch.nn.Parameter(torch.full((5,), 9.0))  # Replaced.
     module.scale.data = torch.tensor(4.5)  # Other data, of another type.
     module.extra = torch.nn.Linear(3, 3)  # New.
     before = content(module)
-    assert not parcel.is_current()
-    parcel.prepare()
-    parcel.load()
+    assert not group.is_current()
+    group.prepare()
+    group.load()
     assert same(module, before)
     assert all(stage.is_here(tensor) for tensor in tensors_of(module))
-    parcel.unload()
+    group.unload()
     assert same(module, before)
 
 
 def test_what_others_put_in_its_place_while_it_is_in_counts() -> None:
     module, stage = Odd(), HostStage()
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
-    parcel.load()
+    group = group_of(module, stage)
+    group.prepare()
+    group.load()
     del module.rotary  # Complex, so that it would warn.
     module.to(torch.float64)  # Replaces the data of what floats.
     before = content(module)
-    assert not parcel.is_current()
-    parcel.unload()
+    assert not group.is_current()
+    group.unload()
     assert same(module, before)
-    parcel.prepare()
-    parcel.load()
+    group.prepare()
+    group.load()
     assert same(module, before)
     assert all(stage.is_here(tensor) for tensor in tensors_of(module))
 
@@ -118,17 +118,17 @@ def test_what_others_put_in_its_place_while_it_is_in_counts() -> None:
 def test_settled_weights_live_on_the_device_alone() -> None:
     module, stage = Odd(), HostStage()
     before = content(module)
-    parcel = parcel_of(module, stage)
-    parcel.resettle()
+    group = group_of(module, stage)
+    group.make_resident()
     assert all(stage.is_here(tensor) for tensor in tensors_of(module))
     sent = stage.stats.sent_bytes
-    parcel.resettle()
+    group.make_resident()
     assert stage.stats.sent_bytes == sent
     module.big.data = module.big.data.clone()  # Somebody moved it off.
-    parcel.resettle()
+    group.make_resident()
     assert all(stage.is_here(tensor) for tensor in tensors_of(module))
     module.big.data += 1.0
-    parcel.unsettle()
+    group.end_residence()
     index = [id(t) for t in tensors_of(module)].index(id(module.big))
     assert torch.equal(module.big, before[index] + 1.0)
     assert stage.stats.held_bytes == 0
@@ -137,10 +137,9 @@ def test_settled_weights_live_on_the_device_alone() -> None:
 def test_out_of_memory_leaves_it_off() -> None:
     module, stage = Odd(), HostStage(capacity=1000)
     before = content(module)
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
+    group = group_of(module, stage)
+    group.prepare()
     with pytest.raises(torch.OutOfMemoryError):
-        parcel.load()
-    assert not parcel.is_loaded
+        group.load()
     assert same(module, before)
     assert stage.stats.held_bytes == 0
