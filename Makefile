@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs test-isa test-slow test-gpu test-ray test-browser test-foreign test-versions package reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-gpu test-ray test-browser test-foreign test-versions reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -54,26 +54,40 @@ test-foreign: $(READY)
 	SAMOVAR_FOREIGN="$(FOREIGN)" $(PYTEST) -m foreign tests/foreign
 
 # The oldest versions of diffusers, transformers and the rest that pyproject.toml allows, then the newest, in environments
-# under .envs; ARGS=torch==2.14.1 tries another torch, a download of gigabytes. Writes docs/versions.md.
+# under .envs; ARGS=torch==2.14.1 tries another torch, a download of gigabytes. Writes docs/reference/versions.md.
 test-versions: $(READY)
-	$(BIN)/python benchmarks/versions.py $(ARGS) --write docs/versions.md
+	$(BIN)/python benchmarks/versions.py $(ARGS) --write docs/reference/versions.md
 
 # What would be published: a source distribution and a wheel, in dist/.
 package: $(READY)
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 
-# All of docs/reliability.md for a CPU, with its figures; takes about half an hour.
+# All of docs/benchmarks/reliability.md for a CPU, with its figures; takes about half an hour.
 reliability: $(READY)
 	$(BIN)/pip install --quiet --editable '.[slow]'
-	$(BIN)/python benchmarks/reliability.py --write docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --write docs/benchmarks/reliability.md
 
 # Its rows for a GPU; takes about five minutes.
 reliability-gpu: $(READY)
-	$(BIN)/python benchmarks/reliability.py --device cuda --write docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --device cuda --write docs/benchmarks/reliability.md
 
+# The site, into out/site; a broken link or name is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/models.md
+	PYTHONPATH=src:. $(BIN)/mkdocs build --strict --quiet
+	@echo 'The site is in out/site: open out/site/index.html'
+
+models-table: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/reference/models.md
+
+diagrams: $(READY)
+	PYTHONPATH=src:. $(BIN)/python -m docs.generate.diagrams
+	PYTHONPATH=src:. $(BIN)/python -m docs.generate.plots
+
+# Every source file with the question that it answers.
+tree: $(READY)
+	@PYTHONPATH=src:. $(BIN)/python -m docs.generate.code
 
 bench: $(READY)
 	$(BIN)/python benchmarks/hooks.py --json benchmarks/results/hooks.json

@@ -1,8 +1,8 @@
 """Do the declared versions hold? The tests with the oldest and newest libraries, as a table.
 
-    python benchmarks/versions.py [oldest] [newest] [PACKAGE==VERSION,...] [--write docs/versions.md]
-    python benchmarks/versions.py --here [--write docs/versions.md]              # the environment that runs this
-    python benchmarks/versions.py --take RESULT.json --write docs/versions.md    # the rows of another machine
+    python benchmarks/versions.py [oldest] [newest] [PACKAGE==VERSION,...] [--write docs/reference/versions.md]
+    python benchmarks/versions.py --here [--write docs/reference/versions.md]              # the environment that runs this
+    python benchmarks/versions.py --take RESULT.json --write docs/reference/versions.md    # the rows of another machine
 
 `oldest` takes every lower bound of pyproject.toml, `newest` the last release of each library; both keep the torch of
 the running environment, since others are downloads of gigabytes. Another torch is asked for by its version
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--take", type=Path, help="rows of another machine; nothing is run")
     parser.add_argument("-n", "--processes", type=int, default=2, help="that share the tests (2)")
     parser.add_argument("--json", type=Path, default=RESULT, help="where rows are kept")
-    parser.add_argument("--write", type=Path, help="a page for all rows, such as docs/versions.md")
+    parser.add_argument("--write", type=Path, help="a page for all rows, such as docs/reference/versions.md")
     options = parser.parse_args()
     rows = (
         read(options.take) if options.take else [try_tests(sys.executable, options.processes)] if options.here else []
