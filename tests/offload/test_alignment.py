@@ -24,6 +24,7 @@ from samovar.offload.weights import ALIGNMENT, LEAST_PIECE, LINE, tensors_of
 
 CASES = {case.model: case for case in zoo.load() if not case.variant and case.model in zoo.exported_classes()}
 FEW = ["FluxTransformer2DModel", "HunyuanDiT2DModel", "Krea2Transformer2DModel", "WanTransformer3DModel"]
+FEW = [name for name in FEW if name in CASES]
 MODES = ["layerwise", "model", "auto"]
 """The last has all the room there is: everything goes to the device and stays."""
 
