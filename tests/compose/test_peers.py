@@ -95,7 +95,7 @@ REFUSED: list[tuple[Callable[[Any], None], dict[str, Any], str]] = [
     (group_offload, LAYERWISE, "transformer is offloaded by accelerate or diffusers"),
     (model_offload, MODEL, "is offloaded by accelerate or diffusers"),
     (sequential_offload, CACHE | LAYERWISE, "is offloaded by accelerate or diffusers"),
-    (first_block_cache, CACHE, r"diffusers' fbc_leader_block_hook is on transformer.transformer_blocks.0, and a second"),
+    (first_block_cache, CACHE, r"fbc_leader_block_hook is on transformer.transformer_blocks.0, and a second"),
     (taylor_seer_by_hand, CACHE, r"diffusers' taylorseer_cache is on transformer\.\S+, and a second cache"),
     (first_block_cache, RANKS, "and 2 ranks were asked for: each rank would decide for itself"),
     (compiled_in_place, RANKS, r"transformer is compiled as a whole, and parallel needs .*compile=True"),

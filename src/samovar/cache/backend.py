@@ -243,7 +243,7 @@ class CacheChoice:
         if is_file_name(cache):
             cache = read_settings(cache, "cache")  # type: ignore[arg-type]
         if isinstance(cache, str):
-            cache = {"backend": cache or "none"}
+            cache = {"backend": cache}
         if not isinstance(cache, Mapping):
             raise SettingError(
                 f"cache={cache!r}; a name such as 'tea_cache', a TeaCacheConfig, a mapping such as "
@@ -251,7 +251,9 @@ class CacheChoice:
                 param="cache",
             )
         settings = {name: value for name, value in cache.items() if name != "backend"}
-        backend = cache.get("backend") or ("tea_cache" if named == "none" else named)
+        backend = cache.get("backend")
+        if backend is None:
+            backend = "tea_cache" if named == "none" else named
         if backend == "none":
             if settings:
                 raise SettingError(

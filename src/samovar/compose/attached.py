@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,8 @@ from ..parallel import (
     ParallelMesh,
     agreement,
     apply_cfg_parallel,
-    disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
     make_mesh,
-    remove_cfg_parallel,
     sharding_of,
 )
 from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
@@ -90,6 +89,9 @@ class Attached(Handle):
         }
         return tuple(name for name, is_there in there.items() if is_there)
 
+    def __repr__(self) -> str:
+        return f"<Attached to {type(self.pipe).__name__}: {', '.join(self.features) or 'nothing'}>"
+
     def _check(self) -> None:
         """All checks and decisions that change nothing."""
         config = self.config
@@ -98,7 +100,7 @@ class Attached(Handle):
             self.denoisers = find_denoisers(self.pipe)
             self.peers = check_peers(self.denoisers, config)
         if config.num_ranks > 1:
-            self.mesh = make_mesh(config.parallel, config.parallel.cfg_parallel_size)
+            self.mesh = make_mesh(config.parallel)
         if config.cache is not None:
             self.cache = config.cache.build(None if self.mesh is None else agreement(self.mesh))
         if config.compiles:
@@ -112,10 +114,9 @@ class Attached(Handle):
         config = self.config
         if self.mesh is not None:
             for denoiser in self.denoisers.values():
-                if apply_cfg_parallel(denoiser, self.mesh) is not None:
-                    undo.callback(remove_cfg_parallel, denoiser)
-                if enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh) is not None:
-                    undo.callback(disable_sequence_parallel_for_model, denoiser)
+                undo.callback(apply_cfg_parallel(denoiser, self.mesh).detach)
+                sharding = enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh)
+                undo.callback(sharding.detach)
         if self.cache is not None:
             self._cache_handle = self.cache.enable(self.pipe)
             undo.callback(lambda: self._cache_handle.detach())
@@ -189,6 +190,12 @@ def attach(
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
     """
     config = AttachConfig.read(cache, offload, parallel, compile, gpu_memory)
+    if pipe is None or isinstance(pipe, (str, Path, int)):
+        raise SettingError(
+            f"pipe={pipe!r} is not a pipeline. Load one first, DiffusionPipeline.from_pretrained(...), or let "
+            "samovar.Omni(model) do it.",
+            param="pipe",
+        )
     if not replace:
         return Attached(pipe, config)
     before = [handle.config for handle in _handles(pipe)]

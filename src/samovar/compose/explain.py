@@ -128,7 +128,8 @@ def _features(attached: Attached) -> Iterator[Feature]:
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
     if offloaded is not None:
         settings = f"{offloaded.config.mode}, computing on {offloaded.execution_device}\n{offloaded.plan}"
-        yield Feature("offload", settings, "weights are on the device only when they are needed")
+        why = "weights are on the device only when they are needed"
+        yield Feature("offload", settings, why if offloaded.plan.offloads_anything else "the budget holds everything")
     for peer in attached.peers:
         yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
 

@@ -1,4 +1,4 @@
-"""`samovar generate`: pictures, what is said about them, and what is refused."""
+"""`samovar generate`: images, what is said about them, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -24,42 +25,48 @@ from pipelines import tiny_flux_pipeline
 from samovar import cli
 
 
+def without_progress(text: str) -> str:
+    """What is printed besides progress, which a log gets every ten seconds."""
+    return re.sub(r"^samovar: .* \(\d+ s\)\n", "", text, flags=re.MULTILINE)
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "samovar", *arguments], capture_output=True, text=True, check=False)
 
 
-def test_generate_writes_pictures_and_says_where(tmp_path: Path) -> None:
+def test_generate_writes_images_and_says_where(tmp_path: Path) -> None:
     file = tmp_path / "cat.png"
     common = ["--steps", "2", "--seed", "7", "--height", "64", "--width", "64"]
     result = run("generate", "a grinning cat, 3d style", "-o", str(file), *common)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == f"{file}  seed 7"
     assert "x 2 steps" in result.stdout
-    assert result.stderr == "", "no progress but on a terminal"
-    with Image.open(file) as picture:
-        assert picture.size == (64, 64)
+    assert without_progress(result.stderr) == ""
+    with Image.open(file) as image:
+        assert image.size == (64, 64)
     result = run("generate", "cat", "-o", str(tmp_path / "c.webp"), "-n", "2", "--json", *common)
     report = json.loads(result.stdout)
-    assert [Path(picture["file"]).name for picture in report["pictures"]] == ["c-1.webp", "c-2.webp"]
-    assert [picture["seed"] for picture in report["pictures"]] == [7, 8]
+    assert [Path(image["file"]).name for image in report["images"]] == ["c-1.webp", "c-2.webp"]
+    assert [image["seed"] for image in report["images"]] == [7, 8]
     assert report["settings"]["true_cfg_scale"] == 2.0
-    assert all(Path(picture["file"]).is_file() for picture in report["pictures"])
+    assert all(Path(image["file"]).is_file() for image in report["images"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["-o", "cat.gif2"], "'cat.gif2' must end in .png"),
-        (["-o", "nowhere/cat.png"], "The folder 'nowhere' for 'nowhere/cat.png' is not there"),
+        (["-o", "nowhere/cat.png"], "--output 'nowhere/cat.png': there is no folder 'nowhere'"),
         (["-o", "/proc/cat.png"], "'/proc/cat.png' cannot be written"),
-        (["--steps", "0"], "num_inference_steps must be at least 1, not 0"),
+        (["--steps", "0"], "--steps must be at least 1, not 0"),
         (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
         (["--model", "emojis"], "Did you mean 'emoji'?"),
-        (["--config", "nowhere.yaml"], "The settings in 'nowhere.yaml' cannot be read"),
-        (["--image", "nowhere.png"], "--image 'nowhere.png' is no picture that can be read"),
+        (["--config", "nowhere.yaml"], "--config: 'nowhere.yaml' cannot be read"),
+        (["--image", "nowhere.png"], "--image 'nowhere.png' cannot be read"),
         (["--strength", "2"], "strength must be at most 1, not 2.0"),
         (["--cache-config", "{"], "--cache-config '{' cannot be read"),
-        (["--max-batch", "0"], "max_batch must be a whole number from 1 on, not 0"),
+        (["--cache-config", "[1]"], "--cache-config '[1]' cannot be read"),
+        (["--max-batch", "0"], "--max-batch must be a whole number from 1 on, not 0"),
     ],
 )
 def test_generate_refuses_before_it_computes(
@@ -75,6 +82,20 @@ def test_generate_refuses_before_it_computes(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("prompt", ["../models/flux", "./flux", "~/flux", "/models/flux"])
+def test_a_model_in_place_of_the_prompt_is_refused(prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", prompt]) == 2
+    assert f"samovar generate PROMPT --model {prompt}" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_model_in_place_of_the_prompt_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert cli.main(["generate", "tiny"]) == 2
+    assert "'tiny' looks like a model" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
@@ -86,11 +107,11 @@ COMMON = ["--seed", "7", "--steps", "3", "--height", "16", "--width", "24", "--m
 
 
 def pixels(file: Path) -> Any:
-    with Image.open(file) as picture:
-        return np.asarray(picture).astype(float)
+    with Image.open(file) as image:
+        return np.asarray(image).astype(float)
 
 
-def test_offload_gives_the_same_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offload_gives_the_same_image(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wishes = {"a": [], "b": ["--enable-cpu-offload"], "c": ["--enable-layerwise-offload", "--gpu-memory", "3GiB"]}
     for name, wish in wishes.items():
         file = str(tmp_path / f"{name}.png")
@@ -100,7 +121,7 @@ def test_offload_gives_the_same_picture(folder: Path, tmp_path: Path, capsys: py
     assert np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "c.png"))
 
 
-def test_under_torchrun_all_ranks_make_the_picture_and_one_writes_it(
+def test_under_torchrun_all_ranks_make_the_image_and_one_writes_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["generate", "cat", "--model", str(folder), "--device", "cpu", *COMMON]
@@ -112,7 +133,7 @@ def test_under_torchrun_all_ranks_make_the_picture_and_one_writes_it(
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert report["pictures"] == [{"file": str(file), "seed": 7}]
+    assert report["images"] == [{"file": str(file), "seed": 7}]
     assert np.abs(pixels(file) - pixels(tmp_path / "one.png")).max() / 255 <= 1e-3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.png", "two.png"]
 
@@ -135,13 +156,29 @@ def test_settings_come_from_a_file_and_options_win(
     assert "FluxPipeline takes no image" in capsys.readouterr().err
     (tmp_path / "omni.yaml").write_text("cache_bakend: tea_cache")
     assert cli.main(["generate", "cat", "--config", "omni.yaml"]) == 2
-    assert "Did you mean 'cache_backend'?" in capsys.readouterr().err
+    assert "Did you mean" in capsys.readouterr().err
     monkeypatch.setenv("SAMOVAR_CACHE_BAKEND", "tea_cache")
     assert cli.main(["generate", "cat"]) == 2
     assert "Did you mean 'SAMOVAR_CACHE_BACKEND'?" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_it_cleanly_in_the_middle_of_a_picture(folder: Path, tmp_path: Path) -> None:
+def test_the_number_of_steps_comes_from_a_saved_setting(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "setting.json"
+    saved.write_text(json.dumps({"cache": {"backend": "tea_cache", "schedule": "##.#"}, "num_inference_steps": 4}))
+    size = [*COMMON[:2], *COMMON[4:]]
+    common = ["generate", "cat", "--model", str(folder), "--device", "cpu", "-o", str(tmp_path / "cat.png"), *size]
+    assert cli.main([*common, "--cache", str(saved)]) == 0
+    printed = capsys.readouterr()
+    assert f"samovar: 4 steps, as saved in {saved}\n" in printed.err
+    assert "x 4 steps" in printed.out
+    assert "##.#" in printed.out
+    assert cli.main([*common, "--cache", str(saved), "--steps", "5"]) == 2
+    assert f"--steps 5, but {str(saved)!r} has a schedule for 4 steps" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_cleanly_in_the_middle_of_a_image(folder: Path, tmp_path: Path) -> None:
     """On a terminal, as its progress bar says when it is in the middle."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

@@ -15,9 +15,9 @@ from PIL import Image
 
 from pipelines import tiny_flux_pipeline
 from samovar import cli
-from samovar.cache import TeaCacheConfig
+from samovar.cache import CacheChoice
 
-PICTURE = [
+IMAGE = [
     "--height",
     "16",
     "--width",
@@ -56,7 +56,7 @@ def test_compare_writes_sheet_page_and_figures(
 ) -> None:
     output = tmp_path / "out"
     setting = tmp_path / "setting.json"
-    setting.write_text(json.dumps({"cache_backend": "tea_cache", "cache_config": {"schedule": "##.#.#.#"}}))
+    setting.write_text(json.dumps({"cache": {"backend": "tea_cache", "schedule": "##.#.#.#"}}))
     common = [
         "compare",
         model,
@@ -68,9 +68,9 @@ def test_compare_writes_sheet_page_and_figures(
         "8",
         "-o",
         str(output),
-        *PICTURE,
+        *IMAGE,
     ]
-    code, out, err = run(capsys, *common, "--cache-config", str(setting), "--cache-config", '{"rel_l1_thresh": 0.4}')
+    code, out, err = run(capsys, *common, "--cache", str(setting), "--cache", '{"rel_l1_thresh": 0.4}')
     assert (code, err) == (0, "")
     assert "schedule=##.#.#.#" in out
     report = json.loads((output / "compare.json").read_text())
@@ -88,13 +88,14 @@ def test_compare_writes_sheet_page_and_figures(
 def test_calibrate_writes_what_a_cache_takes(
     model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["calibrate", model, "--prompts", prompts[0], "--num-prompts", "2", "--steps", "8", *PICTURE]
+    common = ["calibrate", model, "--prompts", prompts[0], "--num-prompts", "2", "--steps", "8", *IMAGE]
     code, out, err = run(capsys, *common, "-o", str(tmp_path / "out"), "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert report == json.loads((tmp_path / "out" / "calibration.json").read_text())
-    TeaCacheConfig.read(report["cache_config"])
-    assert set(report["branches"]) == {"cond", "uncond"}
+    assert report["cache"]["backend"] == "tea_cache"
+    assert report["num_inference_steps"] == 8
+    assert set(report["fit"]) >= {"degree", "explained"}
     assert report["verdict"]
 
 
@@ -103,13 +104,13 @@ def test_tune_writes_a_setting_that_generate_takes(
 ) -> None:
     output = tmp_path / "out"
     tasks = ["--prompts", prompts[0], "--test-prompts", prompts[1], "--num-prompts", "1", "--num-test-prompts", "1"]
-    common = ["tune", model, *tasks, "--steps", "8", "-o", str(output), *PICTURE]
+    common = ["tune", model, *tasks, "--steps", "8", "-o", str(output), *IMAGE]
     code, out, err = run(capsys, *common, "--target-speedup", "1.5")
     assert (code, err) == (0, ""), out
     setting = json.loads((output / "setting.json").read_text())
     assert setting["num_inference_steps"] == 8
     assert "samovar tune of" in setting["origin"]
-    TeaCacheConfig.read(setting["cache_config"])
+    assert CacheChoice.read(setting["cache"]) is not None
     report = json.loads((output / "tune.json").read_text())
     assert report["setting"] == setting
     assert report["held_out"]["share_kept"] == 1.0
@@ -123,7 +124,7 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
     pytest.importorskip("matplotlib")
     output = tmp_path / "out"
     tasks = ["--prompts", prompts[0], "--test-prompts", prompts[1], "--num-prompts", "1", "--test-seeds", "1"]
-    common = ["bench", model, *tasks, "--steps", "10", "-o", str(output), "--batch", "2", "--alone", "1", *PICTURE]
+    common = ["bench", model, *tasks, "--steps", "10", "-o", str(output), "--batch", "2", "--alone", "1", *IMAGE]
     code, out, err = run(capsys, *common, "--only", "schedule, 4", "--only", "plain 5", "--only", "FirstBlockCache 0.2")
     assert (code, err) == (0, "")
     report = json.loads((output / "bench.json").read_text())
@@ -137,26 +138,28 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
     code, out, err = run(capsys, "bench", "--plot-from", str(output / "bench.json"))
     assert (code, out.strip()) == (0, str(output / "bench.png"))
     assert (output / "bench.png").stat().st_size > 10_000
+    elsewhere = tmp_path / "elsewhere"
+    assert run(capsys, "bench", "--plot-from", str(output / "bench.json"), "-o", str(elsewhere))[0] == 0
+    assert (elsewhere / "bench.png").is_file()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "--cache-config", "forecats"], "'forecats' is neither a cache (cache_dit, forecast, tea_cache)"),
-        (["compare", "--cache-config", "forecats"], "Did you mean 'forecast'?"),
-        (["compare", "--cache-config", "[1]"], "must be a JSON object"),
-        (["calibrate", "--num-prompts", "1"], "1 picture to calibrate with; at least two were expected"),
-        (["bench", "--only", "nosuch"], "--only 'nosuch' is in no method's name. There are: plain steps, schedule"),
-        (["compare", "--cache-config", '{"rel_l1_tresh": 1}'], "Did you mean 'rel_l1_thresh'?"),
-        (["compare", "--prompts", "nowhere.txt"], "'nowhere.txt' is no file of prompts"),
-        (["compare", "--seeds", "0"], "0 seeds"),
-        (["compare", "--batch", "0"], "batch=0"),
-        (["compare", "--steps", "0"], "num_inference_steps must be at least 1, not 0"),
+        (["compare", "--cache", "forecats"], "Did you mean 'forecast'?"),
+        (["compare", "--cache", "[1]"], "--cache '[1]' cannot be read"),
+        (["calibrate", "--num-prompts", "1"], "1 image to calibrate with; expected at least 2"),
+        (["bench", "--only", "nosuch"], "--only 'nosuch' matches no method. Methods: plain steps, schedule"),
+        (["compare", "--cache", '{"rel_l1_tresh": 1}'], "Did you mean 'rel_l1_thresh'?"),
+        (["compare", "--prompts", "nowhere.txt"], "'nowhere.txt' is neither a file of prompts"),
+        (["compare", "--seeds", "0"], "--seeds 0"),
+        (["compare", "--batch", "0"], "--batch 0"),
+        (["compare", "--steps", "0"], "--steps must be at least 1, not 0"),
         (["calibrate", "emojis"], "Did you mean 'emoji'?"),
-        (["tune", "--target-psnr", "200"], "target psnr=200.0; a number from 1.0 to 99.0 was expected"),
-        (["tune", "--target-speedup", "0.5"], "target speedup=0.5"),
-        (["bench", "--plot-from", "nowhere.json"], "'nowhere.json' is no file"),
-        (["bench", "--prompts", "testing"], "is among the prompts for tuning and for testing"),
+        (["tune", "--target-psnr", "200"], "--target-psnr 200.0; expected a number from 1.0 to 99.0"),
+        (["tune", "--target-speedup", "0.5"], "--target-speedup 0.5"),
+        (["bench", "--plot-from", "nowhere.json"], "--plot-from 'nowhere.json' is not a file"),
+        (["bench", "--prompts", "testing"], "is in both lists"),
     ],
 )
 def test_nonsense_is_refused_by_name(
@@ -182,7 +185,7 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: p
     prompts, output = tmp_path / "prompts.txt", tmp_path / "out"
     prompts.write_text("\n".join(f"a cat number {number}" for number in range(6)))
     common = ["compare", model, "--prompts", str(prompts), "--num-prompts", "6", "--steps", "8", "-o", str(output)]
-    command = [*common, "--cache-config", '{"schedule": "##.#.#.#"}', *PICTURE]
+    command = [*common, "--cache", '{"schedule": "##.#.#.#"}', *IMAGE]
     process = subprocess.Popen([sys.executable, "-m", "samovar", *command], stderr=subprocess.PIPE, text=True)
     journal = output / "state" / "journal.jsonl"
     try:
@@ -194,16 +197,15 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: p
         _, error = process.communicate()
     assert process.returncode == -signal.SIGKILL, error
     before = journal.read_text().split("\n")[:-1]
-    assert 3 <= len(before) < 25, "killed in the middle: what it is about, and some of 24 pictures at most"
+    assert 3 <= len(before) < 25, "killed in the middle: what it is about, and some of 24 images at most"
     refused = run(capsys, *command, "--seeds", "2")
     assert refused[0] == 2
-    assert "holds an unfinished run of another wish: tasks was" in refused[2]
-    refused = run(capsys, *common, "--cache-config", '{"schedule": "#...#..#"}', *PICTURE)
+    assert "holds an unfinished run with other settings (tasks: 6 before, 12 now" in refused[2]
+    refused = run(capsys, *common, "--cache", '{"schedule": "#...#..#"}', *IMAGE)
     assert refused[0] == 2
-    assert "of another wish: methods was" in refused[2], "its pictures would stand under another setting's figures"
-    code, out, err = run(capsys, *command)
-    assert (code, err) == (0, "")
-    assert f"going on with {len(before) - 1} measurements" in out
+    assert "with other settings (methods: " in refused[2], "its images would stand under another setting's figures"
+    code, _, err = run(capsys, *command)
+    assert (code, err) == (0, f"samovar: resuming with {len(before) - 1} measurements from {output / 'state'}\n")
     report = json.loads((output / "compare.json").read_text())
     assert len(report["tasks"]) == 6
     first: dict[str, Any] = json.loads(before[1])
