@@ -13,7 +13,7 @@ from ..errors import SettingError
 from .terminal import Status
 
 if TYPE_CHECKING:
-    from ..engine import GeneratedPictures
+    from ..engine import GenerationResult
 
 _PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -126,7 +126,7 @@ def taken(options: argparse.Namespace, cls: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
-def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -> dict[str, Any]:
+def _report(files: list[Path], result: GenerationResult, load_seconds: float) -> dict[str, Any]:
     return {
         "pictures": [{"file": str(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)],
         "seconds": result.seconds,
@@ -137,7 +137,7 @@ def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -
     }
 
 
-def _print_result(files: list[Path], result: GeneratedPictures, load_seconds: float) -> None:
+def _print_result(files: list[Path], result: GenerationResult, load_seconds: float) -> None:
     for file, seed in zip(files, result.seeds, strict=True):
         print(f"{file}  seed {seed}")
     steps = result.params.num_inference_steps

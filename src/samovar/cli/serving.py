@@ -56,7 +56,7 @@ def _add_limit_options(group: Any) -> None:
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (16)")
     group.add_argument("--max-pixels", type=int, default=2048 * 2048, metavar="N", help="of a picture (4194304)")
     group.add_argument("--max-steps", type=int, default=200, metavar="N", help="of a picture (200)")
-    group.add_argument("--max-pictures", type=int, default=10, metavar="N", help="of a request (10)")
+    group.add_argument("--max-images", type=int, default=10, metavar="N", help="of a request (10)")
     group.add_argument(
         "--step-timeout", type=float, dest="step_timeout_s", metavar="S", help="until a step has hung (60)"
     )
@@ -77,27 +77,27 @@ def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("samovar.server").setLevel(logging.WARNING if options.quiet else logging.INFO)
     # Before the loop, which takes Ctrl-C for itself: the imports take seconds, and could not be interrupted.
-    house = _house(options)
-    return asyncio.run(_run(options, house))
+    state = _app_state(options)
+    return asyncio.run(_run(options, state))
 
 
-async def _run(options: argparse.Namespace, house: Any) -> int:
+async def _run(options: argparse.Namespace, state: Any) -> int:
     from ..server import serve
 
     def on_listening(address: str) -> None:
         if not options.quiet:
             print(
-                f"samovar: loading {house.model_name!r}; {address}/ready says when it is", file=sys.stderr, flush=True
+                f"samovar: loading {state.model_name!r}; {address}/ready says when it is", file=sys.stderr, flush=True
             )
 
-    return await serve(house, on_listening, lambda address: _announce(address, house))
+    return await serve(state, on_listening, lambda address: _announce(address, state))
 
 
-def _house(options: argparse.Namespace) -> Any:
+def _app_state(options: argparse.Namespace) -> Any:
     """Everything checked, nothing loaded."""
     from ..engine import OmniDiffusionConfig
     from ..omni import AsyncOmni
-    from ..server import House, Limits, ServerConfig
+    from ..server import AppState, Limits, ServerConfig
     from .generation import read_settings, taken
 
     config = ServerConfig(
@@ -107,7 +107,7 @@ def _house(options: argparse.Namespace) -> Any:
         cors_origins=tuple(options.cors_origin),
         allowed_hosts=tuple(options.allowed_host),
         is_metrics_open=options.open_metrics,
-        limits=Limits(max_pixels=options.max_pixels, max_steps=options.max_steps, max_pictures=options.max_pictures),
+        limits=Limits(max_pixels=options.max_pixels, max_steps=options.max_steps, max_images=options.max_images),
         request_timeout_s=options.request_timeout,
         shutdown_timeout_s=options.shutdown_timeout,
     )
@@ -119,14 +119,14 @@ def _house(options: argparse.Namespace) -> Any:
             raise SettingError(f"Two models are given: {options.place!r} and --model {options.model!r}. Give one.")
         settings["model"] = options.place
     omni = AsyncOmni(config=options.config, **settings)
-    return House(omni, config)
+    return AppState(omni, config)
 
 
-def _announce(address: str, house: Any) -> None:
+def _announce(address: str, state: Any) -> None:
     """Where the server is and how to ask it, in words that can be pasted."""
-    key = "" if house.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+    key = "" if state.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
     print(
-        f"samovar serves {house.model_name!r} at {address}\n"
+        f"samovar serves {state.model_name!r} at {address}\n"
         f"  page   {address}/\n"
         f"  try    curl -s {address}/v1/images/generations -H 'Content-Type: application/json'{key} "
         '-d \'{"prompt": "a grinning cat, 3d style"}\'\n'

@@ -14,10 +14,11 @@ import torch
 
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
-from ..engine.models import fetch_model, load_pipeline
-from ..engine.request import OmniDiffusionSamplingParams, read_defaults
-from ..engine.settings import OmniDiffusionConfig
-from ..errors import ModelError, SettingError, nearest
+from ..engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, call_pipeline
+from ..engine.facts import facts_of
+from ..engine.models import fetch_model, load_pipeline, resolve_dtype
+from ..engine.request import read_defaults
+from ..errors import ModelError, SettingError
 from .methods import HARD, Method
 
 
@@ -91,26 +92,17 @@ class Studio:
         if pipeline is None:
             folder = fetch_model(config.model)
             self.params = self.params.over(read_defaults(folder))
-            pipeline = load_pipeline(folder, self._dtype()).to(self.device)
+            pipeline = load_pipeline(folder, resolve_dtype(config.dtype, self.device)).to(self.device)
         self.pipeline: Any = pipeline
         self.pipeline.set_progress_bar_config(disable=True)
         self.denoisers: dict[str, torch.nn.Module] = find_denoisers(pipeline)
-        takes = inspect.signature(self.pipeline.__call__).parameters
-        for name in self.params.given():
-            if name not in takes:
-                raise SettingError(f"{type(pipeline).__name__} takes no {name}. {nearest(name, takes)}")
+        facts_of(pipeline, OmniDiffusionSamplingParams()).check(Request("", self.params))
         if self.params.num_inference_steps is None:
+            takes = inspect.signature(pipeline.__call__).parameters
             default = takes["num_inference_steps"].default if "num_inference_steps" in takes else None
             if not isinstance(default, int):
                 raise SettingError(f"{type(pipeline).__name__} has no usual number of steps. Give one: steps.")
             self.params = replace(self.params, num_inference_steps=default)
-
-    def _dtype(self) -> torch.dtype:
-        name = self.config.dtype
-        if name == "auto":
-            name = "float32" if self.device.type == "cpu" else "bfloat16"
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
 
     def about(self) -> dict[str, Any]:
         """What figures that are made here depend on, but for the tasks. For JSON."""
@@ -156,19 +148,9 @@ class Studio:
         self._call(tasks, min(2, self.steps))
 
     def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
-        call = {**self.params.given(), "num_inference_steps": steps}
-        negative = call.pop("negative_prompt", None)
-        if negative is not None:
-            call["negative_prompt"] = [negative] * len(tasks)
-        generators = [torch.Generator("cpu").manual_seed(task.seed) for task in tasks]
-        prompts = [task.prompt for task in tasks]
-        try:
-            result = self.pipeline(prompt=prompts, generator=generators, output_type="pt", **call)
-        except SettingError:
-            raise
-        except ValueError as error:  # How pipelines of diffusers refuse a setting.
-            raise SettingError(f"{type(self.pipeline).__name__} refuses these settings: {error}") from error
-        pictures = getattr(result, "images", None)
+        call = {**self.params.given(), "num_inference_steps": steps, "output_type": "pt"}
+        prompts, seeds = [task.prompt for task in tasks], [task.seed for task in tasks]
+        pictures = call_pipeline(self.pipeline, prompts, seeds, call)
         if not isinstance(pictures, torch.Tensor) or pictures.ndim != 4:
             raise ModelError(f"{type(self.pipeline).__name__} makes no pictures, so there is nothing to compare.")
         return pictures.detach().float()
