@@ -36,7 +36,7 @@ def headlines(folder: str = "") -> str:
         [
             "FLUX.1 12B within 15.5 GiB",
             f"**{100 * slower:.1f} % slower** than with all weights on the GPU",
-            "same bits",
+            "same bits as without offload",
             "gpu_offload",
         ],
         [
