@@ -175,7 +175,7 @@ def test_settings_come_as_a_whole_or_one_by_one_or_from_a_file(
         Omni(od_config=whole, dtype="float32")
     with pytest.raises(SettingError, match=r"'cache_bakend' is not a setting of Omni. Did you mean 'cache_backend'\?"):
         Omni("emoji", cache_bakend="tea_cache")
-    with pytest.raises(SettingError, match="od_config must be an OmniDiffusionConfig"):
+    with pytest.raises(SettingError, match="an OmniDiffusionConfig was expected"):
         Omni(od_config="emoji")  # type: ignore[arg-type]
 
 
