@@ -278,10 +278,10 @@ def with_offload(names: list[str]) -> dict[str, tuple[float, bool, bool]]:
                 latents = tiny.run(pipe, steps=2)
                 moved = offloaded.stats().sent_bytes > 0
                 if is_first:
-                    offloaded.remove()
+                    offloaded.detach()
                 shard(False)
                 if not is_first:
-                    offloaded.remove()
+                    offloaded.detach()
                 is_bare = [trace for denoiser in denoisers for trace in traces(denoiser)] == before
                 apart = float((latents - alone).abs().max())
                 found[f"{name}, {mode}, {is_first}"] = apart, torch.equal(latents, sharded) and moved, is_bare
