@@ -15,7 +15,7 @@ from samovar.lab.fitting import Products
 from samovar.lab.methods import cached
 from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
 from samovar.lab.session import Session
-from samovar.lab.trajectory import Trajectory, watched_exact
+from samovar.lab.trajectory import WATCHED, Trajectory
 
 
 def test_refining_moves_computed_steps_to_where_they_help() -> None:
@@ -37,9 +37,8 @@ def places(mask: str) -> list[int]:
 
 
 def watched_run(session: Session) -> Trajectory:
-    watched = watched_exact()
-    session.exact(watched)
-    return Trajectory.read(session.notes(watched))
+    session.exact(WATCHED)
+    return Trajectory.read(session.notes(WATCHED))
 
 
 def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:

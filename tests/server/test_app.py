@@ -224,7 +224,7 @@ def test_schemathesis_finds_nothing(folder: Path) -> None:
     """Requests made up from /openapi.json, good ones and bad ones, NUL and all."""
     import schemathesis
 
-    with running(folder, "--max-steps", "4", "--max-pictures", "2", "--max-pixels", "4096", "--quiet") as server:
+    with running(folder, "--max-steps", "4", "--max-images", "2", "--max-pixels", "4096", "--quiet") as server:
         schema = schemathesis.openapi.from_url(f"{server.address}/openapi.json")
         for operation in schema.get_all_operations():
             for mode in schemathesis.GenerationMode:
