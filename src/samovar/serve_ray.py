@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .engine import OmniDiffusionConfig
 from .errors import SettingError, nearest
 from .omni import AsyncOmni
-from .server import House, ServerConfig, create_app
+from .server import AppState, ServerConfig, create_app
 
 _WATCHING = 8
 """Requests beside those for pictures that a replica answers at once: for its health, its figures, its page."""
@@ -112,21 +112,21 @@ class Replica:
     async def __init__(  # type: ignore[misc, unused-ignore]
         self, engine: OmniDiffusionConfig, config: ServerConfig
     ) -> None:
-        self._house = House(AsyncOmni(od_config=engine), config)
-        await self._house.omni.start()
-        self._house.open()
+        self._state = AppState(AsyncOmni(od_config=engine), config)
+        await self._state.omni.start()
+        self._state.open()
         # Ray sends this class by value, with a copy of all that it names; `_Front` asks the module.
-        importlib.import_module("samovar.serve_ray")._here.app = create_app(self._house)
+        importlib.import_module("samovar.serve_ray")._here.app = create_app(self._state)
 
     def check_health(self) -> None:
         """Ray asks now and then, and replaces a replica for which this raises. One that is replacing its worker is
         well: it will be back sooner than another would be there."""
-        if self._house.problem() == "dead":
+        if self._state.problem() == "dead":
             raise RuntimeError("The engine is down: its workers died again and again.")
 
     async def __del__(self) -> None:
-        self._house.phase = "draining"
-        await self._house.omni.close(self._house.config.shutdown_timeout_s)
+        self._state.phase = "draining"
+        await self._state.omni.close(self._state.config.shutdown_timeout_s)
 
 
 def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:
