@@ -31,7 +31,7 @@ def add_compare(commands: Any) -> None:
 
 
 def add_calibrate(commands: Any) -> None:
-    _add_prompts(_add_command(commands, _calibrate), "tuning", 16, batch=False)
+    _add_prompts(_add_command(commands, _calibrate), "tuning", 16)
 
 
 def add_tune(commands: Any) -> None:
@@ -40,8 +40,9 @@ def add_tune(commands: Any) -> None:
     target.add_argument("--target-psnr", type=float, metavar="DB", help="at least this close to the exact images")
     target.add_argument("--target-lpips", type=float, metavar="X", help="at most this different from them")
     target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
+    _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
-    _add_test_prompts(parser, 48)
+    _add_prompts(parser, "testing", 48, test="test-")
 
 
 def add_bench(commands: Any) -> None:
@@ -53,8 +54,9 @@ def add_bench(commands: Any) -> None:
     parser.add_argument("--cache", action="append", metavar="SETTING", help=_CACHE_HELP)
     parser.add_argument("--alone", type=int, default=8, metavar="N",
                         help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
+    _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
-    _add_test_prompts(parser, 64, seeds=4)
+    _add_prompts(parser, "testing", 64, seeds=4, test="test-")
 
 
 def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
@@ -67,28 +69,23 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any
     group = parser.add_argument_group("images")
     arguments.add_image_options(group)
     arguments.add_device_options(group)
+    group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
+    group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
     return parser
 
 
-def _add_prompts(parser: Any, prompts: str, num_prompts: int, batch: bool = True) -> None:
-    group = parser.add_argument_group("prompts")
-    group.add_argument("--prompts", default=prompts, metavar="FILE",
-                       help=f"one per line; or tuning or testing, which are shipped ({prompts})")  # fmt: skip
-    group.add_argument("--num-prompts", type=int, metavar="N", help=f"use the first N (at most {num_prompts})")
-    group.add_argument("--seeds", type=int, default=1, metavar="N", help="images per prompt (1)")
-    group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
-    if batch:
-        group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
-    parser.set_defaults(most_prompts=num_prompts)
+def _add_prompts(parser: Any, source: str, most: int, seeds: int = 1, test: str = "") -> None:
+    """Options for the prompts to use, or with `test="test-"` for those that are kept for testing."""
+    group = parser.add_argument_group("prompts for testing, which are not used to choose" if test else "prompts")
+    text = f"one per line; or tuning or testing, which are shipped ({source})"
+    group.add_argument(f"--{test}prompts", default=source, metavar="FILE", help=text)
+    group.add_argument(f"--num-{test}prompts", type=int, metavar="N", help=f"use the first N (at most {most})")
+    group.add_argument(f"--{test}seeds", type=int, default=seeds, metavar="N", help=f"images per prompt ({seeds})")
+    parser.set_defaults(**{f"most_{test.replace('-', '_')}prompts": most})
 
 
-def _add_test_prompts(parser: Any, num_prompts: int, seeds: int = 1) -> None:
+def _add_refine(parser: Any) -> None:
     parser.add_argument("--refine", type=int, default=0, metavar="N", help="changes of a schedule to try on images (0)")
-    group = parser.add_argument_group("prompts for testing, which are not used to choose")
-    group.add_argument("--test-prompts", default="testing", metavar="FILE", help="likewise (testing)")
-    group.add_argument("--num-test-prompts", type=int, metavar="N", help=f"likewise (at most {num_prompts})")
-    group.add_argument("--test-seeds", type=int, default=seeds, metavar="N", help=f"likewise ({seeds})")
-    parser.set_defaults(most_test_prompts=num_prompts)
 
 
 # ------------------------------------------------------------------------------------------------ the commands

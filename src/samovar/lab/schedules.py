@@ -37,9 +37,6 @@ class SchedulePlanner:
     fewest = 2
     """Fewest computed steps of a plan."""
 
-    def __str__(self) -> str:
-        return "fitted" if self.early is None else "fitted, more for outliers"
-
     def plan(self, computed: int) -> str:
         """The best mask with this many computed steps on average: `#` computed, `.` skipped. Outliers have another."""
         steps = len(self.products.sizes)
