@@ -28,7 +28,7 @@ from ..hooks import (
     HookRegistry,
     ModelHook,
     current_context,
-    is_conditioning,
+    role_by_name,
 )
 from .collectives import Group
 from .deferred import DeferredTensor
@@ -195,7 +195,7 @@ class CfgParallelHook(ModelHook):
     def _batch_size(self, args: Any, kwargs: Any) -> int | None:
         """How many items the sample has."""
         for name, value in (*zip(self._parameters, args, strict=False), *kwargs.items()):
-            if not is_conditioning(name):
+            if role_by_name(name) != "conditioning":
                 if isinstance(value, torch.Tensor) and value.ndim >= 2:
                     return value.shape[0]
                 if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
