@@ -157,7 +157,7 @@ class Sharding:
         reasons = "; ".join(f"{source}: {reason}" for source, reason in self.rejected.items())
         raise ModelError(
             f"No plan was found by which {type(self.model).__name__} gives the same output on several ranks. Write one "
-            f"(see docs/parallel.md), or run it on one rank. What was tried: {reasons}."
+            f"(see docs/guides/parallel.md), or run it on one rank. What was tried: {reasons}."
         )
 
     def _check(self, given: tuple[Any, Any], trace: Trace, reference: Any) -> None:
