@@ -42,7 +42,7 @@ def current_context() -> CallContext:
 @contextlib.contextmanager
 def call_context(*, request: Hashable = _KEEP, branch: str | None = _KEEP) -> Iterator[CallContext]:
     """Run the block inside as part of a request, a branch, or both; what is not given stays."""
-    given = {"request": request, "branch": branch}
+    given: dict[str, Any] = {"request": request, "branch": branch}
     inner = current_context()._replace(**{name: value for name, value in given.items() if value is not _KEEP})
     token = running_context.set(inner)
     try:

@@ -1,8 +1,8 @@
 """Which hooks run around a module's call, and in which order?
 
 A call of a hooked module goes through its hooks in sorted order: every `pre_forward`, then the one hook that overrides
-`new_forward` or else the module itself, then every `post_forward` in reverse. A hook's `bypass` may answer before any of
-that. `intercept` brings the call here.
+`new_forward` or else the module itself, then every `post_forward` in reverse. A hook's `bypass` may answer before any
+of that. `intercept` brings the call here.
 """
 
 from __future__ import annotations
