@@ -277,7 +277,7 @@ def test_where_every_step_looks_new_it_says_so_once(caplog: pytest.LogCaptureFix
     assert len(set(names)) == STEPS
     (record,) = caplog.records
     assert record.message == hook.trouble()
-    assert "because y is new at each call" in record.message
+    assert "because there are new values at each call (y)" in record.message
     assert "call_context(branch=" in record.message
 
 

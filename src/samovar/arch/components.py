@@ -137,16 +137,14 @@ def is_denoiser_itself(pipeline: Any) -> TypeGuard[torch.nn.Module]:
 
 
 def _declares_all(pipeline: Any) -> bool:
-    if isinstance(pipeline, SupportsModuleOffload):
-        return True
     missing = [attribute for attribute in _REQUIRED if _read(pipeline, attribute) is _MISSING]
-    if len(missing) < len(_REQUIRED):
+    if 0 < len(missing) < len(_REQUIRED):
         warnings.warn(
             f"{type(pipeline).__name__} declares some of its modules but not {', '.join(missing)}. The declaration is "
             "ignored and the attributes are scanned instead. Declare all three; an empty list means none.",
             stacklevel=3,
         )
-    return False
+    return not missing
 
 
 def _declared(pipeline: Any) -> Found:

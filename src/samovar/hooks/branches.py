@@ -8,8 +8,8 @@ microseconds. Where it makes new ones, values are compared, and what is found ou
 from __future__ import annotations
 
 import logging
+import textwrap
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -22,7 +22,6 @@ from .roles import Leaves, Roles, Snapshot, leaves_of, parameter_names, role_by_
 from .runs import Adopt, current_run, current_step, run_around
 
 _logger = logging.getLogger(__name__)
-_warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _MOST_STRANGE = 4
 """Steps in a row that may look like new requests before a warning is logged."""
 _NOTHING = "it is given nothing but the sample and what changes with it"
@@ -62,7 +61,7 @@ class _Branch:
 
     def has_passed(self, roles: Roles, leaves: Leaves) -> bool:
         """Whether this call is at a later step than the last one: the sample has changed, and the time."""
-        groups = (roles.times(leaves), roles.samples(leaves))
+        groups = (roles.candidates(leaves, "time"), roles.candidates(leaves, "sample"))
         return all(bool(self.moved(leaves, paths)) for paths in groups if paths)
 
     def is_at_once(self, roles: Roles, leaves: Leaves) -> bool:
@@ -250,7 +249,8 @@ class BranchHook(ModelHook):
                 line.merge(roles)
                 return self._look(module, line, leaves, learning)
             if passed:
-                self._note_strange(module, line, f"{_listed(apart[nearest])} new at each call")
+                paths = ", ".join(sorted(apart[nearest]))
+                self._note_strange(module, line, f"there are new values at each call ({textwrap.shorten(paths, 60)})")
             if passed and nearest.doubtful and not any(roles.is_settled(path) for path in apart[nearest]):
                 return None
             if not passed and len(apart[nearest]) == 1:
@@ -262,7 +262,7 @@ class BranchHook(ModelHook):
         roles, step = self.roles, current_step()
         if step is not None and branch.step not in (None, step):  # A sampler of second order may stay at one time.
             return False
-        times, samples = roles.times(leaves), roles.samples(leaves)
+        times, samples = roles.candidates(leaves, "time"), roles.candidates(leaves, "sample")
         if not times or branch.moved(leaves, times):
             return False
         moved = branch.moved(leaves, samples)
@@ -336,16 +336,10 @@ class BranchHook(ModelHook):
         line.strange += 1
         if line.strange < _MOST_STRANGE:
             return
+        is_first = self._trouble is None
         self._trouble = (
             f"Every step of {type(module).__name__} looks like a new request, because {reason}. So nothing is reused "
             "from one step to the next. If it is one request, name the branch: with call_context(branch=...)."
         )
-        if module not in _warned:
-            _warned.add(module)
+        if is_first:
             _logger.warning(self._trouble)
-
-
-def _listed(paths: Iterable[str]) -> str:
-    first, *rest = sorted(paths)
-    more = f", {rest[0]}" if len(rest) == 1 else f", {rest[0]} and {len(rest) - 1} more" if rest else ""
-    return f"{first}{more} {'are' if rest else 'is'}"

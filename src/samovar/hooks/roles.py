@@ -184,31 +184,24 @@ class Roles:
             self._outputs = {tree.shape(tensor) for tensor in tensors}
             self._batch = max([tensor.shape[0] for tensor in tensors if tensor.ndim], default=1)
 
-    def is_like_output(self, value: Any) -> bool:
+    def _is_like_output(self, value: Any) -> bool:
         """Whether a value could be the sample."""
         return isinstance(value, torch.Tensor) and value.is_floating_point() and tree.shape(value) in self._outputs
 
-    def is_like_time(self, value: Any) -> bool:
+    def _is_like_time(self, value: Any) -> bool:
         """Whether a value could be a time: one number for each item of the batch, or one for all."""
         if isinstance(value, torch.Tensor):
             return 0 < value.numel() <= self._batch and value.dtype != torch.bool
         return _is_number(value)
 
-    def samples(self, leaves: Leaves) -> list[str]:
-        """The samples of a call and, as long as none has been seen to change, what else has the form of one."""
-        known = self.paths(leaves, "sample")
+    def candidates(self, leaves: Leaves, role: Literal["sample", "time"]) -> list[str]:
+        """The samples or times of a call and, as long as none has been seen to change, what else could be one."""
+        known = [path for path in self.paths(leaves, role) if leaves[path] is not None]
         if self.have_moved(known):
             return known
-        rest = (path for path in self.paths(leaves, "conditioning") if not is_well_known(path))
-        return [*known, *(path for path in rest if self.is_like_output(leaves[path]))]
-
-    def times(self, leaves: Leaves) -> list[str]:
-        """The times of a call and, as long as none has been seen to change, what else could be one."""
-        known = [path for path in self.paths(leaves, "time") if leaves[path] is not None]
-        if self.have_moved(known):
-            return known
+        fits = self._is_like_output if role == "sample" else self._is_like_time
         rest = (path for path in self.paths(leaves, "conditioning") if not self.is_settled(path))
-        return [*known, *(path for path in rest if self.is_like_time(leaves[path]))]
+        return [*known, *(path for path in rest if fits(leaves[path]))]
 
     def have_moved(self, paths: Iterable[str]) -> bool:
         """Whether any of these has been seen to change from one step to the next."""
@@ -218,7 +211,7 @@ class Roles:
 
     def note_step(self, leaves: Leaves, moved: Collection[str]) -> None:
         """Learn from one step of a branch to the next: `moved` have other values than before."""
-        has_sample = any(self.of(path) == "sample" or self.is_like_output(leaves.get(path)) for path in moved)
+        has_sample = any(self.of(path) == "sample" or self._is_like_output(leaves.get(path)) for path in moved)
         for path, value in leaves.items():
             if value is None:
                 continue
@@ -252,22 +245,22 @@ class Roles:
         found = []
         known = {self.of(path) for path, value in leaves.items() if value is not None}
         if "sample" not in known:
-            like = self.samples(leaves)
+            like = self.candidates(leaves, "sample")
             moving = [path for path in like if path in moved]
-            if len(moving) == 1 and (len(like) == 1 or any(path in moved for path in self.times(leaves))):
+            if len(moving) == 1 and (len(like) == 1 or any(path in moved for path in self.candidates(leaves, "time"))):
                 found.append(moving[0])
         if "time" not in known and (found or self.paths(moved, "sample")):
-            times = [path for path in self.times(leaves) if path in moved]
+            times = [path for path in self.candidates(leaves, "time") if path in moved]
             found += times if len(times) == 1 else []
         return found
 
     def _form(self, path: str, value: Any, moved: Collection[str], leaves: Leaves) -> Role:
-        if self.is_like_output(value):
+        if self._is_like_output(value):
             # Beside a known sample of that form it may be either. A residual is watched more closely.
             samples = [leaves[p] for p in self.paths(moved, "sample") if p != path and p in leaves]
             is_taken = any(isinstance(other, torch.Tensor) and other.shape == value.shape for other in samples)
             return "residual" if is_taken else "sample"
-        return "time" if self.is_like_time(value) else "residual"
+        return "time" if self._is_like_time(value) else "residual"
 
     def _update(self, paths: Iterable[str]) -> None:
         for path in paths:
