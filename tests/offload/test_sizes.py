@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,15 +18,15 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (77, 77), ("0B", 0)],
+    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (77, 77), ("0B", 0), (None, None)],
 )
-def test_parse_bytes(text: str | int, expected: int) -> None:
+def test_parse_bytes(text: str | int | None, expected: int | None) -> None:
     assert parse_bytes(text, "gpu_memory") == expected
 
 
-@pytest.mark.parametrize("text", ["12", "GiB", "12 Gib/s", "-3GiB", -1, True, 1.5, None])
+@pytest.mark.parametrize("text", ["12", "GiB", "12 Gib/s", "-3GiB", -1, True, 1.5])
 def test_what_is_no_size_is_refused_with_its_name(text: object) -> None:
-    with pytest.raises(SettingError, match=r"gpu_memory is .*'12GiB'"):
+    with pytest.raises(SettingError, match=r"gpu_memory=.*'12GiB'"):
         parse_bytes(text, "gpu_memory")  # type: ignore[arg-type]
 
 
@@ -46,6 +49,14 @@ def test_what_depends_on_a_checkpoint_is_refused() -> None:
         read_sizes("StableDiffusionPipeline")
 
 
+def test_a_quantised_folder_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    file = tmp_path / "text_encoder" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ModelError, match=r"text_encoder of FluxPipeline is quantised \(gptq\)"):
+        read_sizes(str(tmp_path))
+
+
 def test_components_of_a_pipeline_and_its_skeleton_agree(tmp_path: object) -> None:
     pipe = tiny_flux_pipeline()
     pipe.save_pretrained(tmp_path)
@@ -62,7 +73,7 @@ def test_exclude() -> None:
     pipe = tiny_flux_pipeline()
     components, _ = find_components(pipe, ["text_encoder_2"])
     assert "text_encoder_2" not in {component.name for component in components}
-    with pytest.raises(SettingError, match=r"exclude names 'texts'; the components are 'transformer'"):
+    with pytest.raises(SettingError, match=r"'texts' is not a component, so it cannot be in exclude"):
         find_components(pipe, ["texts"])
 
 
@@ -73,7 +84,7 @@ def test_weights_that_parts_share_stay_apart() -> None:
     components, shared = find_components(pipe)
     assert [id(tensor) for tensor in shared] == [id(blocks[0].proj_out.weight)]
     transformer = next(component for component in components if component.name == "transformer")
-    assert id(blocks[0].proj_out.weight) not in map(id, transformer.everything())
+    assert id(blocks[0].proj_out.weight) not in map(id, transformer.tensors())
     sizes = measure_components(components, shared)
     assert (sizes[-1].name, sizes[-1].role) == (SHARED, "resident")
     assert sizes[-1].num_bytes == pytest.approx(blocks[0].proj_out.weight.numel() * 4, abs=512)
@@ -94,7 +105,7 @@ def test_a_module_inside_another_component_belongs_to_itself() -> None:
 
     pipe = Nested()
     components, shared = find_components(pipe)
-    inside = {component.name: [*map(id, component.everything())] for component in components}
+    inside = {component.name: [*map(id, component.tensors())] for component in components}
     assert inside["language_model"] == [*map(id, pipe.language_model["head"].parameters())]
     assert inside["language_model.time_embedder"] == [*map(id, pipe.language_model["time_embedder"].parameters())]
     assert shared == []

@@ -11,11 +11,11 @@ from typing import Any, get_args
 import torch
 
 from ..arch.blocks import Anatomy, Coverage, coverage, find_anatomy
-from ..arch.components import ModuleDiscovery, Role, is_denoiser_itself
+from ..arch.components import Role
 from ..arch.modules import tensor_bytes, unwrapped
-from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
+from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
-from ..other_libraries import declared_plans
+from ..other_libraries import declared_plans, quantization
 from .probe import probe_pipeline
 
 
@@ -67,7 +67,7 @@ def survey(source: str) -> ModelReport:
 def survey_pipeline(pipeline: Any) -> ModelReport:
     """The same for a pipeline, or a bare transformer, that is loaded."""
     name = type(unwrapped(pipeline) if isinstance(pipeline, torch.nn.Module) else pipeline).__name__
-    return report(name, name, _loaded_parts(pipeline))
+    return report(name, name, loaded_parts(pipeline))
 
 
 def survey_by_running(source: str) -> ModelReport:
@@ -79,7 +79,7 @@ def survey_by_running(source: str) -> ModelReport:
             "expected. Give one (hf download NAME --local-dir FOLDER), or read it without running it."
         )
     pipeline = _load(folder)
-    parts = _loaded_parts(pipeline)
+    parts = loaded_parts(pipeline)
     structure = report(source, type(pipeline).__name__, parts)
     components = _probed(pipeline, parts, structure.components)
     return replace(structure, components=components)
@@ -104,17 +104,6 @@ def _load(folder: Path) -> Any:
         raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def _loaded_parts(pipeline: Any) -> Parts:
-    if is_denoiser_itself(pipeline):
-        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
-    found = ModuleDiscovery.discover(pipeline).roles().items()
-    return {
-        name: Part(role, type(unwrapped(module)), module)
-        for role, (names, modules) in found
-        for name, module in zip(names, modules, strict=True)
-    }
 
 
 def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:
@@ -171,24 +160,21 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     judged = [(c.name, c.anatomy.leader) for c in denoisers if c.anatomy and c.anatomy.leader]
     leaders = [f"{name}.{leader}" if len(denoisers) > 1 else leader for name, leader in judged]
     unknown = f"not known without a checkpoint, which says how {', '.join(unbuilt)} is built; give a model's folder"
+    quantised = _quantised(parts)
     if stacks:
         found = f"{blocks} blocks in {len(stacks)} stack{'s' if len(stacks) > 1 else ''}"
         yield FeatureReport("step cache", True, f"{found}; a step is judged at {', '.join(leaders)}")
         streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
-        yield FeatureReport(
-            "layerwise offload",
-            True,
-            f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of what denoises",
-        )
+        held = f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of what denoises"
+        yield FeatureReport("layerwise offload", not quantised, quantised or held)
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"
         for name in ("step cache", "layerwise offload"):
             yield FeatureReport(name, None, unknown) if unbuilt else FeatureReport(name, False, nothing)
     encoders = [c for c in components if c.role == "encoder"]
     if denoisers and encoders:
-        yield FeatureReport(
-            "model offload", True, f"the denoiser takes turns with {', '.join(c.name for c in encoders)}"
-        )
+        turns = f"the denoiser takes turns with {', '.join(c.name for c in encoders)}"
+        yield FeatureReport("model offload", not quantised, quantised or turns)
     else:
         yield FeatureReport("model offload", False, "nothing takes turns: a denoiser and an encoder are needed")
     planned = [n for n, part in parts.items() if declared_plans(part.cls)]
@@ -200,3 +186,10 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         yield FeatureReport("sequence parallel", None, unknown)
     else:
         yield FeatureReport("sequence parallel", False, "there is no plan, and no stack to derive one from")
+
+
+def _quantised(parts: Parts) -> str:
+    """Why the components cannot all be offloaded: quantised tensors are more than their memory."""
+    methods = {name: quantization(part.module) for name, part in parts.items() if part.module is not None}
+    found = [f"{name} ({method})" for name, method in methods.items() if method]
+    return f"quantised weights cannot be moved: {', '.join(found)}; leave them out with exclude" if found else ""

@@ -1,0 +1,161 @@
+"""What is a model built of, and where would its weights be? `samovar inspect` and `samovar plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..builtin import BUILTIN_MODELS
+from ..errors import ModelError
+from .options import add_command, add_model, model_of
+from .terminal import Status, aligned
+
+if TYPE_CHECKING:
+    from ..arch.blocks import BlockStack
+    from ..trace import ModelReport
+    from ..trace.survey import ComponentReport
+
+
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))
+_MODEL = "a built-in model, a folder in diffusers format, a hub name, or a class of diffusers"
+
+
+def add_inspect(commands: Any) -> None:
+    parser = add_command(commands, _inspect)
+    add_model(parser, _MODEL)
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--probe", action="store_true", help="load it and run two steps to see what its blocks carry")
+
+
+def add_plan(commands: Any) -> None:
+    parser = add_command(commands, _plan)
+    add_model(parser, _MODEL)
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
+    parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
+    parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Show which weights stay on the GPU with how much memory.
+
+    Show which parts of a model would stay on the GPU, take turns or stream, and the peak memory and traffic to expect.
+    No weights are loaded. A budget that is too small is refused with the smallest that works.
+
+    examples:
+      samovar plan FluxTransformer2DModel --gpu-memory 12GiB
+      samovar plan ./my-model --mode layerwise --json
+    """
+    with Status("reading the model"):
+        from ..offload import OffloadConfig, plan_offload, read_sizes
+
+        config = OffloadConfig(options.mode, gpu_memory=options.gpu_memory, activations=options.activations)
+        plan = plan_offload(read_sizes(_find_config(options)), config)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    """Show what a model is built of and which features it supports.
+
+    Show a model's components and their sizes, its stacks of blocks and the values they carry, and which features it
+    supports. No weights are loaded.
+
+    examples:
+      samovar inspect FluxTransformer2DModel
+      samovar inspect black-forest-labs/FLUX.1-dev --json
+      samovar inspect ./my-model --probe
+    """
+    with Status("reading the model"):
+        from ..trace import survey, survey_by_running
+
+        source = _find_config(options, with_weights=options.probe)
+        report = (survey_by_running if options.probe else survey)(source)
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        _print_report(report)
+    return 0
+
+
+def _find_config(options: argparse.Namespace, with_weights: bool = False) -> str:
+    """The folder or class that a model is read from. A hub name is downloaded, by default without its weights."""
+    from ..engine.models import fetch_model, find_model
+
+    name = model_of(options) or "emoji"
+    if name.lower() in BUILTIN_MODELS:
+        return str(BUILTIN_MODELS[name.lower()])
+    try:
+        is_on_hub = find_model(name) is None
+    except ModelError:  # A class, or a single component.
+        return name
+    if not is_on_hub:
+        return name
+    return str(fetch_model(name)) if with_weights else _download_config(name)
+
+
+def _download_config(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, allow_patterns=["model_index.json", "config.json", "*/config.json"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"The configuration of {name!r} is not in the local cache and could not be downloaded: "
+            f"{str(error).strip().splitlines()[0]} Check the name and the network, or give a folder: "
+            f"hf download {name} --local-dir FOLDER"
+        ) from error
+
+
+def _print_report(report: ModelReport) -> None:
+    from ..offload import format_bytes
+
+    print(f"{_paint(report.class_name, 1)}  {_paint(f'weights as {report.dtype}', 2)}\n")
+    rows = [(part.role, part.name, part.class_name, *_size_of(part)) for part in report.components]
+    for row in aligned(rows, right=(3, 4)):
+        print(f"  {row}")
+    for part in report.components:
+        if part.anatomy is None:
+            continue
+        anatomy = part.anatomy
+        print(f"\n{_paint(part.name, 1)}  {_paint(f'stacks of {part.class_name}', 2)}")
+        stacks = [
+            (s.path, f"{len(s)} x {' / '.join(s.block_classes)}", format_bytes(s.num_bytes), _carries(s))
+            for s in anatomy.stacks
+        ]
+        for row in aligned(stacks, right=(2,)) or [_paint("none found", 2)]:
+            print(f"  {row}")
+        for label, paths in (("runs between blocks", anatomy.side), ("did not run", anatomy.idle)):
+            if paths:
+                print(f"  {_paint(label, 2)}: {', '.join(paths)}")
+        if part.coverage is not None:
+            print(f"  {_paint(str(part.coverage), 2)}")
+    print(f"\n{_paint('features', 1)}")
+    width = max(len(feature.name) for feature in report.features)
+    for feature in report.features:
+        works = {True: _paint("yes", 32), False: _paint("no ", 31), None: _paint("?  ", 33)}[feature.works]
+        print(f"  {feature.name:{width}}  {works}  {_paint(feature.reason, 2)}")
+
+
+def _carries(stack: BlockStack) -> str:
+    if not stack.streams:
+        return "carries: not known before a probe"
+    values = (f"{s.parameter or '(not carried)'}{f' [{s.kind}]' if s.kind else ''}" for s in stack.streams)
+    return f"carries {', '.join(values)}"
+
+
+def _size_of(part: ComponentReport) -> tuple[str, str]:
+    from ..offload import format_bytes
+
+    if part.num_parameters is None or part.num_bytes is None:
+        return "", "as in its checkpoint"
+    size, unit = next((size, unit) for size, unit in _UNITS if part.num_parameters >= size)
+    return f"{part.num_parameters / (size or 1):.2f} {unit}", format_bytes(part.num_bytes)
+
+
+def _paint(text: str, code: int) -> str:
+    """A text with an ANSI code, on a terminal unless NO_COLOR is set."""
+    return f"\x1b[{code}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text

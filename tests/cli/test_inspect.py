@@ -1,0 +1,126 @@
+"""`samovar inspect` and `samovar plan`, as a person and as a program see them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from pipelines import tiny_flux_pipeline
+from samovar import cli
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "samovar", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_inspect_a_class(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "FluxTransformer2DModel"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "FluxTransformer2DModel  weights as bfloat16"
+    assert lines[2].split() == ["denoiser", "transformer", "FluxTransformer2DModel", "11.89", "B", "22.15", "GiB"]
+    stacks = [line for line in lines if " x Flux" in line]
+    assert [line.index("GiB") for line in stacks] == [stacks[0].index("GiB")] * 2, "aligned"
+    assert stacks[0].endswith("carries encoder_hidden_states, hidden_states")
+    assert any(line.split()[:3] == ["step", "cache", "yes"] for line in lines)
+    assert not any("\x1b" in line for line in lines), "no colours but on a terminal"
+
+
+def test_inspect_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "emoji"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("FluxPipeline  weights as float16")
+    assert "13.10 M" in text
+
+
+def test_inspect_as_json_and_with_a_probe(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    result = run("inspect", str(tmp_path), "--json", "--probe")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["class_name"] == "FluxPipeline"
+    assert report["components"][0]["anatomy"]["stacks"][1]["streams"][1] == {
+        "parameter": "hidden_states",
+        "kind": "image",
+    }
+
+
+def test_a_hub_name_offline_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offline(name: str, **_: object) -> None:
+        raise LocalEntryNotFoundError("There is no network.\nAnd more.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    assert cli.main(["inspect", "somebody/some-model"]) == 2
+    said = capsys.readouterr().err
+    assert "'somebody/some-model' is not in the local cache and could not be downloaded: There is no network." in said
+    assert "hf download somebody/some-model --local-dir FOLDER" in said
+
+
+def test_a_hub_name_is_read_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **how: Any) -> str:
+        asked.update(how)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert cli.main(["inspect", "--model", "somebody/some-model"]) == 0
+    assert capsys.readouterr().out.startswith("FluxPipeline")
+    assert asked["allow_patterns"] == ["model_index.json", "config.json", "*/config.json"]
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+
+def test_a_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "FluxTransformer2DModel", "--gpu-memory", "12GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:4] == ["transformer", "FluxTransformer2DModel", "22.15", "GiB"]
+    assert "of 57 blocks stream" in lines[1]
+    assert lines[3].startswith("Expected peak: 11.")
+    assert lines[-1] == "Note: activations are assumed to be 1.00 GiB per component."
+
+
+def test_the_built_in_model_fits_nearly_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "Emoji", "--gpu-memory", "64MiB", "--activations", "16MiB"]) == 0
+    text = capsys.readouterr().out
+    assert "everything fits, nothing is offloaded" in text
+    assert "assumed" not in text
+    assert cli.main(["plan", "emoji", "--mode", "model"]) == 0
+    assert "is loaded when it is called" in capsys.readouterr().out
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "emoji", "--mode", "layerwise", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    placements = {component["name"]: component["placement"] for component in plan["components"]}
+    assert placements["transformer"] == "streams"
+    assert placements["vae"] == "resident"
+    assert plan["offloads_anything"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["FluxTransformer2DModel", "--gpu-memory", "1GiB"], "is not enough: at least"),
+        (["emoji"], "--gpu-memory"),
+        (["emoji", "--gpu-memory", "much"], "'much' is not a size"),
+        (["emoji", "--mode", "layrwise"], "Did you mean 'layerwise'?"),
+        (["FluxTransformr2DModel", "--gpu-memory", "1GiB"], "Did you mean 'FluxTransformer2DModel'?"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
