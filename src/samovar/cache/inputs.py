@@ -17,7 +17,7 @@ import torch
 
 from .. import tree
 from ..hooks import Roles
-from ..hooks.roles import positional_names
+from ..hooks.roles import named_arguments, positional_names
 
 _MOST_COMPARED = 16384
 """Elements of a tensor that are compared to see how much it has changed."""
@@ -48,7 +48,7 @@ class Inputs:
         """What else is given and not looked into; containers are empty."""
         self._form: list[Any] = []
         numbers: list[float] = []
-        for name, value in (*zip(positional_names(names, len(args)), args, strict=False), *kwargs.items()):
+        for name, value in named_arguments(names, args, kwargs):
             self._read(name, value, numbers)
         self.numbers = tuple(numbers)
         """Fractions among the arguments other than the time: a change of one changes what the blocks do."""
@@ -108,11 +108,11 @@ class Inputs:
         has the form of the output, or else everything but the time."""
         of = self.roles.of
         tensors = [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        shapes = {tensor.shape for tensor in tree.tensors(output)}
+        shapes = {tree.shape(tensor) for tensor in tree.tensors(output)}
         residuals = {id(leaf) for path, leaf in tensors if of(path) == "residual"}
         sample = residuals | (
             {id(leaf) for path, leaf in tensors if of(path) == "sample"}
-            or {id(leaf) for path, leaf in tensors if leaf.shape in shapes}
+            or {id(leaf) for path, leaf in tensors if tree.shape(leaf) in shapes}
             or {id(leaf) for path, leaf in tensors if of(path) != "time"}
         )
         time = {id(leaf) for path, leaf in tensors if with_time and of(path) == "time"}
@@ -215,9 +215,9 @@ def _change_of_all(tensor: torch.Tensor, known: Watched) -> Pair:
     held = known.held
     is_kept = held is not None and held is not tensor and tree.version(held) == known.version is not None
     one, other = (tensor, held) if is_kept else (some(tensor) if tree.is_comparable(tensor) else None, known.some)
-    if one is None or other is None or (one.shape, one.device) != (other.shape, other.device):
+    if one is None or other is None or not tree.is_comparable(one):
         return _infinite(tensor)
-    if not tree.is_comparable(one):
+    if (one.shape, one.device) != (tree.shape(other), other.device):
         return _infinite(tensor)
     return [(one != other).any().float(), torch.zeros((), device=tensor.device)]
 

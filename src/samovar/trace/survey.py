@@ -10,9 +10,8 @@ from typing import Any, get_args
 
 import torch
 
-from ..arch.blocks import Anatomy, find_anatomy
+from ..arch.blocks import Anatomy, Coverage, coverage, find_anatomy
 from ..arch.components import Role
-from ..arch.coverage import Coverage, coverage
 from ..arch.modules import tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
