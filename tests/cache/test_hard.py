@@ -17,7 +17,7 @@ from samovar.cache.forecast import History
 from samovar.cache.hard import HardPictures
 from samovar.errors import SettingError
 from samovar.hooks import call_context
-from samovar.lab.fitting import HARD_SHARE, Products, fit_hard, fit_schedule, told_at
+from samovar.lab.fitting import OUTLIER_SHARE, Products, fit_outliers, fit_schedule, outlier_step
 
 FLUX = PIPELINES["flux"]
 GUIDANCE = {"cond": 2.0, "uncond": -1.0}
@@ -163,11 +163,11 @@ def test_what_is_fitted_parts_real_pictures_as_it_says() -> None:
     runs = [watched(pipe, steps, seed)[1] for seed in seeds]
     sizes = pipe.scheduler.sigmas.diff().tolist()
     products = Products.mean([Products.of(outputs, sizes, GUIDANCE) for outputs in runs])
-    step = told_at(steps)
+    step = outlier_step(steps)
     first = {name: [torch.stack(outputs[name][: step + 1]) for outputs in runs] for name in GUIDANCE}
     each = {name: torch.stack([rows @ rows.T for rows in of]).numpy() for name, of in first.items()}
     usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "#" * (step + 1)))
-    hard = fit_hard(products, usual, each, 20)
+    hard = fit_outliers(products, usual, each, 20)
     assert hard is not None
     assert (hard["branch"], hard["step"]) == ("cond", step), "what counts for most"
     assert set(hard["schedule"].values()) == {hard["schedule"]["cond"]}
@@ -181,7 +181,7 @@ def test_what_is_fitted_parts_real_pictures_as_it_says() -> None:
         told += stats.hard
         expected = hard["schedule"] if stats.hard[0] else usual.schedules
         assert {name: branch.mask for name, branch in stats.branches.items()} == dict(expected)
-    assert sum(told) == int(HARD_SHARE * len(seeds)) == 1
+    assert sum(told) == int(OUTLIER_SHARE * len(seeds)) == 1
     old, weights = list(map(int, hard["weights"])), torch.tensor(list(hard["weights"].values())).double()
     outputs = torch.stack([torch.stack(given["cond"]) for given in runs])
     errors = misses(torch.einsum("rod,o->rd", outputs[:, old], weights), outputs[:, step])
@@ -199,7 +199,7 @@ def test_what_parts_them_is_the_error_of_no_picture(runs: int, parted: int | Non
     whole = torch.cat([rows.mean(0)] * 2)
     products = Products(("cond", "uncond"), (2.0, -1.0), (1.0,) * steps, (whole @ whole.T).numpy())
     usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "###"))
-    hard = fit_hard(products, usual, dict.fromkeys(GUIDANCE, every), 20)
+    hard = fit_outliers(products, usual, dict.fromkeys(GUIDANCE, every), 20)
     assert hard is not None
     old, weights = list(map(int, hard["weights"])), torch.tensor(list(hard["weights"].values())).double()
     step = hard["step"]
@@ -217,12 +217,12 @@ def test_a_plan_that_skips_at_once_tells_nothing() -> None:
     each = {name: products.values[None, :steps, :steps].copy() for name in GUIDANCE}
     usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "#.#"))
     assert usual.schedules["cond"].startswith("#.#")
-    assert fit_hard(products, usual, each, 20) is None
+    assert fit_outliers(products, usual, each, 20) is None
     for wrong in ({}, {"uncond": each["uncond"]}, {"cond": each["cond"][0]}, {"cond": each["cond"][:, :2, :2]}):
         with pytest.raises(
             SettingError, match=r"for 'cond' products of some single runs were expected, of the first 3"
         ):
-            fit_hard(products, usual, wrong, 20)
+            fit_outliers(products, usual, wrong, 20)
 
 
 def test_stored_steps_suffice_for_both_schedules() -> None:

@@ -25,7 +25,7 @@ from compose.matrix import (
 )
 from samovar.parallel import Ranks, SequenceParallelConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "compose.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "combine.md"
 BEGIN, END = "<!-- the matrix, written by `make test-slow` -->\n", "<!-- end of the matrix -->\n"
 PAIRWISE = pairwise(all_cases())
 
@@ -77,7 +77,7 @@ def test_every_two_settings_go_together(name: str, ranks: Ranks, references: dic
     "more",
     [
         {"parallel": SequenceParallelConfig(ulysses_degree=2)},
-        {"parallel": SequenceParallelConfig(ring_degree=2), "offload": "layerwise", "device": "cpu"},
+        {"parallel": SequenceParallelConfig(ring_degree=2), "offload": {"mode": "layerwise", "device": "cpu"}},
     ],
     ids=["Ulysses", "ring and layerwise"],
 )

@@ -70,10 +70,10 @@ def compiled_blocks(pipe: Any) -> None:
     pipe.transformer.compile_repeated_blocks(backend="eager")
 
 
-CACHE: dict[str, Any] = {"cache": "tea_cache", "cache_config": SCHEDULE}
-MODEL: dict[str, Any] = {"offload": "model", "device": "cpu"}
-LAYERWISE: dict[str, Any] = {"offload": "layerwise", "device": "cpu"}
-RANKS: dict[str, Any] = {"cfg_parallel": 2}
+CACHE: dict[str, Any] = {"cache": {"backend": "tea_cache", **SCHEDULE}}
+MODEL: dict[str, Any] = {"offload": {"mode": "model", "device": "cpu"}}
+LAYERWISE: dict[str, Any] = {"offload": {"mode": "layerwise", "device": "cpu"}}
+RANKS: dict[str, Any] = {"parallel": {"cfg_parallel_size": 2}}
 COMPILE: dict[str, Any] = {"compile": "eager"}
 
 WORKS: list[Any] = [
@@ -95,10 +95,10 @@ REFUSED: list[tuple[Callable[[Any], None], dict[str, Any], str]] = [
     (group_offload, LAYERWISE, "transformer is offloaded by accelerate or diffusers"),
     (model_offload, MODEL, "is offloaded by accelerate or diffusers"),
     (sequential_offload, CACHE | LAYERWISE, "is offloaded by accelerate or diffusers"),
-    (first_block_cache, CACHE, r"diffusers' fbc_leader_block_hook is on transformer.transformer_blocks.0, and another"),
-    (taylor_seer_by_hand, CACHE, r"diffusers' taylorseer_cache is on transformer\.\S+, and another cache"),
-    (first_block_cache, RANKS, "and 2 ranks were asked for: each would decide for itself"),
-    (compiled_in_place, RANKS, r"transformer is compiled as a whole, and several ranks must reach.*compile=True"),
+    (first_block_cache, CACHE, r"fbc_leader_block_hook is on transformer.transformer_blocks.0, and a second"),
+    (taylor_seer_by_hand, CACHE, r"diffusers' taylorseer_cache is on transformer\.\S+, and a second cache"),
+    (first_block_cache, RANKS, "and 2 ranks were asked for: each rank would decide for itself"),
+    (compiled_in_place, RANKS, r"transformer is compiled as a whole, and parallel needs .*compile=True"),
     (compiled_whole, COMPILE, "transformer is compiled as a whole, and compile"),
     (compiled_blocks, COMPILE, "transformer.transformer_blocks.0 is compiled already"),
 ]
@@ -149,7 +149,7 @@ def test_cache_dit_is_refused_by_name() -> None:
     pipe = FLUX.build(0)
     cache_dit.enable_cache(pipe, cache_config=cache_dit.DBCacheConfig(Fn_compute_blocks=1))
     try:
-        with pytest.raises(SettingError, match="cache-dit is on transformer, and another cache was asked for"):
+        with pytest.raises(SettingError, match="cache-dit is on transformer, and a second cache was asked for"):
             attach(pipe, **CACHE)
     finally:
         cache_dit.disable_cache(pipe)
@@ -163,11 +163,11 @@ def test_cache_dit_as_our_cache_goes_with_the_rest(settings: dict[str, Any]) -> 
     theirs = {"Fn_compute_blocks": 1, "max_warmup_steps": 1, "residual_diff_threshold": 0.5}
     pipe = FLUX.build(0)
     bare = FLUX.run(pipe, STEPS)
-    with attach(pipe, "cache_dit", theirs) as attached:
+    with attach(pipe, cache={"backend": "cache_dit", **theirs}) as attached:
         cached = FLUX.run(pipe, STEPS)
         assert str(attached.explain()) == "FluxPipeline:\n  cache: CacheDit\n    skips steps that would change little"
     assert not torch.equal(cached, bare)
-    with attach(pipe, "cache_dit", theirs, **settings):
+    with attach(pipe, cache={"backend": "cache_dit", **theirs}, **settings):
         assert torch.equal(FLUX.run(pipe, STEPS), cached)
     assert torch.equal(FLUX.run(pipe, STEPS), bare)
 

@@ -44,8 +44,11 @@ class Marks(ModelHook):
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "cache": {"cache": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3, "min_steps": 1}},
-    "schedule and layerwise": {"cache": "tea_cache", "cache_config": SCHEDULE, "offload": "layerwise", "device": "cpu"},
+    "cache": {"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1}},
+    "schedule and layerwise": {
+        "cache": {"backend": "tea_cache", **SCHEDULE},
+        "offload": {"mode": "layerwise", "device": "cpu"},
+    },
 }
 
 
@@ -94,7 +97,7 @@ def test_a_skipped_step_runs_no_graph() -> None:
     pipe = tiny.build(0)
     runs = {}
     for mask in ("######", MASK):
-        with attach(pipe, "tea_cache", {"schedule": mask}, compile=compiler):
+        with attach(pipe, cache={"backend": "tea_cache", "schedule": mask}, compile=compiler):
             tiny.run(pipe, STEPS)
             before = ran
             tiny.run(pipe, STEPS)
@@ -140,7 +143,7 @@ def test_blocks_that_are_compiled_or_not_there_are_refused() -> None:
         attach(pipe, compile=True)
     undo()
     assert not any("_compiled_call_impl" in vars(block) for block in plain.values())
-    with pytest.raises(ModelError, match="'model', a Linear, has no stack of blocks that could be compiled"):
+    with pytest.raises(ModelError, match="'model', a Linear, has no stack of blocks to compile"):
         find_regions({"model": torch.nn.Linear(1, 1)})
 
 

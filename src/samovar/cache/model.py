@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .. import tree
+from .. import other_libraries, tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
@@ -325,7 +325,7 @@ class BlockModel:
     def _checked(self, trace: Trace, given: Given, signal: Signal) -> Iterator[None]:
         """See once whether the block's real attention is given what its shadow's was."""
         reader, block = self._readers.get(trace), given.module
-        is_compiled = unwrapped(block) is not block or "_compiled_call_impl" in vars(block)
+        is_compiled = other_libraries.is_compiled(block)
         if reader is None or reader.is_checked or reader.attention is None or is_compiled:
             yield
             return

@@ -103,9 +103,9 @@ def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWork
     world_size = dist.get_world_size() if dist.is_initialized() else _world_size()
     if config.num_ranks != world_size and (config.num_ranks > 1 or not dist.is_initialized()):
         raise SettingError(
-            f"{world_size} ranks are running, and the parallel settings need {config.num_ranks} (cfg "
-            f"{config.cfg_parallel_size} x ring {config.ring_degree} x ulysses {config.ulysses_degree}). Their product "
-            "must be the number of ranks."
+            f"{world_size} ranks are running, and parallel={config.parallel!r} needs {config.num_ranks}. The product "
+            "of its degrees must be the number of ranks.",
+            param="parallel",
         )
     if not dist.is_initialized():
         join_world(backend=config.backend)

@@ -79,7 +79,7 @@ class Worker:
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
-        if not config.attach_config().offloads:  # Offloaded weights never pass through the device as a whole.
+        if config.attach_config().offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self._device)
         self.facts = facts_of(pipeline, defaults)
         self._attached = Attached(pipeline, config.attach_config())

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..other_libraries import adapter_settings, loaded_adapters
+
 
 class Fingerprint:
     """The parts, weights and adapters of some modules, as they were."""
@@ -33,8 +35,8 @@ class Fingerprint:
                 for held in (module._parameters, module._buffers):
                     self._held.append((held, list(held.values())))
                 self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
-            if isinstance(vars(module).get("scaling"), Mapping):  # An adapter of peft.
-                self._adapters.append((module, _adapter(module)))
+            if (adapter := adapter_settings(module)) is not None:
+                self._adapters.append((module, adapter))
             self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
             if "processor" in vars(module):  # Of diffusers' attentions.
                 self._processors.append((module, vars(module)["processor"], _settings(vars(module)["processor"])))
@@ -46,19 +48,13 @@ class Fingerprint:
         return (
             all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
             and [tensor._version for tensor in self._tensors] == self._versions
-            and all(_adapter(module) == adapter for module, adapter in self._adapters)
+            and all(adapter_settings(module) == adapter for module, adapter in self._adapters)
             and all(_count(hooks) == count for hooks, count in self._hooks)
             and all(
                 vars(module).get("processor") is processor and _settings(processor) == settings
                 for module, processor, settings in self._processors
             )
         )
-
-
-def _adapter(module: torch.nn.Module) -> dict[str, Any]:
-    entries = vars(module)
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
-    return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -89,17 +85,15 @@ class Adapters:
         self._look()
 
     def _look(self) -> None:
-        self._loaded = self._names()
+        self._loaded = loaded_adapters(self._model)
         layers = self._model.modules() if self._loaded else ()
-        found = [module for module in layers if isinstance(vars(module).get("scaling"), Mapping)]
-        self._layers = [(module, _adapter(module)) for module in found]
-
-    def _names(self) -> tuple[str, ...]:
-        return tuple(vars(self._model).get("peft_config") or ())
+        found = ((module, adapter_settings(module)) for module in layers)
+        self._layers = [(module, adapter) for module, adapter in found if adapter is not None]
 
     def check(self) -> int:
         """The generation, after a look at them. Without any it costs nothing."""
-        if self._names() != self._loaded or any(_adapter(module) != adapter for module, adapter in self._layers):
+        are_same = all(adapter_settings(module) == adapter for module, adapter in self._layers)
+        if not are_same or loaded_adapters(self._model) != self._loaded:
             self.generation += 1
             self._look()
         return self.generation

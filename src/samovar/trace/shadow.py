@@ -24,6 +24,7 @@ from .. import tree
 from ..arch.modules import unwrapped
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
 from ..hooks.intercept import attached_registry, bare_class, never_compiled
+from ..other_libraries import COMPILED_CALL, FORWARD_WRAPPERS, accelerate_weights, compute_dtype
 
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
 """Called with the original module and the arguments; NOT_BYPASSED lets the shadow's own forward run."""
@@ -35,10 +36,8 @@ _SHARED = (
 """What no forward can write into, or what is nobody's own."""
 _HOOKS = frozenset(key for key in vars(torch.nn.Module()) if key.endswith("_hooks") or "_hooks_" in key)
 """Where torch keeps a module's hooks."""
-_WRAPPED = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
-"""What accelerate and diffusers put on a module together with a forward of theirs."""
-_OTHERS_ENTRIES = _WRAPPED | {"_samovar_hooks", "_samovar_inside", "_compiled_call_impl"}
-"""The same, with what we and torch's compiler put there."""
+_OTHERS_ENTRIES = FORWARD_WRAPPERS | {"_samovar_hooks", "_samovar_inside", COMPILED_CALL}
+"""What others, torch's compiler and we put into a module's `__dict__`; a copy has none of it."""
 
 
 class TrialFailed(Exception):
@@ -138,7 +137,7 @@ class _Copier:
     def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
         entries: dict[str, Any] = {}
         answer = self._answers.get(module)
-        is_wrapped = answer is not None or not _WRAPPED.isdisjoint(vars(module))
+        is_wrapped = answer is not None or not FORWARD_WRAPPERS.isdisjoint(vars(module))
         for key, value in vars(module).items():
             if key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
                 continue
@@ -155,7 +154,7 @@ class _Copier:
         vars(shadow).update(entries)
         if answer is not None:
             shadow.__class__ = _answering_class(type(shadow), answer, module)
-        elif _compute_dtype(module) or any(p is not None and p.is_meta for p in module._parameters.values()):
+        elif compute_dtype(module) or any(p is not None and p.is_meta for p in module._parameters.values()):
             shadow.register_forward_pre_hook(bring_weights(module))
 
     def _translated(self, value: Any, levels: int = 6) -> Any:
@@ -256,8 +255,7 @@ def subclass(cls: type[torch.nn.Module], forward: Callable[..., Any], **others: 
 def bring_weights(original: torch.nn.Module, device: torch.device | None = None) -> Any:
     """A hook that gives a shadow weights of its own when it first runs, where the original's are elsewhere."""
     # accelerate leaves nothing in the module itself.
-    stored = getattr(vars(original).get("_hf_hook"), "weights_map", None)
-    dtype = _compute_dtype(original)
+    stored, dtype = accelerate_weights(original), compute_dtype(original)
 
     def bring(module: torch.nn.Module, args: Any) -> None:
         where = device or next((tensor.device for tensor in tree.tensors(args)), torch.device("cpu"))
@@ -268,10 +266,3 @@ def bring_weights(original: torch.nn.Module, device: torch.device | None = None)
                     held[name] = source.detach().to(where, dtype)  # type: ignore[assignment]
 
     return bring
-
-
-def _compute_dtype(module: torch.nn.Module) -> torch.dtype | None:
-    """The dtype in which a module computes whose weights diffusers keeps in another."""
-    hooks = getattr(vars(module).get("_diffusers_hook"), "hooks", {})
-    dtype: torch.dtype | None = getattr(hooks.get("layerwise_casting"), "compute_dtype", None)
-    return dtype

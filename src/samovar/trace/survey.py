@@ -11,11 +11,12 @@ from typing import Any, get_args
 import torch
 
 from ..arch.blocks import Anatomy, find_anatomy
-from ..arch.components import ModuleDiscovery, Role, is_denoiser_itself
+from ..arch.components import Role
 from ..arch.coverage import Coverage, coverage
 from ..arch.modules import tensor_bytes, unwrapped
-from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
+from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
+from ..other_libraries import declared_plans
 from .probe import probe_pipeline
 
 
@@ -67,7 +68,7 @@ def survey(source: str) -> ModelReport:
 def survey_pipeline(pipeline: Any) -> ModelReport:
     """The same for a pipeline, or a bare transformer, that is loaded."""
     name = type(unwrapped(pipeline) if isinstance(pipeline, torch.nn.Module) else pipeline).__name__
-    return report(name, name, _loaded_parts(pipeline))
+    return report(name, name, loaded_parts(pipeline))
 
 
 def survey_by_running(source: str) -> ModelReport:
@@ -79,7 +80,7 @@ def survey_by_running(source: str) -> ModelReport:
             "expected. Give one (hf download NAME --local-dir FOLDER), or read it without running it."
         )
     pipeline = _load(folder)
-    parts = _loaded_parts(pipeline)
+    parts = loaded_parts(pipeline)
     structure = report(source, type(pipeline).__name__, parts)
     components = _probed(pipeline, parts, structure.components)
     return replace(structure, components=components)
@@ -104,17 +105,6 @@ def _load(folder: Path) -> Any:
         raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def _loaded_parts(pipeline: Any) -> Parts:
-    if is_denoiser_itself(pipeline):
-        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
-    found = ModuleDiscovery.discover(pipeline).roles().items()
-    return {
-        name: Part(role, type(unwrapped(module)), module)
-        for role, (names, modules) in found
-        for name, module in zip(names, modules, strict=True)
-    }
 
 
 def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:
@@ -191,7 +181,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         )
     else:
         yield FeatureReport("model offload", False, "nothing takes turns: a denoiser and an encoder are needed")
-    planned = [n for n, part in parts.items() if "_sp_plan" in dir(part.cls) or getattr(part.cls, "_cp_plan", None)]
+    planned = [n for n, part in parts.items() if declared_plans(part.cls)]
     if planned:
         yield FeatureReport("sequence parallel", True, f"the plan comes with {', '.join(planned)}")
     elif stacks:
