@@ -123,7 +123,7 @@ def test_gates_that_are_removed_leave_nothing() -> None:
     before = state_of(model)
     gated = Gated(model)
     assert state_of(model) != before
-    gated.gates.remove()
+    gated.gates.detach()
     assert state_of(model) == before
     assert gated.gates.by_module == {}
 

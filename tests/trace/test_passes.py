@@ -11,9 +11,8 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from samovar.arch import find_anatomy
-from samovar.cache.forecast import Outlook
 from samovar.trace.forward import Given, Tensors
-from samovar.trace.passes import Mode, StepPass
+from samovar.trace.passes import Mode, Outlook, StepPass
 
 TEXT_FIRST = ["HunyuanVideoTransformer3DModel", "Krea2Transformer2DModel", "Flux3Transformer2DModel"]
 """Their text runs through blocks of its own before the sample does."""
@@ -238,4 +237,4 @@ def test_a_block_that_returns_something_else_is_noticed() -> None:
     model.blocks[2].register_forward_hook(lambda module, args, output: (output, output))
     step = StepPass(trace, "compute")
     gated.through(step, gated.inputs(*at(1), COND))
-    assert step.lost == "a block of 'blocks' returned something of another form than before"
+    assert step.lost == "a block of 'blocks' returned another form than before"

@@ -194,7 +194,7 @@ def test_a_model_of_which_no_block_runs_is_refused() -> None:
     def skip(block: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         return x, y
 
-    with pytest.raises(ModelError, match=r"None of the blocks of Model ran, in 'blocks'; .* before hooks that skip"):
+    with pytest.raises(ModelError, match=r"No block of Model ran, in 'blocks'; .* before attaching hooks that skip"):
         probe_anatomy(Model(Plain(), Plain(), call=skip), *steps())
 
 
@@ -218,3 +218,76 @@ def test_a_pipeline_with_a_compiled_denoiser_is_probed() -> None:
     bare = probe_pipeline(pipe, pipe.transformer, height=16, width=16)
     pipe.transformer = torch.compile(pipe.transformer)
     assert probe_pipeline(pipe, pipe.transformer, height=16, width=16) == bare
+
+
+# ------------------------------------------------------------------------------------------------ kinds
+
+
+class Mixing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.attn(torch.cat([x, y], dim=1)).mean(1, keepdim=True)  # Everything depends on everything.
+        return x + both, y + both
+
+
+class Composed(torch.nn.Module):
+    """Streams that a test composes from the sample (s), the conditioning (c) and learned padding (p)."""
+
+    def __init__(self, x: str, y: str) -> None:
+        super().__init__()
+        self.parts = (x, y)
+        self.blocks = torch.nn.ModuleList(Mixing() for _ in range(2))
+        self.padding = torch.nn.Parameter(torch.randn(1, 2, 4))
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        source = {"s": first, "c": second, "p": self.padding, "+": first + second}
+        x, y = (torch.cat([source[part] for part in parts], dim=1) for parts in self.parts)
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x
+
+
+def composed_inputs(step: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    second = torch.randn(1, 3, 4)
+    torch.manual_seed(step + 1)
+    return {"first": torch.randn(1, 3, 4), "second": second}
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [("s", "image"), ("c", "text"), ("sc", "joint"), ("cs", "joint"), ("sp", "image"), ("p", "text"), ("+", "image"),
+     ("+c", "joint"), ("cp", "text")],
+)  # fmt: skip
+def test_kind_of_a_composed_stream(parts: str, kind: str) -> None:
+    anatomy = probe_anatomy(Composed(parts, "s"), composed_inputs(0), composed_inputs(1))
+    assert [stream.kind for stream in anatomy.stacks[0].streams] == [kind, "image"]
+
+
+def test_steps_that_do_not_differ_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"the same values in 'first', 'second'. .* two different denoising steps"):
+        probe_anatomy(Composed("s", "c"), composed_inputs(0), composed_inputs(0))
+
+
+class Lister(Mixing):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return *super().forward(x, y), [x, None]
+
+
+def test_values_of_any_form_beside_the_streams() -> None:
+    class Listing(Composed):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            x, y = first, second
+            for block in self.blocks:
+                x, y, (extra, nothing) = block(x, y)
+                assert extra.shape == x.shape
+                assert nothing is None
+            return x
+
+    model = Listing("s", "c")
+    model.blocks = torch.nn.ModuleList([Lister(), Lister()])
+    anatomy = probe_anatomy(model, composed_inputs(0), composed_inputs(1))
+    assert [stream.kind for stream in anatomy.stacks[0].streams] == ["image", "text", None]

@@ -12,7 +12,10 @@ import zoo
 from samovar.arch import BlockDeclaration
 from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import ModelError
-from samovar.trace.rehearsal import Rehearsal, Residuals
+from samovar.trace.forward import Tensors
+from samovar.trace.passes import Outlook, StepPass
+from samovar.trace.rehearsal import Rehearsal, Replay
+from samovar.trace.shadow import TrialFailed
 
 KEPT = {
     "FluxTransformer2DModel": [False, True, False, True],
@@ -215,7 +218,7 @@ def test_a_model_that_cannot_be_tried_is_not_skipped(monkeypatch: pytest.MonkeyP
     watched, output = gated.watched(gated.inputs(*at(0), COND))
     rehearsal = Rehearsal(gated.model, gated.gates.by_module, watched, (*at(0), COND), {})
     monkeypatch.setitem(globals(), "HOME", [False])
-    with pytest.raises(ModelError, match=r"cannot be tried outside of its run \(RuntimeError: not at home\)"):
+    with pytest.raises(ModelError, match=r"cannot be tried outside its run \(RuntimeError: not at home\)"):
         rehearsal.run(output, lambda with_time: ((*at(1), COND), {}))
 
 
@@ -227,32 +230,66 @@ def test_other_precisions_are_rehearsed_as_well(dtype: torch.dtype) -> None:
     assert trace.leader.gate.path == "blocks"
 
 
-def test_the_residuals_of_a_step_as_an_outlook() -> None:
-    residuals = Residuals([None, torch.ones(2)])
-    assert (residuals.has(0), residuals.has(1)) == (False, True)
-    assert residuals.value(0) is None
-    assert residuals.device == torch.device("cpu")
-    assert zoo.equal(residuals.added_to(torch.ones(2), 1), torch.full((2,), 2.0))
-    assert Residuals([None]).device == torch.device("cpu")
+# ------------------------------------------------------------------------------------------------ replays
 
 
-class Wave(torch.nn.Module):
-    """Something without weights."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.cos()
+def stored(residuals: Tensors) -> Outlook:
+    return Outlook([1], [residuals])
 
 
-class Waving(Plain):
-    """Has modules without weights: of the conditioning, of what weights make of it, of the sample, and of the time."""
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "WanAnimateTransformer3DModel", "Krea2Transformer2DModel"])
+def test_it_gives_what_the_model_gives_with_its_blocks_skipped_and_calls_nothing_of_it(name: str) -> None:
+    model = case(name).build()
+    gated = Gated(model)
+    (trace, residuals, _), _ = gated.rehearsed(gated.of(case(name)))
+    replay, inputs = Replay(model, gated.gates.by_module, trace), gated.of(case(name), 1)
+    exact = gated.through(StepPass(trace, "skip", stored(residuals)), inputs)
+    with counted(model.modules()) as calls:
+        output = replay.run(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
+    assert not calls
+    assert zoo.equal(output, exact)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_text, self.of_embedded, self.of_sample, self.of_time = Wave(), Wave(), Wave(), Wave()
 
-    def embed(self, time: torch.Tensor, conditioning: torch.Tensor) -> torch.Tensor:
-        embedded = super().embed(self.of_time(time), conditioning)
-        return embedded + self.of_text(conditioning).mean() + self.of_embedded(self.embed_c(conditioning)).mean()
+def test_what_reaches_the_first_block_of_each_segment_is_copied_if_that_is_asked_for() -> None:
+    name = "FluxTransformer2DModel"
+    gated = Gated(case(name).build())
+    inputs = gated.of(case(name))
+    (trace, residuals, first_calls), _ = gated.rehearsed(inputs)
+    replay = Replay(gated.model, gated.gates.by_module, trace)
+    replay.run(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
+    assert replay.first_calls == {}
+    replay.run(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs, keeps_calls=True)
+    assert set(replay.first_calls) == set(trace.segments)
+    first = trace.segments[0]
+    assert replay.first_calls[first].module is gated.model.transformer_blocks[0]
+    found, known = replay.first_calls[first].kwargs, first_calls[first].kwargs
+    assert all(zoo.equal(found[key], known[key]) for key in ("hidden_states", "encoder_hidden_states", "temb"))
 
-    def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any) -> torch.Tensor:
-        return super().forward(self.of_sample(hidden_states), timestep, encoder_hidden_states)
+
+class Wayward(Plain):
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x, temb)
+        return x
+
+
+def test_a_replay_that_goes_another_way_says_so() -> None:
+    gated = Gated(Wayward())
+    (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
+    gated.model.order = (0, 1)
+    replay, step = Replay(gated.model, gated.gates.by_module, trace), StepPass(trace, "skip", stored(residuals))
+    replay.run(step, (*at(0), COND), {})
+    assert step.lost == "the forward ended before 'blocks'"
+
+
+def test_a_replay_that_the_model_refuses_fails_and_the_next_one_works() -> None:
+    gated = Gated(Plain())
+    (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
+    replay = Replay(gated.model, gated.gates.by_module, trace)
+    with pytest.raises(TrialFailed):
+        replay.run(StepPass(trace, "skip", stored(residuals)), (torch.ones(1, 5, 99), at(0)[1], COND), {})
+    step = StepPass(trace, "skip", stored(residuals))
+    assert replay.run(step, (*at(0), COND), {}).shape == (1, 5, 4)
+    assert step.lost is None

@@ -84,7 +84,7 @@ def test_what_needs_a_checkpoint_to_be_known_is_said_to_be_unknown() -> None:
     }  # fmt: skip
     unknown = [feature for feature in report.features if feature.works is None]
     assert all(
-        "not known without a checkpoint, which says how LatteTransformer3DModel is" in feature.reason
+        "unknown without a checkpoint, which says how LatteTransformer3DModel is" in feature.reason
         for feature in unknown
     )
     assert json.loads(json.dumps(report.to_dict()))["features"][0]["works"] is None

@@ -145,7 +145,7 @@ def test_a_forward_that_runs_no_block_is_refused() -> None:
         def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
             return x
 
-    with pytest.raises(ModelError, match=r"None of the blocks of Blockless ran, in 'blocks'"):
+    with pytest.raises(ModelError, match=r"No block of Blockless ran, in 'blocks'"):
         watch(Blockless()).anatomy()
 
 

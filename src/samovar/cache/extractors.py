@@ -15,7 +15,7 @@ import torch
 
 from .. import tree
 from ..errors import SettingError
-from ..trace.fingerprint import Adapters
+from ..trace.fingerprint import Generation
 from ..trace.forward import Tensors, added
 from ..trace.shadow import TrialFailed, shadow_of, trial
 from .decision import Signal
@@ -73,7 +73,7 @@ class ExtractorModel:
     def __init__(self, model: torch.nn.Module, extractor: Extractor) -> None:
         self._model = model
         self._extractor = extractor
-        self._adapters = Adapters(model)
+        self._generation = Generation(model)
         self._problems: dict[Hashable, str | None] = {}
         """By form of inputs: why the extractor does not stand for the model, if it does not."""
 
@@ -89,7 +89,7 @@ class ExtractorModel:
         return About(f"the modulated input that {self._name} gives", problem)
 
     def generation(self) -> int:
-        return self._adapters.check()
+        return self._generation.check()
 
     def forget(self) -> None:
         pass

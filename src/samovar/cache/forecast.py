@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..trace.passes import Outlook
+
 Forecast = Literal["reuse", "linear", "taylor", "fitted"]
 Target = Literal["residual", "output"]
 Tensors = Sequence[torch.Tensor | None]
@@ -68,47 +70,6 @@ class _Known(NamedTuple):
     place: float
     tensors: Tensors
     number: int | None
-
-
-class Outlook:
-    """A weighted sum of stored lists of tensors, of which each is made when it is asked for."""
-
-    def __init__(self, weights: Sequence[float], stored: Sequence[Tensors], is_precise: bool = False) -> None:
-        """`is_precise`: values of 16 bits are summed in 32, as large weights that nearly cancel need it."""
-        self._weights, self._stored, self._is_precise = weights, stored, is_precise
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        devices = (tensor.device for tensor in self._stored[0] if tensor is not None)
-        return next(devices, torch.device("cpu"))
-
-    def has(self, index: int) -> bool:
-        """Whether there is such a tensor in the list."""
-        return self._stored[0][index] is not None
-
-    def value(self, index: int) -> torch.Tensor | None:
-        """One tensor of the list."""
-        newest = self._stored[0][index]
-        if newest is None:
-            return None
-        if not (newest.is_floating_point() or newest.is_complex()):  # There is nothing between whole numbers.
-            return newest.clone()
-        start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
-        return self._add_rest(start * self._weights[0], index).to(newest.dtype)
-
-    def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
-        """One tensor of the list, added to another."""
-        newest = self._stored[0][index]
-        assert newest is not None
-        return self._add_rest(torch.add(base, newest, alpha=self._weights[0]), index)
-
-    def _add_rest(self, total: torch.Tensor, index: int) -> torch.Tensor:
-        for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
-            older = tensors[index]
-            assert older is not None
-            total.add_(older, alpha=weight)
-        return total
 
 
 def _weights(places: Sequence[float], place: float) -> list[float]:

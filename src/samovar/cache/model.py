@@ -18,16 +18,14 @@ from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
-from ..trace.fingerprint import Adapters, Fingerprint, own
+from ..trace.fingerprint import Fingerprint, Generation, own
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.gates import Gates
-from ..trace.passes import Mode, StepPass
-from ..trace.rehearsal import Rehearsal, Rehearsed, Residuals
-from ..trace.replay import Replay
+from ..trace.passes import Mode, Outlook, StepPass
+from ..trace.rehearsal import Rehearsal, Rehearsed, Replay
 from ..trace.shadow import TrialFailed
 from ..trace.signal import ModulatedInput
 from .decision import Signal
-from .forecast import Outlook
 from .inputs import Inputs
 
 Forward = Callable[[Inputs], Any]
@@ -125,23 +123,18 @@ class BlockModel:
         self._replays: dict[Trace, tuple[Replay, Fingerprint]] = {}
         blocks = (block for stack in self._structure.stacks for block in stack.modules(self._model))
         self._inside = {part for block in blocks for part in block.modules()}
-        self._adapters = Adapters(self._model)
-        self._sentinel = self._first_block()
+        self._generation = Generation(self._model, self._first_blocks)
         self._gates = Gates(self._model, self._structure, hook_name)
 
     def remove(self) -> None:
-        self._gates.remove()
+        self._gates.detach()
 
     def generation(self) -> int:
-        if not self._sentinel.holds():
-            self._adapters.generation += 1
-            self._sentinel = self._first_block()
-        return self._adapters.check()
+        return self._generation.check()
 
-    def _first_block(self) -> Fingerprint:
-        """That of the first block of each stack: whoever changes blocks mostly changes all of them."""
-        firsts = [stack.modules(self._model)[0] for stack in self._structure.stacks]
-        return Fingerprint(part for block in firsts for part in block.modules())
+    def _first_blocks(self) -> Iterator[torch.nn.Module]:
+        """The modules of the first block of each stack: whoever changes blocks mostly changes all of them."""
+        return (part for stack in self._structure.stacks for part in stack.modules(self._model)[0].modules())
 
     def forget(self) -> None:
         for reader in self._readers.values():
@@ -264,7 +257,7 @@ class BlockModel:
             skips = wish.decide(signal)
             return "skip"
 
-        outlook = wish.outlook if wish.early is None else Residuals(wish.early)
+        outlook = wish.outlook if wish.early is None else Outlook([1], [wish.early])
         step = StepPass(trace, "skip", outlook, choose)
         try:
             self._replay(trace).run(step, inputs.args, inputs.kwargs)

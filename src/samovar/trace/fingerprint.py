@@ -1,22 +1,29 @@
 """Are these modules still what they were, with the same weights and adapters?
 
-Parts and weights are known by identity, changes in place by torch's count of them. What `.data` is written into is not
-counted, so that nothing whose bits matter may rest on this alone.
+Parts and weights are compared by identity, in-place changes by torch's version counter. Writes through `.data` are not
+counted, so nothing whose bits matter may rest on this alone.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any
 
 import torch
 
+_own: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def own(hook: Any) -> None:
+    """Make fingerprints ignore one of our hooks on a module."""
+    _own.add(hook)
+
 
 class Fingerprint:
-    """The parts, weights and adapters of some modules, as they were."""
+    """The parts, weights, hooks and adapters of some modules, as they were."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._held: list[tuple[Any, list[Any]]] = []
@@ -28,13 +35,12 @@ class Fingerprint:
             weights = [*module._parameters.values(), *module._buffers.values()]
             tensors = [tensor for tensor in weights if tensor is not None]
             self._held.append((module._modules, list(module._modules.values())))
-            # What lies on the meta device is elsewhere for now: accelerate puts new tensors there after each call.
+            # Weights on the meta device are elsewhere for now: accelerate puts new tensors there after each call.
             if not any(tensor.is_meta for tensor in tensors):
                 for held in (module._parameters, module._buffers):
                     self._held.append((held, list(held.values())))
                 self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
-            if isinstance(vars(module).get("scaling"), Mapping):  # An adapter of peft.
-                self._adapters.append((module, _adapter(module)))
+            self._adapters += _adapters([module])
             self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
             if "processor" in vars(module):  # Of diffusers' attentions.
                 self._processors.append((module, vars(module)["processor"], _settings(vars(module)["processor"])))
@@ -42,7 +48,7 @@ class Fingerprint:
         self._versions = [tensor._version for tensor in self._tensors]
 
     def holds(self) -> bool:
-        """Whether it is still so."""
+        """Whether nothing has changed."""
         return (
             all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
             and [tensor._version for tensor in self._tensors] == self._versions
@@ -55,18 +61,41 @@ class Fingerprint:
         )
 
 
+class Generation:
+    """Counts the changes of some modules, and of peft's adapters on a whole model."""
+
+    def __init__(self, model: torch.nn.Module, modules: Callable[[], Iterable[torch.nn.Module]] = tuple) -> None:
+        self._model = model
+        self._modules = modules
+        self._number = 0
+        self._look()
+
+    def _look(self) -> None:
+        self._fingerprint = Fingerprint(self._modules())
+        self._loaded = self._names()
+        self._adapters = _adapters(self._model.modules()) if self._loaded else []
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(vars(self._model).get("peft_config") or ())
+
+    def check(self) -> int:
+        """The current generation; it grows when something is seen to have changed."""
+        is_same = self._names() == self._loaded and all(_adapter(module) == old for module, old in self._adapters)
+        if not is_same or not self._fingerprint.holds():
+            self._number += 1
+            self._look()
+        return self._number
+
+
+def _adapters(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
+    """The layers that peft has put adapters on, with their settings."""
+    return [(module, _adapter(module)) for module in modules if isinstance(vars(module).get("scaling"), Mapping)]
+
+
 def _adapter(module: torch.nn.Module) -> dict[str, Any]:
     entries = vars(module)
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
-
-
-_own: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def own(hook: Any) -> None:
-    """Let a hook of ours on a module count for nothing."""
-    _own.add(hook)
 
 
 def _count(hooks: Mapping[int, Any]) -> int:
@@ -74,32 +103,6 @@ def _count(hooks: Mapping[int, Any]) -> int:
 
 
 def _settings(processor: Any) -> dict[str, Any]:
-    """The numbers that a processor goes by, such as the scales of an IP-Adapter."""
+    """The settings of a processor, such as the scales of an IP-Adapter."""
     entries = getattr(processor, "__dict__", {}).items()
     return {name: copy.copy(value) for name, value in entries if isinstance(value, (bool, int, float, str, list))}
-
-
-class Adapters:
-    """The adapters of peft on a whole model: which there are, which are active, and how they are scaled."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self.generation = 0
-        """Grows whenever they are seen to be others."""
-        self._look()
-
-    def _look(self) -> None:
-        self._loaded = self._names()
-        layers = self._model.modules() if self._loaded else ()
-        found = [module for module in layers if isinstance(vars(module).get("scaling"), Mapping)]
-        self._layers = [(module, _adapter(module)) for module in found]
-
-    def _names(self) -> tuple[str, ...]:
-        return tuple(vars(self._model).get("peft_config") or ())
-
-    def check(self) -> int:
-        """The generation, after a look at them. Without any it costs nothing."""
-        if self._names() != self._loaded or any(_adapter(module) != adapter for module, adapter in self._layers):
-            self.generation += 1
-            self._look()
-        return self.generation

@@ -1,7 +1,7 @@
-"""How does a forward that is under way learn of the calls of its blocks?
+"""How does a running forward learn that a block is called?
 
-A gate stands before each block, outside of everything that others put on it. It asks the pass that runs on its thread
-what to do: let the block compute, or answer in its place.
+A gate stands before each block, outside everything that others put on it. It asks the pass that runs on its thread
+whether the block computes or is answered for.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from ..arch import Anatomy, BlockStack
 from ..arch.modules import is_container, named_parts
 from ..errors import SettingError
-from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook
 
 
 class Pass(Protocol):
     """One forward, as its gates see it."""
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Called before a gated module; an answer in its place, or NOT_BYPASSED."""
+        """Called before a gated module runs; return an answer in its place, or NOT_BYPASSED."""
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
-        """Called when a gated module has run."""
+        """Called after a gated module ran."""
 
 
 class _Active(threading.local):
@@ -34,16 +34,16 @@ class _Active(threading.local):
 
 
 class Gate(ModelHook):
-    """Stands before a module and asks the pass that is under way."""
+    """Asks the running pass before and after its module."""
 
     order = HookOrder.CACHE
 
     def __init__(self, active: _Active, path: str, stack: BlockStack | None, index: int) -> None:
         self._active = active
         self.path = path
-        """Of the list that holds the module, or of the module itself if it is in none."""
+        """Path of the list that holds the module, or of the module itself outside a list."""
         self.stack = stack
-        """The stack of a block; None for any other module."""
+        """The block's stack; None if the module is not a block."""
         self.index = index
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -57,41 +57,38 @@ class Gate(ModelHook):
         return output
 
 
-class Gates:
-    """The gates of one model: at its blocks, and at what may run between them."""
+class Gates(Handle):
+    """The gates of one model: at its blocks, and at modules that may run between them."""
 
     def __init__(self, model: torch.nn.Module, structure: Anatomy, hook_name: str) -> None:
-        self._hook_name = hook_name
+        super().__init__()
         self._active = _Active()
+        self._hook_name = hook_name
         self.by_module: dict[torch.nn.Module, Gate] = {}
-        try:
-            self._install(model, structure)
-        except BaseException:
-            self.remove()
-            raise
-
-    def _install(self, model: torch.nn.Module, structure: Anatomy) -> None:
+        self._undo.callback(self.by_module.clear)
         holders = tuple(stack.path for stack in structure.stacks)
-        for stack in structure.stacks:
-            for index, block in enumerate(stack.modules(model)):
-                self._put(block, Gate(self._active, stack.path, stack, index))
-        for path, module in other_modules(model, structure):
-            if not any(holder.startswith(f"{path}.") for holder in holders):
-                self._put_if_possible(module, Gate(self._active, path, None, 0))
+        try:
+            for stack in structure.stacks:
+                for index, block in enumerate(stack.modules(model)):
+                    self._put(block, Gate(self._active, stack.path, stack, index))
+            for path, module in other_modules(model, structure):
+                if not any(holder.startswith(f"{path}.") for holder in holders):
+                    with contextlib.suppress(SettingError):  # Without a gate it runs at every step, which is harmless.
+                        self._put(module, Gate(self._active, path, None, 0))
+        except BaseException:
+            self.detach()
+            raise
 
     def _put(self, module: torch.nn.Module, gate: Gate) -> None:
         registry = HookRegistry.get_or_create(module)
         if self._hook_name not in registry:  # A block that is held twice has one gate.
             registry.register_hook(self._hook_name, gate)
+            self._undo.callback(registry.remove_hook, self._hook_name)
             self.by_module[module] = gate
-
-    def _put_if_possible(self, module: torch.nn.Module, gate: Gate) -> None:
-        with contextlib.suppress(SettingError):  # Without a gate it runs at every step: no harm is done.
-            self._put(module, gate)
 
     @contextlib.contextmanager
     def asking(self, running: Pass) -> Iterator[None]:
-        """Inside, the gates ask this pass, on this thread."""
+        """Inside, the gates ask this pass on this thread."""
         outer, self._active.running = self._active.running, running
         try:
             yield
@@ -100,18 +97,12 @@ class Gates:
 
     @property
     def running(self) -> Pass | None:
-        """The pass that is under way on this thread."""
+        """The pass that runs on this thread."""
         return self._active.running
-
-    def remove(self) -> None:
-        """Take all gates off."""
-        for module in self.by_module:
-            HookRegistry.get_or_create(module).remove_hook(self._hook_name)
-        self.by_module.clear()
 
 
 def other_modules(model: torch.nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The children of all containers that are not in a block, with their container's path."""
+    """The children of all containers outside blocks, with their container's path."""
     stacks = tuple(stack.path for stack in anatomy.stacks)
     for path, container in named_parts(model).items():
         inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))

@@ -1,14 +1,14 @@
 """What does each block do in this forward: compute, or hand on its input?
 
-On a skipped step no block runs. Every block of a segment hands its streams on but the last, which returns the segment's
-first input plus the residual, whatever the model did to the streams in between: that is in the residual. What stands
-between blocks returns zeros. The forward itself always runs to its end.
+On a skipped step no block runs. Every block of a segment hands its streams on except the last, which returns the
+segment's first input plus the residual; the residual includes whatever the model did to the streams in between. Modules
+between blocks return zeros. The forward itself always runs to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -21,20 +21,47 @@ from .gates import Gate
 Mode = Literal["compute", "skip", "ask"]
 
 
-class Outlook(Protocol):
-    """What the residuals of a skipped step are expected to be."""
+class Outlook:
+    """The expected residuals (or outputs) of a skipped step: a weighted sum of stored lists of tensors, made on
+    demand."""
+
+    def __init__(
+        self, weights: Sequence[float], stored: Sequence[Sequence[torch.Tensor | None]], is_precise: bool = False
+    ) -> None:
+        """`is_precise`: sum 16-bit values in 32 bits, as large weights that nearly cancel need."""
+        self._weights, self._stored, self._is_precise = weights, stored, is_precise
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return next((tensor.device for tensor in self._stored[0] if tensor is not None), torch.device("cpu"))
 
     def has(self, index: int) -> bool:
-        """Whether the residual of a slot is known."""
+        """Whether the list has a tensor at this index."""
+        return self._stored[0][index] is not None
 
     def value(self, index: int) -> torch.Tensor | None:
-        """The residual of a slot."""
+        """One tensor of the list."""
+        newest = self._stored[0][index]
+        if newest is None:
+            return None
+        if not (newest.is_floating_point() or newest.is_complex()):  # Integers cannot be interpolated.
+            return newest.clone()
+        start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
+        return self._add_rest(start * self._weights[0], index).to(newest.dtype)
 
     def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
-        """The same, added to a tensor."""
+        """One tensor of the list, added to another tensor."""
+        newest = self._stored[0][index]
+        assert newest is not None
+        return self._add_rest(torch.add(base, newest, alpha=self._weights[0]), index)
+
+    def _add_rest(self, total: torch.Tensor, index: int) -> torch.Tensor:
+        for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
+            older = tensors[index]
+            assert older is not None
+            total.add_(older, alpha=weight)
+        return total
 
 
 class StepPass:
@@ -50,16 +77,15 @@ class StepPass:
         *,
         keeps: Collection[Segment] | None = None,
     ) -> None:
-        """Without an outlook, a skipped step hands its streams on unchanged: its output is not used.
+        """Without an outlook, a skipped step hands its streams on unchanged, and its output is not used.
 
-        `choose` is asked at the leading block, with its arguments, how to go on. `poison` is a slot, and a number to
-        put in the place of its residual. `keeps`: the segments whose residuals are wanted of a
-        computed step, by default all.
+        `choose` picks the mode at the leading block, from its arguments. `poison` is a slot, and a number to put in
+        place of its residual. `keeps`: the segments whose residuals a computed step keeps, by default all.
         """
         self.mode = mode
         """`ask` computes until the leading block has chosen."""
         self.lost: str | None = None
-        """Why this forward is not like the trace, if it is not. The output of a skipped step is then of no use."""
+        """Why this forward does not follow the trace, if it does not. A skipped step's output is then useless."""
         self.inputs: dict[Segment, list[Any]] = {}
         """What reached the first block of each segment."""
         self._trace = trace
@@ -76,35 +102,25 @@ class StepPass:
 
     @property
     def residuals(self) -> Tensors | None:
-        """What each segment added to its streams, in the order of the slots; None if that is not known or wanted."""
+        """What each segment added to its streams, in the order of the slots; None if unknown or not kept."""
         if not self._keeps or self.lost is not None:
             return None
         nothing: dict[Segment, Tensors] = {s: [None] * len(s.stack.streams) for s in self._trace.segments}
         return [residual for parts in (nothing | self._residuals).values() for residual in parts]
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.mode == "skip" and self.lost is None and self._position < self._count:  # Most calls of a skipped step.
-            call = self._calls[self._position]
-            if call.gate is gate and call.hand_on is not None:
-                self._position += 1
-                try:
-                    return call.hand_on(args, kwargs)
-                except (IndexError, KeyError):
-                    self._lose(f"a block of {gate.path!r} is called in another way than before")
-                    return NOT_BYPASSED
-        return self._enter_slowly(gate, module, args, kwargs)
-
-    def _enter_slowly(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self.lost is not None:
             return NOT_BYPASSED
         call = self._calls[self._position] if self._position < self._count else None
         if call is None or call.gate is not gate:
-            # A list whose members run between blocks at times may well be called at others.
+            # Members of a list that runs between blocks may be called at other times too.
             if gate.stack is not None and gate.path not in self._trace.side:
                 self._lose(f"a block of {gate.path!r} was not expected here")
             return NOT_BYPASSED
         self._position += 1
         try:
+            if call.hand_on is not None and self.mode == "skip":  # Most calls of a skipped step.
+                return call.hand_on(args, kwargs)
             return self._enter(call, Given(module, args, kwargs))
         except (IndexError, KeyError):
             self._lose(f"a block of {gate.path!r} is called in another way than before")
@@ -121,23 +137,21 @@ class StepPass:
             if call.segment.writes_in_place:
                 inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
             self.inputs[call.segment] = inputs
-            self._versions[call.segment] = [tree.version(v) for v in inputs if isinstance(v, torch.Tensor)]
+            self._versions[call.segment] = _versions(inputs)
         return NOT_BYPASSED
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
         call = self._current
         segment = None if call is None or call.gate is not gate or not call.is_last else call.segment
         if segment is not None and segment in self._keeps:
-            idle = self._trace.idle_slots
-            before = self.inputs[segment]
-            if [tree.version(v) for v in before if isinstance(v, torch.Tensor)] != self._versions[segment]:
+            if _versions(self.inputs[segment]) != self._versions[segment]:
                 segment.writes_in_place = True
-                self._lose(f"what the blocks of {gate.path!r} were given was overwritten")
+                self._lose(f"the inputs of the blocks of {gate.path!r} were overwritten")
                 return
             try:
-                self._residuals[segment] = added(self.inputs.pop(segment), output, segment.slot, idle)
+                self._residuals[segment] = added(self.inputs.pop(segment), output, segment.slot, self._trace.idle_slots)
             except ValueError:
-                self._lose(f"a block of {gate.path!r} returned something of another form than before")
+                self._lose(f"a block of {gate.path!r} returned another form than before")
 
     def finish(self) -> None:
         """Called when the forward has returned."""
@@ -147,11 +161,11 @@ class StepPass:
     def _answer(self, call: Call, given: Given) -> Any:
         values = call.read(given.args, given.kwargs)
         if call.segment is not None:
-            if call.is_first:  # As copies: the model may write into what blocks hand on, between them.
+            if call.is_first:  # Copies: the model may write, between blocks, into what they hand on.
                 self.inputs[call.segment] = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
             if call.is_last and self._outlook is not None:
                 values = self._with_residuals(call, call.segment, self._outlook)
-        return self._trace.answer(call, values, given.args, given.kwargs)
+        return call.answer(values, given.args, given.kwargs)
 
     def _with_residuals(self, call: Call, segment: Segment, outlook: Outlook) -> list[Any]:
         values: list[Any] = []
@@ -170,3 +184,7 @@ class StepPass:
 
     def _lose(self, why: str) -> None:
         self.lost, self._current = why, None
+
+
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    return [tree.version(value) for value in values if isinstance(value, torch.Tensor)]

@@ -1,8 +1,8 @@
-"""Does a skipped step give what a computed one does, and what decides it?
+"""Does a skipped step give what a computed one gives, and which stack decides?
 
 A step that was just computed is skipped on the model's shadow, with the residuals it left: the outputs must agree.
-Skipped once more with another sample at another time, the forward shows which stack sees the sample, and so leads; and
-with numbers in place of a residual, whether that residual has any effect.
+Skipped again with another sample at another time, the forward shows which stack sees the sample, and so leads. With
+numbers in place of a residual, it shows whether that residual has any effect.
 """
 
 from __future__ import annotations
@@ -14,44 +14,59 @@ import torch
 
 from .. import tree
 from ..errors import ModelError
-from .forward import Given, Segment, Tensors, Watched
+from ..hooks import NOT_BYPASSED
+from .forward import Given, Segment, Trace, Watched
 from .gates import Gate
-from .passes import StepPass
-from .replay import Replay
-from .shadow import TrialFailed, trial
+from .passes import Outlook, StepPass
+from .shadow import Shadow, TrialFailed, trial
 
 Perturb = Callable[[bool], tuple[Any, Any]]
-"""Arguments of the model with another sample, and, if that is asked for, at another time."""
+"""Makes arguments of the model with another sample and, if asked to, at another time."""
+
+
+class Replay:
+    """Forwards of a model's shadow in which no block runs. The model itself is not called."""
+
+    def __init__(self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], trace: Trace) -> None:
+        self._gates = gates
+        self._first = {call.gate: call.segment for call in trace.calls if call.is_first and call.segment is not None}
+        self._step: StepPass | None = None
+        self.first_calls: dict[Segment, Given] = {}
+        """The arguments of the first block of each segment in the last forward, as copies, if they were kept."""
+        self._keeps_calls = False
+        self._shadow = Shadow(model, dict.fromkeys(gates, self._answer))
+
+    def run(self, step: StepPass, args: Any, kwargs: Any, *, keeps_calls: bool = False) -> Any:
+        """The output of a forward through this pass; TrialFailed if the model raises."""
+        self._step, self._keeps_calls = step, keeps_calls
+        self.first_calls = {}
+        try:
+            output = self._shadow.run(args, kwargs)
+        finally:
+            self._step = None
+        step.finish()
+        return output
+
+    def close(self) -> None:
+        """Free the shadow at once: its classes form cycles that only the garbage collector would find."""
+        self._shadow.close()
+
+    def _answer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._step is None:
+            return NOT_BYPASSED
+        gate = self._gates[module]
+        segment = self._first.get(gate)
+        if self._keeps_calls and segment is not None and segment not in self.first_calls:
+            self.first_calls[segment] = Given(module, args, kwargs).copied()
+        return self._step.enter(gate, module, args, kwargs)
 
 
 class Rehearsed(NamedTuple):
-    """What the leading block is given, for its signal to be found."""
+    """Arguments of the leading block, to find its signal with."""
 
     given: Given
     other: Given | None
     """The same with another sample at another time."""
-
-
-class Residuals:
-    """The residuals of one step, as the outlook of a rehearsal."""
-
-    def __init__(self, residuals: Tensors) -> None:
-        self._residuals = residuals
-
-    @property
-    def device(self) -> torch.device:
-        return next((r.device for r in self._residuals if r is not None), torch.device("cpu"))
-
-    def has(self, index: int) -> bool:
-        return self._residuals[index] is not None
-
-    def value(self, index: int) -> torch.Tensor | None:
-        return self._residuals[index]
-
-    def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
-        residual = self._residuals[index]
-        assert residual is not None
-        return base + residual
 
 
 class Rehearsal:
@@ -61,42 +76,42 @@ class Rehearsal:
         self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], watched: Watched, args: Any, kwargs: Any
     ) -> None:
         self._trace, self._residuals, self._first_calls = watched
-        self._outlook = Residuals(watched.residuals)
+        self._outlook = Outlook([1], [watched.residuals])
         self._given = args, kwargs
         self._replay = Replay(model, gates, watched.trace)
 
     def run(self, output: Any, perturb: Perturb) -> Rehearsed:
-        """Complete the trace: who leads, and what is idle. ModelError says why nothing can be skipped."""
+        """Complete the trace: the leader, and which residuals are idle. ModelError says why nothing can be skipped."""
         try:
-            return self._run(output, perturb)
+            same, skipped = self._same(output)
+            self._find_leader(same, self._elsewhere(perturb, with_time=False))
+            segment = self._trace.leader.segment
+            assert segment is not None
+            expected = skipped, same.inputs[segment][self._trace.stream]
+            self._trace.idle_slots = frozenset(
+                slot for slot, residual in enumerate(self._residuals)
+                if residual is not None and residual.is_floating_point() and self._is_idle(slot, segment, expected)
+            )  # fmt: skip
+            return Rehearsed(self._first_calls[segment], self._at_another_time(perturb, segment))
         finally:
             self._replay.close()
-
-    def _run(self, output: Any, perturb: Perturb) -> Rehearsed:
-        trace = self._trace
-        try:
-            same, skipped = self._skip(*self._given)
-        except TrialFailed as error:
-            raise ModelError(f"it cannot be tried outside of its run ({error})") from error
-        if same.lost is not None:
-            raise ModelError(f"the blocks are not called in the same order each time: {same.lost}")
-        difference = tree.difference(skipped, output)
-        is_precise = all(r is None or r.dtype in (torch.float32, torch.float64) for r in self._residuals)
-        if not difference <= (1e-4 if is_precise else 5e-2):
-            raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
-        self._find_leader(same, self._elsewhere(perturb, with_time=False))
-        trace.idle_slots = frozenset(
-            slot for slot, residual in enumerate(self._residuals)
-            if residual is not None and residual.is_floating_point()
-            and self._has_no_effect(slot, (skipped, self._leading(same)))
-        )  # fmt: skip
-        segment = trace.leader.segment
-        assert segment is not None
-        return Rehearsed(self._first_calls[segment], self._at_another_time(perturb, segment))
 
     def _skip(self, args: Any, kwargs: Any, poison: tuple[int, float] | None = None) -> tuple[StepPass, Any]:
         step = StepPass(self._trace, "skip", self._outlook, poison=poison)
         return step, self._replay.run(step, args, kwargs, keeps_calls=True)
+
+    def _same(self, output: Any) -> tuple[StepPass, Any]:
+        """The step that was just computed, skipped, if that gives what it gave."""
+        try:
+            same, skipped = self._skip(*self._given)
+        except TrialFailed as error:
+            raise ModelError(f"it cannot be tried outside its run ({error})") from error
+        if same.lost is not None:
+            raise ModelError(f"the blocks are not called in the same order each time: {same.lost}")
+        difference = tree.difference(skipped, output)
+        if not difference <= tolerance(self._residuals):
+            raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
+        return same, skipped
 
     def _elsewhere(self, perturb: Perturb, *, with_time: bool) -> StepPass:
         """A skipped step with another sample."""
@@ -114,35 +129,38 @@ class Rehearsal:
         for segment in trace.segments:
             pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
             moved[segment] = [isinstance(one, torch.Tensor) and not tree.equal(one, two) for one, two in pairs]
-        starts = [call for call in trace.calls if call.is_first and call.segment is not None]
         if not trace.leader_is_declared:
-            leader = next((call for call in starts if any(moved[call.segment])), None)
+            starts = (call for call in trace.calls if call.is_first and any(moved.get(call.segment, ())))
+            leader = next(starts, None)
             if leader is None:
-                raise ModelError("the sample reaches none of its blocks directly, so that nothing tells how it changes")
+                raise ModelError("the sample reaches none of its blocks directly, so nothing shows how it changes")
             trace.leader = leader
         streams = moved[trace.leader.segment]
         trace.stream = streams.index(True) if True in streams else 0
 
     def _at_another_time(self, perturb: Perturb, segment: Segment) -> Given | None:
-        """What the leading block is given at another time; None if the model does not take such a time."""
+        """The arguments of the leading block at another time; None if the model refuses that time."""
         try:
             self._elsewhere(perturb, with_time=True)
         except ModelError:
             return None
         return self._replay.first_calls.get(segment)
 
-    def _leading(self, step: StepPass) -> Any:
-        segment = self._trace.leader.segment
-        assert segment is not None
-        return step.inputs[segment][self._trace.stream]
-
-    def _has_no_effect(self, slot: int, expected: tuple[Any, Any]) -> bool:
+    def _is_idle(self, slot: int, segment: Segment, expected: tuple[Any, Any]) -> bool:
         """Whether neither the output nor the signal changes with a residual."""
         for number in (torch.nan, 1e3):
             try:
                 poisoned, output = self._skip(*self._given, poison=(slot, number))
             except TrialFailed:  # Something looked at it.
                 return False
-            if poisoned.lost is not None or not tree.equal((output, self._leading(poisoned)), expected):
+            if poisoned.lost is not None:
+                return False
+            if not tree.equal((output, poisoned.inputs[segment][self._trace.stream]), expected):
                 return False
         return True
+
+
+def tolerance(value: Any) -> float:
+    """How far a result may be off that is computed in another order, by the precision of its tensors."""
+    is_precise = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tree.tensors(value))
+    return 1e-4 if is_precise else 5e-2
