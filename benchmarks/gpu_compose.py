@@ -33,7 +33,7 @@ SCHEDULE = "#." * (STEPS // 2)
 GOAL = 0.55
 """The most that cache and layerwise offload may take of layerwise offload alone."""
 
-CACHE: dict[str, Any] = {"cache": "tea_cache", "cache_config": {"schedule": SCHEDULE}}
+CACHE: dict[str, Any] = {"cache": {"backend": "tea_cache", "schedule": SCHEDULE}}
 OFFLOADS: dict[str, dict[str, Any]] = {"model": {"offload": "model"}, "layerwise": {"offload": "layerwise"}}
 COMPILE: dict[str, Any] = {"compile": True}
 FROM_HOST: dict[str, dict[str, Any]] = {

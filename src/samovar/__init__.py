@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         register_declaration,
     )
     from .cache import TeaCacheConfig, make_cache_backend
-    from .compose import AttachConfig, Attached, attach
+    from .compose import AttachConfig, Attached, attach, detach
     from .engine import GeneratedPictures, OmniDiffusionConfig, OmniDiffusionSamplingParams
     from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
@@ -45,6 +45,7 @@ __all__ = [
     "TeaCacheConfig",
     "apply_offload",
     "attach",
+    "detach",
     "find_anatomy",
     "make_cache_backend",
     "probe_anatomy",
@@ -58,6 +59,9 @@ _ROOMS = ("errors", "hooks", "arch", "trace", "cache", "offload", "parallel", "c
 
 
 def __getattr__(name: str) -> Any:
+    from .aliases import CLASSES
+
+    name = CLASSES.get(name, name)
     if name in __all__:
         for room in _ROOMS:
             module = importlib.import_module(f".{room}", __name__)

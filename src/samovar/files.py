@@ -1,16 +1,21 @@
-"""How is a file that comes with a model read? With errors that name it."""
+"""How are files and settings read? With errors that name the file or the setting."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .errors import ModelError
+from .errors import ModelError, SettingError, nearest
+
+Config = TypeVar("Config")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """The JSON object in a file that comes with a model."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -18,3 +23,71 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}.")
     return content
+
+
+def read_config(cls: type[Config], value: Any, param: str) -> Config:
+    """A settings dataclass from an instance of it, a mapping, or a file that holds one."""
+    if isinstance(value, cls):
+        return value
+    if is_file_name(value):
+        value = read_settings(value, param)
+    if not isinstance(value, Mapping):
+        raise SettingError(
+            f"{param}={value!r}; a {cls.__name__}, a mapping of its settings, or a file with them was expected.",
+            param=param,
+        )
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    check_names(value, known, f"a setting of {param}")
+    return cls(**value)
+
+
+def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuse the first unknown name, and suggest the nearest known one."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise SettingError(f"{name!r} is not {what}. {nearest(str(name), names)}", param=str(name))
+
+
+def is_file_name(value: Any) -> bool:
+    """Whether a setting that may be a name or a file is a file."""
+    if isinstance(value, Path):
+        return True
+    return isinstance(value, str) and (value.endswith((".json", ".yaml", ".yml")) or os.sep in value)
+
+
+def read_settings(file: str | Path, param: str) -> dict[str, Any]:
+    """The settings in a JSON or YAML file: those under the name of the parameter if it is there, else all."""
+    content = read_mapping(file, param)
+    settings = content.get(param, content)
+    if not isinstance(settings, dict):
+        raise SettingError(f"{str(file)!r} must hold settings by name under {param!r}, not {settings!r}.", param=param)
+    return settings
+
+
+def read_mapping(file: str | Path, param: str) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file."""
+    path = Path(file).expanduser()
+    if path.suffix.lower() not in (".json", ".yaml", ".yml"):
+        raise SettingError(f"{param}: {str(path)!r} must end in .json, .yaml or .yml.", param=param)
+    try:
+        content = _parse(path)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{param}: {str(path)!r} cannot be read: {error}", param=param) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingError(f"{str(path)!r} must hold settings by name, such as `model: emoji`.", param=param)
+    return content
+
+
+def _parse(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix.lower() == ".json":
+        return json.loads(text)
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

@@ -46,11 +46,17 @@ def _cases() -> dict[str, zoo.Case]:
 # ------------------------------------------------------------------------------------------------ pipelines
 
 
-def cached(pipe: Any, **settings: Any) -> TeaCacheBackend:
+class Driven(TeaCacheBackend):
+    """TeaCache on one pipeline."""
+
+    def __init__(self, pipe: Any, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self.handle = self.enable(pipe)
+
+
+def cached(pipe: Any, **settings: Any) -> Driven:
     """TeaCache on a pipeline, without guards unless they are asked for."""
-    backend = TeaCacheBackend({**UNGUARDED, **settings})
-    backend.enable(pipe)
-    return backend
+    return Driven(pipe, {**UNGUARDED, **settings})
 
 
 def hook_on(module: torch.nn.Module) -> TeaCacheHook:

@@ -137,14 +137,14 @@ def test_image_to_image_computes_its_first_steps(strength: float, first_steps: i
     pipe = FluxImg2ImgPipeline(**flux.build(0).components)
     pipe.set_progress_bar_config(disable=True)
     backend = TeaCacheBackend({"rel_l1_thresh": float("inf"), "min_steps": 0, "first_steps": first_steps})
-    backend.enable(pipe)
+    handle = backend.enable(pipe)
     flux.run(pipe, steps=20, image=torch.zeros(1, 3, 16, 24), strength=strength)
     for branch in backend.stats().denoisers["transformer"].branches.values():
         length = round(20 * strength)
         assert [record.step for record in branch.steps] == list(range(20 - length, 20))
         assert branch.mask[: first_steps + 4] == "#" * first_steps + "...."
         assert branch.mask[-1] == "#"
-    backend.disable(pipe)
+    handle.detach()
 
 
 class Copying:
@@ -166,11 +166,11 @@ class Copying:
 
 def test_a_scheduler_that_is_never_stepped_does_not_stand_in_the_way() -> None:
     pipe, backend = Copying(), TeaCacheBackend({"rel_l1_thresh": float("inf")})
-    backend.enable(pipe)
+    handle = backend.enable(pipe)
     pipe()
     (branch,) = backend.stats().denoisers["transformer"].branches.values()
     assert branch.mask == "#....#....##"
-    backend.disable(pipe)
+    handle.detach()
 
 
 class Tiled:
@@ -198,9 +198,9 @@ class Tiled:
 def test_a_branch_that_is_called_twice_a_step_never_gets_what_is_the_other_calls(settings: dict[str, Any]) -> None:
     pipe = Tiled()
     bare, backend = pipe(), TeaCacheBackend(settings)
-    backend.enable(pipe)
+    handle = backend.enable(pipe)
     assert float((pipe() - bare).norm() / bare.norm()) < 0.1, backend.stats()
-    backend.disable(pipe)
+    handle.detach()
 
 
 # ------------------------------------------------------------------------------------------------ loops of one's own

@@ -167,7 +167,7 @@ def test_nothing_is_attached_for_a_refused_setting(
     pipe, before = watched_pipe
     for name in ("tea_cache", "forecast"):
         with pytest.raises(SettingError):
-            make_cache_backend(name, settings).enable(pipe)  # type: ignore[union-attr]
+            make_cache_backend({"backend": name, **settings}).enable(pipe)  # type: ignore[union-attr]
     with pytest.raises(SettingError):
         apply_teacache_hook(pipe.transformer, settings)
     assert footprint(pipe) == before
@@ -287,7 +287,7 @@ def test_the_summary_says_what_is_not_usual() -> None:
 @pytest.mark.parametrize("steps", [9, 11])
 def test_a_schedule_of_another_length_is_refused_by_refresh_before_anything(steps: int) -> None:
     pipe = FLUX.build(0)
-    backend = make_cache_backend("tea_cache", {"schedule": "#.#.#.#.##"})
+    backend = make_cache_backend({"backend": "tea_cache", "schedule": "#.#.#.#.##"})
     assert backend is not None
     backend.enable(pipe)
     FLUX.run(pipe, steps=10)
@@ -304,9 +304,9 @@ def test_a_schedule_of_another_length_is_refused_at_the_first_step(steps: int, f
     schedule, pipe = "#.#.#.#.##", FLUX.build(0)
     bare = {number: FLUX.run(pipe, steps=number) for number in (steps, 10)}
     before = footprint(pipe)
-    backend = make_cache_backend("tea_cache", {"schedule": schedule, "forecast_of": forecast_of})
+    backend = make_cache_backend({"backend": "tea_cache", "schedule": schedule, "forecast_of": forecast_of})
     assert backend is not None
-    backend.enable(pipe)
+    handle = backend.enable(pipe)
     seen: list[int] = []
     block = pipe.transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: seen.append(1))
     with pytest.raises(SettingError, match=rf"schedule is for 10 steps, and this run has {steps} steps"):
@@ -316,7 +316,7 @@ def test_a_schedule_of_another_length_is_refused_at_the_first_step(steps: int, f
     cached = FLUX.run(pipe, steps=10)
     assert {branch.mask for branch in backend.stats().denoisers["transformer"].branches.values()} == {schedule}
     assert not torch.equal(cached, bare[10])
-    backend.disable(pipe)
+    handle.detach()
     assert torch.equal(FLUX.run(pipe, steps=steps), bare[steps])
     assert [(kind, set(entries)) for _, kind, entries in footprint(pipe)] == [
         (kind, set(entries)) for _, kind, entries in before

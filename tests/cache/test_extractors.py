@@ -319,11 +319,11 @@ def test_attach_detach_attach() -> None:
 
 def test_by_a_backend_on_the_bare_model() -> None:
     register_extractor("Mixer", with_text)
-    model, backend = Mixer(), make_cache_backend("tea_cache", INFINITE)
+    model, backend = Mixer(), make_cache_backend({"backend": "tea_cache", **INFINITE})
     assert backend is not None
-    backend.enable(model)
+    handle = backend.enable(model)
     run(model, 0, 0)
     assert backend.stats().denoisers["Mixer"].branches["only"].mask == "#."
-    backend.disable(model)
+    handle.detach()
     assert type(model) is Mixer
     assert torch.equal(run(model, 1)[0], run(Mixer(), 1)[0])

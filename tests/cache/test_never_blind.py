@@ -66,7 +66,7 @@ def test_a_refiner_of_the_text_never_judges_the_sample(leaks: bool, name: str) -
     """Another sample at every step, and a threshold that nothing stays below."""
     model, bare = Refined(), Refined()
     model.leaks = bare.leaks = leaks
-    with attach(model, cache=name, cache_config={"rel_l1_thresh": 1e-12, "min_steps": 0}) as attached, torch.no_grad():
+    with attach(model, cache={"backend": name, "rel_l1_thresh": 1e-12, "min_steps": 0}) as attached, torch.no_grad():
         for step in range(20):
             given = zoo.noise(step, 1, 6, 8), torch.tensor(1 - step / 20), TEXT
             assert torch.equal(model(*given), bare(*given)), f"step {step}"
@@ -79,7 +79,7 @@ def test_a_refiner_of_the_text_never_judges_the_sample(leaks: bool, name: str) -
 def test_after_a_failed_check_nothing_is_skipped_at_any_threshold(name: str) -> None:
     model, bare = Refined(), Refined()
     model.leaks = bare.leaks = True
-    with attach(model, cache=name, cache_config=ALL) as attached:
+    with attach(model, cache={"backend": name, **ALL}) as attached:
         assert differing(denoise(model, TEXT), denoise(bare, TEXT)) == []
         (stats,) = attached.stats().cache.denoisers.values()
     assert "differs" in stats.problem
@@ -104,7 +104,7 @@ def test_tokens_that_are_permuted_between_blocks_do_no_harm(name: str) -> None:
     model = Permuted()
     exact = denoise(model, VECTOR, frames=3)
     for threshold in (0.0, 1e9):
-        with attach(model, cache=name, cache_config={**UNGUARDED, "rel_l1_thresh": threshold}) as attached:
+        with attach(model, cache={"backend": name, **UNGUARDED, "rel_l1_thresh": threshold}) as attached:
             found, mask = denoise(model, VECTOR, frames=3), mask_of(attached)
         assert torch.equal(found[0], exact[0])
         assert ("." in mask) is (threshold > 0)
@@ -150,7 +150,7 @@ def test_blocks_without_an_attention_by_name_are_skipped_like_all_others(name: s
     model = Original()
     assert {stack.path for stack in find_anatomy(model).stacks} == {"refiner", "doubles", "singles"}
     blocks = [*model.refiner, *model.doubles, *model.singles]
-    with attach(model, cache=name, cache_config=ALL) as attached, counted(blocks) as calls:
+    with attach(model, cache={"backend": name, **ALL}) as attached, counted(blocks) as calls:
         denoise(model, TEXT)
         (stats,) = attached.stats().cache.denoisers.values()
     (branch,) = stats.branches.values()
@@ -189,7 +189,7 @@ class Wrapper(Net):
 @pytest.mark.parametrize("held_as", ["trunk", "transformer", "model", "dit"])
 def test_a_denoiser_is_cached_under_whatever_name_it_holds_its_trunk(held_as: str, name: str) -> None:
     model = Wrapper(held_as)
-    with attach(model, cache=name, cache_config=ALL) as attached:
+    with attach(model, cache={"backend": name, **ALL}) as attached:
         denoise(model, VECTOR)
         assert mask_of(attached) == "#..........."
 
@@ -199,7 +199,7 @@ def test_prompts_of_different_lengths_are_skipped_alike(name: str) -> None:
     """Each branch has a form of inputs of its own, which it learns whoever leads."""
     qwen = PIPELINES["qwen-image"]
     pipe = qwen.build(0)
-    with attach(pipe, cache=name, cache_config={"rel_l1_thresh": 1e9}) as attached:
+    with attach(pipe, cache={"backend": name, "rel_l1_thresh": 1e9}) as attached:
         qwen.run(pipe, 20, negative_prompt="an owl that flies over a forest")
         leading, following = masks(attached.stats().cache)
     assert leading == following

@@ -66,7 +66,7 @@ class InPlace(Net):
 def test_blocks_that_add_in_place_are_exact_where_nothing_is_skipped(threshold: float, name: str) -> None:
     model = InPlace()
     exact = denoise(model, VECTOR)
-    with attach(model, cache=name, cache_config={"rel_l1_thresh": threshold, "min_steps": 0}) as attached:
+    with attach(model, cache={"backend": name, "rel_l1_thresh": threshold, "min_steps": 0}) as attached:
         assert differing(denoise(model, VECTOR), exact) == []
         assert attached.stats().cache.skipped == 0
 
@@ -82,7 +82,7 @@ def test_blocks_that_add_in_place_are_skipped_like_others(name: str) -> None:
     plain.load_state_dict(model.state_dict())
     found = []
     for built in (model, plain):
-        with attach(built, cache=name, cache_config={**UNGUARDED, "rel_l1_thresh": 0.3}) as attached:
+        with attach(built, cache={"backend": name, **UNGUARDED, "rel_l1_thresh": 0.3}) as attached:
             found.append((denoise(built, VECTOR), mask_of(attached)))
     assert found[0][1] == found[1][1]
     assert "." in found[0][1]
@@ -141,7 +141,7 @@ def test_a_modulation_in_a_dataclass_is_seen_like_one_in_a_tuple(monkeypatch: py
     for in_dataclass in (False, True):
         monkeypatch.setattr(Modulation, "in_dataclass", in_dataclass)
         model, sample = Timed(), zoo.noise(0, 1, 6, 8)
-        with attach(model, cache="tea_cache", cache_config={**UNGUARDED, "rel_l1_thresh": 0.05}) as attached:
+        with attach(model, cache={"backend": "tea_cache", **UNGUARDED, "rel_l1_thresh": 0.05}) as attached:
             for _ in range(2):
                 with torch.no_grad():
                     for step in range(12):
@@ -172,7 +172,7 @@ def test_a_model_that_writes_into_its_input_gets_each_input_once(threshold: floa
         return samples
 
     model = Scaling()
-    with attach(model, cache=name, cache_config={**UNGUARDED, "rel_l1_thresh": threshold}) as attached:
+    with attach(model, cache={"backend": name, **UNGUARDED, "rel_l1_thresh": threshold}) as attached:
         assert differing(run(model), run(Scaling())) == []
         (stats,) = attached.stats().cache.denoisers.values()
     assert (threshold == 0) or stats.problem == "it writes into its inputs"
@@ -184,7 +184,7 @@ def test_users_hooks_fire_as_often_as_on_a_bare_pipeline(name: str) -> None:
     for is_cached in (False, True):
         pipe, calls = flux.build(0), []
         if is_cached:
-            backend = make_cache_backend(name, {"rel_l1_thresh": 1e-9})
+            backend = make_cache_backend({"backend": name, "rel_l1_thresh": 1e-9})
             assert backend is not None
             backend.enable(pipe)
 
@@ -212,7 +212,7 @@ class Counting(Plain):
 @both
 def test_a_model_that_counts_its_calls_counts_steps(name: str) -> None:
     bare, model = Counting(), Counting()
-    with attach(model, cache=name, cache_config={**UNGUARDED, "rel_l1_thresh": 1e-9}):
+    with attach(model, cache={"backend": name, **UNGUARDED, "rel_l1_thresh": 1e-9}):
         assert differing(loop(model), loop(bare)) == []
     assert model.count == bare.count
 
@@ -243,7 +243,7 @@ def test_scales_of_adapters_are_put_back_after_every_step(model: str, name: str)
     kept = found.inputs(0)
     bare, cached = build(), build()
     layers = [part for part in cached.modules() if hasattr(part, "scaling")]
-    with attach(cached, cache=name, cache_config={"min_steps": 0, "rel_l1_thresh": 0.5}) as attached:
+    with attach(cached, cache={"backend": name, "min_steps": 0, "rel_l1_thresh": 0.5}) as attached:
         pairs = []
         for index in range(12):
             pairs.append((step(cached, index), step(bare, index)))

@@ -16,6 +16,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from driving import COND, UNCOND, Plain, case, differing, hook_on, loop, masks, recorded, second, tensors_in
 
+import samovar
 from pipelines import PIPELINES
 from samovar.cache import CacheBackend, apply_teacache_hook, make_cache_backend
 from samovar.errors import ModelError
@@ -27,7 +28,7 @@ both = pytest.mark.parametrize("name", BACKENDS)
 
 
 def on(target: Any, name: str, **settings: Any) -> CacheBackend:
-    backend = make_cache_backend(name, settings)
+    backend = make_cache_backend({"backend": name, **settings})
     assert backend is not None
     backend.enable(target)
     return backend
@@ -314,10 +315,10 @@ def test_a_run_under_autocast_is_nobody_elses_business(name: str) -> None:
 def test_training_with_a_cache_on_is_refused(model: str, name: str) -> None:
     found = case(model)
     built = found.build().train()
-    backend = on(built, name)
+    handle = samovar.attach(built, name)
     with pytest.raises(ModelError, match=f"{model} is being trained with a cache on"):
         built(**found.inputs(0), return_dict=False)
-    backend.disable(built)
+    handle.detach()
     built(**found.inputs(0), return_dict=False)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in built.transformer_blocks[0].attn.to_q.parameters())
 
@@ -350,15 +351,15 @@ def test_runs_on_two_threads_are_as_one_after_the_other(pipeline: str, name: str
     tiny = PIPELINES[pipeline]
     pipe = tiny.build(0)
     pipes = pipe, second(pipe)
-    backend = on(pipe, name, **settings)
-    backend.enable(pipes[1])
+    backend = make_cache_backend({"backend": name, **settings})
+    assert backend is not None
+    handles = [backend.enable(built) for built in pipes]
     expected = [tiny.run(built, 14, seed=seed) for seed, built in enumerate(pipes)]
     for is_cold in (False, True):
         if is_cold:  # Nothing is known of the model when both begin.
-            for built in pipes:
-                backend.disable(built)
-            for built in pipes:
-                backend.enable(built)
+            for handle in handles:
+                handle.detach()
+            handles = [backend.enable(built) for built in pipes]
         found: dict[int, Any] = {}
 
         def work(seed: int, found: dict[int, Any] = found) -> None:

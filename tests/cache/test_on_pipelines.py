@@ -61,7 +61,7 @@ def test_neutral_settings_give_the_bits_of_the_bare_pipeline(tiny: TinyPipeline)
     for settings in ({"rel_l1_thresh": 0}, {"rel_l1_thresh": INFINITE, "first_steps": 2}):
         backend = cached(pipe, **settings)
         assert torch.equal(tiny.run(pipe, 2), exact)
-        backend.disable(pipe)
+        backend.handle.detach()
     assert torch.equal(tiny.run(pipe, 2), exact)
     assert type(pipe) is type(tiny.build(0))
     assert set(vars(pipe)) == before
@@ -77,7 +77,7 @@ def test_on_off_and_on_again_gives_the_same_bits(tiny: TinyPipeline) -> None:
         backend = cached(pipe, rel_l1_thresh=0.3)
         runs.append(tiny.run(pipe, FEW))
         assert set("".join(masks(backend.stats()))) == {"#", "."}
-        backend.disable(pipe)
+        backend.handle.detach()
     assert torch.equal(*runs)
 
 
@@ -154,7 +154,7 @@ def test_two_denoisers_share_a_run() -> None:
         tiny.run(pipe, STEPS)
         found = [{branch.mask for branch in stats.branches.values()} for stats in backend.stats().denoisers.values()]
         assert found == [masks_of_first, masks_of_second], "the second has the run's last steps, and a first of its own"
-        backend.disable(pipe)
+        backend.handle.detach()
 
 
 # ------------------------------------------------------------------------------------------------ one run after another
@@ -328,13 +328,13 @@ def test_a_backend_serves_pipelines_that_share_a_denoiser() -> None:
     other = second(one)
     exact = flux.run(one, FEW)
     backend = TeaCacheBackend({**UNGUARDED, "rel_l1_thresh": 0.3})
-    backend.enable(one)
-    backend.enable(other)
+    handle = backend.enable(one)
+    handle_2 = backend.enable(other)
     expected = flux.run(one, FEW)
     assert torch.equal(flux.run(other, FEW), expected)
-    backend.disable(one)
+    handle.detach()
     assert torch.equal(flux.run(other, FEW), expected), "it stays on the other"
-    backend.disable(other)
+    handle_2.detach()
     assert torch.equal(flux.run(one, FEW), exact)
     assert torch.equal(flux.run(other, FEW), exact)
 
@@ -388,7 +388,7 @@ def test_conditioning_that_is_overwritten_is_never_stale() -> None:
         flux.run(pipe, STEPS, callback_on_step_end=overwrite, callback_on_step_end_tensor_inputs=["prompt_embeds"])
     assert mask_of(backend) == "#..#.."
     args, kwargs = recorder.calls[6]
-    backend.disable(pipe)
+    backend.handle.detach()
     with torch.no_grad():
         assert torch.equal(recorder.outputs[6], pipe.transformer(*args, **kwargs)[0])
 
@@ -411,7 +411,7 @@ def test_another_prompt_from_a_step_on_is_never_stale(prompt: str, settings: dic
         )
     assert mask_of(backend)[3] == "#"
     args, kwargs = recorder.calls[6]
-    backend.disable(pipe)
+    backend.handle.detach()
     with torch.no_grad():
         assert torch.equal(recorder.outputs[6], pipe.transformer(*args, **kwargs)[0])
 
@@ -579,7 +579,7 @@ def test_a_cache_that_is_taken_off_during_a_run_is_gone() -> None:
     pipe = flux.build(0)
     exact = flux.run(pipe, FEW)
     backend = cached(pipe, rel_l1_thresh=0.3)
-    flux.run(pipe, FEW, callback_on_step_end=at_step(2, lambda _: backend.disable(pipe)))
+    flux.run(pipe, FEW, callback_on_step_end=at_step(2, lambda _: backend.handle.detach()))
     assert torch.equal(flux.run(pipe, FEW), exact)
 
 
@@ -674,8 +674,8 @@ def test_no_tensor_of_a_step_waits_for_the_collector(settings: dict[str, Any]) -
     tiny = PIPELINES["flux"]
     pipe = tiny.build(0)
     backend = TeaCacheBackend(settings)
-    backend.enable(pipe)
+    handle = backend.enable(pipe)
     tiny.run(pipe, 8)
     few, many = (tensors_for_the_collector(lambda: tiny.run(pipe, steps)) for steps in (10, 20))  # noqa: B023
     assert few == many, "but for the twins of a run"
-    backend.disable(pipe)
+    handle.detach()

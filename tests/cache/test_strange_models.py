@@ -331,8 +331,8 @@ def test_adapters_that_are_scaled_anywhere_end_a_history(where: str) -> None:
     pipe.transformer.add_adapter(
         LoraConfig(r=2, target_modules=rf".*{where}", init_lora_weights=False), adapter_name="one"
     )
-    cache: Any = make_cache_backend("tea_cache", {**ALWAYS})
-    cache.enable(pipe)
+    cache: Any = make_cache_backend({"backend": "tea_cache", **ALWAYS})
+    handle = cache.enable(pipe)
 
     def scale(pipe: Any, index: int, time: Any, given: Any) -> Any:
         if index == 4:
@@ -342,7 +342,7 @@ def test_adapters_that_are_scaled_anywhere_end_a_history(where: str) -> None:
     tiny.run(pipe, 10, callback_on_step_end=scale)
     masks = {branch.mask for branch in cache.stats().denoisers["transformer"].branches.values()}
     assert masks == {"#....#...."}
-    cache.disable(pipe)
+    handle.detach()
 
 
 @torch.no_grad()

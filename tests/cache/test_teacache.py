@@ -90,7 +90,7 @@ def test_decisions_are_those_of_plain_teacache(tiny: TinyPipeline, threshold: fl
     with recorded(pipe.transformer) as recorder:
         tiny.run(pipe, steps=10)
     cond, uncond = backend.stats().denoisers["transformer"].branches.values()
-    backend.disable(pipe)
+    backend.handle.detach()
     signals = modulated_inputs(pipe.transformer, recorder.calls[::2])
     coefficients = known_coefficients()[type(pipe.transformer).__name__].values
     mask, distances = plain_teacache(signals, coefficients, threshold)
@@ -106,7 +106,7 @@ def test_coefficients_that_are_given_take_the_place_of_the_models_own() -> None:
     with recorded(pipe.transformer) as recorder:
         qwen.run(pipe, steps=12)
     cond, _ = backend.stats().denoisers["transformer"].branches.values()
-    backend.disable(pipe)
+    backend.handle.detach()
     signals = modulated_inputs(pipe.transformer, recorder.calls[::2])
     assert cond.mask == plain_teacache(signals, (0, 0, 0, 2, 0), 0.2)[0]
 
@@ -545,7 +545,7 @@ def test_forecasts_of_the_lowest_orders_are_the_same() -> None:
     }.items():
         backend = cached(pipe, schedule="###.#.", **settings)
         runs[name] = flux.run(pipe, steps=6)
-        backend.disable(pipe)
+        backend.handle.detach()
     torch.testing.assert_close(runs["reuse"], runs["no way"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(runs["linear"], runs["first order"], rtol=1e-5, atol=1e-6)
     assert not torch.allclose(runs["reuse"], runs["linear"], rtol=1e-5, atol=1e-6)

@@ -54,20 +54,20 @@ class Case(NamedTuple):
         """The arguments of `attach`."""
         caches: dict[str, dict[str, Any]] = {
             "none": {},
-            "measured": {"cache": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3, "min_steps": 1}},
-            "schedule": {"cache": "tea_cache", "cache_config": {"schedule": "#.##.#"}},
+            "measured": {"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1}},
+            "schedule": {"cache": {"backend": "tea_cache", "schedule": "#.##.#"}},
         }
         offloads: dict[str, dict[str, Any]] = {
             "none": {},
-            "model": {"offload": "model", "device": "cpu"},
-            "layerwise": {"offload": "layerwise", "device": "cpu"},
-            "budget": {"offload": "layerwise", "device": "cpu", "gpu_memory": _budget(self.pipeline)},
+            "model": {"offload": {"mode": "model", "device": "cpu"}},
+            "layerwise": {"offload": {"mode": "layerwise", "device": "cpu"}},
+            "budget": {"offload": {"mode": "layerwise", "device": "cpu"}, "gpu_memory": _budget(self.pipeline)},
         }
         ranks: dict[str, dict[str, Any]] = {
             "1 rank": {},
             "Ulysses 2": {"parallel": SequenceParallelConfig(ulysses_degree=2)},
             "ring 2": {"parallel": SequenceParallelConfig(ring_degree=2)},
-            "CFG 2": {"cfg_parallel": 2},
+            "CFG 2": {"parallel": {"cfg_parallel_size": 2}},
         }
         return caches[self.cache] | offloads[self.offload] | ranks[self.ranks]
 
@@ -121,7 +121,7 @@ def pipeline(name: str) -> Any:
 @functools.cache
 def _budget(name: str) -> int:
     """A little less than the denoiser needs beside what its activations are taken to need: some blocks stream."""
-    with attach(pipeline(name), offload="layerwise", device="cpu") as attached:
+    with attach(pipeline(name), offload={"mode": "layerwise", "device": "cpu"}) as attached:
         assert attached.offloaded is not None
         sizes = [part.num_bytes for part in attached.offloaded.plan.components if part.role == "denoiser"]
     return 2**30 + max(sizes) - 1024
@@ -189,7 +189,7 @@ def hard_settings(error: float) -> dict[str, Any]:
 def told(error: float, more: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, tuple[bool, ...], set[str]]:
     """A picture, whether it was hard, and what was computed."""
     pipe = pipeline("flux")
-    with attach(pipe, cache="tea_cache", cache_config=hard_settings(error), **(more or {})) as attached:
+    with attach(pipe, cache={"backend": "tea_cache", **hard_settings(error)}, **more or {}) as attached:
         picture = PIPELINES["flux"].run(pipe, STEPS)
         found = attached.stats().cache
     assert found is not None

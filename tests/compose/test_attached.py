@@ -9,7 +9,7 @@ import torch
 
 from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES
-from samovar import AttachConfig, Attached, SequenceParallelConfig, attach
+from samovar import AttachConfig, Attached, SequenceParallelConfig, attach, detach
 from samovar.errors import HookConflictError, ModelError, SamovarError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage
@@ -18,7 +18,7 @@ from samovar.parallel import Ranks
 STEPS, MASK = 6, "#.##.#"
 SCHEDULE = {"schedule": MASK}
 FLUX = PIPELINES["flux"]
-ALL: dict[str, Any] = {"cache": "tea_cache", "cache_config": SCHEDULE, "offload": "layerwise", "device": "cpu"}
+ALL: dict[str, Any] = {"cache": {"backend": "tea_cache", **SCHEDULE}, "offload": {"mode": "layerwise", "device": "cpu"}}
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def pipe() -> Any:
 
 def test_it_goes_on_and_comes_off_as_often_as_one_likes(pipe: Any) -> None:
     bare, before = FLUX.run(pipe, STEPS), footprint(pipe)
-    with attach(pipe, "tea_cache", SCHEDULE):
+    with attach(pipe, cache={"backend": "tea_cache", **SCHEDULE}):
         cached = FLUX.run(pipe, STEPS)
     attached = attach(pipe, **ALL)
     assert torch.equal(FLUX.run(pipe, STEPS), cached)
@@ -52,7 +52,9 @@ def test_a_skipped_step_moves_no_blocks() -> None:
     tiny, loads = PIPELINES["sd3"], {}
     pipe = tiny.build(0)
     for mask in ("######", MASK):
-        with attach(pipe, "tea_cache", {"schedule": mask}, offload="layerwise", device="cpu") as attached:
+        with attach(
+            pipe, cache={"backend": "tea_cache", "schedule": mask}, offload={"mode": "layerwise", "device": "cpu"}
+        ) as attached:
             assert attached.offloaded is not None
             assert attached.offloaded.plan.skipped == mask.count(".") / STEPS
             tiny.run(pipe, STEPS)
@@ -65,7 +67,7 @@ def test_a_skipped_step_moves_no_blocks() -> None:
 
 def test_a_budget_alone_is_an_offload(pipe: Any) -> None:
     bare = FLUX.run(pipe, 2)
-    with attach(pipe, gpu_memory="2GiB", device="cpu") as attached:
+    with attach(pipe, gpu_memory="2GiB", offload={"device": "cpu"}) as attached:
         assert attached.offloaded is not None
         assert attached.offloaded.plan.budget_bytes == 2**31
         assert not attached.offloaded.plan.offloads_anything
@@ -75,7 +77,7 @@ def test_a_budget_alone_is_an_offload(pipe: Any) -> None:
 def test_a_lone_denoiser_is_enough() -> None:
     model = PIPELINES["sd3"].build(0).transformer
     before = type(model), set(vars(model))
-    with attach(model, "tea_cache", offload="layerwise", device="cpu", compile="eager") as attached:
+    with attach(model, "tea_cache", compile="eager", offload={"mode": "layerwise", "device": "cpu"}) as attached:
         assert attached.stats().cache.denoisers == {}
         assert type(model) is not before[0], "something is on it"
     assert (type(model), set(vars(model))) == before
@@ -91,11 +93,11 @@ def test_nothing_wished_for_is_nothing_done(pipe: Any) -> None:
 # ------------------------------------------------------------------------------------------------ refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"offload": "layerwise", "device": "cpu", "gpu_memory": "1MiB"}, "is not enough: the least is"),
-    ({"cfg_parallel": 2}, "need 2 ranks .* but 1 is running"),
+    ({"offload": {"mode": "layerwise", "device": "cpu"}, "gpu_memory": "1MiB"}, "is not enough: the least is"),
+    ({"parallel": {"cfg_parallel_size": 2}}, "need 2 ranks .* but 1 is running"),
     ({"parallel": SequenceParallelConfig(ring_degree=3)}, "need 3 ranks"),
     ({"offload": "modl"}, "Did you mean 'model'"),
-    ({"cache_config": {"schedul": MASK}}, "Did you mean 'schedule'"),
+    ({"cache": {"schedul": MASK}}, "Did you mean 'schedule'"),
 ]
 
 
@@ -125,10 +127,10 @@ def test_all_is_checked_before_anything_is_changed(
 def test_twice_is_refused_and_the_first_stays(pipe: Any) -> None:
     first = attach(pipe, **ALL)
     cached, between = FLUX.run(pipe, STEPS), footprint(pipe)
-    with pytest.raises(SettingError, match="has TeaCache already"):
+    with pytest.raises(SettingError, match=r"has cache= from an earlier attach.*samovar.detach\(pipe\).*replace=True"):
         attach(pipe, "tea_cache")
-    with pytest.raises(SettingError, match="is offloaded already"):
-        attach(pipe, offload="layerwise", device="cpu")
+    with pytest.raises(SettingError, match="has offload= from an earlier attach"):
+        attach(pipe, offload={"mode": "layerwise", "device": "cpu"})
     assert footprint(pipe) == between
     assert torch.equal(FLUX.run(pipe, STEPS), cached)
     first.detach()
@@ -143,7 +145,7 @@ def test_a_failure_half_way_undoes_what_was_before(pipe: Any, monkeypatch: pytes
 
     monkeypatch.setattr(HostStage, "allocate", fail)
     with pytest.raises(MemoryError, match="none left"):
-        Attached(pipe, AttachConfig(**ALL, compile="eager"))
+        Attached(pipe, AttachConfig.read(**ALL, compile="eager"))
     monkeypatch.undo()
     assert (footprint(pipe), num_hooks(pipe)) == (before, 0)
     with attach(pipe, **ALL):
@@ -164,9 +166,46 @@ def test_two_that_take_the_place_of_forward_are_refused(pipe: Any) -> None:
     registry.remove_hook("own")
 
 
+def test_detach_finds_what_was_attached_without_the_handle(pipe: Any) -> None:
+    before, exact = footprint(pipe), FLUX.run(pipe, STEPS)
+    attach(pipe, cache=SCHEDULE)
+    attach(pipe, offload={"mode": "layerwise", "device": "cpu"})  # Another feature may be added later.
+    assert not torch.equal(FLUX.run(pipe, STEPS), exact)
+    detach(pipe)
+    assert footprint(pipe) == before
+    assert torch.equal(FLUX.run(pipe, STEPS), exact)
+    detach(pipe)  # Nothing is left, which is no error.
+
+
+def test_a_cell_that_is_run_twice_replaces_what_it_attached(pipe: Any) -> None:
+    before = footprint(pipe)
+    with attach(pipe, cache={"schedule": "#....."}):
+        expected = FLUX.run(pipe, STEPS)
+    attach(pipe, **ALL)
+    attached = attach(pipe, cache={"schedule": "#....."}, replace=True)
+    assert attached.features == ("cache",)
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    with pytest.raises(SettingError, match="is not enough"):
+        attach(pipe, offload={"mode": "layerwise", "device": "cpu"}, gpu_memory="1MiB", replace=True)
+    assert torch.equal(FLUX.run(pipe, STEPS), expected), "what is refused leaves the earlier one on"
+    detach(pipe)
+    assert footprint(pipe) == before
+
+
+def test_stats_are_readable(pipe: Any) -> None:
+    with attach(pipe, **ALL) as attached:
+        FLUX.run(pipe, STEPS)
+        text = str(attached.stats())
+    assert repr(attached.stats()) == str(attached.stats())
+    assert MASK in text
+    assert "offload: " in text
+    assert max(map(len, text.splitlines())) < 160
+    assert "StepRecord" not in text
+
+
 def test_a_pipeline_without_denoiser_is_refused() -> None:
     with pytest.raises(ModelError, match="No denoiser was found in object"):
-        attach(object(), cfg_parallel=2)
+        attach(object(), parallel={"cfg_parallel_size": 2})
 
 
 # ------------------------------------------------------------------------------------------------ others
@@ -183,7 +222,7 @@ def test_another_pipeline_of_the_class_is_left_alone(pipe: Any) -> None:
         moved = attached.stats().offload
         FLUX.run(other, STEPS)
         assert attached.stats().offload == moved, "its weights are not ours to move"
-        with attach(other, offload="model", device="cpu"):
+        with attach(other, offload={"mode": "model", "device": "cpu"}):
             assert torch.equal(FLUX.run(other, STEPS), alone)
             assert torch.equal(FLUX.run(pipe, STEPS), cached)
     assert footprint(other) == before
@@ -222,13 +261,13 @@ class Graphs(ModelHook):
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_everything_at_once_on_two_ranks(pipe: Any, ranks: Ranks, compiles: bool) -> None:
-    with attach(pipe, "tea_cache", SCHEDULE):
+    with attach(pipe, cache={"backend": "tea_cache", **SCHEDULE}):
         expected = FLUX.run(pipe, STEPS)
     settings = ALL | {"parallel": SequenceParallelConfig(ulysses_degree=2), "compile": compiles}
     for picture, told, is_bare, graphs in ranks.call(mixed, settings, limit_s=600.0):
         assert float((picture - expected).norm() / expected.norm()) <= 1e-5
         assert is_bare
-        for line in ("2 ranks, ulysses", "split by the plan", "decides by figures of all 2 ranks"):
+        for line in ("2 ranks, ulysses", "split by the plan", "decides from the figures of all 2 ranks"):
             assert line in told
         assert ("> compiled" in told) == compiles
         # Two branches a step; the third step is the second that is computed.

@@ -2,43 +2,74 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from samovar import AttachConfig, SequenceParallelConfig
+from samovar import OffloadConfig, SequenceParallelConfig, TeaCacheConfig
 from samovar.cache import CACHE_BACKENDS, TeaCacheBackend, register_cache_backend
-from samovar.compose.config import skipped_share
-from samovar.errors import SamovarError, SettingError
+from samovar.compose.config import AttachConfig, skipped_share
+from samovar.errors import SettingError
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"cache": "tee_cache"}, r"cache_backend='tee_cache' is no cache backend. Did you mean 'tea_cache'\?"),
-    ({"cache": "tea_cache", "cache_config": {"rel_l1": 1}}, "'rel_l1'"),
-    ({"cache_config": {"rel_l1_thresh": 1}}, "but no cache"),
-    ({"offload": "modl"}, r"offload is 'modl'. Did you mean 'model'\?"),
-    ({"offload": "model", "gpu_memory": "12 apples"}, "gpu_memory is '12 apples'"),
-    ({"device": "cpu"}, "device='cpu' is where an offloaded pipeline computes, and offload is None"),
-    ({"parallel": 2}, "parallel is 2; a SequenceParallelConfig was expected"),
-    ({"cfg_parallel": 0}, "cfg_parallel is 0"),
-    ({"cfg_parallel": True}, "cfg_parallel is True"),
-    ({"offload": "model", "device": "tpu"}, "device is 'tpu'. Give cuda"),
-    ({"offload": "model", "device": "mps"}, "device='mps' cannot be used for offload"),
-    ({"compile": "indctor"}, r"compile='indctor' is no backend of torch.compile. Did you mean 'inductor'\?"),
-    ({"compile": 2}, "compile is 2; True, False or a backend of torch.compile"),
-    ({"compile": "cudagraphs", "offload": "layerwise"}, "keeps the addresses of weights, and offload changes them"),
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"cache": "tee_cache"}, r"cache='tee_cache' is not a cache backend. Did you mean 'tea_cache'\?", "cache"),
+    ({"cache": {"rel_l1": 1}}, "'rel_l1'", "rel_l1"),
+    ({"cache": {"backend": "none", "rel_l1_thresh": 1}}, "settings .* were given for the cache 'none'", "cache"),
+    ({"cache": 3}, "cache=3; a name such as 'tea_cache'", "cache"),
+    ({"cache": "nowhere.json"}, "cache: 'nowhere.json' cannot be read", "cache"),
+    ({"offload": "modl"}, r"offload='modl'. Did you mean 'model'\?", "offload"),
+    ({"offload": {"mod": "model"}}, r"'mod' is not a setting of offload. Did you mean 'mode'\?", "mod"),
+    ({"offload": 3}, "offload=3; a OffloadConfig, a mapping of its settings, or a file", "offload"),
+    ({"offload": "model", "gpu_memory": "12 apples"}, "gpu_memory", "gpu_memory"),
+    ({"offload": {"gpu_memory": "3GiB"}, "gpu_memory": "4GiB"}, "Leave out one of the two", "gpu_memory"),
+    ({"offload": {"device": "tpu"}}, "device", "device"),
+    ({"offload": {"device": "mps"}}, "device", "device"),
+    ({"parallel": 2}, "parallel=2; a SequenceParallelConfig", "parallel"),
+    ({"parallel": "ulises"}, r"Did you mean 'ulysses'\?", "parallel"),
+    ({"parallel": {"cfg_parallel_size": 0}}, "cfg_parallel_size", "cfg_parallel_size"),
+    ({"parallel": {"cfg_parallel_size": True}}, "cfg_parallel_size", "cfg_parallel_size"),
+    (
+        {"compile": "indctor"},
+        r"compile='indctor' is not a backend of torch.compile. Did you mean 'inductor'\?",
+        "compile",
+    ),
+    ({"compile": 2}, "compile=2; True, False, or a backend of torch.compile", "compile"),
+    ({"compile": "cudagraphs", "offload": "layerwise"}, "records the addresses of weights", "compile"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(SamovarError, match=message):
-        AttachConfig(**settings)
+@pytest.mark.parametrize(("settings", "message", "param"), REFUSED)
+def test_unusable_settings_are_refused_and_name_their_parameter(
+    settings: dict[str, Any], message: str, param: str
+) -> None:
+    with pytest.raises(SettingError, match=message) as caught:
+        AttachConfig.read(**settings)
+    assert caught.value.param == param
+
+
+def test_every_setting_is_a_name_an_object_a_mapping_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "saved.json"
+    saved.write_text(
+        '{"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.3}, "offload": {"mode": "model"}, '
+        '"parallel": {"ring_degree": 2}, "num_inference_steps": 8}'
+    )
+    cache, offload, parallel = TeaCacheConfig(0.3), OffloadConfig("model"), SequenceParallelConfig(ring_degree=2)
+    for choice in (cache, {"rel_l1_thresh": 0.3}, {"backend": "tea_cache", "rel_l1_thresh": 0.3}, saved, str(saved)):
+        found = AttachConfig.read(cache=choice).cache
+        assert found is not None
+        assert (found.backend, found.settings) == ("tea_cache", cache)
+    for wish in ("model", offload, {"mode": "model"}, saved, str(saved)):
+        assert AttachConfig.read(offload=wish).offload == offload
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for ranks in ("ring", parallel, {"ring_degree": 2}, saved, str(saved)):
+        assert AttachConfig.read(parallel=ranks).parallel == parallel
 
 
 def test_ranks_are_multiplied() -> None:
-    assert AttachConfig().num_ranks == 1
-    parallel = SequenceParallelConfig(ulysses_degree=2, ring_degree=3)
-    assert AttachConfig(parallel=parallel, cfg_parallel=2).num_ranks == 12
+    assert AttachConfig.read().num_ranks == 1
+    parallel = SequenceParallelConfig(ulysses_degree=2, ring_degree=3, cfg_parallel_size=2)
+    assert AttachConfig.read(parallel=parallel).num_ranks == 12
 
 
 @pytest.mark.parametrize(
@@ -46,8 +77,8 @@ def test_ranks_are_multiplied() -> None:
     [({}, False, False), ({"gpu_memory": "1GiB"}, True, False), ({"compile": True}, False, True)],
 )
 def test_what_is_on(settings: dict[str, Any], offloads: bool, compiles: bool) -> None:
-    config = AttachConfig(**settings)
-    assert (config.offloads, config.compiles) == (offloads, compiles)
+    config = AttachConfig.read(**settings)
+    assert (config.offload is not None, config.compiles) == (offloads, compiles)
 
 
 def test_a_cache_that_cannot_ask_other_ranks_is_refused_on_several() -> None:
@@ -56,10 +87,10 @@ def test_a_cache_that_cannot_ask_other_ranks_is_refused_on_several() -> None:
 
     register_cache_backend("alone", Alone)
     try:
-        assert AttachConfig("alone").num_ranks == 1
-        with pytest.raises(SettingError, match="Alone cannot be used on 2 ranks"):
-            AttachConfig("alone", cfg_parallel=2)
-        assert AttachConfig("forecast", cfg_parallel=2).num_ranks == 2
+        assert AttachConfig.read("alone").num_ranks == 1
+        with pytest.raises(SettingError, match="'alone' cannot be used on 2 ranks"):
+            AttachConfig.read("alone", parallel={"cfg_parallel_size": 2})
+        assert AttachConfig.read("forecast", parallel={"cfg_parallel_size": 2}).num_ranks == 2
     finally:
         del CACHE_BACKENDS["alone"]
 
@@ -70,10 +101,15 @@ def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branc
     fitted = {"forecast": "fitted", "forecast_of": "output", "schedule": both, "forecast_weights": weights}
     hard: dict[str, Any] = {"branch": "cond", "step": 1, "weights": {"0": 1.0}, "error": 0.1}
     hard |= {"schedule": dict.fromkeys(both, "####"), "forecast_weights": {name: {} for name in both}}
-    assert AttachConfig("tea_cache", fitted, cfg_parallel=2).num_ranks == 2
-    assert AttachConfig("tea_cache", fitted | {"hard": hard}, parallel=SequenceParallelConfig(2)).num_ranks == 2
-    with pytest.raises(SettingError, match=r"'hard' looks at one branch .* cfg_parallel=2 .* Leave one of the two out"):
-        AttachConfig("tea_cache", fitted | {"hard": hard}, cfg_parallel=2)
+    assert AttachConfig.read(cache={"backend": "tea_cache", **fitted}, parallel={"cfg_parallel_size": 2}).num_ranks == 2
+    assert (
+        AttachConfig.read(
+            cache={"backend": "tea_cache", **fitted | {"hard": hard}}, parallel=SequenceParallelConfig(2)
+        ).num_ranks
+        == 2
+    )
+    with pytest.raises(SettingError, match=r"'hard' looks at one branch .* cfg_parallel_size=2 .* Leave out"):
+        AttachConfig.read(cache={"backend": "tea_cache", **fitted | {"hard": hard}}, parallel={"cfg_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -81,11 +117,12 @@ def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branc
     [
         ({"cache": "none"}, 0.0),
         ({"cache": "tea_cache"}, None),
-        ({"cache": "tea_cache", "cache_config": {"rel_l1_thresh": 0}}, 0.0),
-        ({"cache": "forecast", "cache_config": {"schedule": "#..."}}, 0.75),
+        ({"cache": {"backend": "tea_cache", "rel_l1_thresh": 0}}, 0.0),
+        ({"cache": {"backend": "forecast", "schedule": "#..."}}, 0.75),
     ],
 )
 def test_what_the_planner_is_told_of_a_cache(settings: dict[str, Any], share: float | None) -> None:
-    config = AttachConfig(**settings)
-    assert skipped_share(config.make_cache(None)) == share
-    assert config.offload_config(share).skipped == (share or 0.0)
+    config = AttachConfig.read(**settings, offload="model")
+    assert skipped_share(config.cache) == share
+    assert config.offload is not None
+    assert config.offload.skipped == (share or 0.0)

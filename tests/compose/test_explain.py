@@ -16,7 +16,7 @@ from samovar.compose.explain import Place
 from samovar.hooks import HookRegistry
 
 ALL: dict[str, Any] = {
-    "cache": "tea_cache", "cache_config": {"schedule": "#.#."}, "offload": "layerwise", "device": "cpu",
+    "cache": {"backend": "tea_cache", "schedule": "#.#."}, "offload": {"mode": "layerwise", "device": "cpu"},
     "compile": "eager",
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_what_and_why(explained: Explanation) -> None:
     assert offload.settings.startswith("layerwise, computing on cpu\n")
     assert "50% of the forwards are skipped and load nothing" in offload.settings
     assert all(feature.why for feature in explained.features)
-    assert any("which is 50%" in crossing for crossing in explained.crossings)
+    assert any("which is 50%" in line for line in explained.interactions)
 
 
 def test_it_is_text_and_data(explained: Explanation) -> None:
@@ -73,7 +73,7 @@ def test_nothing_and_a_lone_model() -> None:
         explained = attached.explain()
         assert explained.pipeline == "SD3Transformer2DModel"
         assert place_of(explained, "SD3Transformer2DModel.transformer_blocks.*").chain == ("teacache (cache)",)
-        assert explained.crossings == ()
+        assert explained.interactions == ()
     assert attached.explain().places == (), "off is off"
 
 

@@ -16,7 +16,7 @@ from samovar import Attached, attach
 
 FLUX = PIPELINES["flux"]
 ALL: dict[str, Any] = {
-    "cache": "tea_cache", "cache_config": {"schedule": "#."}, "offload": "layerwise", "device": "cpu",
+    "cache": {"backend": "tea_cache", "schedule": "#."}, "offload": {"mode": "layerwise", "device": "cpu"},
 }  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def test_every_two_settings_go_together(name: str, ranks: Ranks, references: dic
     "more",
     [
         {"parallel": SequenceParallelConfig(ulysses_degree=2)},
-        {"parallel": SequenceParallelConfig(ring_degree=2), "offload": "layerwise", "device": "cpu"},
+        {"parallel": SequenceParallelConfig(ring_degree=2), "offload": {"mode": "layerwise", "device": "cpu"}},
     ],
     ids=["Ulysses", "ring and layerwise"],
 )

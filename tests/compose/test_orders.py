@@ -35,8 +35,8 @@ def put_on(pipe: Any, feature: str) -> Callable[[], None]:
     """One feature through its own function; how it is taken off."""
     if feature == "cache":
         backend = TeaCacheBackend(SCHEDULE, agreement(make_mesh(RING)))
-        backend.enable(pipe)
-        return lambda: backend.disable(pipe)
+        handle = backend.enable(pipe)
+        return lambda: handle.detach()
     if feature == "offload":
         return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).remove
     enable_sequence_parallel_for_model(pipe.transformer, RING)
@@ -51,7 +51,7 @@ def try_orders(pairs: Sequence[tuple[Order, Order]]) -> list[str]:
     """What went wrong, on this rank."""
     tiny, pipe = PIPELINES["flux"], pipeline("flux")
     bare, before = tiny.run(pipe, STEPS), footprint(pipe)
-    with attach(pipe, "tea_cache", SCHEDULE):
+    with attach(pipe, cache={"backend": "tea_cache", **SCHEDULE}):
         cached = tiny.run(pipe, STEPS)
     wrong, usual = [], None
     for on, off in pairs:
@@ -90,7 +90,7 @@ TWO: list[Order] = [("cache", "offload"), ("offload", "cache")]
 def test_other_pipelines_are_indifferent_to_the_order_too(name: str) -> None:
     tiny, pipe = PIPELINES[name], PIPELINES[name].build(0)
     bare = tiny.run(pipe, STEPS)
-    with attach(pipe, "tea_cache", SCHEDULE):
+    with attach(pipe, cache={"backend": "tea_cache", **SCHEDULE}):
         cached = tiny.run(pipe, STEPS)
     assert not torch.equal(bare, cached)
     for on, off in itertools.product(TWO, TWO):
@@ -106,5 +106,5 @@ def put_on_alone(pipe: Any, feature: str) -> Callable[[], None]:
     if feature == "offload":
         return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).remove
     backend = TeaCacheBackend(SCHEDULE)
-    backend.enable(pipe)
-    return lambda: backend.disable(pipe)
+    handle = backend.enable(pipe)
+    return lambda: handle.detach()

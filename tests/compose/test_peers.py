@@ -70,10 +70,10 @@ def compiled_blocks(pipe: Any) -> None:
     pipe.transformer.compile_repeated_blocks(backend="eager")
 
 
-CACHE: dict[str, Any] = {"cache": "tea_cache", "cache_config": SCHEDULE}
-MODEL: dict[str, Any] = {"offload": "model", "device": "cpu"}
-LAYERWISE: dict[str, Any] = {"offload": "layerwise", "device": "cpu"}
-RANKS: dict[str, Any] = {"cfg_parallel": 2}
+CACHE: dict[str, Any] = {"cache": {"backend": "tea_cache", **SCHEDULE}}
+MODEL: dict[str, Any] = {"offload": {"mode": "model", "device": "cpu"}}
+LAYERWISE: dict[str, Any] = {"offload": {"mode": "layerwise", "device": "cpu"}}
+RANKS: dict[str, Any] = {"parallel": {"cfg_parallel_size": 2}}
 COMPILE: dict[str, Any] = {"compile": "eager"}
 
 WORKS: list[Any] = [
@@ -163,11 +163,11 @@ def test_cache_dit_as_our_cache_goes_with_the_rest(settings: dict[str, Any]) -> 
     theirs = {"Fn_compute_blocks": 1, "max_warmup_steps": 1, "residual_diff_threshold": 0.5}
     pipe = FLUX.build(0)
     bare = FLUX.run(pipe, STEPS)
-    with attach(pipe, "cache_dit", theirs) as attached:
+    with attach(pipe, cache={"backend": "cache_dit", **theirs}) as attached:
         cached = FLUX.run(pipe, STEPS)
         assert str(attached.explain()) == "FluxPipeline:\n  cache: CacheDit\n    skips steps that would change little"
     assert not torch.equal(cached, bare)
-    with attach(pipe, "cache_dit", theirs, **settings):
+    with attach(pipe, cache={"backend": "cache_dit", **theirs}, **settings):
         assert torch.equal(FLUX.run(pipe, STEPS), cached)
     assert torch.equal(FLUX.run(pipe, STEPS), bare)
 

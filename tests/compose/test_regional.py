@@ -44,8 +44,11 @@ class Marks(ModelHook):
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "cache": {"cache": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3, "min_steps": 1}},
-    "schedule and layerwise": {"cache": "tea_cache", "cache_config": SCHEDULE, "offload": "layerwise", "device": "cpu"},
+    "cache": {"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1}},
+    "schedule and layerwise": {
+        "cache": {"backend": "tea_cache", **SCHEDULE},
+        "offload": {"mode": "layerwise", "device": "cpu"},
+    },
 }
 
 
@@ -94,7 +97,7 @@ def test_a_skipped_step_runs_no_graph() -> None:
     pipe = tiny.build(0)
     runs = {}
     for mask in ("######", MASK):
-        with attach(pipe, "tea_cache", {"schedule": mask}, compile=compiler):
+        with attach(pipe, cache={"backend": "tea_cache", "schedule": mask}, compile=compiler):
             tiny.run(pipe, STEPS)
             before = ran
             tiny.run(pipe, STEPS)

@@ -33,12 +33,13 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "bfloat61"}, r"dtype must be one of .*, not 'bfloat61'. Did you mean 'bfloat16'\?"),
         ({"device": "foo"}, "'foo' is no device"),
         ({"cache_backend": "tee_cache"}, r"Did you mean 'tea_cache'\?"),
-        ({"cache_config": {"rel_l1_thresh": 1}}, "but no cache"),
+        ({"cache": {"backend": "none", "rel_l1_thresh": 1}}, "for the cache 'none'"),
+        ({"cach": "forecast"}, r"'cach' is not a setting of OmniDiffusionConfig. Did you mean 'cache'\?"),
         ({"enable_cpu_offload": True, "enable_layerwise_offload": True}, "exclude each other"),
-        ({"gpu_memory": "a lot"}, "gpu_memory is 'a lot'"),
-        ({"ulysses_degree": 0}, "ulysses_degree is 0"),
-        ({"ring_degree": "2"}, "ring_degree is '2'"),
-        ({"cfg_parallel_size": -1}, "cfg_parallel_size is -1"),
+        ({"gpu_memory": "a lot"}, "gpu_memory"),
+        ({"ulysses_degree": 0}, "ulysses_degree"),
+        ({"ring_degree": "2"}, "ring_degree"),
+        ({"cfg_parallel_size": -1}, "cfg_parallel_size"),
         ({"cfg_parallel_size": 2, "device": "cpu:0"}, "device='cpu:0' names one device, and 2 ranks need one each"),
     ],
 )
@@ -62,13 +63,17 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_wishes_become_what_is_attached() -> None:
     config = OmniDiffusionConfig("emoji", device="cpu", cfg_parallel_size=2, ring_degree=3, ulysses_degree=2)
     assert (config.num_ranks, config.backend) == (12, "gloo")
-    assert (config.attach_config().offload, config.attach_config().device) == (None, None)
+    assert config.attach_config().offload is None
     config = OmniDiffusionConfig("emoji", device="cpu", enable_layerwise_offload=True, gpu_memory="2GiB")
-    attached = config.attach_config()
-    assert (attached.offload, attached.gpu_memory, attached.device) == ("layerwise", "2GiB", torch.device("cpu"))
-    assert OmniDiffusionConfig("emoji", enable_cpu_offload=True).attach_config().offload == "model"
-    budget = OmniDiffusionConfig("emoji", gpu_memory=2**31).attach_config()
-    assert (budget.offload, budget.offloads) == (None, True)
+    offload = config.attach_config().offload
+    assert offload is not None
+    assert (offload.mode, offload.gpu_memory, offload.device) == ("layerwise", "2GiB", torch.device("cpu"))
+    moves = OmniDiffusionConfig("emoji", enable_cpu_offload=True).attach_config().offload
+    assert moves is not None
+    assert moves.mode == "model"
+    budget = OmniDiffusionConfig("emoji", gpu_memory=2**31).attach_config().offload
+    assert budget is not None
+    assert budget.mode == "auto"
 
 
 def test_each_rank_needs_a_gpu_of_its_own(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samovar.engine import OmniDiffusionConfig
-from samovar.engine.sources import from_file, read_bool, read_mapping_or_file
+from samovar.engine.sources import read_bool, read_name_or_json
 from samovar.errors import ModelError, SettingError
 
 
@@ -29,13 +29,13 @@ def test_arguments_win_over_the_file_and_the_file_over_the_environment(
     bare_environment.setenv("SAMOVAR_ENABLE_CPU_OFFLOAD", "on")
     bare_environment.setenv("SAMOVAR_API_KEY", "not a setting of the engine")
     assert OmniDiffusionConfig.read({}) == OmniDiffusionConfig(
-        dtype="float16", device="cpu", max_batch=7, step_timeout_s=2.5, enable_cpu_offload=True
+        dtype="float16", device="cpu", max_batch=7, step_timeout_s=2.5, offload="model"
     )
     file = tmp_path / "settings.yaml"
     file.write_text("dtype: bfloat16\nmax_batch: 3\ncache_backend: tea_cache\ncache_config: {rel_l1_thresh: 0.3}\n")
     config = OmniDiffusionConfig.read({"max_batch": 2}, file)
     assert (config.dtype, config.device, config.max_batch) == ("bfloat16", "cpu", 2)
-    assert config.cache_config == {"rel_l1_thresh": 0.3}
+    assert config.cache == {"backend": "tea_cache", "rel_l1_thresh": 0.3}
     same = tmp_path / "settings.json"
     same.write_text('{"dtype": "bfloat16", "cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3}}')
     assert OmniDiffusionConfig.read({"max_batch": 2}, str(same)) == config
@@ -44,13 +44,13 @@ def test_arguments_win_over_the_file_and_the_file_over_the_environment(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.yaml", "dtyp: float32", r"'dtyp' is no setting of Omni, in '.*a.yaml'. Did you mean 'dtype'\?"),
+        ("a.yaml", "dtyp: float32", r"'dtyp' is not a setting of Omni, in '.*a.yaml'. Did you mean 'dtype'\?"),
         ("a.json", '{"max_bach": 2}', r"Did you mean 'max_batch'\?"),
-        ("a.json", "{", "is no JSON"),
-        ("a.yaml", "a: [", "is no YAML"),
-        ("a.yaml", "- 1", r"must hold settings by name, such as `model: emoji`, not \[1\]"),
-        ("a.toml", "", "must end in .yaml, .yml or .json"),
-        ("a.yaml", "!!python/object/apply:os.getcwd []", "is no YAML"),
+        ("a.json", "{", "cannot be read: Expecting"),
+        ("a.yaml", "a: [", "cannot be read: while parsing"),
+        ("a.yaml", "- 1", r"must hold settings by name, such as `model: emoji`"),
+        ("a.toml", "", "must end in .json, .yaml or .yml"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []", "cannot be read: could not"),
         ("a.yaml", "enable_cpu_offload: 'yes'", "enable_cpu_offload must be true or false, not 'yes'"),
         ("a.yaml", "max_queue: 0", "max_queue must be a whole number from 1 on, not 0"),
         ("a.yaml", "max_batch: 1.5", "max_batch must be a whole number from 1 on, not 1.5"),
@@ -67,19 +67,19 @@ def test_a_file_with_a_mistake_is_refused(tmp_path: Path, name: str, content: st
 
 def test_an_empty_file_says_nothing_and_a_missing_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("")
-    assert from_file(tmp_path / "a.yaml", ["model"]) == {}
+    assert OmniDiffusionConfig.read({}, tmp_path / "a.yaml") == OmniDiffusionConfig()
     with pytest.raises(SettingError, match="cannot be read"):
-        from_file(tmp_path / "b.yaml", ["model"])
+        OmniDiffusionConfig.read({}, tmp_path / "b.yaml")
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("SAMOVAR_DTYP", "float32", r"'SAMOVAR_DTYP' is no .* Did you mean 'SAMOVAR_DTYPE'\?"),
+        ("SAMOVAR_DTYP", "float32", r"'SAMOVAR_DTYP' is not .* Did you mean 'SAMOVAR_DTYPE'\?"),
         ("SAMOVAR_MAX_BATCH", "two", "SAMOVAR_MAX_BATCH='two' cannot be read"),
         ("SAMOVAR_TRUST_REMOTE_CODE", "maybe", "expected 1 or 0"),
-        ("SAMOVAR_CACHE_CONFIG", "rel_l1_thresh", "is no file"),
-        ("SAMOVAR_CACHE_CONFIG", "[1]", "expected a JSON object"),
+        ("SAMOVAR_CACHE_CONFIG", "rel_l1_thresh", "is not a cache backend"),
+        ("SAMOVAR_CACHE", "[1]", "expected a JSON object"),
     ],
 )
 def test_a_variable_with_a_mistake_is_refused(
@@ -91,7 +91,7 @@ def test_a_variable_with_a_mistake_is_refused(
 
 
 def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(SettingError, match=r"'cache_bakend' is no setting of Omni. Did you mean 'cache_backend'\?"):
+    with pytest.raises(SettingError, match=r"'cache_bakend' is not a setting of Omni. Did you mean 'cache_backend'\?"):
         OmniDiffusionConfig.read({"cache_bakend": "tea_cache"})
 
 
@@ -99,23 +99,24 @@ def test_words_of_variables() -> None:
     assert [read_bool(word) for word in ("1", "Yes", " on ", "TRUE", "0", "no", "off", "false")] == [True] * 4 + [
         False
     ] * 4
-    assert read_mapping_or_file('{"a": 1}') == {"a": 1}
-    assert read_mapping_or_file("tuned.json") == "tuned.json"
+    assert read_name_or_json('{"a": 1}') == {"a": 1}
+    assert read_name_or_json("tuned.json") == "tuned.json"
 
 
-def test_an_argument_turns_off_what_does_not_go_with_it(tmp_path: Path, bare_environment: pytest.MonkeyPatch) -> None:
+def test_the_first_source_that_mentions_a_setting_decides_it_whatever_the_spelling(
+    tmp_path: Path, bare_environment: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("cache_backend: tea_cache\ncache_config: {rel_l1_thresh: 0.3}\nenable_cpu_offload: true\n")
+    assert OmniDiffusionConfig.read({}, file).cache == {"backend": "tea_cache", "rel_l1_thresh": 0.3}
     for other in ("none", None, "forecast"):
-        assert OmniDiffusionConfig.read({"cache_backend": other}, file).cache_config is None
-    assert OmniDiffusionConfig.read({"cache_backend": "tea_cache"}, file).cache_config == {"rel_l1_thresh": 0.3}
-    config = OmniDiffusionConfig.read({"enable_layerwise_offload": True}, file)
-    assert (config.enable_cpu_offload, config.enable_layerwise_offload) == (False, True)
-    assert OmniDiffusionConfig.read({"enable_layerwise_offload": False}, file).enable_cpu_offload
-    bare_environment.setenv("SAMOVAR_ENABLE_LAYERWISE_OFFLOAD", "1")
-    assert not OmniDiffusionConfig.read({}, file).enable_layerwise_offload
-    file.write_text("cache_config: {rel_l1_thresh: 0.3}\n")
-    assert OmniDiffusionConfig.read({"cache_backend": "tea_cache"}, file).cache_config == {"rel_l1_thresh": 0.3}
+        assert OmniDiffusionConfig.read({"cache_backend": other}, file).cache == other
+        assert OmniDiffusionConfig.read({"cache": other}, file).cache == other
+    assert OmniDiffusionConfig.read({"enable_layerwise_offload": True}, file).offload == "layerwise"
+    assert OmniDiffusionConfig.read({"enable_layerwise_offload": False}, file).offload is None
+    bare_environment.setenv("SAMOVAR_OFFLOAD", "layerwise")
+    assert OmniDiffusionConfig.read({}, file).offload == "model"
+    assert OmniDiffusionConfig.read({}).offload == "layerwise"
     with pytest.raises(SettingError, match="exclude each other"):
         OmniDiffusionConfig.read({"enable_layerwise_offload": True, "enable_cpu_offload": True})
 
@@ -136,5 +137,5 @@ def test_what_kubernetes_says_of_a_service_is_no_setting(bare_environment: pytes
         bare_environment.setenv(f"SAMOVAR_{name}", value)
     assert OmniDiffusionConfig.read({}) == OmniDiffusionConfig()
     bare_environment.setenv("SAMOVAR_PORT", "8000")
-    with pytest.raises(SettingError, match="'SAMOVAR_PORT' is no setting of Omni"):
+    with pytest.raises(SettingError, match="'SAMOVAR_PORT' is not a setting of Omni"):
         OmniDiffusionConfig.read({})

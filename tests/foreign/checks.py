@@ -104,7 +104,7 @@ def check_exact(case: Case, backend: str) -> None:
     """Where nothing is skipped the bits are those of the bare model, whether the cache rests or works."""
     for settings in ({"rel_l1_thresh": 0}, NEVER):
         model = case.build()
-        with _attach(model, cache=backend, cache_config=settings):
+        with _attach(model, cache={"backend": backend, **settings}):
             _same(run(case, model), bare(case), f"threshold {settings['rel_l1_thresh']:g}")
 
 
@@ -117,7 +117,7 @@ def check_served(case: Case, backend: str) -> float:
     size = {id(weight): weight.numel() for weight in model.parameters()}
     whole = sum(size[key] for key in usual)
     share, told = 1.0, STEPS
-    with _attach(model, cache=backend, cache_config=ALWAYS) as attached:
+    with _attach(model, cache={"backend": backend, **ALWAYS}) as attached:
         for time in ("the first run", "a second run"):
             outputs: Outputs = []
             steps = case.inputs()
@@ -144,7 +144,7 @@ def check_served(case: Case, backend: str) -> float:
 def check_still(case: Case, backend: str) -> None:
     """Where inputs hardly change, a skipped step is what the model would have given."""
     model, expected = case.build(), run(case, case.build(), at=_hardly)
-    with _attach(model, cache=backend, cache_config=ALWAYS) as attached:
+    with _attach(model, cache={"backend": backend, **ALWAYS}) as attached:
         outputs = run(case, model, at=_hardly)
         _computed(attached)
     worst = max(map(_distance, outputs, expected))
@@ -156,7 +156,7 @@ def check_restored(case: Case, backend: str) -> None:
     """Taken off, nothing of Samovar is left in any module, and the bits are those of the bare model."""
     model = case.build()
     before = _anatomy(model)
-    with _attach(model, cache=backend, cache_config=ALWAYS):
+    with _attach(model, cache={"backend": backend, **ALWAYS}):
         run(case, model)
     _unchanged(before, _anatomy(model))
     _same(run(case, model), bare(case), "after it is taken off")
@@ -166,7 +166,7 @@ def check_offload(case: Case) -> None:
     """The bits are those of the bare model while weights stream, and after."""
     model = case.build()
     before = _anatomy(model)
-    with _attach(model, offload="layerwise", device="cpu"):
+    with _attach(model, offload={"mode": "layerwise", "device": "cpu"}):
         _same(run(case, model), bare(case), "offloaded")
     _unchanged(before, _anatomy(model))
     _same(run(case, model), bare(case), "after the offload is taken off")
@@ -177,7 +177,7 @@ def check_hooks(case: Case, backend: str) -> None:
     model = case.build()
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    with _attach(model, cache=backend, cache_config=NEVER):
+    with _attach(model, cache={"backend": backend, **NEVER}):
         run(case, model)
     if len(calls) != STEPS:
         raise SideEffect(f"a forward hook of the user ran {len(calls)} times in {STEPS} steps")

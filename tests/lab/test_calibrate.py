@@ -88,12 +88,12 @@ def test_signals_are_those_that_the_cache_itself_measures(make_session: MakeSess
     calibrate(session, "a test")
     (first, *_) = session.notes(watched_signals())
     backend = TeaCacheBackend({"rel_l1_thresh": 1e-30, "min_steps": 0, "last_steps": 0})
-    backend.enable(session.studio.pipeline)
+    handle = backend.enable(session.studio.pipeline)
     try:
         session.studio._call(TASKS[:1], 6)
         records = backend.stats().denoisers["transformer"].branches["cond"].steps
     finally:
-        backend.disable(session.studio.pipeline)
+        handle.detach()
     assert first["branches"]["cond"]["signal"] == pytest.approx([r.distance for r in records[1:]], rel=1e-4)
 
 

@@ -1,7 +1,7 @@
-"""Which cache is meant by a name, and how is it put on a pipeline and taken off?
+"""Which cache does a name stand for, and how is it attached to a pipeline?
 
-A backend is anything with the four methods of `CacheBackend`; one's own is made known by
-`register_cache_backend` and is then chosen like ours: by name, or by the environment.
+A backend is anything with the three methods of `CacheBackend`. Register your own with `register_cache_backend`; it is
+then chosen by name like ours.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
-from ..files import read_json
-from ..hooks import PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..files import is_file_name, read_settings
+from ..hooks import Handle, PipelineHook, Run, hook_pipeline, unhook_pipeline
 from .config import TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
@@ -28,26 +28,24 @@ from .stats import CacheStats
 from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
-Settings = Mapping[str, Any] | None
+"""Names the cache where no other is named, as in vllm-omni."""
+CacheSetting = str | Path | TeaCacheConfig | Mapping[str, Any] | None
 Hooks = dict[str, tuple[torch.nn.Module, TeaCacheHook]]
 """The denoisers of a pipeline by name."""
 
 
 @runtime_checkable
 class CacheBackend(Protocol):
-    """A way of caching, on any pipelines."""
+    """A way of caching, for any number of pipelines."""
 
-    def enable(self, pipeline: Any) -> None:
-        """Put it on a pipeline, or on a denoiser alone."""
+    def enable(self, pipeline: Any) -> Handle:
+        """Attach to a pipeline, or to a single denoiser."""
 
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
-        """Begin a run of so many steps."""
-
-    def disable(self, pipeline: Any) -> None:
-        """Take it off; the pipeline is then what it was."""
+        """Begin a run with this number of steps."""
 
     def stats(self) -> Any:
-        """What was done in the most recent run."""
+        """What was computed and skipped in the most recent run."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class PipelineStats:
 class TeaCacheBackend:
     """TeaCache on all denoisers of a pipeline."""
 
-    def __init__(self, config: TeaCacheConfig | Settings = None, agree: Agree | None = None) -> None:
+    def __init__(self, config: TeaCacheConfig | Mapping[str, Any] | None = None, agree: Agree | None = None) -> None:
         self.config = TeaCacheConfig.read(config)
         self._agree = agree
         self._hooks: dict[int, tuple[Any, Hooks]] = {}
@@ -87,25 +85,30 @@ class TeaCacheBackend:
         self._latest: tuple[Hooks, Hashable] | None = None
         """Where the most recent run was and what its request is; None as long as no pipeline has told."""
 
-    def enable(self, pipeline: Any) -> None:
+    def enable(self, pipeline: Any) -> Handle:
         if id(pipeline) in self._hooks:
-            raise SettingError(f"The cache is on this {type(pipeline).__name__} already. Disable it first.")
+            raise SettingError(
+                f"This {type(pipeline).__name__} has this cache already. Take it off first: samovar.detach(pipe).",
+                param="cache",
+            )
         denoisers = _denoisers(pipeline)
         hooks: Hooks = {}
-        there = self._modules()  # Pipelines may share a denoiser, and then its cache.
-        try:
+        attached = self._modules()  # Pipelines that share a denoiser share its cache.
+        with contextlib.ExitStack() as undo:
             for name, module in denoisers.items():
-                hook = there.get(module) or apply_teacache_hook(module, self.config, self._agree)
+                hook = attached.get(module)
+                if hook is None:
+                    hook = apply_teacache_hook(module, self.config, self._agree)
+                    undo.callback(self._release, module)
                 hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
                 hook_pipeline(pipeline, HOOK_NAME, _RunWatch(hooks, self._note))
-        except BaseException:
-            for module, _ in hooks.values():
-                if module not in there:
-                    remove_teacache_hook(module)
-            raise
+            undo.pop_all()
         self._hooks[id(pipeline)] = pipeline, hooks
+        handle = contextlib.ExitStack()
+        handle.callback(self._disable, pipeline)
+        return Handle(handle)
 
     def _adopt(self, pipeline: Any) -> None:
         """Watch the runs of a pipeline that was found to share a denoiser with one that has the cache."""
@@ -125,13 +128,10 @@ class TeaCacheBackend:
         if hooks:
             self._note(hooks, None)
 
-    def disable(self, pipeline: Any) -> None:
-        _, hooks = self._hooks.pop(id(pipeline), (None, None))
-        if hooks is None:
-            return
+    def _disable(self, pipeline: Any) -> None:
+        _, hooks = self._hooks.pop(id(pipeline))
         for module, _ in hooks.values():
-            if module not in self._modules():
-                remove_teacache_hook(module)
+            self._release(module)
         unhook_pipeline(pipeline, HOOK_NAME)
         if not self._hooks:
             for adopted in (found() for found in self._adopted):
@@ -140,6 +140,11 @@ class TeaCacheBackend:
             self._adopted.clear()
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
+
+    def _release(self, module: torch.nn.Module) -> None:
+        """Take the hook off a denoiser that no other pipeline with this cache uses."""
+        if module not in self._modules():
+            remove_teacache_hook(module)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -200,83 +205,95 @@ def _denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
 
 # ------------------------------------------------------------------------------------------------ by name
 
-Factory = Callable[[Settings], CacheBackend]
+Factory = Callable[[Mapping[str, Any]], CacheBackend]
 
-RECOMMENDED: Mapping[str, Any] = {
+FORECAST: Mapping[str, Any] = {
     "rel_l1_thresh": 0.4, "forecast": "linear", "forecast_of": "output", "forecast_damping": 0.9
 }  # fmt: skip
-"""What "forecast" adds to plain TeaCache."""
+"""The settings that the cache "forecast" adds to plain TeaCache."""
+PRESETS: Mapping[str, Mapping[str, Any]] = {"forecast": FORECAST, "tea_cache": {}}
 
 
-def _tea_cache(settings: Settings) -> CacheBackend:
-    return TeaCacheBackend(settings)
-
-
-def _forecast(settings: Settings) -> CacheBackend:
-    return TeaCacheBackend({**RECOMMENDED, **(settings or {})})
-
-
-def _cache_dit(settings: Settings) -> CacheBackend:
+def _cache_dit(settings: Mapping[str, Any]) -> CacheBackend:
     from .cache_dit import CacheDitBackend
 
     return CacheDitBackend(settings)
 
 
-CACHE_BACKENDS: dict[str, Factory] = {"cache_dit": _cache_dit, "forecast": _forecast, "tea_cache": _tea_cache}
-"""What makes a backend of its settings, by name."""
+CACHE_BACKENDS: dict[str, Factory] = {"cache_dit": _cache_dit}
+"""Backends other than TeaCache: each builds itself from its settings."""
 
 
 def register_cache_backend(name: str, factory: Factory) -> None:
-    """Let a backend of one's own be chosen by name; `factory` makes it of its settings."""
+    """Make your own backend available by name; `factory` builds it from its settings."""
     if not isinstance(name, str) or not callable(factory):
         raise SettingError(f"register_cache_backend takes a name and a function, not {name!r} and {factory!r}.")
-    if name in ("", "none"):
-        raise SettingError(f"A cache backend named {name!r} could never be chosen: it means no cache. Rename it.")
+    if name in ("", "none", *PRESETS):
+        raise SettingError(f"A cache backend cannot be named {name!r}: that name has a meaning already. Rename it.")
     CACHE_BACKENDS[name] = factory
 
 
-def make_cache_backend(name: str | None = None, settings: Settings | str | Path = None) -> CacheBackend | None:
-    """The backend of a name, or that of the environment if none is named; None for "none" or if neither is there.
+def cache_names() -> list[str]:
+    """Every cache that can be chosen by name."""
+    return sorted((*PRESETS, *CACHE_BACKENDS))
 
-    Settings may be a file, as `samovar tune` saves them; it says which backend they are for, unless `name` does."""
-    if isinstance(settings, (str, Path)):
-        name, settings = _read_saved(Path(settings), name)
-    if settings is not None and not isinstance(settings, Mapping):
-        raise SettingError(
-            f"cache_config={settings!r}; a mapping such as {{'rel_l1_thresh': 0.2}}, or a file with one, was expected."
-        )
-    chosen = name if name is not None else os.environ.get(ENVIRONMENT_VARIABLE)
-    if chosen is not None and not isinstance(chosen, str):
-        raise SettingError(f"cache_backend={chosen!r}; a name such as 'tea_cache' was expected.")
-    if not chosen or chosen == "none":
-        if settings:
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """A cache and its settings, checked; `build` makes the backend."""
+
+    backend: str
+    settings: TeaCacheConfig | Mapping[str, Any]
+
+    @classmethod
+    def read(cls, cache: CacheSetting) -> CacheChoice | None:
+        """The choice that a setting stands for; None for no cache."""
+        if isinstance(cache, TeaCacheConfig):
+            return cls("tea_cache", cache)
+        named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
+        if cache is None:
+            cache, source = {"backend": named}, ENVIRONMENT_VARIABLE
+        if is_file_name(cache):
+            cache = read_settings(cache, "cache")  # type: ignore[arg-type]
+        if isinstance(cache, str):
+            cache = {"backend": cache or "none"}
+        if not isinstance(cache, Mapping):
             raise SettingError(
-                f"cache_config={dict(settings)!r} was given, but no cache. Choose one: cache_backend='tea_cache'."
+                f"cache={cache!r}; a name such as 'tea_cache', a TeaCacheConfig, a mapping such as "
+                "{'rel_l1_thresh': 0.2} or a file with one was expected.",
+                param="cache",
             )
-        return None
-    if chosen not in CACHE_BACKENDS:
-        source = "cache_backend" if name is not None else ENVIRONMENT_VARIABLE
-        raise SettingError(f"{source}={chosen!r} is no cache backend. {nearest(chosen, [*CACHE_BACKENDS, 'none'])}")
-    backend = CACHE_BACKENDS[chosen](settings)
-    if not isinstance(backend, CacheBackend):
-        raise SettingError(
-            f"The cache backend {chosen!r} is a {type(backend).__name__}, which lacks some of enable, refresh, disable "
-            "and stats."
-        )
-    return backend
+        settings = {name: value for name, value in cache.items() if name != "backend"}
+        backend = cache.get("backend") or ("tea_cache" if named == "none" else named)
+        if backend == "none":
+            if settings:
+                raise SettingError(
+                    f"cache: settings {settings!r} were given for the cache 'none'. Choose one, such as 'tea_cache'.",
+                    param="cache",
+                )
+            return None
+        if backend in PRESETS:
+            return cls(backend, TeaCacheConfig.read({**PRESETS[backend], **settings}))
+        if backend not in CACHE_BACKENDS:
+            hint = nearest(str(backend), [*cache_names(), "none"])
+            raise SettingError(f"{source}={backend!r} is not a cache backend. {hint}", param="cache")
+        return cls(backend, settings)
+
+    def build(self, agree: Agree | None = None) -> CacheBackend:
+        """The backend. `agree` makes all ranks take the same decisions."""
+        if isinstance(self.settings, TeaCacheConfig):
+            return TeaCacheBackend(self.settings, agree)
+        backend = CACHE_BACKENDS[self.backend](self.settings)
+        if not isinstance(backend, CacheBackend):
+            raise SettingError(
+                f"The cache backend {self.backend!r} is a {type(backend).__name__}, which lacks enable, refresh or "
+                "stats.",
+                param="cache",
+            )
+        return backend
 
 
-def _read_saved(file: Path, name: str | None) -> tuple[str | None, Any]:
-    """Which backend a file is for, and its settings: under `cache_config`, or all that is in it."""
-    file = file.expanduser()
-    if not file.is_file():
-        raise SettingError(
-            f"cache_config={str(file)!r} is no file. Give one that `samovar tune` saved, or settings by name such as "
-            "{'rel_l1_thresh': 0.2}."
-        )
-    content = read_json(file)
-    saved = content.get("cache_backend")
-    if name is not None and saved is not None and name != saved:
-        raise SettingError(f"{str(file)!r} is for cache_backend={saved!r}, not for {name!r}. Leave out cache_backend.")
-    rest = {key: value for key, value in content.items() if key != "cache_backend"}
-    return name if name is not None else saved, content.get("cache_config", rest)
+def make_cache_backend(cache: CacheSetting = None) -> CacheBackend | None:
+    """The backend that a setting of `attach(cache=...)` stands for; None for no cache."""
+    choice = CacheChoice.read(cache)
+    return None if choice is None else choice.build()

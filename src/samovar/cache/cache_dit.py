@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 
 from ..arch import ModuleDiscovery
-from ..errors import SettingError, nearest
+from ..errors import SettingError
+from ..files import check_names
+from ..hooks import Handle
 
 
 class CacheDitBackend:
@@ -20,38 +23,35 @@ class CacheDitBackend:
             import cache_dit  # type: ignore[import-not-found, import-untyped, unused-ignore]
         except ImportError as error:
             raise SettingError(
-                "cache_backend='cache_dit' needs the package cache-dit, which is not installed: pip install cache-dit. "
-                "Ours needs nothing: cache_backend='tea_cache'."
+                "cache='cache_dit' needs the package cache-dit, which is not installed: pip install cache-dit. Or use "
+                "cache='tea_cache', which needs nothing.",
+                param="cache",
             ) from error
-        if settings is not None and not isinstance(settings, Mapping):
-            raise SettingError(f"cache_config={settings!r}; a mapping such as {{'Fn_compute_blocks': 8}} was expected.")
         known = [field.name for field in dataclasses.fields(cache_dit.DBCacheConfig)]
-        for name in settings or {}:
-            if name not in known:
-                raise SettingError(f"cache_dit has no setting {name!r}. {nearest(str(name), known)}")
+        check_names(settings or {}, known, "a setting of the cache 'cache_dit'")
         self._package: Any = cache_dit
         self._config: Any = cache_dit.DBCacheConfig(**(settings or {}))
         self._enabled: list[Any] = []
 
-    def enable(self, pipeline: Any) -> None:
+    def enable(self, pipeline: Any) -> Handle:
         denoisers = [] if isinstance(pipeline, torch.nn.Module) else ModuleDiscovery.discover(pipeline).dits
         if any(getattr(part, "_is_cached", False) for part in (pipeline, *denoisers)):  # The package's own mark.
             raise SettingError(
-                f"cache-dit is on this {type(pipeline).__name__} already, or on another of its class, on which the "
-                "package writes. Disable that first."
+                f"cache-dit is already on this {type(pipeline).__name__}, or on another of its class (it patches the "
+                "class). Call cache_dit.disable_cache first.",
+                param="cache",
             )
         self._package.enable_cache(pipeline, cache_config=dataclasses.replace(self._config))
         self._enabled.append(pipeline)
+        undo = contextlib.ExitStack()
+        undo.callback(self._enabled.remove, pipeline)
+        undo.callback(self._package.disable_cache, pipeline)
+        return Handle(undo)
 
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
         denoisers = [pipeline] if isinstance(pipeline, torch.nn.Module) else ModuleDiscovery.discover(pipeline).dits
         for denoiser in denoisers:
             self._package.refresh_context(denoiser, num_inference_steps=num_inference_steps)
-
-    def disable(self, pipeline: Any) -> None:
-        if any(pipeline is other for other in self._enabled):
-            self._package.disable_cache(pipeline)
-            self._enabled = [other for other in self._enabled if other is not pipeline]
 
     def stats(self) -> Any:
         return [stats for pipeline in self._enabled for stats in self._package.summary(pipeline, logging=False)]

@@ -150,10 +150,11 @@ def _print_result(files: list[Path], result: GeneratedPictures, load_seconds: fl
 
 def read_settings(option: str, text: str) -> dict[str, Any] | str:
     """Settings that are given on the command line, as JSON or as a file."""
-    from ..engine.sources import read_mapping_or_file
+    from ..engine.sources import read_name_or_json
 
     try:
-        return read_mapping_or_file(text)
+        value: dict[str, Any] | str = read_name_or_json(text)
+        return value
     except ValueError as error:
         raise SettingError(f"{option} {text!r} cannot be read: {error}") from error
 

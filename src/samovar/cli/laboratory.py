@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, nearest
-from ..files import read_json
+from ..files import is_file_name, read_json
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
@@ -350,24 +350,23 @@ def _finish(options: argparse.Namespace, journal: Journal, name: str, report: di
 
 def _method(text: str) -> Method:
     """The setting that is meant: a cache by name, settings as JSON, or a file."""
-    from ..cache import CACHE_BACKENDS
+    from ..cache import cache_names
     from ..lab.methods import read_method
 
-    if text in CACHE_BACKENDS:
-        return read_method({"cache_backend": text})
-    if Path(text).is_file():
-        return read_method(read_json(Path(text)))
+    if text in cache_names() or is_file_name(text):
+        return read_method(text)
     try:
-        wish = json.loads(text)
+        settings = json.loads(text)
     except json.JSONDecodeError as error:
-        why = f" ({error})." if text.lstrip().startswith("{") else f". {nearest(text, CACHE_BACKENDS)}"
+        why = f" ({error})." if text.lstrip().startswith("{") else f". {nearest(text, cache_names())}"
         raise SettingError(
-            f"--cache-config {text!r} is neither a cache ({', '.join(CACHE_BACKENDS)}), nor a file, nor JSON such as "
-            f"'{{\"rel_l1_thresh\": 0.2}}'{why}"
+            f"cache={text!r} is neither a cache ({', '.join(cache_names())}), nor a file, nor JSON such as "
+            f"'{{\"rel_l1_thresh\": 0.2}}'{why}",
+            param="cache",
         ) from error
-    if not isinstance(wish, dict):
-        raise SettingError(f"--cache-config {text!r} must be a JSON object: '{{\"name\": value}}'.")
-    return read_method(wish)
+    if not isinstance(settings, dict):
+        raise SettingError(f"cache={text!r} must be a JSON object: '{{\"name\": value}}'.", param="cache")
+    return read_method(settings)
 
 
 def _origin(studio: Studio, command: str, num_pictures: int) -> str:

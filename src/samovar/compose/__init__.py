@@ -1,7 +1,19 @@
-"""How do a cache, offload and several ranks go on one pipeline together? `attach(pipe, ...)`."""
+"""How do a cache, offload, several ranks and a compiler go on one pipeline together? `attach(pipe, ...)`."""
 
-from .attached import Attached, AttachedStats, attach
-from .config import AttachConfig
+from ..cache import CacheSetting
+from .attached import Attached, AttachedStats, attach, detach
+from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
 from .explain import Explanation
 
-__all__ = ["AttachConfig", "Attached", "AttachedStats", "Explanation", "attach"]
+__all__ = [
+    "AttachConfig",
+    "Attached",
+    "AttachedStats",
+    "CacheSetting",
+    "CompileSetting",
+    "Explanation",
+    "OffloadSetting",
+    "ParallelSetting",
+    "attach",
+    "detach",
+]

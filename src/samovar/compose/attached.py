@@ -1,7 +1,7 @@
-"""What is on the pipeline, and how does it come off again? `attach(pipe, ...) -> Attached`.
+"""What is attached to a pipeline, and how does it come off? `attach(pipe, ...) -> Attached`.
 
-Everything is checked before anything is changed, and whatever fails half-way is undone. What one feature must know of
-another it is told here: a cache asks all ranks before it decides, and the planner of an offload knows what is skipped.
+Everything is checked before anything is changed, and a failure half-way is undone. What one feature must know about
+another is passed on here: a cache asks all ranks before it decides, and the offload planner knows what will be skipped.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from ..arch import find_denoisers
-from ..cache import CacheBackend, TeaCacheBackend
+from ..cache import CacheBackend, CacheSetting, TeaCacheBackend
+from ..errors import SettingError
+from ..hooks import Handle
 from ..offload import Offloaded, OffloadStats, prepare_offload
 from ..parallel import (
     ParallelMesh,
-    SequenceParallelConfig,
+    agreement,
     apply_cfg_parallel,
     disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
@@ -28,78 +28,113 @@ from ..parallel import (
     remove_cfg_parallel,
     sharding_of,
 )
-from .config import AttachConfig, Compiler, OffloadMode, skipped_share
+from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
 from .explain import Explanation, explain
 from .peers import Peer, check_peers
 from .regional import Regions, compile_regions, find_regions
 
+_ENTRY = "_samovar_attached"
+"""Where a pipeline keeps what `attach` put on it, so that `detach(pipe)` finds it."""
+
 
 @dataclass(frozen=True)
 class AttachedStats:
-    """What was done so far; None for what is not attached."""
+    """What each feature did; None for features that are not attached. Print it, or read the fields."""
 
     cache: Any = None
-    """The `stats()` of the cache, of the most recent run."""
+    """The `stats()` of the cache for the most recent run."""
     offload: OffloadStats | None = None
     num_ranks: int = 1
     sharding: Mapping[str, str] = field(default_factory=dict)
-    """By denoiser: where the plan is from by which its sequence is split; empty before the first forward."""
+    """By denoiser: the source of the plan that splits its sequence. Empty before the first forward."""
+
+    def __str__(self) -> str:
+        lines = [] if self.cache is None else ["cache:", *(f"  {line}" for line in str(self.cache).splitlines())]
+        lines += [] if self.offload is None else [f"offload: {self.offload}"]
+        if self.num_ranks > 1:
+            plans = "".join(f"; {name} split by the plan {source}" for name, source in self.sharding.items())
+            lines.append(f"parallel: {self.num_ranks} ranks{plans}")
+        return "\n".join(lines) or "nothing to report"
+
+    __repr__ = __str__
 
 
-class Attached:
-    """A pipeline with features on it; `detach` takes them off."""
+class Attached(Handle):
+    """The features on a pipeline; `detach` takes them off."""
 
     def __init__(self, pipe: Any, config: AttachConfig) -> None:
+        super().__init__()
         self.config = config
-        self.cache: CacheBackend | None = config.make_cache(None)
+        self.cache: CacheBackend | None = None
         self.offloaded: Offloaded | None = None
         self.mesh: ParallelMesh | None = None
         self.denoisers: dict[str, torch.nn.Module] = {}
         self.regions: Regions = {}
         self.peers: list[Peer] = []
-        self._pipe = pipe
-        self._undo = contextlib.ExitStack()
+        self.pipe = pipe
+        self._cache_handle = Handle()
         self._check()
         with contextlib.ExitStack() as undo:
             self._apply(undo)
             self._undo = undo.pop_all()
 
-    def _check(self) -> None:
-        """All that can be refused or decided while nothing is changed."""
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The parameters of `attach` that attached something."""
         config = self.config
-        if self.cache is not None or config.num_ranks > 1 or config.compiles:
-            self.denoisers = find_denoisers(self._pipe)
-            self.peers = check_peers(self.denoisers, config, caches=self.cache is not None)
+        there = {
+            "cache": config.cache is not None,
+            "offload": config.offload is not None,
+            "parallel": config.num_ranks > 1,
+            "compile": config.compiles,
+        }
+        return tuple(name for name, is_there in there.items() if is_there)
+
+    def _check(self) -> None:
+        """All checks and decisions that change nothing."""
+        config = self.config
+        _check_twice(self.pipe, self.features)
+        if config.cache is not None or config.num_ranks > 1 or config.compiles:
+            self.denoisers = find_denoisers(self.pipe)
+            self.peers = check_peers(self.denoisers, config)
         if config.num_ranks > 1:
-            self.mesh = make_mesh(config.parallel or SequenceParallelConfig(), config.cfg_parallel)
-            self.cache = config.make_cache(self.mesh)
+            self.mesh = make_mesh(config.parallel, config.parallel.cfg_parallel_size)
+        if config.cache is not None:
+            self.cache = config.cache.build(None if self.mesh is None else agreement(self.mesh))
         if config.compiles:
             self.regions = find_regions(self.denoisers)
-        if config.offloads:
-            self.offloaded = prepare_offload(self._pipe, config.offload_config(skipped_share(self.cache)))
+        if config.offload is not None:
+            self.offloaded = prepare_offload(self.pipe, config.offload)
 
     def _apply(self, undo: contextlib.ExitStack) -> None:
-        """In a fixed order. Hooks have an order of their own, so this one is only of cost: offload moves all weights,
-        and comes when nothing else can be refused any more."""
+        """Hooks have an order of their own, so this order only matters for cost: offload, which moves all weights,
+        comes last, when nothing else can be refused any more."""
         config = self.config
         if self.mesh is not None:
             for denoiser in self.denoisers.values():
                 if apply_cfg_parallel(denoiser, self.mesh) is not None:
                     undo.callback(remove_cfg_parallel, denoiser)
-                wish = config.parallel or SequenceParallelConfig()
-                if enable_sequence_parallel_for_model(denoiser, wish, mesh=self.mesh) is not None:
+                if enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh) is not None:
                     undo.callback(disable_sequence_parallel_for_model, denoiser)
         if self.cache is not None:
-            self.cache.enable(self._pipe)
-            undo.callback(self.cache.disable, self._pipe)
+            self._cache_handle = self.cache.enable(self.pipe)
+            undo.callback(lambda: self._cache_handle.detach())
         if self.regions:
             undo.callback(compile_regions(self.regions, None if isinstance(config.compile, bool) else config.compile))
         if self.offloaded is not None:
             self.offloaded.start()
             undo.callback(self.offloaded.remove)
+        if self.features:
+            vars(self.pipe)[_ENTRY] = [*_handles(self.pipe), self]
+            undo.callback(self._forget)
+
+    def _forget(self) -> None:
+        vars(self.pipe)[_ENTRY] = [handle for handle in _handles(self.pipe) if handle is not self]
+        if not vars(self.pipe)[_ENTRY]:
+            del vars(self.pipe)[_ENTRY]
 
     def stats(self) -> AttachedStats:
-        """What was done so far."""
+        """What each feature did."""
         found = {name: sharding_of(denoiser) for name, denoiser in self.denoisers.items()} if self.mesh else {}
         return AttachedStats(
             None if self.cache is None else self.cache.stats(),
@@ -110,52 +145,79 @@ class Attached:
 
     def explain(self) -> Explanation:
         """What is attached where, in which order, and why. Print it, or take `to_dict()`."""
-        return explain(
-            self._pipe,
-            self.config,
-            cache=self.cache,
-            offloaded=self.offloaded,
-            regions=self.regions,
-            peers=self.peers,
-            sharding=self.stats().sharding,
-        )
+        return explain(self)
 
     @contextlib.contextmanager
     def exactly(self) -> Iterator[None]:
-        """Runs inside are computed whole, whatever the cache would skip."""
+        """Compute every step of the runs inside, whatever the cache would skip."""
         with contextlib.ExitStack() as undo:
             if isinstance(self.cache, TeaCacheBackend):
                 undo.enter_context(self.cache.paused())
             elif self.cache is not None:
-                self.cache.disable(self._pipe)
-                undo.callback(self.cache.enable, self._pipe)
+                self._cache_handle.detach()
+                undo.callback(self._resume_cache, self.cache)
             yield
 
-    def detach(self) -> None:
-        """Take everything off: the pipeline is what it was. What is off already stays so."""
-        self._undo.close()
-
-    def __enter__(self) -> Attached:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
+    def _resume_cache(self, cache: CacheBackend) -> None:
+        self._cache_handle = cache.enable(self.pipe)
 
 
 def attach(
     pipe: Any,
-    cache: str | None = None,
-    cache_config: Mapping[str, Any] | str | Path | None = None,
-    offload: OffloadMode | None = None,
+    cache: CacheSetting = None,
+    *,
+    offload: OffloadSetting = None,
+    parallel: ParallelSetting = None,
+    compile: CompileSetting = False,
     gpu_memory: str | int | None = None,
-    parallel: SequenceParallelConfig | None = None,
-    cfg_parallel: int = 1,
-    compile: Compiler = False,
-    device: str | torch.device | None = None,
+    replace: bool = False,
 ) -> Attached:
-    """Put features on a pipeline, or on a denoiser alone; the settings are those of `AttachConfig`. With several
-    ranks, every one of them calls this with a copy of the pipeline."""
-    config = AttachConfig(cache, cache_config, offload, gpu_memory, parallel, cfg_parallel, compile, device)
-    return Attached(pipe, config)
+    """Attach features to a pipeline, or to a single denoiser. Take them off with `detach()`, or use `with`.
+
+    Every setting is a name, a settings object, a mapping of settings, or a file that holds one.
+
+    Args:
+        pipe: A diffusers pipeline, any object that holds denoisers, or a denoiser. With several ranks, each of them
+            calls this with a copy of the pipeline.
+        cache: Skips denoising steps. "tea_cache", "forecast", "cache_dit" or a registered backend; a `TeaCacheConfig`;
+            a mapping such as {"backend": "forecast", "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. None looks
+            at the environment variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
+        offload: Keeps weights off the GPU until they are needed. "auto", "model" or "layerwise"; an `OffloadConfig`.
+        parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
+        compile: Compiles the blocks with torch.compile. True, or a backend's name or function.
+        gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
+        replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
+    """
+    config = AttachConfig.read(cache, offload, parallel, compile, gpu_memory)
+    if not replace:
+        return Attached(pipe, config)
+    before = [handle.config for handle in _handles(pipe)]
+    detach(pipe)
+    with contextlib.ExitStack() as restore:
+        for earlier in before:
+            restore.callback(Attached, pipe, earlier)
+        attached = Attached(pipe, config)
+        restore.pop_all()
+    return attached
+
+
+def detach(pipe: Any) -> None:
+    """Take off everything that `attach` put on a pipeline or denoiser. Does nothing if there is nothing."""
+    for handle in reversed(_handles(pipe)):
+        handle.detach()
+
+
+def _handles(pipe: Any) -> list[Attached]:
+    handles: list[Attached] = getattr(pipe, "__dict__", {}).get(_ENTRY, [])
+    return handles
+
+
+def _check_twice(pipe: Any, features: tuple[str, ...]) -> None:
+    for handle in _handles(pipe):
+        for name in features:
+            if name in handle.features:
+                raise SettingError(
+                    f"This {type(pipe).__name__} has {name}= from an earlier attach(). Take that off first with "
+                    "samovar.detach(pipe), or replace it with attach(pipe, ..., replace=True).",
+                    param=name,
+                )

@@ -1,64 +1,71 @@
-"""What is wished for? Every setting of `attach`, checked as far as it can be without a pipeline."""
+"""What may `attach` be asked for? Every setting, checked as far as possible without a pipeline."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from ..cache import CacheBackend, TeaCacheBackend, make_cache_backend
+from ..cache import CacheChoice, CacheSetting, TeaCacheConfig
 from ..errors import SettingError, nearest
-from ..offload import OffloadConfig, parse_bytes
-from ..parallel import ParallelMesh, SequenceParallelConfig, agreement
+from ..files import is_file_name, read_config
+from ..offload import OffloadConfig
+from ..parallel import SequenceParallelConfig
 
 OffloadMode = Literal["auto", "model", "layerwise"]
-Compiler = bool | str | Callable[..., Any]
+OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | None
+ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | None
+CompileSetting = bool | str | Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class AttachConfig:
-    """A cache, an offload, ranks and a compiler for one pipeline; what is left as it is changes nothing."""
+    """The settings of `attach`, checked. The defaults attach nothing."""
 
-    cache: str | None = None
-    """A cache backend by name; None asks the environment, "none" is no cache."""
-    cache_config: Mapping[str, Any] | str | Path | None = None
-    """Its settings, or a file in which `samovar tune` saved them."""
-    offload: OffloadMode | None = None
-    gpu_memory: str | int | None = None
-    """The most that may be used on the device; alone it means offload="auto"."""
-    parallel: SequenceParallelConfig | None = None
-    cfg_parallel: int = 1
-    """Ranks that share the branches of the guidance."""
-    compile: Compiler = False
-    """Whether the denoisers' blocks are compiled; a backend of torch.compile by name, or a function, is used in place
-    of torch's usual one."""
-    device: str | torch.device | None = None
-    """Where an offloaded pipeline computes; a GPU if there is one."""
+    cache: CacheChoice | None = None
+    offload: OffloadConfig | None = None
+    parallel: SequenceParallelConfig = field(default_factory=SequenceParallelConfig)
+    compile: CompileSetting = False
+
+    @classmethod
+    def read(
+        cls,
+        cache: CacheSetting = None,
+        offload: OffloadSetting = None,
+        parallel: ParallelSetting = None,
+        compile: CompileSetting = False,
+        gpu_memory: str | int | None = None,
+        device: torch.device | None = None,
+    ) -> AttachConfig:
+        """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
+        say."""
+        choice, degrees = CacheChoice.read(cache), _read_parallel(parallel)
+        moves = _read_offload(offload, gpu_memory)
+        if moves is not None:
+            moves = replace(moves, device=moves.device or device, skipped=moves.skipped or skipped_share(choice) or 0.0)
+        return cls(choice, moves, degrees, compile)
 
     def __post_init__(self) -> None:
-        if self.offload is not None and self.offload not in get_args(OffloadMode):
-            raise SettingError(f"offload is {self.offload!r}. {nearest(str(self.offload), get_args(OffloadMode))}")
-        if self.gpu_memory is not None:
-            parse_bytes(self.gpu_memory, "gpu_memory")
-        if self.device is not None and not self.offloads:
+        _check_compile(self.compile, offloads=self.offload is not None)
+        if self.cache is None or self.num_ranks == 1:
+            return
+        config = self.cache.settings
+        if not isinstance(config, TeaCacheConfig):
             raise SettingError(
-                f"device={str(self.device)!r} is where an offloaded pipeline computes, and offload is None. Move the "
-                "pipeline itself, pipe.to(device), or choose an offload."
+                f"The cache {self.cache.backend!r} cannot be used on {self.num_ranks} ranks: each rank would decide "
+                "for itself and wait for the others forever. Use the cache 'tea_cache' or 'forecast', or one rank.",
+                param="cache",
             )
-        _check_device(self.device)
-        if self.parallel is not None and not isinstance(self.parallel, SequenceParallelConfig):
-            raise SettingError(f"parallel is {self.parallel!r}; a SequenceParallelConfig was expected.")
-        if type(self.cfg_parallel) is not int or self.cfg_parallel < 1:
-            raise SettingError(f"cfg_parallel is {self.cfg_parallel!r}; a number of ranks from 1 on was expected.")
-        self._check_compiler()
-        self.make_cache(None)
-
-    @property
-    def offloads(self) -> bool:
-        return self.offload is not None or self.gpu_memory is not None
+        if self.parallel.cfg_parallel_size > 1 and config.hard is not None:
+            raise SettingError(
+                "The cache's setting 'hard' looks at one branch to decide for all, and cfg_parallel_size="
+                f"{self.parallel.cfg_parallel_size} puts the branches on different ranks. Leave out one of the two.",
+                param="cache",
+            )
 
     @property
     def compiles(self) -> bool:
@@ -66,68 +73,79 @@ class AttachConfig:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks make one picture."""
-        return self.cfg_parallel * (self.parallel or SequenceParallelConfig()).sequence_parallel_size
-
-    def make_cache(self, mesh: ParallelMesh | None) -> CacheBackend | None:
-        """A cache backend that decides alike on all ranks."""
-        backend = make_cache_backend(self.cache, self.cache_config)
-        if backend is None or self.num_ranks == 1:
-            return backend
-        if type(backend) is not TeaCacheBackend:
-            raise SettingError(
-                f"{type(backend).__name__} cannot be used on {self.num_ranks} ranks: each would decide for itself, and "
-                "wait for the others for ever. Use the cache 'tea_cache' or 'forecast', or one rank."
-            )
-        if self.cfg_parallel > 1 and backend.config.hard is not None:
-            raise SettingError(
-                "The cache's setting 'hard' looks at one branch to decide for all, and cfg_parallel="
-                f"{self.cfg_parallel} puts branches on ranks of their own. Leave one of the two out."
-            )
-        return TeaCacheBackend(backend.config, agreement(mesh)) if mesh is not None else backend
-
-    def offload_config(self, skipped: float | None) -> OffloadConfig:
-        """What offload is to do, knowing what a cache will skip."""
-        return OffloadConfig(
-            mode=self.offload or "auto", gpu_memory=self.gpu_memory, device=self.device, skipped=skipped or 0.0
-        )
-
-    def _check_compiler(self) -> None:
-        if isinstance(self.compile, str):
-            known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
-            names = known(exclude_tags=())
-            if self.compile not in names:
-                raise SettingError(
-                    f"compile={self.compile!r} is no backend of torch.compile. {nearest(self.compile, names)}"
-                )
-            if self.compile == "cudagraphs" and self.offloads:
-                raise SettingError(
-                    "compile='cudagraphs' keeps the addresses of weights, and offload changes them. Use compile=True, "
-                    "or no offload."
-                )
-        elif not isinstance(self.compile, bool) and not callable(self.compile):
-            raise SettingError(
-                f"compile is {self.compile!r}; True, False or a backend of torch.compile such as 'inductor' was "
-                "expected."
-            )
+        """Number of ranks that compute one image."""
+        return self.parallel.num_ranks
 
 
-def skipped_share(cache: CacheBackend | None) -> float | None:
-    """The share of forwards that a cache will skip; None where that shows in the run only."""
-    if cache is None:
+def skipped_share(choice: CacheChoice | None) -> float | None:
+    """The share of forwards that a cache will skip; None if only the run can tell."""
+    if choice is None:
         return 0.0
-    if not isinstance(cache, TeaCacheBackend):
+    config = choice.settings
+    if not isinstance(config, TeaCacheConfig):
         return None
-    masks = list(cache.config.masks.values())
-    if masks:  # One for all branches, or one for each.
+    masks = list(config.masks.values())
+    if masks:
         return sum(mask.count(False) for mask in masks) / sum(map(len, masks))
-    return 0.0 if cache.config.never_skips else None
+    return 0.0 if config.never_skips else None
 
 
-def _check_device(device: str | torch.device | None) -> None:
-    try:
-        kind = torch.device(device or "cpu").type
-    except RuntimeError as error:
-        raise SettingError(f"device is {device!r}. Give cuda, cuda:1 for the second GPU, or cpu.") from error
-    if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise SettingError(f"device={str(device)!r} cannot be used for offload: a GPU that is here, or cpu, can.")
+def _read_offload(offload: OffloadSetting, gpu_memory: str | int | None) -> OffloadConfig | None:
+    if offload is None and gpu_memory is None:
+        return None
+    if isinstance(offload, str) and not is_file_name(offload):
+        if offload not in get_args(OffloadMode):
+            raise SettingError(f"offload={offload!r}. {nearest(offload, get_args(OffloadMode))}", param="offload")
+        offload = {"mode": offload}
+    config = OffloadConfig() if offload is None else read_config(OffloadConfig, offload, "offload")
+    if gpu_memory is None:
+        return config
+    if config.gpu_memory not in (None, gpu_memory):
+        raise SettingError(
+            f"gpu_memory={gpu_memory!r} was given, and {config.gpu_memory!r} in offload. Leave out one of the two.",
+            param="gpu_memory",
+        )
+    return replace(config, gpu_memory=gpu_memory)
+
+
+def _read_parallel(parallel: ParallelSetting) -> SequenceParallelConfig:
+    if parallel is None:
+        return SequenceParallelConfig()
+    if isinstance(parallel, str) and not is_file_name(parallel):
+        if parallel not in ("ulysses", "ring"):
+            raise SettingError(f"parallel={parallel!r}. {nearest(parallel, ('ulysses', 'ring'))}", param="parallel")
+        return SequenceParallelConfig.of_strategy(parallel, _world_size(parallel))
+    return read_config(SequenceParallelConfig, parallel, "parallel")
+
+
+def _world_size(name: str) -> int:
+    """Number of ranks that torchrun started, or of GPUs here."""
+    size = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count()
+    if size < 1:
+        raise SettingError(
+            f"parallel={name!r} uses all ranks that torchrun started, or all GPUs, and there are none here. Give a "
+            f"number: parallel={{'{name}_degree': 2}}.",
+            param="parallel",
+        )
+    return size
+
+
+def _check_compile(value: Any, *, offloads: bool) -> None:
+    if isinstance(value, str):
+        known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
+        names = known(exclude_tags=())
+        if value not in names:
+            raise SettingError(
+                f"compile={value!r} is not a backend of torch.compile. {nearest(value, names)}", param="compile"
+            )
+        if value == "cudagraphs" and offloads:
+            raise SettingError(
+                "compile='cudagraphs' records the addresses of weights, and offload changes them. Use compile=True, or "
+                "no offload.",
+                param="compile",
+            )
+    elif not isinstance(value, bool) and not callable(value):
+        raise SettingError(
+            f"compile={value!r}; True, False, or a backend of torch.compile such as 'inductor' was expected.",
+            param="compile",
+        )

@@ -1,36 +1,36 @@
-"""What is attached where, in which order, and why? Read off the pipeline itself, not off what was wished for."""
+"""What is attached where, in which order, and why? Read from the pipeline itself, not from the settings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arch import ModuleDiscovery, coverage, find_anatomy, find_denoisers
+from ..arch import ModuleDiscovery, coverage, find_anatomy
 from ..arch.modules import named_parts, unwrapped
-from ..cache import CacheBackend, TeaCacheBackend
+from ..cache import TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
-from ..offload import Offloaded
-from ..parallel import SequenceParallelConfig
-from .config import AttachConfig, skipped_share
-from .peers import Peer
-from .regional import Regions
+from .config import skipped_share
+
+if TYPE_CHECKING:
+    from .attached import Attached
 
 _WHY = {
-    HookOrder.OUTERMOST: "tells whose call this is, for all that stand inside",
-    HookOrder.SHARD: "splits the work over ranks, outside the cache, so that ranks decide as one",
-    HookOrder.CACHE: "may answer for what stands inside, so that a skipped block moves no weights and runs no graph",
-    HookOrder.OFFLOAD: "brings weights in for what is really computed, and nothing else",
-    HookOrder.OTHER: "stands next to the module itself",
+    HookOrder.OUTERMOST: "identifies the branch of the call for the hooks inside",
+    HookOrder.SHARD: "splits the work over ranks; it is outside the cache, so that all ranks decide alike",
+    HookOrder.CACHE: "may answer for everything inside: a skipped block moves no weights and runs no graph",
+    HookOrder.OFFLOAD: "brings in the weights of what is really computed, and nothing else",
+    HookOrder.OTHER: "is next to the module itself",
 }
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing that is attached."""
+    """One feature on the pipeline."""
 
     name: str
     settings: str
@@ -39,28 +39,33 @@ class Feature:
 
 @dataclass(frozen=True)
 class Place:
-    """Modules that have the same on them."""
+    """Modules with the same chain of hooks."""
 
     where: tuple[str, ...]
-    """Paths; a star stands for the numbers of a list."""
+    """Paths; a star stands for the indices of a list."""
     num_modules: int
     chain: tuple[str, ...]
     """Outermost first."""
 
+    def lines(self) -> list[str]:
+        """The paths, wrapped, and the number of modules."""
+        count = f" ({self.num_modules} modules)" if self.num_modules > 1 else ""
+        return textwrap.wrap(", ".join(self.where) + count, 112, break_long_words=False, break_on_hyphens=False)
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `Attached.explain` gives; `str` of it is for people."""
+    """The result of `Attached.explain`. Print it."""
 
     pipeline: str
     features: tuple[Feature, ...]
     pipeline_hooks: tuple[str, ...]
-    """What watches where a run begins and ends."""
+    """Hooks that see where a run begins and ends."""
     places: tuple[Place, ...]
     order: tuple[str, ...]
-    """Why hooks stand in the order in which they do, outermost first; those kinds that are there."""
-    crossings: tuple[str, ...]
-    """What one feature is told of another."""
+    """Why the hooks are in this order, outermost first; only the kinds that are there."""
+    interactions: tuple[str, ...]
+    """What one feature knows about another."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -77,114 +82,81 @@ class Explanation:
             lines += ["", f"Around a run: {', '.join(self.pipeline_hooks)}"]
         lines += ["", "Around a call, outermost first:"] if self.places else []
         for place in self.places:
-            lines += [f"  {' > '.join(place.chain)}", *(f"    {line}" for line in _wrapped(place))]
+            lines += [f"  {' > '.join(place.chain)}", *(f"    {line}" for line in place.lines())]
         lines += ["", *(f"  {line}" for line in self.order)] if self.order else []
-        if self.crossings:
-            lines += ["", "Told to each other:", *(f"  - {crossing}" for crossing in self.crossings)]
+        if self.interactions:
+            lines += ["", "How they work together:", *(f"  - {line}" for line in self.interactions)]
         return "\n".join(lines)
 
 
-def explain(
-    pipe: Any,
-    config: AttachConfig,
-    *,
-    cache: CacheBackend | None,
-    offloaded: Offloaded | None,
-    regions: Regions,
-    peers: Sequence[Peer],
-    sharding: Mapping[str, str],
-) -> Explanation:
-    """What is on a pipeline now."""
-    bare = unwrapped(pipe) if isinstance(pipe, torch.nn.Module) else pipe
+def explain(attached: Attached) -> Explanation:
+    """What is on the pipeline now."""
+    pipe = attached.pipe
     places = _places(pipe)
     hooks = {hook for place in places for hook in place.chain}
     seen = [order for order in HookOrder if any(hook.endswith(f"({order.name.lower()})") for hook in hooks)]
-    found = _features(
-        config,
-        cache,
-        offloaded,
-        regions,
-        sharding,
-        covered=_covered(pipe) if isinstance(cache, TeaCacheBackend) else (),
-    )
-    features = (*found, *(_of_peer(peer) for peer in peers))
     return Explanation(
-        pipeline=type(bare).__name__,
-        features=features,
+        pipeline=type(unwrapped(pipe) if isinstance(pipe, torch.nn.Module) else pipe).__name__,
+        features=tuple(_features(attached)),
         pipeline_hooks=tuple(pipeline_hooks(pipe)),
         places=places,
         order=tuple(f"{order.name.lower()}: {_WHY[order]}" for order in seen),
-        crossings=tuple(_crossings(config, cache, offloaded, regions)),
+        interactions=tuple(_interactions(attached)),
     )
 
 
-# ------------------------------------------------------------------------------------------------ what
-
-
-def _features(
-    config: AttachConfig,
-    cache: CacheBackend | None,
-    offloaded: Offloaded | None,
-    regions: Regions,
-    sharding: Mapping[str, str],
-    *,
-    covered: Sequence[str],
-) -> Iterator[Feature]:
-    wish = config.parallel or SequenceParallelConfig()
-    if wish.sequence_parallel_size > 1:
-        sources = [f"{name}: split by the plan {source}" for name, source in sharding.items() if source]
+def _features(attached: Attached) -> Iterator[Feature]:
+    parallel, cache, offloaded = attached.config.parallel, attached.cache, attached.offloaded
+    if parallel.sequence_parallel_size > 1:
+        sources = [f"{name}: split by the plan {source}" for name, source in attached.stats().sharding.items()]
         unknown = "the plan is compared with the unsharded output at the first forward"
-        settings = f"{wish.sequence_parallel_size} ranks, {wish.strategy}"
+        settings = f"{parallel.sequence_parallel_size} ranks, {parallel.strategy}"
         yield Feature("sequence parallel", settings, "; ".join(sources) or unknown)
-    if config.cfg_parallel > 1:
-        why = "each computes its own branches; the first step, on all ranks, shows how many there are"
-        yield Feature("CFG parallel", f"{config.cfg_parallel} ranks", why)
+    if parallel.cfg_parallel_size > 1:
+        why = "each rank computes its own branches; the first step runs on all ranks to count them"
+        yield Feature("CFG parallel", f"{parallel.cfg_parallel_size} ranks", why)
     if cache is not None:
         about = cache.config.summary() if isinstance(cache, TeaCacheBackend) else ""
-        name = type(cache).__name__.removesuffix("Backend")
-        settings = "\n".join((f"{name} {about}".strip(), *covered))
+        covered = _covered(attached.denoisers) if isinstance(cache, TeaCacheBackend) else ()
+        settings = "\n".join((f"{type(cache).__name__.removesuffix('Backend')} {about}".strip(), *covered))
         yield Feature("cache", settings, "skips steps that would change little")
-    if regions:
-        classes = sorted({type(block).__name__ for block in regions.values()})
-        compiler = "torch's usual compiler" if config.compile is True else f"{config.compile}"
-        why = "blocks of a class share a graph; all hooks stand outside of it"
-        yield Feature("compile", f"{len(regions)} blocks ({', '.join(classes)}) by {compiler}", why)
+    if attached.regions:
+        classes = sorted({type(block).__name__ for block in attached.regions.values()})
+        compiler = "torch's default compiler" if attached.config.compile is True else f"{attached.config.compile}"
+        why = "blocks of a class share a graph; all hooks are outside it"
+        yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
     if offloaded is not None:
         settings = f"{offloaded.config.mode}, computing on {offloaded.execution_device}\n{offloaded.plan}"
-        yield Feature("offload", settings, "what is not needed yet does not lie on the device")
+        yield Feature("offload", settings, "weights are on the device only when they are needed")
+    for peer in attached.peers:
+        yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
 
 
-def _covered(pipe: Any) -> tuple[str, ...]:
-    """For each denoiser that is built of blocks, how much of it they hold: the rest runs at skipped steps, too."""
-    found = {name: (module, find_anatomy(module)) for name, module in find_denoisers(pipe).items()}
-    return tuple(f"{name}: {coverage(module, anatomy)}" for name, (module, anatomy) in found.items() if anatomy.stacks)
+def _covered(denoisers: dict[str, torch.nn.Module]) -> Iterator[str]:
+    """For each denoiser made of blocks, the share they hold: the rest also runs at skipped steps."""
+    for name, module in denoisers.items():
+        anatomy = find_anatomy(module)
+        if anatomy.stacks:
+            yield f"{name}: {coverage(module, anatomy)}"
 
 
-def _of_peer(peer: Peer) -> Feature:
-    return Feature(peer.name, f"on {peer.where}", "was there before, and stays: it works inside of ours")
-
-
-def _crossings(
-    config: AttachConfig, cache: CacheBackend | None, offloaded: Offloaded | None, regions: Regions
-) -> Iterator[str]:
-    if cache is not None and config.num_ranks > 1:
-        yield f"the cache decides by figures of all {config.num_ranks} ranks, so that all skip the same steps"
-    if cache is not None and offloaded is not None:
-        share = skipped_share(cache)
-        known = "is not known before a run, and taken as 0" if share is None else f"is {share:.0%}"
-        yield f"the planner of the offload is told what share of the forwards is skipped, which {known}"
-        yield "the cache keeps its own copies of the few weights it decides by, where their block is offloaded"
+def _interactions(attached: Attached) -> Iterator[str]:
+    config, offloaded = attached.config, attached.offloaded
+    if config.cache is not None and config.num_ranks > 1:
+        yield f"the cache decides from the figures of all {config.num_ranks} ranks, so all ranks skip the same steps"
+    if config.cache is not None and offloaded is not None:
+        share = skipped_share(config.cache)
+        known = "unknown before a run and taken as 0" if share is None else f"{share:.0%}"
+        yield f"the offload planner counts on the share of skipped forwards, which is {known}"
+        yield "the cache keeps its own copies of the few weights that it needs to decide, if their block is offloaded"
     if offloaded is not None:
-        yield f"the pipeline makes its latents on {offloaded.execution_device}, wherever its weights lie"
-    if regions and config.num_ranks > 1:
-        yield "graphs of blocks break at each attention, where ranks exchange what they have"
-
-
-# ------------------------------------------------------------------------------------------------ where
+        yield f"the pipeline creates its latents on {offloaded.execution_device}, wherever its weights are"
+    if attached.regions and config.num_ranks > 1:
+        yield "the graphs of blocks break at each attention, where ranks exchange tokens"
 
 
 def _places(pipe: Any) -> tuple[Place, ...]:
-    """All modules that have something on them, those with the same chain together, in the order of their paths."""
+    """All modules with hooks, grouped by their chain."""
     found: dict[tuple[str, ...], dict[str, int]] = {}
     for path, module in _modules(pipe):
         chain = _chain(module)
@@ -209,16 +181,3 @@ def _modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, root in roots.items():
         for path, module in named_parts(root).items():
             yield f"{name}.{path}".rstrip("."), module
-
-
-def _wrapped(place: Place, width: int = 112) -> list[str]:
-    """The paths in lines of some width."""
-    lines = [""]
-    for path in place.where:
-        word = f"{path}, "
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] += word
-    lines[-1] = lines[-1].removesuffix(", ")
-    count = f" ({place.num_modules} modules)" if place.num_modules > 1 else ""
-    return [line.rstrip() for line in lines[:-1]] + [lines[-1] + count]

@@ -61,12 +61,12 @@ def _peers_on(name: str, denoiser: torch.nn.Module) -> Iterator[Peer]:
             yield Peer("offload", f"accelerate's {type(module._hf_hook).__name__}", where)
 
 
-def check_peers(denoisers: Mapping[str, torch.nn.Module], config: AttachConfig, *, caches: bool) -> list[Peer]:
-    """Refuse by name what cannot go with what is wished for; what is there and can."""
+def check_peers(denoisers: Mapping[str, torch.nn.Module], config: AttachConfig) -> list[Peer]:
+    """What other libraries have attached, if all of it works with this config; refused by name if not."""
     peers = find_peers(denoisers)
     for peer in peers:
         there = f"{peer.name} is on {peer.where}"
-        if peer.kind == "cache" and caches:
+        if peer.kind == "cache" and config.cache is not None:
             raise SettingError(
                 f"{there}, and another cache was asked for: each would take what the other reused for computed. Take "
                 "it off first (model.disable_cache(), or disable_cache of cache-dit), or leave out cache."

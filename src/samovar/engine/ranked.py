@@ -113,8 +113,9 @@ def is_under_torchrun() -> bool:
 def _check_world(config: OmniDiffusionConfig, size: int) -> None:
     if config.num_ranks != size:
         raise SettingError(
-            f"{size} ranks are running, and the degrees need {config.num_ranks} (cfg {config.cfg_parallel_size} x ring "
-            f"{config.ring_degree} x ulysses {config.ulysses_degree}). Their product must be the number of ranks."
+            f"{size} ranks are running, and parallel={config.parallel!r} needs {config.num_ranks}. The product of its "
+            "degrees must be the number of ranks.",
+            param="parallel",
         )
 
 

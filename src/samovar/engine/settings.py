@@ -9,18 +9,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
 from .models import find_model
-from .sources import gather, read_bool, read_mapping_or_file
+from .sources import gather, read_bool, read_name_or_json
 
 if TYPE_CHECKING:
     import torch
 
-    from ..compose import AttachConfig
+    from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+@accept_aliases
 @dataclass(frozen=True)
 class OmniDiffusionConfig:
     """What is wished for: all settings of `Omni` and `AsyncOmni`."""
@@ -33,23 +35,16 @@ class OmniDiffusionConfig:
     """Whether a bar is shown on a terminal."""
     trust_remote_code: bool = False
     """Whether Python files that come with the model may be run."""
-    cache_backend: str | None = None
-    cache_config: Mapping[str, Any] | str | Path | None = None
-    """Its settings, or a file in which `samovar tune` saved them."""
-    enable_cpu_offload: bool = False
-    """Denoisers and encoders take turns on the device."""
-    enable_layerwise_offload: bool = False
-    """Their blocks stream."""
+    cache: CacheSetting = None
+    """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`."""
+    offload: OffloadSetting = None
+    """CPU offload: "auto", "model" or "layerwise", an OffloadConfig, a mapping or a file."""
     gpu_memory: str | int | None = None
-    """The most that may be used on the device; alone, as little is offloaded as it demands."""
-    ulysses_degree: int = 1
-    ring_degree: int = 1
-    """Ranks that share a sequence."""
-    cfg_parallel_size: int = 1
-    """Ranks that share the branches of the guidance."""
+    """GPU memory budget, such as "12GiB". Alone it offloads as little as the budget demands."""
+    parallel: ParallelSetting = None
+    """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
     compile: bool = False
-    """Whether the denoiser's blocks are compiled: the first picture takes longer, maybe more than `step_timeout_s`, and
-    the others less."""
+    """Whether to compile the denoiser's blocks. The first image takes longer, perhaps longer than `step_timeout_s`."""
     max_batch: int = 1
     """The most pictures that are made at once; above 1 they may differ in the last bits from those made alone."""
     max_queue: int = 16
@@ -69,14 +64,9 @@ class OmniDiffusionConfig:
         if self.dtype not in _DTYPES:
             hint = nearest(str(self.dtype), _DTYPES)
             raise SettingError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}. {hint}")
-        if self.enable_cpu_offload and self.enable_layerwise_offload:
-            raise SettingError(
-                "enable_cpu_offload and enable_layerwise_offload exclude each other: components take turns as a whole, "
-                "or their blocks stream. Choose one, or give gpu_memory alone, which chooses for you."
-            )
         find_model(self.model)
         _check_device(self.device)
-        if self.num_ranks > 1:
+        if self.attach_config().num_ranks > 1:
             self._check_gpus()
 
     def _check_kinds(self) -> None:
@@ -95,23 +85,14 @@ class OmniDiffusionConfig:
     def attach_config(self) -> AttachConfig:
         """What goes on the pipeline."""
         from ..compose import AttachConfig
-        from ..parallel import SequenceParallelConfig
 
-        if type(self.cfg_parallel_size) is not int or self.cfg_parallel_size < 1:
-            raise SettingError(
-                f"cfg_parallel_size is {self.cfg_parallel_size!r}; a number of ranks from 1 on was expected."
-            )
-        offloads = self.enable_cpu_offload or self.enable_layerwise_offload
-        is_offloaded = offloads or self.gpu_memory is not None
-        return AttachConfig(
-            cache=self.cache_backend,
-            cache_config=self.cache_config,
-            offload=None if not offloads else "model" if self.enable_cpu_offload else "layerwise",
-            gpu_memory=self.gpu_memory,
-            parallel=SequenceParallelConfig(ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree),
-            cfg_parallel=self.cfg_parallel_size,
+        return AttachConfig.read(
+            cache=self.cache,
+            offload=self.offload,
+            parallel=self.parallel,
             compile=self.compile,
-            device=self.execution_device() if is_offloaded else None,
+            gpu_memory=self.gpu_memory,
+            device=self.execution_device(),
         )
 
     @property
@@ -172,4 +153,4 @@ def _check_device(device: str | None) -> None:
 def _reader(annotation: Any) -> Callable[[str], Any]:
     """What makes a value of a variable's text."""
     readers: dict[str, Callable[[str], Any]] = {"bool": read_bool, "int": int, "float": float}
-    return readers.get(annotation, read_mapping_or_file if "Mapping" in annotation else str)
+    return readers.get(annotation, read_name_or_json if annotation.endswith("Setting") else str)

@@ -1,109 +1,65 @@
-"""Where do settings come from? From arguments, then from a file, then from the environment: the first that says
-something wins. A name that is not known is refused wherever it stands."""
+"""Where do settings come from? From arguments, then a file, then the environment: the first one that has it wins.
+
+Each source may use vllm-omni's spellings. Unknown names are refused in all of them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError, nearest
+from .. import aliases
+from ..errors import SettingError
+from ..files import check_names, read_mapping
 
 PREFIX = "SAMOVAR_"
-OF_OTHERS = frozenset({"SAMOVAR_API_KEY"})
-"""Variables that are no settings of the engine: the key of the server."""
+NOT_SETTINGS = frozenset({"SAMOVAR_API_KEY"})
+"""Variables with our prefix that the engine does not read: the server's key."""
 
-_OF_KUBERNETES = re.compile(r"SAMOVAR_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
-"""What it puts into every container where a Service is named samovar, or samovar-something."""
+_SET_BY_KUBERNETES = re.compile(
+    r"SAMOVAR_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""Variables in every container where a Service is named samovar or samovar-something."""
+
+Reader = Callable[[str], Any]
+"""Turns the text of a variable into a value; raises ValueError."""
 
 
-def gather(
-    arguments: Mapping[str, Any], file: str | Path | None, readers: Mapping[str, Callable[[str], Any]]
-) -> dict[str, Any]:
-    """All settings by name. `readers` has every known name, with what makes a value of the text of a variable."""
-    check_names(arguments, readers, "setting of Omni")
+def gather(arguments: Mapping[str, Any], file: str | Path | None, readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """All settings by name. `readers` has every known name."""
+    all_readers = {**readers, **{name: _READERS[alias.kind] for name, alias in aliases.ALIASES.items()}}
+    in_file = {} if file is None else read_mapping(file, "config")
+    check_names(arguments, all_readers, "a setting of Omni")
+    check_names(in_file, all_readers, f"a setting of Omni, in {str(file)!r}")
     settings: dict[str, Any] = {}
-    for layer in (from_environment(readers), from_file(file, readers), arguments):
-        settings = {**_kept(settings, layer), **layer}
+    for layer in (from_environment(all_readers), in_file, arguments):
+        settings.update(aliases.resolve(layer))
     return settings
 
 
-def _kept(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
-    """What lower settings say that goes with higher ones: nothing about another cache, or another way to offload."""
-    kept = dict(lower)
-    if "cache_backend" in higher:
-        chosen = higher["cache_backend"]
-        if chosen in (None, "", "none") or kept.get("cache_backend", chosen) != chosen:
-            kept.pop("cache_config", None)
-    for name, other in (("cpu", "layerwise"), ("layerwise", "cpu")):
-        if higher.get(f"enable_{name}_offload") is True:
-            kept.pop(f"enable_{other}_offload", None)
-    return kept
-
-
-def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuse the first name that is not known, with the nearest one that is."""
-    names = list(known)
-    for name in given:
-        if name not in names:
-            raise SettingError(f"{name!r} is no {what}. {nearest(str(name), names)}")
-
-
-def from_file(file: str | Path | None, known: Iterable[str]) -> dict[str, Any]:
-    """The settings in a YAML or JSON file."""
-    if file is None:
-        return {}
-    path = Path(file).expanduser()
-    try:
-        content = _parsed(path, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"The settings in {str(path)!r} cannot be read: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise SettingError(f"{str(path)!r} must hold settings by name, such as `model: emoji`, not {content!r}.")
-    check_names(content, known, f"setting of Omni, in {str(path)!r}")
-    return content
-
-
-def _parsed(path: Path, text: str) -> Any:
-    if path.suffix.lower() == ".json":
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise SettingError(f"{str(path)!r} is no JSON: {error}") from error
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        raise SettingError(f"{str(path)!r} must end in .yaml, .yml or .json, so that it is clear how to read it.")
-    import yaml  # type: ignore[import-untyped, unused-ignore]
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingError(f"{str(path)!r} is no YAML: {error}") from error
-
-
-def from_environment(readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """The settings in variables such as SAMOVAR_CACHE_BACKEND."""
+def from_environment(readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """The settings in variables such as SAMOVAR_CACHE."""
     variables = {f"{PREFIX}{name.upper()}": name for name in readers}
     settings = {}
     for variable, text in os.environ.items():
-        if not variable.startswith(PREFIX) or variable in OF_OTHERS or _is_of_kubernetes(variable, text):
+        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or _is_set_by_kubernetes(variable, text):
             continue
-        check_names([variable], variables, "setting of Omni, in the environment")
+        check_names([variable], variables, "a setting of Omni, in the environment")
         try:
             settings[variables[variable]] = readers[variables[variable]](text)
         except ValueError as error:
-            raise SettingError(f"The variable {variable}={text!r} cannot be read: {error}") from error
+            raise SettingError(f"The variable {variable}={text!r} cannot be read: {error}", param=variable) from error
     return settings
 
 
-def _is_of_kubernetes(variable: str, text: str) -> bool:
-    """SAMOVAR_PORT is an address there; a mere number is a mistake of the user's, who is to know."""
+def _is_set_by_kubernetes(variable: str, text: str) -> bool:
+    """SAMOVAR_PORT is an address there; a plain number is the user's mistake and is reported."""
     is_address = variable.endswith("_PORT") and "://" in text
-    return is_address or _OF_KUBERNETES.fullmatch(variable) is not None
+    return is_address or _SET_BY_KUBERNETES.fullmatch(variable) is not None
 
 
 def read_bool(text: str) -> bool:
@@ -114,14 +70,18 @@ def read_bool(text: str) -> bool:
     return words[text.strip().lower()]
 
 
-def read_mapping_or_file(text: str) -> dict[str, Any] | str:
-    """Settings as JSON, or the name of a file that holds them."""
+def read_name_or_json(text: str) -> Any:
+    """A name or a file as it is, or settings as JSON."""
     if not text.lstrip().startswith(("{", "[", '"')):
         return text
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f'{error}; expected JSON such as {{"name": value}}, or a file') from error
+        raise ValueError(f'{error}; expected JSON such as {{"name": value}}, a name or a file') from error
     if not isinstance(value, dict):
-        raise ValueError('expected a JSON object, such as {"name": value}, or a file')
+        raise ValueError('expected a JSON object, such as {"name": value}, a name or a file')
     return value
+
+
+_READERS: Mapping[str, Reader] = {"name": str, "bool": read_bool, "int": int, "mapping or file": read_name_or_json}
+"""By the kind of an alias."""

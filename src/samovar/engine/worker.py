@@ -72,7 +72,7 @@ class Worker:
         find_loader(folder, trust_remote_code=config.trust_remote_code)  # Imports are not what loading takes.
         started = time.perf_counter()
         self._pipeline = load_pipeline(folder, _dtype(config), trust_remote_code=config.trust_remote_code)
-        if not config.attach_config().offloads:
+        if config.attach_config().offload is None:
             # What is offloaded stays on the host, and never passes through the device whole.
             self._pipeline.to(config.execution_device())
         self.facts = facts_of(self._pipeline, defaults)

@@ -83,12 +83,12 @@ class Calibration:
         return self.branches[self.leader]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. `cache_config` is what a cache takes, `coefficients` an entry as in coefficients.json."""
+        """For JSON. `cache` is what `attach(cache=...)` takes, `coefficients` an entry as in coefficients.json."""
         values = [float(f"{value:.9g}") for value in self.fit.coefficients]
         entry = {"coefficients": values, "origin": self.origin}
         errors = None if self.trajectory is None else self.trajectory.reuse_errors()
         return {
-            "cache_config": {"coefficients": values} if self.fit.is_useful else {},
+            "cache": {"coefficients": values} if self.fit.is_useful else {},
             "coefficients": {self.model_class: entry} if self.fit.is_useful else {},
             "verdict": self.fit.verdict,
             "leader": self.leader,
@@ -189,8 +189,7 @@ def watched_signals() -> Method:
         denoisers = find_denoisers(pipeline)
         with contextlib.ExitStack() as undo:
             trajectory = undo.enter_context(exact.attached(pipeline))
-            backend.enable(pipeline)
-            undo.callback(backend.disable, pipeline)
+            undo.enter_context(backend.enable(pipeline))
             hooks = {}
             for name, denoiser in denoisers.items():
                 registry = HookRegistry.get_or_create(denoiser)

@@ -8,11 +8,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ..cache import PipelineStats, make_cache_backend
+from ..cache import CacheChoice, PipelineStats
 from ..compose import attach
 from ..errors import SettingError
+from ..files import is_file_name, read_settings
 
 Notes = Callable[[], Any]
 """What a method says of the last run, as plain JSON values."""
@@ -65,7 +67,7 @@ def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, fam
 
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
-        with attach(pipeline, cache=backend, cache_config=dict(settings)) as on_it:
+        with attach(pipeline, cache={"backend": backend, **settings}) as on_it:
             yield lambda: _said(on_it.stats().cache)
 
     named = {key: "more" if key == HARD else value for key, value in settings.items() if key != "forecast_weights"}
@@ -73,7 +75,7 @@ def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, fam
     return Method(
         name or f"{backend} {words}".strip(),
         family or f"samovar {backend}",
-        {"cache_backend": backend, **settings},
+        {"backend": backend, **settings},
         attached,
         is_adaptive="schedule" not in settings or "hard" in settings,
     )
@@ -89,17 +91,12 @@ def _said(stats: Any) -> dict[str, Any] | None:
     return {**masks, HARD: list(hard)} if hard else masks
 
 
-def read_method(wish: Mapping[str, Any]) -> Method:
-    """The method of a saved setting, or of one that was typed in.
-
-    It is a mapping with `cache_backend` and `cache_config`, as `tune` saves it, or the settings alone, which are then
-    those of "forecast". A wrong name or value is refused.
-    """
-    is_saved = "cache_config" in wish
-    backend = wish.get("cache_backend", "tea_cache" if is_saved else "forecast")
-    settings = wish["cache_config"] if is_saved else {k: v for k, v in wish.items() if k != "cache_backend"}
-    if not isinstance(settings, Mapping):
-        raise SettingError(f"cache_config is {settings!r}; a mapping such as {{'rel_l1_thresh': 0.2}} was expected.")
-    if make_cache_backend(backend, settings) is None:
-        raise SettingError(f"cache_backend={backend!r} is no cache, and the exact pictures are made anyway.")
+def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
+    """The method of a setting for `attach(cache=...)`. Settings without a backend are those of "forecast"."""
+    if is_file_name(cache):
+        cache = read_settings(cache, "cache")  # type: ignore[arg-type]
+    settings: dict[str, Any] = dict(cache) if isinstance(cache, Mapping) else {"backend": cache}
+    backend = settings.pop("backend", "forecast")
+    if CacheChoice.read({"backend": backend, **settings}) is None:
+        raise SettingError(f"cache={backend!r} is no cache, and the exact images are made anyway.", param="cache")
     return ours(backend, settings)

@@ -77,7 +77,7 @@ class StudioConfig:
 
     def engine(self) -> OmniDiffusionConfig:
         """The same for the engine, which checks it."""
-        return OmniDiffusionConfig(self.model, dtype=self.dtype, device=self.device, cache_backend="none")
+        return OmniDiffusionConfig(self.model, dtype=self.dtype, device=self.device, cache="none")
 
 
 class Studio:

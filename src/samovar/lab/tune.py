@@ -144,11 +144,9 @@ class Tuned:
         return self.held_out.quality.psnr > self.plain.quality.psnr
 
     def setting(self, origin: str) -> dict[str, Any]:
-        """What is saved, for `cache_config` to load."""
-        settings = dict(self.row.settings)
+        """What is saved, for `attach(cache=FILE)` to load."""
         return {
-            "cache_backend": settings.pop("cache_backend"),
-            "cache_config": settings,
+            "cache": dict(self.row.settings),
             "num_inference_steps": self.num_steps,
             "promise": str(self.promise),
             "kept_on_held_out": round(self.share_kept, 4),

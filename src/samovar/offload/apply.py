@@ -23,7 +23,7 @@ from .measure import Measured, Meter
 from .model_level import HOOK, Tenant, Turns, install_hooks
 from .parcels import Parcel
 from .planner import ComponentPlan, Mode, OffloadPlan, plan_offload
-from .sizes import SHARED, Component, find_components, measure_components, parse_bytes
+from .sizes import SHARED, Component, find_components, format_bytes, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
 from .weights import check_movable
@@ -75,6 +75,14 @@ class OffloadStats:
     copied_bytes: int
     """What was copied on the host to be pinned; the rest is pinned where it lies."""
     setup_s: float
+
+    def __str__(self) -> str:
+        sent, held = format_bytes(self.sent_bytes), format_bytes(self.most_held_bytes)
+        late = f", {self.late_blocks} of them late" if self.late_blocks else ""
+        return (
+            f"{sent} sent in {self.block_loads} block loads{late}; at most {held} of weights on the device; "
+            f"{self.setup_s:.1f} s to set up"
+        )
 
 
 def apply_offload(pipeline: Any, config: OffloadConfig | None = None, *, stage: Stage | None = None) -> Offloaded:

@@ -30,11 +30,13 @@ class SequenceParallelConfig:
     """Ranks that pass keys and values round."""
     allgather_degree: int = 1
     """Ranks that gather keys and values: works with any attention, and excludes the other two."""
+    cfg_parallel_size: int = 1
+    """Ranks that share the CFG branches."""
     convert_to_fp32: bool = True
     """Whether parts of a ring are merged in float32."""
 
     def __post_init__(self) -> None:
-        for item in fields(self)[:3]:
+        for item in fields(self)[:4]:
             degree = getattr(self, item.name)
             if type(degree) is not int or degree < 1:
                 raise SettingError(f"{item.name} is {degree!r}; a number of ranks from 1 on was expected.")
@@ -49,6 +51,11 @@ class SequenceParallelConfig:
     def sequence_parallel_size(self) -> int:
         """How many ranks share one sequence."""
         return self.allgather_degree * self.ring_degree * self.ulysses_degree
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that compute one image."""
+        return self.cfg_parallel_size * self.sequence_parallel_size
 
     @property
     def strategy(self) -> StrategyName:

@@ -61,7 +61,7 @@ class House:
     @cached_property
     def is_cached(self) -> bool:
         """Whether the engine skips steps; the environment may say so too."""
-        return self.omni.config.attach_config().make_cache(None) is not None
+        return self.omni.config.attach_config().cache is not None
 
     def problem(self) -> str | None:
         """Why no request can be taken now, if so."""

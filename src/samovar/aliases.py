@@ -1,0 +1,117 @@
+"""How do vllm-omni's settings translate to ours? One table; nothing else in the project knows these spellings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from .errors import SettingError
+from .files import check_names, is_file_name, read_settings
+
+Config = TypeVar("Config")
+
+
+class Alias(NamedTuple):
+    """One of vllm-omni's settings."""
+
+    setting: str
+    """Our setting that it becomes, or becomes part of."""
+    kind: Literal["name", "mapping or file", "bool", "int"]
+    """The type of its value, for the command line and environment variables."""
+
+
+ALIASES: Mapping[str, Alias] = {
+    "cache_backend": Alias("cache", "name"),
+    "cache_config": Alias("cache", "mapping or file"),
+    "enable_cpu_offload": Alias("offload", "bool"),
+    "enable_layerwise_offload": Alias("offload", "bool"),
+    "parallel_config": Alias("parallel", "mapping or file"),
+    "ulysses_degree": Alias("parallel", "int"),
+    "ring_degree": Alias("parallel", "int"),
+    "allgather_degree": Alias("parallel", "int"),
+    "cfg_parallel_size": Alias("parallel", "int"),
+}
+
+CLASSES: Mapping[str, str] = {"DiffusionParallelConfig": "SequenceParallelConfig"}
+"""Classes of `samovar` that have another name there."""
+
+
+def resolve(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with every alias replaced by the setting it stands for."""
+    resolved = {name: value for name, value in settings.items() if name not in ALIASES}
+    aliases: dict[str, dict[str, Any]] = {}
+    for name in ALIASES.keys() & settings.keys():
+        aliases.setdefault(ALIASES[name].setting, {})[name] = settings[name]
+    for setting, given in aliases.items():
+        if setting in resolved:
+            names = ", ".join(sorted(given))
+            raise SettingError(f"{setting} was given, and {names} too. Use {setting} alone.", param=setting)
+        resolved[setting] = _RESOLVERS[setting](given)
+    return resolved
+
+
+def accept_aliases(cls: type[Config]) -> type[Config]:
+    """Let a settings dataclass be built with aliases too. Unknown names are refused with the nearest known one."""
+    build = cls.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Config, *args: Any, **settings: Any) -> None:
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        check_names(settings, [*known, *ALIASES], f"a setting of {cls.__name__}")
+        build(self, *args, **resolve(settings))
+
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def _cache(given: Mapping[str, Any]) -> Any:
+    backend, config = given.get("cache_backend"), given.get("cache_config")
+    if config is None or backend is None:
+        return config if backend is None else backend
+    if is_file_name(config):
+        saved = read_settings(config, "cache")
+        if saved.get("backend", backend) != backend:
+            raise SettingError(
+                f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend.",
+                param="cache_backend",
+            )
+        config = saved
+    if not isinstance(config, Mapping):
+        raise SettingError(
+            f"cache_config={config!r}; a mapping such as {{'rel_l1_thresh': 0.2}}, or a file with one, was expected.",
+            param="cache_config",
+        )
+    return {**config, "backend": backend}
+
+
+def _offload(given: Mapping[str, Any]) -> str | None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise SettingError(f"{name} must be true or false, not {value!r}.", param=name)
+    if given.get("enable_cpu_offload") and given.get("enable_layerwise_offload"):
+        raise SettingError(
+            "enable_cpu_offload and enable_layerwise_offload exclude each other: either whole components take turns, "
+            "or their blocks stream. Choose one, or give gpu_memory alone, which chooses for you.",
+            param="enable_cpu_offload",
+        )
+    if given.get("enable_cpu_offload"):
+        return "model"
+    return "layerwise" if given.get("enable_layerwise_offload") else None
+
+
+def _parallel(given: Mapping[str, Any]) -> Any:
+    if "parallel_config" not in given:
+        return dict(given)
+    if len(given) > 1:
+        others = ", ".join(sorted(given.keys() - {"parallel_config"}))
+        raise SettingError(f"parallel_config and {others} were both given. Put all into one.", param="parallel_config")
+    return given["parallel_config"]
+
+
+_RESOLVERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "cache": _cache,
+    "offload": _offload,
+    "parallel": _parallel,
+}
