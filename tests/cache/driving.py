@@ -247,9 +247,9 @@ class Gated:
     @torch.no_grad()
     def through(self, running: Pass, inputs: Inputs) -> Any:
         """What the model gives, with its gates asking this pass."""
-        spare = inputs.spare()
+        args, kwargs = inputs.spare()
         with torch.compiler.set_stance("force_eager"), self.gates.asking(running):
-            output = self.model(*spare.args, **spare.kwargs)
+            output = self.model(*args, **kwargs)
         if isinstance(running, StepPass):
             running.finish()
         return output

@@ -22,8 +22,8 @@ from driving import COND, Plain
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheBackend
 from samovar.cache.clock import Clock
+from samovar.cache.decision import Step, Verdict
 from samovar.cache.inputs import Inputs
-from samovar.cache.schedule import Step, Verdict
 from samovar.hooks import Roles, Run
 
 COUNTING: dict[str, Callable[[], Any]] = {

@@ -36,7 +36,7 @@ def test_a_new_state_has_nothing_to_give() -> None:
     assert state.obstacle(inputs(1), asks=True) == "nothing stored", "there is no signal to compare with"
     computed(state, 1, signal=SIGNAL)
     assert state.obstacle(inputs(1), asks=True) is None
-    assert state.obstacle(inputs(1, UNCOND[:, :2]), asks=True) == "inputs of another form"
+    assert state.obstacle(inputs(1, UNCOND[:, :2]), asks=True) == "inputs have another form"
     state.reset()
     assert state.obstacle(inputs(1), asks=False) == "nothing stored"
     assert tensors_in(state) == []
@@ -65,7 +65,7 @@ def test_a_restart_forgets_the_steps() -> None:
     state = TeaCacheState()
     computed(state, 0, signal=SIGNAL)
     state.skipped(inputs(1), SIGNAL, 0.1, False)
-    state.restart()
+    state.reset()
     assert (len(state.history), state.signal, state.skipped_in_a_row) == (0, None, 0)
     assert (state.accumulated_rel_l1_distance, state.watched) == (0.0, {})
     assert state.obstacle(inputs(1), asks=False) == "nothing stored"

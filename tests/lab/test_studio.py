@@ -46,7 +46,7 @@ def test_of_a_batch_of_both_kinds_each_picture_is_what_it_would_be_alone(make_se
     assert seen.by_branch is not None
     planner = SchedulePlanner(seen.by_branch, seen.early)
     settings = planner.settings(planner.plan(8))
-    settings["hard"]["error"] *= 0.98  # It is just beyond all three pictures: now beyond the calm one alone.
+    settings["outliers"]["error"] *= 0.98  # It is just beyond all three pictures: now beyond the calm one alone.
     studio = session.studio
     with studio.under(ours("tea_cache", settings)) as make:
         together = make(TASKS)

@@ -25,7 +25,7 @@ from .config import TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
 from .stats import CacheStats
-from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
@@ -99,7 +99,7 @@ class TeaCacheBackend:
                 hook = attached.get(module)
                 if hook is None:
                     hook = apply_teacache_hook(module, self.config, self._agree)
-                    undo.callback(self._release, module)
+                    undo.callback(hook.detach)
                 hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
@@ -130,8 +130,9 @@ class TeaCacheBackend:
 
     def _disable(self, pipeline: Any) -> None:
         _, hooks = self._hooks.pop(id(pipeline))
-        for module, _ in hooks.values():
-            self._release(module)
+        for module, hook in hooks.values():
+            if module not in self._modules():  # No other pipeline with this cache uses it.
+                hook.detach()
         unhook_pipeline(pipeline, HOOK_NAME)
         if not self._hooks:
             for adopted in (found() for found in self._adopted):
@@ -140,11 +141,6 @@ class TeaCacheBackend:
             self._adopted.clear()
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
-
-    def _release(self, module: torch.nn.Module) -> None:
-        """Take the hook off a denoiser that no other pipeline with this cache uses."""
-        if module not in self._modules():
-            remove_teacache_hook(module)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

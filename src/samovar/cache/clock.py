@@ -1,9 +1,8 @@
-"""At which step is a run, and is this call one of its steps?
+"""Which step of a run does this call belong to?
 
-A denoiser is called once a step for each branch. Where a pipeline runs, its scheduler says which step it is. In a loop
-of the user's own, a step begins when a branch is called that was already called in it, and a run begins when time
-turns back. There, a second call at the same time is no step; nor is one with the same sample, unless the sample never
-changes at all.
+A denoiser is called once per step for each branch. In a pipeline, the scheduler knows the step. In a user's own loop, a
+step begins when a branch is called again, and a run begins when the timestep goes backwards. There, a second call at
+the same time is not a step; nor is one with the same sample, unless the sample never changes at all.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import torch
 
 from ..hooks import Run
 from .config import TeaCacheConfig
+from .decision import Step, Verdict
 from .inputs import Inputs, Sample, on_host
-from .schedule import Step, Verdict
 
 
 class Last(NamedTuple):
-    """What is known of a branch's last call."""
+    """A branch's last call."""
 
     step: int
     time: float | None
-    """None where it is on a device, or was not needed."""
+    """None if it is on a device, or was not needed."""
     given_time: torch.Tensor | float | None
     sample: Sample | None
     was_same: bool
@@ -38,27 +37,27 @@ class Clock:
     def __init__(self, announced: int | None) -> None:
         self._announced = announced
         self.plan: TeaCacheConfig | None = None
-        """What it goes by instead of the usual settings, once its images are known to be outliers."""
+        """The settings for outliers, once its images are known to be outliers."""
         self.verdict: Verdict | None = None
-        """What the leader decided for the running step."""
+        """The leader's decision for the running step."""
         self.index = -1
         self.place = 0.0
-        """Where the running step is among others, in terms of noise where that is known."""
+        """Position of the running step, by noise level where that is known."""
         self.is_scheduled = False
-        """Whether a scheduler says which step it is."""
+        """Whether a scheduler counts the steps."""
         self.step = Step(0, None, None)
         self.leader: Hashable = None
-        """The branch that decides for all that are called after it in a step: the first of the run."""
+        """The branch that decides for those called after it in a step: the first of the run."""
         self.recent: OrderedDict[Hashable, Last] = OrderedDict()
-        """Its branches, in the order in which they were last called."""
+        """Its branches, the one called last at the end."""
         self.is_again = False
-        """Whether the running call is another one of a step that its branch has had."""
+        """Whether its branch was already called in this step."""
         self.last_time: torch.Tensor | float | None = None
-        """That of the branch's last call, as it was given."""
+        """Time of the branch's last call, as given."""
         self.is_unclear = False
-        """Whether it may be that: it has the sample of the call before, at another time."""
+        """Whether it may have been: the sample is that of the call before, at another time."""
         self.has_gap = False
-        """Whether its branch was not called in the step before."""
+        """Whether its branch missed the step before."""
         self._loop: Any = None
         self._is_misled = False
         self._branches: set[Hashable] = set()
@@ -66,15 +65,15 @@ class Clock:
         self._times: list[float] = []
 
     def advance(self, branch: Hashable, run: Run | None, inputs: Inputs) -> bool:
-        """Go to the step that this call belongs to. False if a run has begun anew."""
+        """Go to the step that this call belongs to. False if a new run has begun."""
         position = None if run is None or self._is_misled else run.position()
         was_called = branch in self._branches
         is_repeated = position is not None and position.step == self.index and was_called
-        time = inputs.host_time if position is None or is_repeated else None  # A scheduler counts without it.
+        time = inputs.host_time if position is None or is_repeated else None  # A scheduler does not need it.
         before = on_host(self._step_time) if time is not None else None
         is_later = before is not None and time != before
         if is_repeated and is_later:
-            self._is_misled, position = True, None  # Time goes on, but not by this scheduler: a copy of it is used.
+            self._is_misled, position = True, None  # The pipeline steps a copy of its scheduler.
         self.is_scheduled = position is not None
         if run is None and time is not None and self.turns_back(time):
             return False
@@ -83,7 +82,7 @@ class Clock:
         same = last is not None and last.sample is not None and last.sample.is_that_of(inputs.sample)
         self.is_again = position is None and last is not None and time is not None and time == last.time
         if position is None and last is not None and last.was_same and not same:
-            self.is_again = True  # Samples are the same at times and at others not: a step has several calls.
+            self.is_again = True  # Only some calls repeat the sample: a step has several calls.
         self.is_unclear = position is None and last is not None and same and not last.was_same
         is_next = self.index < 0 or (not self.is_again and (was_called or (position is None and is_later)))
         index = self.index + is_next if position is None else position.step
@@ -107,7 +106,7 @@ class Clock:
         return True
 
     def turns_back(self, time: float) -> bool:
-        """Whether the time of a step is that of an earlier one, against the direction so far."""
+        """True if the timestep went backwards."""
         times = self._times
         if not times or time != times[-1]:
             times.append(time)
@@ -116,5 +115,5 @@ class Clock:
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows, as far as that is known."""
+        """Whether this is known to be the last step."""
         return self.step.total is not None and self.index >= self.step.total - 1

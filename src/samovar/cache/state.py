@@ -1,4 +1,4 @@
-"""What is remembered of a branch from step to step?"""
+"""What does a branch remember from step to step?"""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 
 from ..hooks import BaseState
 from ..trace.forward import Tensors
+from ..trace.passes import Outlook
 from . import inputs as change
 from .config import TeaCacheConfig
 from .decision import Signal
-from .forecast import History, Outlook, OutputForm, take_apart
+from .forecast import History, OutputForm, take_apart
 from .inputs import Inputs
 
 
@@ -22,51 +23,48 @@ class TeaCacheState(BaseState):
     def __init__(self, config: TeaCacheConfig | None = None) -> None:
         config = config or TeaCacheConfig()
         self.history = History(config.order, config.forecast_damping)
-        """What the last computed steps gave."""
+        """The results of the last computed steps."""
         self.reset()
 
     def reset(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the steps so far: they say nothing about those that follow."""
+        """Forget the steps so far: they do not predict those that follow."""
         self.history.clear()
         self.generation = 0
-        """Of the model's adapters, when the last step was computed."""
+        """Generation of the model when the last step was computed."""
         self.signature: Hashable = None
-        """The form of the calls that the history stands for."""
+        """Signature of the calls in the history."""
         self.signal: Signal | None = None
         self.accumulated_rel_l1_distance = 0.0
         self.skipped_in_a_row = 0
         self.early: Tensors | None = None
-        """What blocks before the leader added, where it is the output that is forecast."""
+        """Residuals of blocks before the leader, where the output is forecast."""
         self.form: OutputForm | None = None
-        """Of the model's output, where that is forecast."""
+        """Form of the model's output, where that is forecast."""
         self.watched: change.Watch = {}
         self.numbers: tuple[float, ...] = ()
         self.objects: list[Any] = []
-        """Tensors, numbers and other things among the inputs that should stay as they are."""
+        """Tensors, numbers and other inputs that should not change."""
 
     def obstacle(self, inputs: Inputs, asks: bool) -> str | None:
-        """Why nothing that is stored can stand for a step with these inputs."""
+        """Why a step with these inputs cannot be skipped, if it cannot."""
         if not len(self.history) or (asks and self.signal is None):
             return "nothing stored"
         if inputs.signature != self.signature:
-            return "inputs of another form"
+            return "inputs have another form"
         same = inputs.numbers == self.numbers and len(inputs.objects) == len(self.objects)
         return None if same and all(map(_is_same, inputs.objects, self.objects)) else "conditioning changed"
 
     def computed(self, inputs: Inputs, signal: Signal | None, generation: int = 0) -> None:
-        """Note a computed step; `store` keeps what it gave."""
+        """Note a computed step; `store` keeps its result."""
         if self.signature != inputs.signature or self.numbers != inputs.numbers:
-            self.restart()
+            self.reset()
         self.signature, self.numbers, self.watched = inputs.signature, inputs.numbers, change.watch(inputs)
         self.generation, self.objects = generation, inputs.objects
         self.signal = signal or self.signal
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
 
     def store(self, place: float, index: int, parts: Tensors | None) -> None:
-        """Add what a computed step gave to the history; without it, the history ends."""
+        """Add the result of a computed step to the history; without one, the history ends."""
         if parts is None:
             self.history.clear()
         else:
@@ -82,7 +80,7 @@ class TeaCacheState(BaseState):
         self.signal = signal or self.signal
         self.skipped_in_a_row += 1
         self.accumulated_rel_l1_distance = accumulated
-        if others_changed:  # Changes add up from step to step, as the signal's do.
+        if others_changed:  # Changes add up from step to step, like the signal's.
             self.watched = change.watch(inputs)
 
     def forecast_output(self, outlook: Outlook) -> Any:

@@ -3,8 +3,8 @@
     watched = [Products.of(outputs, sizes, guidance), ...]        one for each exact run, and the run may be forgotten
     plan = fit_schedule(Products.mean(watched), forwards=32)      which forwards of all branches to compute, and weights
     plan = fit_weights(Products.mean(watched), {"cond": "#..#", "uncond": "##.#"})      or weights for a given schedule
-    hard = fit_hard(Products.mean(watched), plan, early, forwards=64)               more for the pictures that need it
-    make_cache_backend("forecast", plan.settings() | {"hard": hard})
+    outliers = fit_outliers(Products.mean(watched), plan, early, forwards=64)             more for images that need it
+    make_cache_backend("forecast", plan.settings() | {"outliers": outliers})
 
 `outputs` are by branch what the model gave at each step, `sizes` what each step moves the latents by (for a flow, the
 difference of noise levels), `guidance` what each branch counts for in the prediction. Where only the prediction was
@@ -41,7 +41,7 @@ _WIDTH = 32
 """So many ways are followed for each number of forwards."""
 _SLACK = 6
 """A way may be ahead of its share of the forwards, or behind it, by so many."""
-HARD_SHARE = 0.1
+OUTLIER_SHARE = 0.1
 """Of all pictures so many are hard: on the built-in model nearly all that turn into others are among them."""
 _TOLD_AFTER = 0.06
 """Of the run, which is computed for all, hard pictures are told; they do not bear a skipped step before that."""
@@ -225,14 +225,14 @@ def fit_schedule(
     return fit_weights(products, masks, depth)
 
 
-def fit_hard(
+def fit_outliers(
     products: Products, usual: FittedPlan, each: Mapping[str, Vector], forwards: int, depth: int = DEPTH
 ) -> dict[str, Any] | None:
-    """For the setting `hard`: how pictures are told that do not bear the usual plan, and one with so many forwards for
-    them. `each` has by branch the products of the first outputs of single runs: (runs, steps, steps). None if the usual
-    plan skips any of the first steps, up to `told_at`."""
+    """The setting `outliers`: how images that the usual plan would change are recognised, and a plan with this many
+    forwards for them. `each` has by branch the products of the first outputs of single runs: (runs, steps, steps).
+    None if the usual plan skips any step up to `outlier_step`."""
     branch = max(zip(products.branches, products.guidance, strict=True), key=lambda one: abs(one[1]))[0]
-    step = told_at(len(products.sizes))
+    step = outlier_step(len(products.sizes))
     runs = each.get(branch, np.empty(0))
     if runs.ndim != 3 or not len(runs) or runs.shape[1] != runs.shape[2] or runs.shape[1] <= step:
         given = {name: of.shape for name, of in each.items()}
@@ -258,7 +258,7 @@ def fit_hard(
         "branch": branch,
         "step": step,
         "weights": {str(number): float(f"{weight:.6g}") for number, weight in zip(old, row, strict=True)},
-        "error": _parting(errors, int(HARD_SHARE * len(errors))),
+        "error": _parting(errors, int(OUTLIER_SHARE * len(errors))),
         "schedule": plan["schedule"],
         "forecast_weights": plan["forecast_weights"],
     }
@@ -273,7 +273,7 @@ def _parting(errors: Vector, count: int) -> float:
     return float((errors[last] + beyond) / 2)
 
 
-def told_at(steps: int) -> int:
+def outlier_step(steps: int) -> int:
     """The step of a run at which hard pictures are told. Up to it all are computed."""
     return max(2, round(_TOLD_AFTER * steps))
 

@@ -18,7 +18,7 @@ from ..files import is_file_name, read_settings
 
 Notes = Callable[[], Any]
 """What a method says of the last run, as plain JSON values."""
-HARD = "hard"
+OUTLIERS = "outliers"
 """Among its notes: of each picture, whether it is one of those for which more is computed."""
 
 
@@ -70,14 +70,14 @@ def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, fam
         with attach(pipeline, cache={"backend": backend, **settings}) as on_it:
             yield lambda: _said(on_it.stats().cache)
 
-    named = {key: "more" if key == HARD else value for key, value in settings.items() if key != "forecast_weights"}
+    named = {key: "more" if key == OUTLIERS else value for key, value in settings.items() if key != "forecast_weights"}
     words = ", ".join(f"{key}={value}" for key, value in named.items())
     return Method(
         name or f"{backend} {words}".strip(),
         family or f"samovar {backend}",
         {"backend": backend, **settings},
         attached,
-        is_adaptive="schedule" not in settings or "hard" in settings,
+        is_adaptive="schedule" not in settings or OUTLIERS in settings,
     )
 
 
@@ -87,8 +87,8 @@ def _said(stats: Any) -> dict[str, Any] | None:
         return None
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
     masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
-    hard = next((denoiser.hard for denoiser in stats.denoisers.values() if denoiser.hard), ())
-    return {**masks, HARD: list(hard)} if hard else masks
+    hard = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
+    return {**masks, OUTLIERS: list(hard)} if hard else masks
 
 
 def read_method(cache: str | Path | Mapping[str, Any]) -> Method:

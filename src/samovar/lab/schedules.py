@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SettingError
-from .fitting import HARD_SHARE, Products, Vector, fit_hard, fit_schedule, fit_weights, told_at
+from .fitting import OUTLIER_SHARE, Products, Vector, fit_outliers, fit_schedule, fit_weights, outlier_step
 from .methods import Method, ours
 from .session import Row, Session
 from .trajectory import Trajectory, watched_exact
@@ -29,10 +29,10 @@ TRIED_SHARE = 0.4
 
 def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method:
     """A cache with a schedule, named by it."""
-    long = ("schedule", "forecast_weights", "hard")
+    long = ("schedule", "forecast_weights", "outliers")
     rest = ", ".join(f"{name.removeprefix('forecast_')} {v}" for name, v in settings.items() if name not in long)
-    if "hard" in settings:
-        rest += f", of hard pictures {_written(settings['hard']['schedule'])}"
+    if "outliers" in settings:
+        rest += f", of hard pictures {_written(settings['outliers']['schedule'])}"
     name = f"schedule {_written(settings['schedule'])} ({rest})"
     return ours(backend, settings, name=name, family="samovar schedule")
 
@@ -64,8 +64,8 @@ class SchedulePlanner:
             raise SettingError(f"{computed!r} computed steps; a number from {self.fewest} to {steps} was expected.")
         if self.early is None:
             return self._best(computed, 1)
-        exact = told_at(steps) + 1
-        usual = int(computed / (1 + HARD_SHARE * (DENSER - 1)))  # What hard pictures take, the others do without.
+        exact = outlier_step(steps) + 1
+        usual = int(computed / (1 + OUTLIER_SHARE * (DENSER - 1)))  # What hard pictures take, the others do without.
         return self._best(usual, exact) if usual >= 2 * exact else self._best(computed, 1)
 
     def _best(self, computed: int, exact: int) -> str:
@@ -81,12 +81,12 @@ class SchedulePlanner:
         settings = plan.settings()
         if self.early is not None:
             count = min(round(DENSER * plan.forwards / len(masks)), len(self.products.sizes))
-            hard = fit_hard(self.products, plan, self.early, count * len(masks))
-            settings |= {} if hard is None else {"hard": hard}
+            hard = fit_outliers(self.products, plan, self.early, count * len(masks))
+            settings |= {} if hard is None else {"outliers": hard}
         if len(masks) == 1:  # Whatever the branch is called.
             settings["schedule"] = mask
-            if "hard" in settings:
-                settings["hard"]["schedule"] = next(iter(settings["hard"]["schedule"].values()))
+            if "outliers" in settings:
+                settings["outliers"]["schedule"] = next(iter(settings["outliers"]["schedule"].values()))
         return settings
 
     def method(self, computed: int) -> Method:

@@ -18,7 +18,7 @@ from ..engine.models import fetch_model, load_pipeline
 from ..engine.request import OmniDiffusionSamplingParams, read_defaults
 from ..engine.settings import OmniDiffusionConfig
 from ..errors import ModelError, SettingError, nearest
-from .methods import HARD, Method
+from .methods import OUTLIERS, Method
 
 
 class Task(NamedTuple):
@@ -198,7 +198,7 @@ class Studio:
 def _kinds(made: Made, count: int) -> list[list[int]]:
     """The places of easy and of hard pictures, where there are both: a batch of both is taken for hard. Made again by
     kind, each picture is what it would be alone, and no more is computed for it."""
-    hard = made.notes.get(HARD, []) if isinstance(made.notes, dict) else []
+    hard = made.notes.get(OUTLIERS, []) if isinstance(made.notes, dict) else []
     kinds = [[number for number in range(len(hard)) if hard[number] is kind] for kind in (False, True)]
     return kinds if len(hard) == count and all(kinds) else []
 

@@ -22,7 +22,7 @@ from ..arch import find_denoisers
 from ..cache.config import EVERY_BRANCH
 from ..errors import ModelError
 from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
-from .fitting import Products, Vector, told_at
+from .fitting import Products, Vector, outlier_step
 from .methods import EXACT, Method, Notes
 
 LARGEST_MISS = 1e-2
@@ -116,7 +116,7 @@ class BranchWatchHook(ModelHook):
             return None
         means: Any = 0.0
         early: dict[str, list[Any]] = {name: [] for name in outputs}
-        last, count = told_at(len(predictions)) + 1, len(predictions)
+        last, count = outlier_step(len(predictions)) + 1, len(predictions)
         for picture in range(len(predictions[0])):
             rows = torch.stack([o[picture].flatten() for of in outputs.values() for o in of]).double()
             products = rows @ rows.T
