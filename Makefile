@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs test-isa test-slow test-gpu test-ray test-browser test-foreign reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-gpu test-ray test-browser test-foreign reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -53,17 +53,36 @@ test-foreign: $(READY)
 	$(BIN)/pip install --quiet --no-deps einops timm x-transformers einx loguru frozendict torch-einops-utils einops-exts easydict ftfy
 	SAMOVAR_FOREIGN="$(FOREIGN)" $(PYTEST) -m foreign tests/foreign
 
-# All of docs/reliability.md for a CPU, with its figures; takes about half an hour.
+# What would be published: a source distribution and a wheel, in dist/.
+package: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# All of docs/benchmarks/reliability.md for a CPU, with its figures; takes about half an hour.
 reliability: $(READY)
 	$(BIN)/pip install --quiet --editable '.[slow]'
-	$(BIN)/python benchmarks/reliability.py --write docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --write docs/benchmarks/reliability.md
 
 # Its rows for a GPU; takes about five minutes.
 reliability-gpu: $(READY)
-	$(BIN)/python benchmarks/reliability.py --device cuda --write docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --device cuda --write docs/benchmarks/reliability.md
 
+# The site, into out/site; a broken link or name is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/models.md
+	PYTHONPATH=src:. $(BIN)/mkdocs build --strict --quiet
+	@echo 'The site is in out/site: open out/site/index.html'
+
+models-table: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/reference/models.md
+
+diagrams: $(READY)
+	PYTHONPATH=src:. $(BIN)/python -m docs.generate.diagrams
+	PYTHONPATH=src:. $(BIN)/python -m docs.generate.plots
+
+# Every source file with the question that it answers.
+tree: $(READY)
+	@PYTHONPATH=src:. $(BIN)/python -m docs.generate.code
 
 bench: $(READY)
 	$(BIN)/python benchmarks/hooks.py --json benchmarks/results/hooks.json
@@ -78,7 +97,7 @@ bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu_compose.py --json benchmarks/results/gpu_compose.json
 
 clean:
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .envs dist out .mypy_cache .ruff_cache .pytest_cache
 
 # torch comes first and alone: a range asked for by another package would take another build of it.
 $(READY): requirements.lock pyproject.toml

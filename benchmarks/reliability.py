@@ -1,8 +1,8 @@
 """Does it keep its promises when things go wrong? The 24 tests of reliability with their figures, as a table.
 
-    python benchmarks/reliability.py [--only 1,5,20] [--soak-minutes 120] [--write docs/reliability.md]
-    python benchmarks/reliability.py --device cuda [--write docs/reliability.md]       # those that a GPU changes
-    python benchmarks/reliability.py --take RESULT.json --write docs/reliability.md    # the rows of another machine
+    python benchmarks/reliability.py [--only 1,5,20] [--soak-minutes 120] [--write docs/benchmarks/reliability.md]
+    python benchmarks/reliability.py --device cuda [--write docs/benchmarks/reliability.md]       # those that a GPU changes
+    python benchmarks/reliability.py --take RESULT.json --write docs/benchmarks/reliability.md    # the rows of another machine
 
 Real servers in their own processes, tiny models, real signals and sockets. What is measured here is measured from
 outside, by HTTP; what is a matter of right or wrong is left to the tests that are named. Run it on a quiet machine:
@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("--soak-minutes", type=float, default=2.0, help="0 leaves it out (2)")
     parser.add_argument("--json", type=Path, default=RESULT, help="where rows are kept")
     parser.add_argument("--take", type=Path, help="run nothing: take the rows of such a file")
-    parser.add_argument("--write", type=Path, help="a page for all rows, such as docs/reliability.md")
+    parser.add_argument("--write", type=Path, help="a page for all rows, such as docs/benchmarks/reliability.md")
     options = parser.parse_args()
     usual = ON_GPU if options.device == "cuda" else tuple(TESTS)
     chosen = usual if options.only is None else tuple(int(number) for number in options.only.split(","))

@@ -1,51 +1,224 @@
-"""What the documentation says is run: Python blocks of the README, commands, links, and the version."""
+"""What the documentation says holds: its code runs, its commands parse, its links and names lead somewhere."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import samovar
+from docs.generate import code, diagrams, pages, tables
+from pipelines import PIPELINES
 from samovar import cli
+from samovar.arch.declarations import DECLARATIONS
+from samovar.cache import EXTRACTOR_REGISTRY
+from samovar.offload import parse_bytes, plan_offload, read_sizes
+from server.running import running
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
+GENERATED = ("plot-",)
+"""How the names of images begin that exist in the built site only."""
+ADDRESS = "http://127.0.0.1:8091"
+"""Where the pages say that a server listens."""
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=[f"block {number}" for number in range(1, len(PYTHON) + 1)])
-def test_python_of_the_readme_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def pages_with(language: str) -> list[Any]:
+    return [pytest.param(page, id=name_of(page)) for page in PAGES if blocks_of(page, language)]
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What a reader has at hand: a pipeline, and models to download. What is declared is forgotten afterwards."""
+    declared, extracted = dict(DECLARATIONS), dict(EXTRACTOR_REGISTRY)
+    pipe = PIPELINES["flux"].build(0)
+    usual = type(pipe).__call__
+
+    def small(self: Any, prompt: str, **given: Any) -> Any:
+        """The call of the page, at a size for a test."""
+        size = {"height": 16, "width": 16, "max_sequence_length": 8, "num_inference_steps": 8}
+        return usual(self, prompt, **given | size)
+
+    pipe.__class__ = type("FluxPipeline", (type(pipe),), {"__call__": small})
+    monkeypatch.setattr("diffusers.FluxPipeline.from_pretrained", lambda *_, **__: pipe)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    pictures = sorted(file.name for file in tmp_path.iterdir())
-    assert pictures == (["red heart, noto style.png", "rocket, flat style.png"] if "Omni" in code else [])
+    yield {"__name__": "page", "pipe": pipe}
+    for registry, before in ((DECLARATIONS, declared), (EXTRACTOR_REGISTRY, extracted)):
+        registry.clear()
+        registry.update(before)  # type: ignore[arg-type]
 
 
-def test_commands_of_the_readme_are_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where a server with the built-in model listens."""
+    with running("emoji") as server:
+        yield server.wait_ready().address
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, reader: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    for block in blocks_of(page, "python"):
+        if ADDRESS in block:
+            block = block.replace(ADDRESS, request.getfixturevalue("address"))
+        # The compiler of torch takes half a minute for what a plain one shows as well.
+        exec(compile(block.replace("compile=True", 'compile="eager"'), name_of(page), "exec"), reader)
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The words of every `samovar` command in the shell blocks of a page."""
+    for block in blocks_of(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            plain = re.sub(r"\$\(\(.*?\)\)", "1", line.partition("  #")[0]).rstrip(" &")
+            if found := re.search(r"(?:^|\s)samovar (.*)", plain):
+                yield shlex.split(found[1])
+
+
+@pytest.mark.parametrize("page", pages_with("sh"))
+def test_commands_of_a_page_are_understood(page: Path) -> None:
+    parser = code._parser()
+    for words in commands_of(page):
+        assert parser.parse_args(words).run, words
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`?make ([a-z-]+)", README):
+    for target in re.findall(r"\bmake ([a-z-]+)", "\n".join(blocks_of(page, "sh"))):
         assert f"\n{target}:" in makefile
-    for command in re.findall(r"samovar (\w+) ", "\n".join(re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL))):
-        with pytest.raises(SystemExit) as exited:
-            cli.main([command, "--help"])
-        assert exited.value.code == 0
-        assert command in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = [words for words in commands_of(README) if words[0] != "serve"]
+    assert {words[0] for words in commands} == {"generate", "inspect", "plan"}
+    for words in commands:
+        assert cli.main(words) == 0, words
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cat.png", "rocket.png"]
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+@pytest.mark.parametrize("page", [page for page in pages_with("sh") if "curl " in page.values[0].read_text()])
+def test_requests_by_curl_are_answered(page: Path, address: str) -> None:
+    for block in blocks_of(page, "sh"):
+        if block.startswith("curl"):
+            answer = subprocess.run(["bash", "-c", block.replace(ADDRESS, address)], capture_output=True, check=True)
+            assert json.loads(answer.stdout)["data"][0]["b64_json"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http") and not Path(target).name.startswith(GENERATED):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
 
 
-def test_every_room_is_in_the_readme() -> None:
-    for entry in (ROOT / "src" / "samovar").iterdir():
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_generated_parts_can_be_made(page: Path) -> None:
+    assert "<!-- generate:" not in pages.expand(page.read_text(encoding="utf-8"))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    assert f"\n{tables.headlines()}\n" in README.read_text(encoding="utf-8")
+
+
+def test_every_file_that_contributing_names_exists() -> None:
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]*)`", text)
+    assert len(named) > 20
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+def test_every_room_is_in_contributing() -> None:
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    for entry in code.SOURCE.iterdir():
         if entry.name not in ("__init__.py", "__main__.py", "__pycache__", "py.typed"):
-            assert re.search(rf"^\s+{entry.name}", README, flags=re.MULTILINE), f"{entry.name} is not in the tree"
+            assert f"`{entry.name}`" in text, f"{entry.name} is not among the rooms"
+
+
+def test_every_source_file_is_in_the_tree_with_a_question() -> None:
+    tree = code.source_tree()
+    for file in code.SOURCE.rglob("*.py"):
+        if file.name not in ("__init__.py", "__main__.py"):
+            assert re.search(rf"^\s+{file.name} +\S", tree, flags=re.MULTILINE), file
+
+
+def test_every_error_code_has_a_remedy() -> None:
+    text = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^### (\w+)$", text, flags=re.MULTILINE))
+    assert code.codes() <= described
+    source = "".join(file.read_text(encoding="utf-8") for file in code.SOURCE.rglob("*.py"))
+    assert {name for name in described if f'"{name}"' not in source} == set()
+
+
+def test_every_error_class_has_a_remedy() -> None:
+    text = pages.expand((ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"))
+    for name in re.findall(r"[├└]── (\w+)", samovar.errors.__doc__ or ""):
+        assert f"`{name}`" in text
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_diagrams_are_as_drawn(name: str) -> None:
+    file = diagrams.IMAGES / f"diagram-{name}.svg"
+    assert file.read_text(encoding="utf-8") == diagrams.DIAGRAMS[name](), "run `make diagrams`"
+
+
+def test_what_is_said_about_cards_is_what_the_planner_says(flux_folder: Path) -> None:
+    sizes = read_sizes(str(flux_folder))
+    for page in (README, ROOT / "docs" / "guides" / "index.md"):
+        rows = re.findall(
+            r'^\| \d+ GiB \| `gpu_memory="(\w+)"`.* (\d+) of 57 blocks stream', page.read_text(), flags=re.MULTILINE
+        )
+        assert len(rows) == 4
+        for budget, streamed in rows:
+            plan = plan_offload(sizes, gpu_memory=parse_bytes(budget, "gpu_memory"))
+            assert f" {streamed} of 57 blocks stream" in str(plan), (page, budget)
+    assert "everything fits" in str(plan_offload(sizes, gpu_memory=parse_bytes("47GiB", "gpu_memory")))
+
+
+@pytest.fixture
+def flux_folder(tmp_path: Path) -> Path:
+    """The configuration of FLUX.1 at full size, without weights."""
+    t5 = {
+        "architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64,
+        "num_heads": 64, "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "dtype": "bfloat16",
+    }  # fmt: skip
+    clip = {
+        "architectures": ["CLIPTextModel"], "model_type": "clip_text_model", "hidden_size": 768,
+        "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12, "dtype": "bfloat16",
+    }  # fmt: skip
+    vae = {
+        "_class_name": "AutoencoderKL", "block_out_channels": [128, 256, 512, 512], "latent_channels": 16,
+        "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "layers_per_block": 2, "use_quant_conv": False, "use_post_quant_conv": False,
+    }  # fmt: skip
+    parts = {
+        "text_encoder": ("transformers", "CLIPTextModel", clip),
+        "text_encoder_2": ("transformers", "T5EncoderModel", t5),
+        "transformer": ("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),
+        "vae": ("diffusers", "AutoencoderKL", vae),
+    }
+    for name, (_, cls, config) in parts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"_class_name": cls, **config}))
+    index = {"_class_name": "FluxPipeline", "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
+    index |= {name: [library, cls] for name, (library, cls, _) in parts.items()}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    return tmp_path
 
 
 def test_the_changelog_knows_the_version() -> None:

@@ -154,7 +154,7 @@ def test_settings_come_as_a_whole_or_one_by_one_or_from_a_file(
     assert made == [whole] * 3
     with pytest.raises(SettingError, match="od_config holds all settings, and dtype was given too"):
         Omni(od_config=whole, dtype="float32")
-    with pytest.raises(SettingError, match=r"'cache_bakend' is no setting of Omni. Did you mean 'cache_backend'\?"):
+    with pytest.raises(SettingError, match=r"'cache_bakend' is not a setting of Omni. Did you mean 'cache_backend'\?"):
         Omni("emoji", cache_bakend="tea_cache")
     with pytest.raises(SettingError, match="od_config must be an OmniDiffusionConfig"):
         Omni(od_config="emoji")  # type: ignore[arg-type]

@@ -175,7 +175,7 @@ def test_what_a_class_declares_for_other_libraries_is_read() -> None:
 
 def test_a_declared_list_that_is_missing_or_no_list_is_reported() -> None:
     model = model_of(rest=Rest, head=Linear(2, 2))
-    for path, problem in (("blocks", "is not there"), ("head", "is a Linear")):
+    for path, problem in (("blocks", "does not exist"), ("head", "is a Linear")):
         model._layerwise_offload_blocks_attrs = [path]
         with pytest.warns(UserWarning, match=f"Module._layerwise_offload_blocks_attrs names '{path}', which {problem}"):
             assert paths(model) == ["rest"]

@@ -14,7 +14,7 @@ from diffusers import QwenImagePipeline
 from pipelines import PIPELINES
 from samovar.cache import CacheBackend, make_cache_backend
 from samovar.errors import SettingError
-from samovar.hooks import PipelineHook, hook_pipeline, unhook_pipeline
+from samovar.hooks import PipelineHook, hook_pipeline
 
 STEPS = 8
 FAST = {"Fn_compute_blocks": 1, "max_warmup_steps": 2, "residual_diff_threshold": 0.5}
@@ -147,16 +147,15 @@ def test_a_pipeline_that_has_hooks_of_ours(hooked_first: bool) -> None:
     expected = QWEN.run(pipe, STEPS)
     handles.pop().detach()
     steps: list[Callable[[], Any]] = [
-        lambda: hook_pipeline(pipe, "mine", PipelineHook()),
+        lambda: handles.append(hook_pipeline(pipe, "mine", PipelineHook())),
         lambda: handles.append(made.enable(pipe)),
     ]
     for step in steps if hooked_first else reversed(steps):
         step()
     assert torch.equal(QWEN.run(pipe, STEPS), expected)
     assert torch.equal(QWEN.run(pipe, STEPS), expected), "and again"
-    steps = [lambda: unhook_pipeline(pipe, "mine"), lambda: handles.pop().detach()]
-    for step in steps if hooked_first else reversed(steps):
-        step()
+    for handle in handles:
+        handle.detach()
     assert torch.equal(QWEN.run(pipe, STEPS), bare)
 
 

@@ -197,10 +197,17 @@ def test_stats_are_readable(pipe: Any) -> None:
         FLUX.run(pipe, STEPS)
         text = str(attached.stats())
     assert repr(attached.stats()) == str(attached.stats())
+    assert repr(attached) == "<Attached to FluxPipeline: cache, offload>"
     assert MASK in text
     assert "offload: " in text
     assert max(map(len, text.splitlines())) < 160
     assert "StepRecord" not in text
+
+
+@pytest.mark.parametrize("pipe", ["models/flux", None, 3])
+def test_a_path_is_not_a_pipeline(pipe: Any) -> None:
+    with pytest.raises(SettingError, match=r"is not a pipeline. Load one first.*samovar.Omni"):
+        attach(pipe, "forecast")
 
 
 def test_a_pipeline_without_denoiser_is_refused() -> None:

@@ -109,7 +109,7 @@ def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branc
         == 2
     )
     with pytest.raises(SettingError, match=r"'outliers' looks at one branch .* cfg_parallel_size=2 .* Leave out"):
-        AttachConfig.read(cache={"backend": "tea_cache", **fitted | {"outliers": hard}}, parallel={"cfg_parallel_size": 2})
+        AttachConfig.read(cache=fitted | {"outliers": hard}, parallel={"cfg_parallel_size": 2})
 
 
 @pytest.mark.parametrize(

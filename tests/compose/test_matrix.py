@@ -25,7 +25,7 @@ from compose.matrix import (
 )
 from samovar.parallel import Ranks, SequenceParallelConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "compose.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "combine.md"
 BEGIN, END = "<!-- the matrix, written by `make test-slow` -->\n", "<!-- end of the matrix -->\n"
 PAIRWISE = pairwise(all_cases())
 

@@ -95,10 +95,10 @@ REFUSED: list[tuple[Callable[[Any], None], dict[str, Any], str]] = [
     (group_offload, LAYERWISE, "transformer is offloaded by accelerate or diffusers"),
     (model_offload, MODEL, "is offloaded by accelerate or diffusers"),
     (sequential_offload, CACHE | LAYERWISE, "is offloaded by accelerate or diffusers"),
-    (first_block_cache, CACHE, r"diffusers' fbc_leader_block_hook is on transformer.transformer_blocks.0, and another"),
-    (taylor_seer_by_hand, CACHE, r"diffusers' taylorseer_cache is on transformer\.\S+, and another cache"),
-    (first_block_cache, RANKS, "and 2 ranks were asked for: each would decide for itself"),
-    (compiled_in_place, RANKS, r"transformer is compiled as a whole, and several ranks must reach.*compile=True"),
+    (first_block_cache, CACHE, r"fbc_leader_block_hook is on transformer.transformer_blocks.0, and a second"),
+    (taylor_seer_by_hand, CACHE, r"diffusers' taylorseer_cache is on transformer\.\S+, and a second cache"),
+    (first_block_cache, RANKS, "and 2 ranks were asked for: each rank would decide for itself"),
+    (compiled_in_place, RANKS, r"transformer is compiled as a whole, and parallel needs .*compile=True"),
     (compiled_whole, COMPILE, "transformer is compiled as a whole, and compile"),
     (compiled_blocks, COMPILE, "transformer.transformer_blocks.0 is compiled already"),
 ]
@@ -149,7 +149,7 @@ def test_cache_dit_is_refused_by_name() -> None:
     pipe = FLUX.build(0)
     cache_dit.enable_cache(pipe, cache_config=cache_dit.DBCacheConfig(Fn_compute_blocks=1))
     try:
-        with pytest.raises(SettingError, match="cache-dit is on transformer, and another cache was asked for"):
+        with pytest.raises(SettingError, match="cache-dit is on transformer, and a second cache was asked for"):
             attach(pipe, **CACHE)
     finally:
         cache_dit.disable_cache(pipe)

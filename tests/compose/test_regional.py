@@ -143,7 +143,7 @@ def test_blocks_that_are_compiled_or_not_there_are_refused() -> None:
         attach(pipe, compile=True)
     undo()
     assert not any("_compiled_call_impl" in vars(block) for block in plain.values())
-    with pytest.raises(ModelError, match="'model', a Linear, has no stack of blocks that could be compiled"):
+    with pytest.raises(ModelError, match="'model', a Linear, has no stack of blocks to compile"):
         find_regions({"model": torch.nn.Linear(1, 1)})
 
 

@@ -40,7 +40,6 @@ from samovar.hooks import (
     hook_pipeline,
     pipeline_hooks,
     running,
-    unhook_pipeline,
 )
 
 FLUX = PIPELINES["flux"]
@@ -87,9 +86,8 @@ def flux() -> Any:
 def hooked(flux: Any) -> Iterator[tuple[Any, Watch]]:
     """A real pipeline with a hook, which comes off again whatever the test does."""
     watch, before = Watch(), footprint(flux)
-    hook_pipeline(flux, "watch", watch)
-    yield flux, watch
-    unhook_pipeline(flux, "watch")
+    with hook_pipeline(flux, "watch", watch):
+        yield flux, watch
     assert footprint(flux)[0] is before[0]
     assert set(footprint(flux)[1]) - set(before[1]) <= {"_guidance_scale", "_joint_attention_kwargs", "_num_timesteps",
         "_current_timestep", "_interrupt"}, "what diffusers itself writes in a call"  # fmt: skip
@@ -101,17 +99,17 @@ def hooked(flux: Any) -> Iterator[tuple[Any, Watch]]:
 def test_hooking_and_unhooking_leave_no_trace(flux: Any) -> None:
     bare = FLUX.run(flux, steps=2)
     before = footprint(flux)
-    hook_pipeline(flux, "one", Watch())
-    hook_pipeline(flux, "two", Watch())
+    one = hook_pipeline(flux, "one", Watch())
+    two = hook_pipeline(flux, "two", Watch())
     assert list(pipeline_hooks(flux)) == ["one", "two"]
-    unhook_pipeline(flux, "one")
+    one.detach()
     assert list(pipeline_hooks(flux)) == ["two"]
     assert type(flux) is not FluxPipeline, "still hooked"
-    unhook_pipeline(flux, "two")
+    two.detach()
     assert footprint(flux) == before
     assert type(flux) is FluxPipeline
     assert pipeline_hooks(flux) == {}
-    unhook_pipeline(flux, "two")
+    two.detach()
     assert footprint(flux) == before
     assert torch.equal(FLUX.run(flux, steps=2), bare)
 
@@ -141,17 +139,17 @@ def test_a_hooked_pipeline_is_still_what_it_is(hooked: tuple[Any, Watch]) -> Non
 def test_two_pipelines_of_one_class(flux: Any) -> None:
     other, watches = FLUX.build(1), [Watch(), Watch()]
     bare, before = FLUX.run(other, steps=1), footprint(other)
-    hook_pipeline(flux, "watch", watches[0])
+    handle = hook_pipeline(flux, "watch", watches[0])
     assert footprint(other) == before, "the other one is not hooked"
     FLUX.run(other, steps=1)
     assert not watches[0].events
-    hook_pipeline(other, "watch", watches[1])
+    other_handle = hook_pipeline(other, "watch", watches[1])
     FLUX.run(other, steps=1)
     assert [watch.names for watch in watches] == [[], ["start", "end"]]
-    unhook_pipeline(flux, "watch")
+    handle.detach()
     FLUX.run(other, steps=1)
     assert len(watches[1].events) == 4, "still hooked"
-    unhook_pipeline(other, "watch")
+    other_handle.detach()
     assert torch.equal(FLUX.run(other, steps=1), bare)
     assert type(other) is type(flux) is FluxPipeline
 
@@ -220,11 +218,11 @@ def test_what_a_pipeline_says_of_its_device_itself_stays(attribute: str) -> None
     """Pipelines of other libraries keep it as a plain attribute, and change it."""
     pipe = Own()
     setattr(pipe, attribute, "cuda:3")
-    hook_pipeline(pipe, "watch", Watch())
+    handle = hook_pipeline(pipe, "watch", Watch())
     assert getattr(pipe, attribute) == "cuda:3"
     setattr(pipe, attribute, "cuda:4")
     assert getattr(pipe, attribute) == "cuda:4"
-    unhook_pipeline(pipe, "watch")
+    handle.detach()
     assert getattr(pipe, attribute) == "cuda:4"
 
 
@@ -239,23 +237,21 @@ def test_a_hook_says_where_the_pipeline_computes(flux: Any) -> None:
     class Elsewhere(PipelineHook):
         execution_device = torch.device("meta")
 
-    hook_pipeline(flux, "watch", Watch())
-    hook_pipeline(flux, "elsewhere", Elsewhere())
-    assert flux.device == flux._execution_device == torch.device("meta")
-    unhook_pipeline(flux, "elsewhere")
-    assert flux.device == flux._execution_device == torch.device("cpu")
-    unhook_pipeline(flux, "watch")
+    with hook_pipeline(flux, "watch", Watch()):
+        with hook_pipeline(flux, "elsewhere", Elsewhere()):
+            assert flux.device == flux._execution_device == torch.device("meta")
+        assert flux.device == flux._execution_device == torch.device("cpu")
 
 
 def test_a_call_that_others_put_on_the_class_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As caches of other libraries do, before or after a pipeline is hooked."""
     pipe, watch = Settled(), Watch()
-    hook_pipeline(pipe, "watch", watch)
+    handle = hook_pipeline(pipe, "watch", watch)
     assert pipe() == 3
     bare = Settled.__call__
     monkeypatch.setattr(Settled, "__call__", lambda self: 10 + bare(self))
     assert pipe() == Settled()() == 13
-    unhook_pipeline(pipe, "watch")
+    handle.detach()
     hook_pipeline(pipe, "watch", watch)
     assert pipe() == 13
     monkeypatch.undo()
@@ -457,7 +453,7 @@ class ModulePipeline(torch.nn.Module):
 def test_a_pipeline_that_is_a_module() -> None:
     pipe, watch = ModulePipeline(), Watch()
     before = footprint(pipe)
-    hook_pipeline(pipe, "watch", watch)
+    handle = hook_pipeline(pipe, "watch", watch)
     seen = pipe(current_run)
     assert seen is watch.events[0][1]
     assert seen.pipeline is pipe
@@ -468,7 +464,7 @@ def test_a_pipeline_that_is_a_module() -> None:
     copied = copy.deepcopy(pipe)
     assert type(copied) is ModulePipeline
     assert pipeline_hooks(copied) == {}
-    unhook_pipeline(pipe, "watch")
+    handle.detach()
     assert footprint(pipe) == before
     assert pipe(current_run) is None
     assert "samovar" not in repr(pipe.state_dict().keys())
@@ -481,9 +477,8 @@ def test_a_module_pipeline_keeps_its_other_hooks() -> None:
 
     pipe, watch = ModulePipeline(), Watch()
     HookRegistry.get_or_create(pipe).register_hook("plus", Plus())
-    hook_pipeline(pipe, "watch", watch)
-    assert pipe(lambda: 1) == 2
-    unhook_pipeline(pipe, "watch")
+    with hook_pipeline(pipe, "watch", watch):
+        assert pipe(lambda: 1) == 2
     assert pipe(lambda: 1) == 2
     assert watch.names == ["start", "end"]
 
@@ -598,9 +593,8 @@ def test_image_to_image_begins_half_way(flux: Any, strength: float, begin: int) 
             return args, kwargs
 
     HookRegistry.get_or_create(pipe.transformer).register_hook("note", Note())
-    hook_pipeline(pipe, "watch", Watch())
-    FLUX.run(pipe, steps=10, image=torch.zeros(1, 3, 16, 24), strength=strength)
-    unhook_pipeline(pipe, "watch")
+    with hook_pipeline(pipe, "watch", Watch()):
+        FLUX.run(pipe, steps=10, image=torch.zeros(1, 3, 16, 24), strength=strength)
     HookRegistry.get_or_create(pipe.transformer).reset()
     positions = [position for position, _ in seen if position is not None]
     assert [position.step for position in positions] == [step for step in range(begin, 10) for _ in range(2)]

@@ -76,7 +76,7 @@ def test_a_model_is_calibrated_by_branches_and_nothing_stays(make_session: MakeS
     signals = [note["branches"]["uncond"]["signal"] for note in session.notes(watched_signals())]
     assert all(value > 0 for values in signals for value in values), "the branch that follows is watched too"
     report = found.to_dict()
-    TeaCacheConfig.read(report["cache_config"])
+    TeaCacheConfig.read(report["cache"])
     assert set(report["coefficients"]) <= {"FluxTransformer2DModel"}
     assert len(report["reuse_errors"]) == 8
     bare = make_session(steps=8, batch=1, tasks=TASKS[:2], name="bare")

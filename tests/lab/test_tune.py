@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.tiny import TASKS, MakeSession
-from samovar.cache import TeaCacheConfig
+from samovar.cache import CacheChoice
 from samovar.errors import SettingError
 from samovar.lab.methods import read_method
 from samovar.lab.metrics import Quality
@@ -92,7 +92,7 @@ TESTING = [Task("a horse", 100), Task("a tree", 101), Task("a hat", 102)]
 def test_the_fastest_that_keeps_a_promise(make_session: MakeSession) -> None:
     tuning, testing = make_session(tasks=TASKS, batch=3), make_session(tasks=TESTING, batch=3, name="testing")
     # What is asked for lies between what few and many computed steps give on this random model.
-    target = tuning.measure(read_method({"cache_backend": "tea_cache", "schedule": "##.#.#.#.#"})).quality.psnr - 8
+    target = tuning.measure(read_method({"backend": "tea_cache", "schedule": "##.#.#.#.#"})).quality.psnr - 8
     found = tune(tuning, testing, Promise("psnr", target))
     assert found.promise.is_kept(found.row)
     assert found.row.computed < 10
@@ -103,8 +103,8 @@ def test_the_fastest_that_keeps_a_promise(make_session: MakeSession) -> None:
     assert found.plain.steps == round(found.row.computed)
     saved = found.setting("a test")
     assert saved["num_inference_steps"] == 10
-    TeaCacheConfig.read(saved["cache_config"])
-    assert read_method(saved).settings == found.row.settings
+    assert CacheChoice.read(saved["cache"]) is not None
+    assert read_method(saved["cache"]).settings == found.row.settings
     report = found.to_dict()
     assert len(report["tried"]) == len(found.tried) > 6
     assert any(tried["keeps"] for tried in report["tried"])

@@ -20,7 +20,7 @@ import torch
 Inputs = Callable[[int], dict[str, Any]]
 
 UNSERVED: dict[str, str] = {}
-"""Classes that cannot be served, each with the reason. They are listed in docs/models.md. May only shrink."""
+"""Classes that cannot be served, each with the reason. They are listed in docs/reference/models.md. May only shrink."""
 
 
 def exported_classes() -> set[str]:

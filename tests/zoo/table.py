@@ -1,4 +1,4 @@
-"""The page docs/models.md, made of the cases that the tests run. `make docs` writes it."""
+"""The page docs/reference/models.md, made from the cases that the tests run. `make models-table` writes it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from . import UNSERVED, Case, Stack, load
 
 HEAD = """# Models
 
-Every transformer class that diffusers 0.42.1 exports, as Samovar sees it. The tests build each of them, run it
-and compare what is found with this table; the table itself is written by `make docs` from the same cases.
-No model has code of its own here: stacks are found by structure and confirmed by a probing forward.
+Every transformer class that diffusers 0.42.1 exports can be cached, offloaded and split. No model has code of its own:
+stacks of blocks are found by structure and confirmed by one observed forward. The tests build and run each class and
+compare what is found with this table, which `make models-table` writes from the same cases.
 
-- A stack is written as `path: blocks -> carried values`, in the order in which stacks run. The block class
-  is that of the tiny configuration under test; the number of blocks depends on the model.
-- A carried value is named by the block's parameter. Its tokens are made of what is denoised (*image*, whether
-  picture, video, sound or protein), of conditioning alone (*text*), or of both (*joint*); `-` is returned but
-  not handed to the next block.
+- A stack is written as `path: blocks -> carried values`, in the order in which stacks run. The block class is that of the
+  tiny configuration under test.
+- A carried value is named by the block's parameter. Its tokens are made from what is denoised (*image*, whether image,
+  video, sound or protein), from conditioning alone (*text*), or from both (*joint*); `-` is returned but not passed to the
+  next block.
 - *Between blocks* are modules that run between the blocks of a stack.
 """
 
 FOREIGN = """## Models of other projects
 
-Originals, as their authors wrote them, tiny and with random weights. `make test-foreign FOREIGN=folder` runs them out
-of a folder of checkouts. Nothing is declared for any of them. Each is run for 12 steps, with `tea_cache` and with
-`forecast`:
+Originals, as their authors wrote them, tiny and with random weights; nothing is declared for any of them.
+`make test-foreign FOREIGN=folder` runs them from a folder of checkouts, 12 steps each, with `tea_cache` and `forecast`:
 
 - *exact*: where nothing is skipped, and at every computed step, the bits are those of the bare model;
 - *served*: steps are skipped, and at least 80 % of the weights do not run at a skipped step;
 - *still*: where inputs hardly change, a skipped step gives what the model would have given;
 - *restored*: after detaching, modules and bits are those of the bare model;
 - *offload*: the bits are those of the bare model under layerwise offload and after it;
-- *hooks*: a hook of the user on the model sees every step once.
+- *hooks*: a user's hook on the model sees every step once.
 
-A model that is not served is computed at every step, or is refused when the cache is attached. A step that cannot be
-assigned to a branch, as the first one may be, is computed and is not in `stats()`.
+A model that is not served is computed at every step, or refused when the cache is attached. A step that cannot be assigned
+to a branch, as the first one may be, is computed and not listed in `stats()`.
 """
 FOREIGN_ROWS = Path(__file__).parents[1] / "foreign" / "models.md"
 """Written by `python -m foreign.table`."""

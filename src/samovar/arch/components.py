@@ -77,9 +77,6 @@ _ROOMS_OF_DIFFUSERS: dict[str, Role] = {
     "models.autoencoders.": "vae",
     "models.": "resident",
 }
-_UNREADABLE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
-               TypeError, ValueError)  # fmt: skip
-"""What the properties of a pipeline raise that is not set up, or in which something is missing."""
 _MISSING = object()
 
 
@@ -234,8 +231,8 @@ def _resolve(root: Any, path: str) -> Any:
 
 
 def _read(owner: Any, name: str) -> Any:
-    """An attribute; `_MISSING` where there is none or it cannot be had."""
+    """An attribute; `_MISSING` if there is none, or if its property raises because the pipeline is not set up."""
     try:
         return getattr(owner, name, _MISSING)
-    except _UNREADABLE:
+    except (ImportError, LookupError, RuntimeError, ValueError):
         return _MISSING

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..other_libraries import repeated_blocks, streamed_lists, unsplit_modules
 from .modules import is_container, members, named_parts, tensor_bytes, unwrapped
 from .source import adds_to_its_input
 
@@ -54,33 +55,25 @@ class _Hints:
     @classmethod
     def of(cls, model: torch.nn.Module) -> _Hints:
         return cls(
-            repeated=frozenset(_strings(model, "_repeated_blocks")),
-            unsplit=frozenset(_strings(model, "_no_split_modules")),
+            repeated=frozenset(repeated_blocks(model)),
+            unsplit=frozenset(unsplit_modules(model)),
             paths=frozenset(_declared_paths(model)),
             num_bytes=tensor_bytes([model]),
         )
 
 
-def _strings(model: torch.nn.Module, attribute: str) -> tuple[str, ...]:
-    value = getattr(model, attribute, None)
-    if isinstance(value, str):
-        return (value,)
-    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, (list, tuple, set)) else ()
-
-
 def _declared_paths(model: torch.nn.Module) -> Iterator[str]:
     parts = named_parts(model)
-    for attribute in ("_layerwise_offload_blocks_attrs", "_layerwise_offload_blocks_attr"):
-        for path in _strings(model, attribute):
-            if path in parts and _is_list(parts[path]):
-                yield path
-            else:
-                problem = f"is a {type(parts[path]).__name__}" if path in parts else "is not there"
-                warnings.warn(
-                    f"{type(model).__name__}.{attribute} names {path!r}, which {problem}; a list of blocks was "
-                    "expected. It is left out. Correct the path.",
-                    stacklevel=2,
-                )
+    for path, attribute in streamed_lists(model).items():
+        if path in parts and _is_list(parts[path]):
+            yield path
+        else:
+            problem = f"is a {type(parts[path]).__name__}" if path in parts else "does not exist"
+            warnings.warn(
+                f"{type(model).__name__}.{attribute} names {path!r}, which {problem}; a list of blocks was "
+                "expected. It is ignored. Correct the path.",
+                stacklevel=2,
+            )
 
 
 def _is_list(module: torch.nn.Module) -> bool:

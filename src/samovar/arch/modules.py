@@ -7,20 +7,22 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ..other_libraries import WRAPPED_MODULE
+
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module that `torch.compile` was given; any other module itself."""
     children = module._modules  # A scripted module has its own kind of these, which knows no `get`.
-    inner = children["_orig_mod"] if "_orig_mod" in children else None  # noqa: SIM401
+    inner = children[WRAPPED_MODULE] if WRAPPED_MODULE in children else None  # noqa: SIM401
     return module if inner is None else inner
 
 
 def named_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """All modules within a model by their path, which is the same whether they are compiled or not."""
     return {
-        path.replace("_orig_mod.", ""): unwrapped(module)
+        path.replace(f"{WRAPPED_MODULE}.", ""): unwrapped(module)
         for path, module in model.named_modules()
-        if not path.endswith("_orig_mod")
+        if not path.endswith(WRAPPED_MODULE)
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
 from ..files import is_file_name, read_settings
-from ..hooks import Handle, PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..hooks import Handle, PipelineHook, Run, hook_pipeline
 from .config import TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
@@ -80,8 +79,8 @@ class TeaCacheBackend:
         self._agree = agree
         self._hooks: dict[int, tuple[Any, Hooks]] = {}
         """By the identity of the pipeline, which is held."""
-        self._adopted: list[weakref.ref[Any]] = []
-        """Pipelines that share a denoiser with these, and are hooked to see their runs."""
+        self._adopted: list[Handle] = []
+        """The hooks on pipelines that share a denoiser with these."""
         self._latest: tuple[Hooks, Hashable] | None = None
         """Where the most recent run was and what its request is; None as long as no pipeline has told."""
 
@@ -91,32 +90,26 @@ class TeaCacheBackend:
                 f"This {type(pipeline).__name__} has this cache already. Take it off first: samovar.detach(pipe).",
                 param="cache",
             )
-        denoisers = _denoisers(pipeline)
+        denoisers, attached = _denoisers(pipeline), self._modules()
         hooks: Hooks = {}
-        attached = self._modules()  # Pipelines that share a denoiser share its cache.
         with contextlib.ExitStack() as undo:
-            for name, module in denoisers.items():
-                hook = attached.get(module)
-                if hook is None:
-                    hook = apply_teacache_hook(module, self.config, self._agree)
-                    undo.callback(hook.detach)
+            for name, module in denoisers.items():  # Pipelines that share a denoiser share its cache.
+                hook = attached.get(module) or apply_teacache_hook(module, self.config, self._agree)
+                undo.callback(self._release, module, hook)
                 hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
-                hook_pipeline(pipeline, HOOK_NAME, _RunWatch(hooks, self._note))
-            undo.pop_all()
-        self._hooks[id(pipeline)] = pipeline, hooks
-        handle = contextlib.ExitStack()
-        handle.callback(self._disable, pipeline)
-        return Handle(handle)
+                undo.enter_context(hook_pipeline(pipeline, HOOK_NAME, _RunWatch(hooks, self._note)))
+            self._hooks[id(pipeline)] = pipeline, hooks
+            undo.callback(self._forget, pipeline)
+            return Handle(undo.pop_all())
 
     def _adopt(self, pipeline: Any) -> None:
         """Watch the runs of a pipeline that was found to share a denoiser with one that has the cache."""
         known = {module: name for _, hooks in self._hooks.values() for name, (module, _) in hooks.items()}
         there, parts = self._modules(), find_denoisers(pipeline).values()
         shared = {known[module]: (module, there[module]) for module in map(unwrapped, parts) if module in there}
-        hook_pipeline(pipeline, HOOK_NAME, _RunWatch(shared, self._note))
-        self._adopted.append(weakref.ref(pipeline))
+        self._adopted.append(hook_pipeline(pipeline, HOOK_NAME, _RunWatch(shared, self._note)))
 
     def _modules(self) -> dict[torch.nn.Module, TeaCacheHook]:
         return {module: hook for _, hooks in self._hooks.values() for module, hook in hooks.values()}
@@ -128,19 +121,17 @@ class TeaCacheBackend:
         if hooks:
             self._note(hooks, None)
 
-    def _disable(self, pipeline: Any) -> None:
+    def _forget(self, pipeline: Any) -> None:
         _, hooks = self._hooks.pop(id(pipeline))
-        for module, hook in hooks.values():
-            if module not in self._modules():  # No other pipeline with this cache uses it.
-                hook.detach()
-        unhook_pipeline(pipeline, HOOK_NAME)
-        if not self._hooks:
-            for adopted in (found() for found in self._adopted):
-                if adopted is not None:
-                    unhook_pipeline(adopted, HOOK_NAME)
-            self._adopted.clear()
+        while self._adopted and not self._hooks:
+            self._adopted.pop().detach()
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
+
+    def _release(self, module: torch.nn.Module, hook: TeaCacheHook) -> None:
+        """Take the hook off a denoiser that no other pipeline with this cache uses."""
+        if module not in self._modules():
+            hook.detach()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -252,7 +243,7 @@ class CacheChoice:
         if is_file_name(cache):
             cache = read_settings(cache, "cache")  # type: ignore[arg-type]
         if isinstance(cache, str):
-            cache = {"backend": cache or "none"}
+            cache = {"backend": cache}
         if not isinstance(cache, Mapping):
             raise SettingError(
                 f"cache={cache!r}; a name such as 'tea_cache', a TeaCacheConfig, a mapping such as "
@@ -260,7 +251,9 @@ class CacheChoice:
                 param="cache",
             )
         settings = {name: value for name, value in cache.items() if name != "backend"}
-        backend = cache.get("backend") or ("tea_cache" if named == "none" else named)
+        backend = cache.get("backend")
+        if backend is None:
+            backend = "tea_cache" if named == "none" else named
         if backend == "none":
             if settings:
                 raise SettingError(

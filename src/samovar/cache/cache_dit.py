@@ -13,6 +13,7 @@ from ..arch import ModuleDiscovery
 from ..errors import SettingError
 from ..files import check_names
 from ..hooks import Handle
+from ..other_libraries import has_cache_dit
 
 
 class CacheDitBackend:
@@ -35,7 +36,7 @@ class CacheDitBackend:
 
     def enable(self, pipeline: Any) -> Handle:
         denoisers = [] if isinstance(pipeline, torch.nn.Module) else ModuleDiscovery.discover(pipeline).dits
-        if any(getattr(part, "_is_cached", False) for part in (pipeline, *denoisers)):  # The package's own mark.
+        if any(map(has_cache_dit, (pipeline, *denoisers))):
             raise SettingError(
                 f"cache-dit is already on this {type(pipeline).__name__}, or on another of its class (it patches the "
                 "class). Call cache_dit.disable_cache first.",

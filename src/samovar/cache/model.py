@@ -18,6 +18,7 @@ from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
+from ..other_libraries import is_compiled
 from ..trace.fingerprint import Fingerprint, Generation, own
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.gates import Gates
@@ -324,8 +325,7 @@ class BlockModel(CacheableModel):
     def _checked(self, form: _Form, given: Given, signal: Signal) -> Iterator[None]:
         """Check once whether the block's real attention gets what its shadow's got."""
         reader, block = form.reader, given.module
-        is_compiled = unwrapped(block) is not block or "_compiled_call_impl" in vars(block)
-        if reader is None or reader.is_checked or reader.attention is None or is_compiled:
+        if reader is None or reader.is_checked or reader.attention is None or is_compiled(block):
             yield
             return
         running = self._gates.running

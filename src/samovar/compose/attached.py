@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +90,9 @@ class Attached(Handle):
             "compile": config.compiles,
         }
         return tuple(name for name, is_there in there.items() if is_there)
+
+    def __repr__(self) -> str:
+        return f"<Attached to {type(self.pipe).__name__}: {', '.join(self.features) or 'nothing'}>"
 
     def _check(self) -> None:
         """All checks and decisions that change nothing."""
@@ -189,6 +193,12 @@ def attach(
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
     """
     config = AttachConfig.read(cache, offload, parallel, compile, gpu_memory)
+    if pipe is None or isinstance(pipe, (str, Path, int)):
+        raise SettingError(
+            f"pipe={pipe!r} is not a pipeline. Load one first, DiffusionPipeline.from_pretrained(...), or let "
+            "samovar.Omni(model) do it.",
+            param="pipe",
+        )
     if not replace:
         return Attached(pipe, config)
     before = [handle.config for handle in _handles(pipe)]

@@ -14,6 +14,7 @@ from ..arch import ModuleDiscovery, coverage, find_anatomy
 from ..arch.modules import named_parts, unwrapped
 from ..cache import TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
+from ..other_libraries import compiled_call
 from .config import skipped_share
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def _features(attached: Attached) -> Iterator[Feature]:
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
     if offloaded is not None:
         settings = f"{offloaded.config.mode}, computing on {offloaded.execution_device}\n{offloaded.plan}"
-        yield Feature("offload", settings, "weights are on the device only when they are needed")
+        why = "weights are on the device only when they are needed"
+        yield Feature("offload", settings, why if offloaded.plan.offloads_anything else "the budget holds everything")
     for peer in attached.peers:
         yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
 
@@ -169,7 +171,7 @@ def _places(pipe: Any) -> tuple[Place, ...]:
 
 def _chain(module: torch.nn.Module) -> tuple[str, ...]:
     hooks = [f"{name} ({order.name.lower()})" for name, order in HookRegistry.get_or_create(module).chain]
-    return (*hooks, "compiled") if module._compiled_call_impl is not None else tuple(hooks)
+    return (*hooks, "compiled") if compiled_call(module) is not None else tuple(hooks)
 
 
 def _modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:

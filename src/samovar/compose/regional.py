@@ -1,7 +1,7 @@
-"""How are the repeated blocks compiled, and made plain again?
+"""How are the repeated blocks compiled, and restored?
 
-Each block is a region of its own: the blocks of a class share one graph, which is compiled once and is small. All
-hooks stand outside of it, so a skipped block runs no graph, and one that is offloaded finds its weights in place.
+Each block is compiled separately: the blocks of a class share one small graph, compiled once. All hooks are outside it,
+so a skipped block runs no graph, and an offloaded one finds its weights in place.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ import torch
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
-
-_SLOT = "_compiled_call_impl"
-"""Where torch keeps a module's compiled call. A module that was never compiled has none of its own."""
+from ..other_libraries import COMPILED_CALL, is_compiled
 
 Regions = dict[str, torch.nn.Module]
 
 
 def find_regions(denoisers: Mapping[str, torch.nn.Module]) -> Regions:
-    """The blocks of all denoisers by their paths, each once; refused where there are none, or some are compiled."""
+    """The blocks of all denoisers by path, each once. Refused if there are none, or some are compiled already."""
     regions: Regions = {}
     seen: set[int] = set()
     for name, denoiser in denoisers.items():
         stacks = find_anatomy(unwrapped(denoiser)).stacks
         if not stacks:
             raise ModelError(
-                f"{name!r}, a {type(denoiser).__name__}, has no stack of blocks that could be compiled one by one. "
-                "Declare one (samovar.register_declaration), or compile the model yourself and leave out compile."
+                f"{name!r}, a {type(denoiser).__name__}, has no stack of blocks to compile. Declare one "
+                "(samovar.register_declaration), or compile the model yourself and leave out compile."
             )
         for stack in stacks:
             for path, block in zip(stack.block_paths, stack.modules(denoiser), strict=True):
-                if unwrapped(block) is not block or block._compiled_call_impl is not None:
+                if is_compiled(block):
                     raise SettingError(
-                        f"{name}.{path} is compiled already. Leave out compile: blocks that are compiled stay so."
+                        f"{name}.{path} is compiled already. Leave out compile: compiled blocks stay compiled.",
+                        param="compile",
                     )
                 if id(block) not in seen:
                     seen.add(id(block))
@@ -46,10 +45,10 @@ def find_regions(denoisers: Mapping[str, torch.nn.Module]) -> Regions:
 
 
 def compile_regions(regions: Regions, backend: str | Callable[..., Any] | None) -> Callable[[], None]:
-    """Compile each block when it is first called; what is returned makes them plain again."""
+    """Compile each block at its first call. The returned function restores them."""
     settings: dict[str, Any] = {} if backend is None else {"backend": backend}
     with contextlib.ExitStack() as undo:
         for block in regions.values():
-            undo.callback(vars(block).pop, _SLOT, None)
+            undo.callback(vars(block).pop, COMPILED_CALL, None)
             block.compile(**settings)
         return undo.pop_all().close

@@ -1,21 +1,12 @@
 """How is a call intercepted, and whose call is it?"""
 
-from .around import run_around
 from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .handle import Handle
-from .pipelines import (
-    PipelineHook,
-    Position,
-    Run,
-    current_run,
-    hook_pipeline,
-    pipeline_hooks,
-    running,
-    unhook_pipeline,
-)
+from .pipelines import hook_pipeline
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 from .roles import Role, Roles, is_conditioning, is_sample, is_time
+from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, run_around, running
 
 __all__ = [
     "NOT_BYPASSED",
@@ -42,5 +33,4 @@ __all__ = [
     "pipeline_hooks",
     "run_around",
     "running",
-    "unhook_pipeline",
 ]

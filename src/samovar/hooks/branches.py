@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .around import Adopt, run_around
 from .context import CallContext, current_context, enter_context, leave_context
-from .pipelines import current_run, current_step
 from .registry import HookOrder, ModelHook
 from .roles import Leaves, Mark, Roles, hint, leaves_of, parameter_names, same_marks
+from .runs import Adopt, current_run, current_step, run_around
 
 _logger = logging.getLogger(__name__)
 _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import HookConflictError, SettingError
+from ..other_libraries import COMPILED_CALL
 from .context import call_context
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ else:
 _ENTRY = "_samovar_hooks"
 _INSIDE = "_samovar_inside"
 
-_class_slot: Any = object.__dict__["__class__"]
+set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
+"""Swaps an object's class, whatever the object itself says of its `__class__`."""
 _plain_call: Any = torch.nn.Module.__call__
 _global_forward_hooks = torch.nn.modules.module._global_forward_hooks
 _global_forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
@@ -58,11 +60,31 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-class _Hooked(_Module):
-    """Put before a module's class to intercept its calls."""
+class BareCopies:
+    """Put before a class: copies and pickles are of the bare class, and need no Samovar to be read."""
 
     _samovar_bare: Any
     """The class that this one stands before. Its methods are looked up at each call: others may replace them."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        rebuild, arguments, *rest = reduced
+        own = type(self)
+        bare = vars(own).get("_samovar_bare", own)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {key: value for key, value in rest[0].items() if not str(key).startswith("_samovar_")}
+        return (rebuild, tuple(bare if item is own else item for item in arguments), *rest)
+
+
+def class_before(cls: Any, front: type, body: dict[str, Any], metaclass: Any = None) -> Any:
+    """A class of the same name that puts `front` before a class."""
+    identity = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    make_class = metaclass or type(cls)
+    return make_class(cls.__name__, (front, cls), {**identity, "_samovar_bare": cls, **body})
+
+
+class _Hooked(BareCopies, _Module):
+    """Put before a module's class to intercept its calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
@@ -71,15 +93,6 @@ class _Hooked(_Module):
         if registry is None:  # Somebody made a class of this type while there were hooks, and they are gone.
             return super().__call__(*args, **kwargs)
         return registry.run(self, call_bare, args, kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are of the bare module, and need no Samovar to be read."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        rebuild, arguments, *rest = reduced
-        own, bare = type(self), bare_class(self)
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {key: value for key, value in rest[0].items() if key not in (_ENTRY, _INSIDE)}
-        return (rebuild, tuple(bare if item is own else item for item in arguments), *rest)
 
 
 def attached_registry(module: torch.nn.Module) -> HookRegistry | None:
@@ -99,7 +112,7 @@ def install(module: torch.nn.Module, registry: HookRegistry) -> None:
         )
     _prepare_for_compilation()
     try:
-        _class_slot.__set__(module, _hooked_class(type(module), hasattr(module, "cache_context")))
+        set_class(module, _hooked_class(type(module), hasattr(module, "cache_context")))
     except (TypeError, AttributeError) as error:
         raise SettingError(
             f"A {type(module).__name__} cannot be hooked, because its class does not let itself be extended ({error}). "
@@ -121,7 +134,7 @@ def uninstall(module: torch.nn.Module, registry: HookRegistry) -> None:
     """Leave the module as it was before `install`."""
     if attached_registry(module) is registry:
         del vars(module)[_ENTRY], vars(module)[_INSIDE]
-        _class_slot.__set__(module, bare_class(module))
+        set_class(module, bare_class(module))
 
 
 def bare_class(module: torch.nn.Module) -> type[torch.nn.Module]:
@@ -143,7 +156,7 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
         or instance["_forward_pre_hooks"]
         or instance["_backward_hooks"]
         or instance["_backward_pre_hooks"]
-        or "_compiled_call_impl" in instance
+        or COMPILED_CALL in instance
         or "forward" in instance
         or bare.__call__ is not _plain_call
         or not registry.calls_plainly
@@ -180,12 +193,8 @@ def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[t
     known = _hooked_classes.get((cls, has_cache_context))
     if known is None or vars(known)["forward"].__wrapped__ is not cls.forward:  # Its signature is shown.
         body: dict[str, Any] = {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
             "__class__": property(_get_class, _set_class),
             "forward": _intercepted_forward(cls),
-            "_samovar_bare": cls,
             _INSIDE: True,
         }
         if has_cache_context:
@@ -193,8 +202,8 @@ def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[t
         if hasattr(cls, "__deepcopy__"):
             body["__deepcopy__"] = _bare_deepcopy
         metaclass: Any = type(cls)
-        make_class = _equal_to_bare(metaclass)
-        known = _hooked_classes[cls, has_cache_context] = make_class(cls.__name__, (_Hooked, cls), body)
+        made = class_before(cls, _Hooked, body, _equal_to_bare(metaclass))
+        known = _hooked_classes[cls, has_cache_context] = made
     return known
 
 
@@ -224,9 +233,9 @@ def _set_class(self: torch.nn.Module, cls: type) -> None:
     """Others may swap the class too (torch's parametrisations, lazy modules): ours stays in front of theirs."""
     registry = attached_registry(self)
     if registry is None:
-        _class_slot.__set__(self, cls)
+        set_class(self, cls)
     else:
-        _class_slot.__set__(self, _hooked_class(cls, hasattr(self, "cache_context")))
+        set_class(self, _hooked_class(cls, hasattr(self, "cache_context")))
         _note_class(self, registry)
 
 
@@ -262,12 +271,12 @@ def _followed_cache_context(cls: Any) -> Callable[..., Any]:
 
 def _bare_deepcopy(self: torch.nn.Module, memo: dict[int, Any]) -> Any:
     """For classes that copy themselves: what they copy must be bare."""
-    hooked, entries = type(self), {key: vars(self).pop(key) for key in (_ENTRY, _INSIDE)}
-    _class_slot.__set__(self, bare_class(self))
+    hooked, entries = type(self), {key: vars(self).pop(key) for key in list(vars(self)) if key.startswith("_samovar_")}
+    set_class(self, bare_class(self))
     try:
         return copy.deepcopy(self, memo)
     finally:
-        _class_slot.__set__(self, hooked)
+        set_class(self, hooked)
         vars(self).update(entries)
 
 
@@ -296,7 +305,7 @@ def _prepare_for_compilation() -> None:
         from torch._dynamo import trace_rules
 
         # Around a model that is compiled whole, they run as they are.
-        for room in ("tree", "hooks.around", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
+        for room in ("tree", "hooks.runs", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
             trace_rules.add(f"samovar.{room}")
         skip_frame(bare_class)
         skip_frame(attached_registry)

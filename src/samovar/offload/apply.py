@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
-from ..hooks import HookRegistry, PipelineHook, Run, hook_pipeline, unhook_pipeline
+from ..hooks import HookRegistry, PipelineHook, Run, hook_pipeline
+from ..other_libraries import accelerate_hook, diffusers_hooks
 from .cuda import CudaStage
 from .host import HostMemory
 from .layerwise import check_compiled
@@ -119,8 +120,8 @@ def _check_free(components: Sequence[Component]) -> None:
                 raise SettingError(
                     f"{where} is offloaded already. Call remove() on what apply_offload returned before."
                 )
-            theirs = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
-            if hasattr(module, "_hf_hook") or any("group_offloading" in name for name in theirs):
+            theirs = diffusers_hooks(module)
+            if accelerate_hook(module) is not None or any("group_offloading" in name for name in theirs):
                 raise SettingError(
                     f"{where} is offloaded by accelerate or diffusers. Load the pipeline anew, or take their hooks off "
                     "first (pipeline.remove_all_hooks())."
@@ -311,8 +312,7 @@ class Offloaded(PipelineHook):
             self._hooks.enter_context(install_hooks(tenant, turns, self.stage, plan.component(name)))
         is_component = any(component.module is self._pipeline for component in self._components)
         if not is_component:  # A lone model is called once a step: its calls are no runs.
-            hook_pipeline(self._pipeline, HOOK, self)
-            self._hooks.callback(unhook_pipeline, self._pipeline, HOOK)
+            self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
 
     def _undo_plan(self) -> None:
         """Everything to the host, and no hooks."""

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import SettingError
 from ..hooks import HookOrder, ModelHook
+from ..other_libraries import compiled_call
 from .parcels import Parcel
 from .ring import Ring, RingStats
 from .staging import Buffer, Stage
@@ -125,7 +126,7 @@ class StreamHook(ModelHook):
 
 def check_compiled(name: str, module: torch.nn.Module) -> None:
     """Refuse blocks that are compiled into CUDA graphs: these keep the addresses of their weights."""
-    for compiled in (module._compiled_call_impl, module if "_orig_mod" in module._modules else None):
+    for compiled in (compiled_call(module), module):
         read = getattr(compiled, "get_compiler_config", None)
         config = read() if read is not None else None
         if isinstance(config, dict) and config.get("triton.cudagraphs"):

@@ -13,6 +13,7 @@ from ..arch import Anatomy, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import HookConflictError, ModelError, SettingError
 from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, HookRegistry, ModelHook, call_context
+from ..other_libraries import attention_backend
 from ..trace.watch import Watcher
 from .candidates import MISFIT, Candidate, candidates
 from .failures import ShardingError, StrategyError
@@ -156,7 +157,7 @@ class Sharding:
         reasons = "; ".join(f"{source}: {reason}" for source, reason in self.rejected.items())
         raise ModelError(
             f"No plan was found by which {type(self.model).__name__} gives the same output on several ranks. Write one "
-            f"(see docs/parallel.md), or run it on one rank. What was tried: {reasons}."
+            f"(see docs/guides/parallel.md), or run it on one rank. What was tried: {reasons}."
         )
 
     def _check(self, given: tuple[Any, Any], trace: Trace, reference: Any) -> None:
@@ -328,9 +329,8 @@ def _register(undo: contextlib.ExitStack, module: torch.nn.Module, name: str, ho
 def _check_backends(model: torch.nn.Module) -> None:
     """Refuse an attention that is not torch's own: it would not be seen."""
     for path, module in model.named_modules():
-        backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
-        name = getattr(backend, "value", backend)
-        if name is not None and not str(name).startswith(("native", "_native", "flex")):
+        name = attention_backend(module)
+        if name is not None and not name.startswith(("native", "_native", "flex")):
             raise SettingError(
                 f"The attention backend of {path!r} is {name!r}, which cannot be sharded; torch's own can. Call "
                 'model.set_attention_backend("native") first.'

@@ -16,6 +16,7 @@ import torch
 
 from ..arch.modules import named_parts, parameters_of, unwrapped
 from ..errors import SettingError, nearest
+from ..other_libraries import CP_PLAN, SP_PLAN, declared_plans
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,10 @@ def place_plan(model: torch.nn.Module, plan: SequenceParallelModelPlan) -> tuple
 
 def declared_plan(model: torch.nn.Module) -> tuple[str, SequenceParallelModelPlan] | None:
     """The plan that a model comes with, and where it was found: `_sp_plan`, or diffusers' `_cp_plan`."""
-    model = unwrapped(model)
-    own = getattr(model, "_sp_plan", None)
-    if own:
-        return "_sp_plan", validate_plan(own)
-    theirs = getattr(model, "_cp_plan", None)
-    return ("_cp_plan", _from_diffusers(theirs)) if theirs else None
+    plans = declared_plans(unwrapped(model))
+    if SP_PLAN in plans:
+        return SP_PLAN, validate_plan(plans[SP_PLAN])
+    return (CP_PLAN, _from_diffusers(plans[CP_PLAN])) if CP_PLAN in plans else None
 
 
 def inputs_in(tree: InputTree) -> Iterator[AnyInput]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..other_libraries import adapter_settings, loaded_adapters
+
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -52,7 +54,7 @@ class Fingerprint:
         return (
             all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
             and [tensor._version for tensor in self._tensors] == self._versions
-            and all(_adapter(module) == adapter for module, adapter in self._adapters)
+            and all(adapter_settings(module) == adapter for module, adapter in self._adapters)
             and all(_count(hooks) == count for hooks, count in self._hooks)
             and all(
                 vars(module).get("processor") is processor and _settings(processor) == settings
@@ -72,16 +74,13 @@ class Generation:
 
     def _look(self) -> None:
         self._fingerprint = Fingerprint(self._modules())
-        self._loaded = self._names()
+        self._loaded = loaded_adapters(self._model)
         self._adapters = _adapters(self._model.modules()) if self._loaded else []
-
-    def _names(self) -> tuple[str, ...]:
-        return tuple(vars(self._model).get("peft_config") or ())
 
     def check(self) -> int:
         """The current generation; it grows when something is seen to have changed."""
-        is_same = self._names() == self._loaded and all(_adapter(module) == old for module, old in self._adapters)
-        if not is_same or not self._fingerprint.holds():
+        is_same = all(adapter_settings(module) == old for module, old in self._adapters)
+        if not is_same or loaded_adapters(self._model) != self._loaded or not self._fingerprint.holds():
             self._number += 1
             self._look()
         return self._number
@@ -89,13 +88,8 @@ class Generation:
 
 def _adapters(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
     """The layers that peft has put adapters on, with their settings."""
-    return [(module, _adapter(module)) for module in modules if isinstance(vars(module).get("scaling"), Mapping)]
-
-
-def _adapter(module: torch.nn.Module) -> dict[str, Any]:
-    entries = vars(module)
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
-    return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
+    found = ((module, adapter_settings(module)) for module in modules)
+    return [(module, adapter) for module, adapter in found if adapter is not None]
 
 
 def _count(hooks: Mapping[int, Any]) -> int:

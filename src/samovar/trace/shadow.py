@@ -24,6 +24,7 @@ from .. import tree
 from ..arch.modules import unwrapped
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
 from ..hooks.intercept import attached_registry, bare_class, never_compiled
+from ..other_libraries import COMPILED_CALL, FORWARD_WRAPPERS, accelerate_weights, compute_dtype
 
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
 """Called with the original module and its arguments; NOT_BYPASSED lets the shadow's forward run."""
@@ -35,10 +36,8 @@ _SHARED = (
 """Values that no forward writes into."""
 _HOOKS = frozenset(key for key in vars(torch.nn.Module()) if key.endswith("_hooks") or "_hooks_" in key)
 """Entries that hold torch's hooks."""
-_WRAPPED = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
-"""Entries that accelerate and diffusers add when they replace a forward."""
-_OTHERS_ENTRIES = _WRAPPED | {"_samovar_hooks", "_samovar_inside", "_compiled_call_impl"}
-"""The same, with those of Samovar and torch.compile."""
+_OTHERS_ENTRIES = FORWARD_WRAPPERS | {"_samovar_hooks", "_samovar_inside", COMPILED_CALL}
+"""Entries of hooks, ours and others', and of torch.compile; a shadow has none of them."""
 
 
 class TrialFailed(Exception):
@@ -127,7 +126,7 @@ class _Copier:
     def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
         entries: dict[str, Any] = {}
         answer = self._answers.get(module)
-        is_wrapped = answer is not None or not _WRAPPED.isdisjoint(vars(module))
+        is_wrapped = answer is not None or not FORWARD_WRAPPERS.isdisjoint(vars(module))
         for key, value in vars(module).items():
             if key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
                 continue
@@ -144,7 +143,7 @@ class _Copier:
         vars(shadow).update(entries)
         if answer is not None:
             shadow.__class__ = _answering_class(type(shadow), answer, module)
-        elif _compute_dtype(module) or any(p is not None and p.is_meta for p in module._parameters.values()):
+        elif compute_dtype(module) or any(p is not None and p.is_meta for p in module._parameters.values()):
             shadow.register_forward_pre_hook(bring_weights(module))
 
     def _translated(self, value: Any, levels: int = 6) -> Any:
@@ -240,9 +239,7 @@ def subclass(cls: type[torch.nn.Module], forward: Callable[..., Any], **others: 
 
 def bring_weights(original: torch.nn.Module, device: torch.device | None = None) -> Any:
     """A hook that copies weights to a shadow when it first runs, where the original's are elsewhere."""
-    # accelerate leaves no weights in the module itself.
-    stored = getattr(vars(original).get("_hf_hook"), "weights_map", None)
-    dtype = _compute_dtype(original)
+    stored, dtype = accelerate_weights(original), compute_dtype(original)
 
     def bring(module: torch.nn.Module, args: Any) -> None:
         where = device or next((tensor.device for tensor in tree.tensors(args)), torch.device("cpu"))
@@ -253,10 +250,3 @@ def bring_weights(original: torch.nn.Module, device: torch.device | None = None)
                     held[name] = source.detach().to(where, dtype)  # type: ignore[assignment]
 
     return bring
-
-
-def _compute_dtype(module: torch.nn.Module) -> torch.dtype | None:
-    """The dtype in which a module computes if diffusers stores its weights in another."""
-    hooks = getattr(vars(module).get("_diffusers_hook"), "hooks", {})
-    dtype: torch.dtype | None = getattr(hooks.get("layerwise_casting"), "compute_dtype", None)
-    return dtype

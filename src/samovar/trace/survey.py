@@ -16,6 +16,7 @@ from ..arch.coverage import Coverage, coverage
 from ..arch.modules import tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
 from ..errors import ModelError
+from ..other_libraries import declared_plans
 from .probe import probe_pipeline
 
 
@@ -162,7 +163,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     encoders = ", ".join(c.name for c in components if c.role == "encoder")
     stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
     unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
-    planned = [n for n, part in parts.items() if "_sp_plan" in dir(part.cls) or getattr(part.cls, "_cp_plan", None)]
+    planned = [name for name, part in parts.items() if declared_plans(part.cls)]
     unknown = f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
 
     def without_stacks(name: str, reason: str) -> FeatureReport:

@@ -1,0 +1,170 @@
+"""What does the code say about itself? Settings, names, commands, errors and the source tree, read from the source."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import html
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docs.generate.results import markdown_table
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "samovar"
+_FIRST = [
+    "attach",
+    "detach",
+    "Attached",
+    "Omni",
+    "AsyncOmni",
+    "GenerationResult",
+    "HookRegistry",
+    "ModelHook",
+    "Handle",
+]
+
+
+def named(path: str) -> Any:
+    """The object at a dotted path, such as `samovar.cache.TeaCacheConfig`."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def settings(path: str) -> str:
+    """The fields of a dataclass: type, default, and the docstring under each."""
+    rows = [
+        [f"`{name}`<br>{_code(kind, 'type')}", _code(default) if default else "required", text]
+        for name, kind, default, text in fields_of(named(path))
+    ]
+    return markdown_table(["setting and type", "default", "meaning"], rows)
+
+
+def fields_of(cls: type) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and docstring of each field, as they are written."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    for node, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            kind, default = ast.unparse(node.annotation), ast.unparse(node.value) if node.value else ""
+            yield node.target.id, kind, default, _docstring(after)
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return " ".join(node.value.value.split()).replace("|", "\\|") if is_text else ""  # type: ignore[union-attr]
+
+
+def _code(text: str, style: str = "value") -> str:
+    """Code in a cell of a table, where a bar would end the cell."""
+    return f'<code class="{style}">{html.escape(text).replace("|", "&#124;")}</code>'
+
+
+def api(path: str) -> str:
+    """Directives for mkdocstrings: all exported functions and classes of a module, what most readers want first."""
+    module = importlib.import_module(path)
+    names = [name for name in module.__all__ if callable(getattr(module, name))]
+    names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name.lower()))
+    return "\n\n".join(f"::: {path}.{name}" for name in names)
+
+
+def commands(_: str) -> str:
+    """The help of every command."""
+    parser = _parser()
+    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    parts = [f"```text\n{_help(parser)}\n```"]
+    parts += [f"## samovar {name}\n\n```text\n{_help(command)}\n```" for name, command in subparsers.choices.items()]
+    return "\n\n".join(parts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from samovar.cli.entry import _parser as make
+
+    return make()
+
+
+def _help(parser: argparse.ArgumentParser) -> str:
+    parser.formatter_class = _wide(parser.formatter_class)
+    return parser.format_help().strip()
+
+
+def _wide(formatter: Any) -> Any:
+    """The formatter at one width, whatever the terminal."""
+    return lambda prog: formatter(prog, width=100, max_help_position=32)
+
+
+def error_classes(_: str) -> str:
+    """Every error class: where it stands in the tree, its code, and its docstring."""
+    from samovar import errors
+
+    rows = []
+    for cls in _descendants(errors.SamovarError):
+        depth = len([base for base in cls.__mro__ if issubclass(base, errors.SamovarError)]) - 1
+        builtin = [base.__name__ for base in cls.__bases__ if base.__module__ == "builtins"]
+        code = f"[`{cls.code}`](#{cls.code})" if issubclass(cls, errors.EngineError) else ""
+        name = f"{'&emsp;' * depth}`{cls.__name__}`" + (f" ({', '.join(builtin)})" if builtin else "")
+        rows.append([name, code, (inspect.getdoc(cls) or "").splitlines()[0]])
+    return markdown_table(["class (also a)", "code", "raised for"], rows)
+
+
+def _descendants(cls: type) -> list[type]:
+    for room in ("parallel", "server", "engine", "lab"):  # Some rooms have error classes of their own.
+        importlib.import_module(f"samovar.{room}")
+    found = [cls]
+    for child in sorted(cls.__subclasses__(), key=lambda child: child.__name__):
+        found += _descendants(child)
+    return found
+
+
+def codes() -> set[str]:
+    """Every error code that a client or caller can see: those of the classes, and literals in the server."""
+    from samovar import errors
+
+    found = {cls.code for cls in _descendants(errors.EngineError)}
+    for file in (SOURCE / "server").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
+                found.add(node.value.value)
+    return {code for code in found if isinstance(code, str)}
+
+
+def source_tree(_: str = "") -> str:
+    """Every source file with the question that its docstring answers."""
+    lines = ["```text", "src/samovar/"]
+    for entry in sorted(SOURCE.iterdir(), key=_by_layer):
+        if entry.suffix == ".py" and entry.name not in ("__init__.py", "__main__.py"):
+            lines.append(f"  {entry.name:<22} {_question(entry)}")
+        elif (entry / "__init__.py").exists():
+            lines.append(f"  {entry.name + '/':<22} {_question(entry / '__init__.py')}")
+            files = (file for file in sorted(entry.glob("*.py")) if file.name != "__init__.py")
+            lines += [f"    {file.name:<20} {_question(file)}" for file in files]
+    return "\n".join([*lines, "```"])
+
+
+def _by_layer(entry: Path) -> tuple[int, str]:
+    """The order of `tests/test_architecture.py`: what imports nothing first."""
+    text = (ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8")
+    layers = ast.literal_eval(re.search(r"LAYERS = (\[.*?\])(?:  #|\n\n|\n\"\"\")", text, flags=re.DOTALL)[1])  # type: ignore[index]
+    places = {room: number for number, rooms in enumerate(layers) for room in rooms}
+    return places.get(entry.stem, -1), entry.name
+
+
+def _question(file: Path) -> str:
+    """The first sentence of a file's docstring."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return re.split(r"(?<=[?.]) ", " ".join(text.split("\n\n")[0].split()))[0]
+
+
+def contributing(_: str = "") -> str:
+    """`CONTRIBUTING.md` without its title; its links lead out of the site, so they become paths."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n")[2]
+    return text.replace("](docs/", "](../")
+
+
+if __name__ == "__main__":
+    print(source_tree())

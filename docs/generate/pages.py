@@ -1,0 +1,67 @@
+"""How do generated parts get into a page? MkDocs calls the functions `on_...` while it builds the site.
+
+A line `<!-- generate: NAME ARGUMENT -->` in a page is replaced by what the maker NAME returns for ARGUMENT.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # The source of this checkout, whatever is installed.
+
+from docs.generate import code, results, tables  # noqa: E402
+
+MARKER = re.compile(r"^<!-- generate: (\w+) ?(.*?) -->$", flags=re.MULTILINE)
+MAKERS: dict[str, Callable[[str], str]] = {
+    "settings": code.settings,
+    "api": code.api,
+    "commands": code.commands,
+    "error_classes": code.error_classes,
+    "tree": code.source_tree,
+    "changes": code.contributing,
+    "headlines": tables.headlines,
+    "about": results.about,
+    "quality": tables.quality,
+    "promises": tables.promises,
+    "cache_cost": tables.cache_cost,
+    "combined": tables.combined,
+    "offload": tables.offload,
+    "offload_peers": tables.offload_peers,
+    "parallel": tables.parallel,
+    "hooks": tables.hooks,
+    "server": tables.server,
+}
+RESULT_LINK = re.compile(r"\]\((?:\.\./)*benchmarks/results/(\w+\.json)\)")
+REPOSITORY_LINK = re.compile(
+    r"\[([^\]]+)\]\((?:\.\./)+((?:src|training|tests|examples|benchmarks/\w+\.py|CHANGELOG)[^)]*)\)"
+)
+
+
+def expand(text: str) -> str:
+    """The page with its generated parts."""
+    return MARKER.sub(lambda found: MAKERS[found[1]](found[2]), text)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Results are copied into the site; other files of the repository are named by their path."""
+    up = "../" * page.file.src_uri.count("/")
+    text = RESULT_LINK.sub(rf"]({up}results/\1)", expand(markdown))
+    return REPOSITORY_LINK.sub(r"\1 (`\2`)", text)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the results, and the plots drawn from them."""
+    from mkdocs.structure.files import File
+
+    from docs.generate import plots
+
+    for name, draw in plots.PLOTS.items():
+        files.append(File.generated(config, f"images/{name}.svg", content=plots.to_svg(draw())))
+    for file in sorted(results.RESULTS.glob("*.json")):
+        files.append(File.generated(config, f"results/{file.name}", abs_src_path=str(file)))
+    return files

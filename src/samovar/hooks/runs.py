@@ -1,0 +1,279 @@
+"""Which run of a pipeline is a call part of, and at which step is the run?
+
+A run is one call of a pipeline. It is its own request, unless the caller named one: so what hooks remember of a run is
+found by its calls alone, and is gone when the run ends, however it ends.
+
+Calls of a hooked pipeline are bracketed (see `pipelines`). But a pipeline that shares a hooked module is often not
+hooked itself: `FluxImg2ImgPipeline.from_pipe(pipe)` makes one. Its calls are found on the call stack. It can then be
+adopted: hooked like the first, so that its later runs begin and end exactly. The run in which it is found begins with
+the first call of the module and ends when a later call comes from elsewhere: only then is its frame known to be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import SettingError
+from ..other_libraries import pipeline_steps, scheduler_step
+from .context import call_context, current_context
+
+Adopt = Callable[[Any], None]
+"""Hooks a pipeline, and remembers it to detach it later."""
+HOOKS = "_samovar_pipeline_hooks"
+"""Where a pipeline keeps its hooks, in its `__dict__`."""
+_MAX_DEPTH = 3
+"""How deep modules are looked for in a pipeline."""
+
+
+class Position(NamedTuple):
+    """How far a run is."""
+
+    step: int
+    """The index of the running step among the scheduler's. It starts above 0 if the run starts half-way."""
+    total: int
+    sigma: float | None
+    """The noise at this step, if the scheduler says so."""
+
+
+class PipelineHook:
+    """Code attached to a whole pipeline."""
+
+    execution_device: torch.device | None = None
+    """Where the pipeline makes its latents and runs, if not where its modules happen to be."""
+
+    def start_run(self, run: Run) -> None:
+        """Called when the pipeline is called."""
+
+    def end_run(self, run: Run) -> None:
+        """Called when the call returns or raises."""
+
+
+def pipeline_hooks(pipeline: Any) -> dict[str, PipelineHook]:
+    """The hooks of a pipeline by name, in the order in which they were attached."""
+    hooks: dict[str, PipelineHook] = getattr(pipeline, "__dict__", {}).get(HOOKS, {})
+    return hooks
+
+
+class Run:
+    """One call of a pipeline. It does not keep the pipeline alive."""
+
+    def __init__(self, pipeline: Any, request: Hashable, outer: Run | None = None) -> None:
+        self._pipeline = weakref.ref(pipeline)
+        self.request = request
+        self.outer = outer
+        """The run in which this one takes place, if there is one."""
+        self.was_offered = False
+        """Whether its pipeline was offered for adoption."""
+        self._known: list[PipelineHook] = []
+        self._started: list[PipelineHook] = []
+        self._held: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._timesteps: Any = None
+        self._sigmas: list[float] = []
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline that is called."""
+        return self._pipeline()
+
+    def start(self) -> None:
+        """Call the pipeline's hooks, in order."""
+        self._known = list(pipeline_hooks(self.pipeline).values())
+        for hook in self._known:
+            self._started.append(hook)
+            hook.start_run(self)
+
+    def end(self) -> None:
+        """Call the hooks again, in reverse; also those that were attached since. One that raises stops no other."""
+        since = [hook for hook in pipeline_hooks(self.pipeline).values() if hook not in self._known]
+        with contextlib.ExitStack() as ends:
+            for hook in (*self._started, *since):
+                ends.callback(hook.end_run, self)
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Whether the module is part of the pipeline."""
+        if module not in self._held:
+            self._held[module] = _holds(self.pipeline, module)
+        return self._held[module]
+
+    def position(self) -> Position | None:
+        """Where the run is, if its scheduler counts steps. This waits for a device once a loop."""
+        scheduler, timesteps = getattr(self.pipeline, "scheduler", None), self.loop()
+        step = scheduler_step(scheduler)
+        if timesteps is None or step is None:
+            return None
+        if timesteps is not self._timesteps:  # Read once a loop: schedulers may keep sigmas on a device.
+            sigmas = getattr(scheduler, "sigmas", None)
+            self._timesteps, self._sigmas = timesteps, []
+            if isinstance(sigmas, torch.Tensor) and not sigmas.is_meta:
+                self._sigmas = sigmas.tolist()
+        sigma = float(self._sigmas[step]) if 0 <= step < len(self._sigmas) else None
+        return Position(step, len(timesteps), sigma)
+
+    def loop(self) -> Any:
+        """The timesteps of the loop that is running: another object for each loop of a run."""
+        return getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
+
+    def total(self) -> int | None:
+        """How many steps the run takes, if the pipeline or its scheduler says so."""
+        steps, timesteps = pipeline_steps(self.pipeline), self.loop()
+        return len(timesteps) if steps is None and timesteps is not None else steps
+
+
+def _holds(pipeline: Any, module: torch.nn.Module) -> bool:
+    """Whether a module is part of a pipeline: an attribute, in a container, or inside another module."""
+    return any(found is module for found in _modules(pipeline, _MAX_DEPTH))
+
+
+def _modules(value: Any, depth: int) -> Iterator[torch.nn.Module]:
+    if isinstance(value, torch.nn.Module):
+        yield from value.modules()
+    elif depth and not isinstance(value, (torch.Tensor, type)):
+        parts = value if isinstance(value, (list, tuple, Mapping)) else getattr(value, "__dict__", {})
+        for part in list(parts.values()) if isinstance(parts, Mapping) else parts:
+            yield from _modules(part, depth - 1)
+
+
+_run: ContextVar[Run | None] = ContextVar("samovar_run", default=None)
+
+
+def current_run() -> Run | None:
+    """The innermost run that the running code is part of."""
+    return _run.get()
+
+
+def current_step() -> int | None:
+    """The step of that run, if its scheduler counts."""
+    run = _run.get()
+    position = None if run is None else run.position()
+    return None if position is None else position.step
+
+
+@contextlib.contextmanager
+def running(pipeline: Any) -> Iterator[Run]:
+    """A run of a pipeline: around each call of a hooked one, and for callers that drive a pipeline step by step."""
+    _found.end_runs_of(pipeline)
+    outer = current_run()
+    run = Run(pipeline, _request_of_a_run(outer), outer)
+    with call_context(request=run.request), contextlib.ExitStack() as stack:
+        stack.callback(_run.reset, _run.set(run))
+        stack.callback(run.end)
+        run.start()
+        yield run
+
+
+def _request_of_a_run(outer: Run | None) -> Hashable:
+    """The request of a new run: the one that the caller has named, or a new one."""
+    request = current_context().request
+    is_unnamed = request is None or (outer is not None and outer.request == request)
+    return _Anonymous() if is_unnamed else request
+
+
+class _Anonymous:
+    """The request of a call for which nobody named one."""
+
+    def __repr__(self) -> str:
+        return f"<run {id(self):x}>"
+
+
+# ------------------------------------------------------------------------------------------------ on the call stack
+
+
+def run_around(module: torch.nn.Module, adopt: Adopt | None = None) -> Run | None:
+    """The innermost run of a pipeline that holds the module; otherwise the innermost run there is, or None.
+
+    A pipeline without hooks is offered to `adopt` when it is first seen. The hooks that it has then are called at the
+    start and the end of this run too.
+    """
+    run = current_run()
+    while run is not None and not run.holds(module):
+        run = run.outer
+    run = run or _found.run_of(module)
+    if run is not None and adopt is not None and not run.was_offered and not pipeline_hooks(run.pipeline):
+        run.was_offered = True
+        with contextlib.suppress(SettingError):  # It cannot be hooked.
+            adopt(run.pipeline)
+        run.start()
+    return run or current_run()
+
+
+class _FoundRun(Run):
+    """A call of a pipeline that was found on the stack."""
+
+    def __init__(self, pipeline: Any, frame: int) -> None:
+        super().__init__(pipeline, _request_of_a_run(None))
+        self.frame = frame
+        """The identity of its frame. A frame itself is not held, for it holds everything in it."""
+        self._first_loop = self.loop()
+        self._step = 0
+
+    def goes_on(self) -> bool:
+        """Whether the scheduler is still in the loop that this run began with."""
+        position = self.position()
+        before, self._step = self._step, 0 if position is None else position.step
+        return self.loop() is self._first_loop and self._step >= before
+
+
+class _Found(threading.local):
+    """The runs of this thread that were found on the stack, outermost first."""
+
+    def __init__(self) -> None:
+        self.runs: list[_FoundRun] = []
+
+    def run_of(self, module: torch.nn.Module) -> Run | None:
+        frames = {id(frame): frame for frame in _calls()}
+        self._end([run for run in self.runs if run.frame not in frames])
+        for place, frame in frames.items():
+            pipeline = _caller(frame)
+            run = next((run for run in self.runs if run.frame == place), None)
+            if run is not None and not (run.pipeline is pipeline and run.goes_on()):
+                self._end([run])  # Another call, whose frame is at the same place in memory.
+                run = None
+            if run is None and pipeline is not None and _holds(pipeline, module):
+                with contextlib.suppress(TypeError):  # Its class allows no weak references.
+                    run = _FoundRun(pipeline, place)
+                    self.runs.append(run)
+                return run
+            if run is not None and run.holds(module):
+                return run
+        return None
+
+    def end_runs_of(self, pipeline: Any) -> None:
+        """A pipeline is called again, so its last call is over, unless it calls itself."""
+        runs = [run for run in self.runs if run.pipeline is pipeline]
+        frames = {id(frame) for frame in _calls()} if runs else ()
+        self._end([run for run in runs if run.frame not in frames])
+
+    def _end(self, runs: list[_FoundRun]) -> None:
+        for run in runs:
+            self.runs.remove(run)
+            run.end()
+
+
+_found = _Found()
+
+
+def _calls() -> Iterator[types.FrameType]:
+    """The frames of objects that are being called, innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and frame.f_code.co_argcount:
+            yield frame
+        frame = frame.f_back
+
+
+def _caller(frame: types.FrameType) -> Any:
+    """The pipeline whose call a frame is, if it is one."""
+    names = frame.f_locals
+    pipeline = names.get(frame.f_code.co_varnames[0])
+    if isinstance(names, dict):  # Before Python 3.13 it is a copy, which would keep all tensors in it until the end.
+        names.clear()
+    return pipeline if hasattr(pipeline, "scheduler") else None

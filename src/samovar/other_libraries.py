@@ -1,0 +1,136 @@
+"""What have other libraries written on a module, a pipeline or a scheduler?
+
+Their marks are not part of any type and can only be read by name. The names stand in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# ------------------------------------------------------------------------------------------------ torch.compile
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `Module.compile` keeps the compiled call, in the module's `__dict__`."""
+WRAPPED_MODULE = "_orig_mod"
+"""Where `torch.compile(module)` keeps the module that it was given."""
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What `Module.compile` made of a module's call; None if the module is not compiled that way."""
+    return module._compiled_call_impl
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled, by `torch.compile(module)` or by `module.compile()`."""
+    return WRAPPED_MODULE in module._modules or compiled_call(module) is not None
+
+
+# ------------------------------------------------------------------------------------------------ accelerate, diffusers
+
+FORWARD_WRAPPERS = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
+"""What accelerate and diffusers put into a module's `__dict__` when they replace its forward."""
+SP_PLAN, CP_PLAN = "_sp_plan", "_cp_plan"
+"""Where vllm-omni and diffusers declare how a model's inputs are split over ranks."""
+
+
+def accelerate_hook(module: torch.nn.Module) -> Any:
+    """The hook that accelerate has on a module, or None."""
+    return vars(module).get("_hf_hook")
+
+
+def accelerate_weights(module: torch.nn.Module) -> Mapping[str, torch.Tensor] | None:
+    """Where accelerate keeps the weights of a module that holds none itself."""
+    weights: Mapping[str, torch.Tensor] | None = getattr(accelerate_hook(module), "weights_map", None)
+    return weights
+
+
+def diffusers_hooks(module: torch.nn.Module) -> Mapping[str, Any]:
+    """The hooks that diffusers has on a module, by name."""
+    hooks: Mapping[str, Any] = getattr(vars(module).get("_diffusers_hook"), "hooks", {})
+    return hooks
+
+
+def compute_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype in which a module computes, where diffusers stores its weights in another (layerwise casting)."""
+    dtype: torch.dtype | None = getattr(diffusers_hooks(module).get("layerwise_casting"), "compute_dtype", None)
+    return dtype
+
+
+def attention_backend(module: torch.nn.Module) -> str | None:
+    """The attention that was chosen by diffusers' `set_attention_backend`."""
+    backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
+    return None if backend is None else str(getattr(backend, "value", backend))
+
+
+def declared_plans(model: Any) -> dict[str, Any]:
+    """How a model, or its class, declares that its inputs are split over ranks, by the name of the declaration."""
+    plans = {name: getattr(model, name, None) for name in (SP_PLAN, CP_PLAN)}
+    return {name: plan for name, plan in plans.items() if plan}
+
+
+def scheduler_step(scheduler: Any) -> int | None:
+    """The index of the step at which a scheduler of diffusers is; None where the scheduler does not count."""
+    if not hasattr(scheduler, "_step_index"):
+        return None
+    step = scheduler._step_index
+    if step is None:  # Before the first step.
+        step = getattr(scheduler, "_begin_index", None) or 0
+    return int(step)
+
+
+def pipeline_steps(pipeline: Any) -> int | None:
+    """How many steps a pipeline of diffusers says that its run takes."""
+    steps = getattr(pipeline, "_num_timesteps", None)
+    return steps if isinstance(steps, int) else None
+
+
+# ------------------------------------------------------------------------------------------------ cache-dit, peft
+
+
+def has_cache_dit(part: Any) -> bool:
+    """Whether cache-dit is enabled on a pipeline or a model."""
+    return bool(getattr(part, "_is_cached", False))
+
+
+def loaded_adapters(model: torch.nn.Module) -> tuple[str, ...]:
+    """The names of the adapters that peft has put into a model."""
+    return tuple(vars(model).get("peft_config") or ())
+
+
+def adapter_settings(module: torch.nn.Module) -> dict[str, Any] | None:
+    """The scales of peft's adapters on a layer, and which of them are active; None if the layer has none."""
+    entries = vars(module)
+    if not isinstance(entries.get("scaling"), Mapping):
+        return None
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+    return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
+
+
+# ------------------------------------------------------------------------------------------------ hints about blocks
+
+
+def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:
+    """The classes that diffusers compiles one by one: blocks, wherever they come in a list."""
+    return _strings(model, "_repeated_blocks")
+
+
+def unsplit_modules(model: torch.nn.Module) -> tuple[str, ...]:
+    """The classes that accelerate keeps on one device. Not all are blocks, but one alone in a list may be."""
+    return _strings(model, "_no_split_modules")
+
+
+def streamed_lists(model: torch.nn.Module) -> dict[str, str]:
+    """The paths of lists whose members vllm-omni offloads one by one, each with the attribute that names it."""
+    attributes = ("_layerwise_offload_blocks_attrs", "_layerwise_offload_blocks_attr")
+    return {path: attribute for attribute in attributes for path in _strings(model, attribute)}
+
+
+def _strings(model: torch.nn.Module, attribute: str) -> tuple[str, ...]:
+    value = getattr(model, attribute, None)
+    if isinstance(value, str):
+        return (value,)
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, (list, tuple, set)) else ()

@@ -1,0 +1,95 @@
+"""Marks of other libraries, read from what these libraries really write."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from samovar import other_libraries as others
+
+
+def test_a_plain_module_has_no_marks() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not others.is_compiled(module)
+    assert others.accelerate_hook(module) is None
+    assert others.accelerate_weights(module) is None
+    assert others.diffusers_hooks(module) == {}
+    assert others.compute_dtype(module) is None
+    assert others.attention_backend(module) is None
+    assert others.declared_plans(module) == {}
+    assert not others.has_cache_dit(module)
+    assert others.loaded_adapters(module) == ()
+    assert others.adapter_settings(module) is None
+    assert others.repeated_blocks(module) == others.unsplit_modules(module) == ()
+    assert others.streamed_lists(module) == {}
+    assert others.scheduler_step(module) is others.pipeline_steps(module) is None
+
+
+def test_both_ways_to_compile() -> None:
+    module = torch.nn.Linear(2, 2)
+    wrapped: Any = torch.compile(module)
+    assert others.is_compiled(wrapped)
+    assert not others.is_compiled(module)
+    module.compile()
+    assert others.is_compiled(module)
+    assert others.compiled_call(module) is vars(module)[others.COMPILED_CALL]
+
+
+def test_hooks_of_accelerate_and_diffusers() -> None:
+    from accelerate import cpu_offload
+    from diffusers.hooks import apply_layerwise_casting
+
+    offloaded = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    cpu_offload(offloaded, torch.device("cpu"))
+    module = offloaded[0]
+    assert others.accelerate_hook(module) is not None
+    weights = others.accelerate_weights(module)
+    assert weights is not None
+    assert weights["weight"].shape == (2, 2)
+    assert not others.FORWARD_WRAPPERS.isdisjoint(vars(module))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    apply_layerwise_casting(model, storage_dtype=torch.float16, compute_dtype=torch.float32)
+    assert list(others.diffusers_hooks(model[0])) == ["layerwise_casting"]
+    assert others.compute_dtype(model[0]) is torch.float32
+
+
+def test_what_models_and_pipelines_declare() -> None:
+    class Model(torch.nn.Module):
+        _sp_plan: ClassVar[Any] = {"": {}}
+        _cp_plan: ClassVar[Any] = None
+        _repeated_blocks: ClassVar[Any] = ["Block"]
+        _no_split_modules = "Block"
+        _layerwise_offload_blocks_attrs = ("blocks", 3)
+
+    model = Model()
+    assert others.declared_plans(model) == others.declared_plans(Model) == {others.SP_PLAN: {"": {}}}
+    assert others.repeated_blocks(model) == others.unsplit_modules(model) == ("Block",)
+    assert others.streamed_lists(model) == {"blocks": "_layerwise_offload_blocks_attrs"}
+    assert others.has_cache_dit(SimpleNamespace(_is_cached=True))
+    assert others.pipeline_steps(SimpleNamespace(_num_timesteps=7)) == 7
+
+
+def test_where_a_scheduler_is() -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    assert others.scheduler_step(scheduler) == 0
+    scheduler.set_begin_index(2)
+    assert others.scheduler_step(scheduler) == 2
+    scheduler.step(torch.zeros(1), scheduler.timesteps[2], torch.zeros(1))
+    assert others.scheduler_step(scheduler) == 3
+
+
+def test_an_attention_backend_and_adapters() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.processor = SimpleNamespace(_attention_backend=SimpleNamespace(value="sage"))
+    assert others.attention_backend(module) == "sage"
+    module.scaling, module._active_adapter = {"style": 0.5}, ["style"]  # type: ignore[assignment]
+    before = others.adapter_settings(module)
+    assert before is not None
+    assert before["style"] == 0.5
+    module._active_adapter.append("other")  # type: ignore[operator]
+    assert others.adapter_settings(module) != before
