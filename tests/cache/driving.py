@@ -21,9 +21,8 @@ from samovar.cache import PipelineStats, TeaCacheBackend, TeaCacheHook
 from samovar.cache.inputs import Inputs
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, Roles, call_context, running
 from samovar.trace.forward import Tracer, Watched
-from samovar.trace.gates import Gates, Pass
-from samovar.trace.passes import StepPass
-from samovar.trace.rehearsal import Rehearsal, Rehearsed
+from samovar.trace.passes import Rehearsal, Rehearsed, StepPass
+from samovar.trace.watch import Gates, Pass
 
 INFINITE = float("inf")
 UNGUARDED: Mapping[str, Any] = {"max_skips": None, "min_steps": 0, "last_steps": 0}

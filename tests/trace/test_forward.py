@@ -13,7 +13,7 @@ from samovar.arch import BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import ModelError
 from samovar.trace.forward import Call, Given, Tracer, added, alike
-from samovar.trace.gates import Gate, _Active
+from samovar.trace.watch import Gate, _Active
 
 SEGMENTS: dict[str, list[tuple[str, int]]] = {
     "FluxTransformer2DModel": [("transformer_blocks", 2), ("single_transformer_blocks", 2)],

@@ -15,7 +15,7 @@ import torch
 from .. import tree
 from ..errors import SettingError
 from ..trace.forward import Tensors, added
-from ..trace.rehearsal import tolerance
+from ..trace.passes import tolerance
 from ..trace.shadow import TrialFailed, shadow_of, trial
 from .decision import Signal
 from .inputs import Inputs

@@ -19,13 +19,11 @@ from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
 from ..other_libraries import is_compiled
-from ..trace.fingerprint import Fingerprint, Generation, own
 from ..trace.forward import Given, Tensors, Trace, Tracer
-from ..trace.gates import Gates
-from ..trace.passes import Mode, Outlook, StepPass
-from ..trace.rehearsal import Rehearsal, Rehearsed, Replay
-from ..trace.shadow import TrialFailed
+from ..trace.passes import Mode, Outlook, Rehearsal, Rehearsed, Replay, StepPass
+from ..trace.shadow import Fingerprint, Generation, TrialFailed, own
 from ..trace.signal import ModulatedInput
+from ..trace.watch import Gates
 from .decision import Signal
 from .inputs import Inputs
 

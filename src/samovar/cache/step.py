@@ -14,13 +14,12 @@ import torch
 from ..hooks import CallContext, ModelHook
 from ..trace.passes import Outlook
 from . import inputs as change
-from .clock import Clock
 from .config import OutlierSchedule, TeaCacheConfig
 from .decision import Agree, Measured, Rescale, Signal, Verdict, judge, measure
 from .forecast import find_outliers
 from .inputs import Inputs, is_on_host
 from .model import CacheableModel, Forward, Instruction, Outcome
-from .state import TeaCacheState
+from .state import Clock, TeaCacheState
 from .stats import StepRecord
 
 NEW_RUN = "a new run"

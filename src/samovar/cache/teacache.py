@@ -19,13 +19,12 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
-from .clock import Clock
 from .config import TeaCacheConfig
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
 from .model import About, BlockModel, CacheableModel
-from .state import TeaCacheState
+from .state import Clock, TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
 from .step import NEVER, NEW_RUN, Call, Steps
 

@@ -13,7 +13,7 @@ from .terminal import Paint, Status, aligned, gib
 if TYPE_CHECKING:
     from ..arch.blocks import BlockStack
     from ..trace import ModelReport
-    from ..trace.survey import ComponentReport
+    from ..trace.probe import ComponentReport
 
 
 def add_inspect(commands: Any) -> None:

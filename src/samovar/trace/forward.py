@@ -21,8 +21,7 @@ from ..arch.blocks import in_form_of, output_values
 from ..arch.declarations import declaration_for
 from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
-from .gates import Gate
-from .watch import Watcher
+from .watch import Gate, Watcher
 
 Place = int | str
 """The position or name of an argument."""

@@ -16,9 +16,8 @@ from .. import tree
 from ..arch.blocks import attention_modules
 from ..arch.modules import unwrapped
 from ..hooks.intercept import never_compiled
-from .fingerprint import Fingerprint
 from .forward import Given
-from .shadow import TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
+from .shadow import Fingerprint, TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
 
 _PROJECTIONS = (torch.nn.Linear, torch.nn.Conv1d)
 

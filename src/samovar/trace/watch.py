@@ -1,26 +1,119 @@
-"""What do blocks carry? One forward of the model, watched.
+"""Which blocks does a forward call, and what do they carry?
 
-It gives the order in which stacks run, the modules that run between their blocks, and the parameter through which each
-returned value reaches the next block: by identity of the tensors or, where the model makes a new tensor in between, by
-shape.
+A gate stands before each block, outside everything that others put on it. It asks the pass that runs on its thread
+whether the block computes or is answered for. A watcher is a pass that lets every block compute, and learns the order
+of the stacks, the modules that run between blocks, and the parameter through which each returned value reaches the next
+block: by identity of the tensors or, where the model makes a new tensor in between, by shape.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Stream, output_values
-from ..arch.modules import unwrapped
-from ..errors import DeclarationError, ModelError
-from ..hooks import NOT_BYPASSED
-from .gates import Gate, Gates
+from ..arch.modules import is_container, named_parts, unwrapped
+from ..errors import DeclarationError, ModelError, SettingError
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook
+
+
+class Pass(Protocol):
+    """One forward, as its gates see it."""
+
+    def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Called before a gated module runs; return an answer in its place, or NOT_BYPASSED."""
+
+    def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
+        """Called after a gated module ran."""
+
+
+class _Active(threading.local):
+    running: Pass | None = None
+
+
+class Gate(ModelHook):
+    """Asks the running pass before and after its module."""
+
+    order = HookOrder.CACHE
+
+    def __init__(self, active: _Active, path: str, stack: BlockStack | None, index: int) -> None:
+        self._active = active
+        self.path = path
+        """Path of the list that holds the module, or of the module itself outside a list."""
+        self.stack = stack
+        """The block's stack; None if the module is not a block."""
+        self.index = index
+
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = self._active.running
+        return NOT_BYPASSED if running is None else running.enter(self, module, args, kwargs)
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        running = self._active.running
+        if running is not None:
+            running.leave(self, module, output)
+        return output
+
+
+class Gates(Handle):
+    """The gates of one model: at its blocks, and at modules that may run between them."""
+
+    def __init__(self, model: torch.nn.Module, structure: Anatomy, hook_name: str) -> None:
+        super().__init__()
+        self._active = _Active()
+        self._hook_name = hook_name
+        self.by_module: dict[torch.nn.Module, Gate] = {}
+        self._undo.callback(self.by_module.clear)
+        holders = tuple(stack.path for stack in structure.stacks)
+        try:
+            for stack in structure.stacks:
+                for index, block in enumerate(stack.modules(model)):
+                    self._put(block, Gate(self._active, stack.path, stack, index))
+            for path, module in other_modules(model, structure):
+                if not any(holder.startswith(f"{path}.") for holder in holders):
+                    with contextlib.suppress(SettingError):  # Without a gate it runs at every step, which is harmless.
+                        self._put(module, Gate(self._active, path, None, 0))
+        except BaseException:
+            self.detach()
+            raise
+
+    def _put(self, module: torch.nn.Module, gate: Gate) -> None:
+        registry = HookRegistry.get_or_create(module)
+        if self._hook_name not in registry:  # A block that is held twice has one gate.
+            registry.register_hook(self._hook_name, gate)
+            self._undo.callback(registry.remove_hook, self._hook_name)
+            self.by_module[module] = gate
+
+    @contextlib.contextmanager
+    def asking(self, running: Pass) -> Iterator[None]:
+        """Inside, the gates ask this pass on this thread."""
+        outer, self._active.running = self._active.running, running
+        try:
+            yield
+        finally:
+            self._active.running = outer
+
+    @property
+    def running(self) -> Pass | None:
+        """The pass that runs on this thread."""
+        return self._active.running
+
+
+def other_modules(model: torch.nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The children of all containers outside blocks, with their container's path."""
+    stacks = tuple(stack.path for stack in anatomy.stacks)
+    for path, container in named_parts(model).items():
+        inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))
+        if is_container(container) and not inside:
+            for child in container.children():
+                yield path, child
 
 
 @dataclass
