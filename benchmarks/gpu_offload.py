@@ -224,11 +224,11 @@ class Ours:
     def swap(self, offloaded: Offloaded) -> dict[str, Any]:
         """The whole model in and out, as when it takes turns with an encoder."""
         offloaded.replan(gpu_memory=1024 * GIB)
-        tenant = offloaded._tenants["transformer"]
+        moving = offloaded._moving["transformer"]
         times: dict[str, list[float]] = {"in_s": [], "out_s": []}
         for _ in range(4):
-            times["out_s"].append(self.bench.seconds(tenant.go_off))
-            times["in_s"].append(self.bench.seconds(tenant.come_in))
+            times["out_s"].append(self.bench.seconds(moving.unload))
+            times["in_s"].append(self.bench.seconds(moving.load))
         best = {name: round(min(values[1:]), 4) for name, values in times.items()}
         size = offloaded.plan.component("transformer").num_bytes
         return best | {"in_gib_s": round(gib(size) / best["in_s"], 2), "first_in_s": round(times["in_s"][0], 3)}
@@ -268,7 +268,7 @@ def ours(bench: Bench, name: str, model: torch.nn.Module, budgets: tuple[float, 
         print(json.dumps(row), flush=True)
     with running(subject.holder):
         found["same_bits"] = is_same(subject.forward(), expected)
-    offloaded.remove()
+    offloaded.detach()
     return found
 
 
@@ -372,7 +372,7 @@ def pipeline(bench: Bench, steps: int = 28) -> dict[str, Any]:
     found: dict[str, Any] = {"weights_gib": sizes, "steps": steps}
     expected = pipe(steps)
     found["resident"] = timed_run(bench, pipe, steps)
-    whole.remove()
+    whole.detach()
     bench.clear()
     taking_turns = apply_offload(pipe, OffloadConfig("model", device=bench.device))
     found["setup_s"] = round(taking_turns.stats().setup_s, 2)
@@ -382,7 +382,7 @@ def pipeline(bench: Bench, steps: int = 28) -> dict[str, Any]:
     with taking_turns.measure() as measured:
         pipe(2)
     found["activations_gib"] = {name: gib(need) for name, need in measured.activations.items()}
-    taking_turns.remove()
+    taking_turns.detach()
     found["slower"] = round(found["model"]["s"] / found["resident"]["s"] - 1, 4)
     return found
 

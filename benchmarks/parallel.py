@@ -37,7 +37,6 @@ from samovar.hooks import HookRegistry
 from samovar.parallel import (
     Ranks,
     SequenceParallelConfig,
-    disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
     make_mesh,
 )
@@ -215,11 +214,10 @@ def degree_of_one(tokens: int, device: str, rounds: int) -> dict[str, Any]:
     bare, one = Best(), Best()
     for _ in range(4 * rounds):
         bare.time(run)
-        enable_sequence_parallel_for_model(model, SequenceParallelConfig())
-        one.time(run)
-        hooks = sum(len(HookRegistry.get_or_create(module)._hooks) for module in model.modules())
-        is_bare = [(type(module), set(vars(module))) for module in model.modules()] == before
-        disable_sequence_parallel_for_model(model)
+        with enable_sequence_parallel_for_model(model, SequenceParallelConfig()):
+            one.time(run)
+            hooks = sum(len(HookRegistry.get_or_create(module)._hooks) for module in model.modules())
+            is_bare = [(type(module), set(vars(module))) for module in model.modules()] == before
     ratios = {"elapsed": one.elapsed / bare.elapsed, "work": one.work / bare.work}
     return {"hooks": hooks, "is_bare": is_bare, "bare_ms": 1000 * bare.elapsed, **ratios}
 

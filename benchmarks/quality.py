@@ -20,10 +20,10 @@ from typing import Any
 
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SettingError
-from samovar.lab import Journal, Promise, Session, Studio, StudioConfig, read_prompts, tasks_of
+from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
 from samovar.lab.bench import all_methods, bench
-from samovar.lab.studio import keep_apart
-from samovar.lab.tune import tune
+from samovar.lab.tasks import check_disjoint
+from samovar.lab.tune import Promise, tune
 
 PROMISES = [("psnr", 35.0), ("psnr", 40.0), ("psnr", 45.0), ("lpips", 0.02), ("lpips", 0.01), ("lpips", 0.005),
             ("speedup", 2.0), ("speedup", 3.0), ("speedup", 5.0)]  # fmt: skip
@@ -57,26 +57,26 @@ def tuned(tuning: Session, testing: Session, refinements: int) -> list[dict[str,
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     params = OmniDiffusionSamplingParams(num_inference_steps=options.steps)
-    studio = Studio(StudioConfig("emoji", options.dtype, options.device, params, options.batch))
-    single = Studio(StudioConfig("emoji", options.dtype, options.device, params), studio.pipeline)
-    single.params = studio.params
-    learning = tasks_of(read_prompts("tuning", options.tuning_captions), 1, 0)
-    judging = tasks_of(read_prompts("testing", options.captions), options.seeds, 100_000)
-    keep_apart(learning, judging)
-    wish = {**studio.about(), "tuning": learning, "testing": judging, "refine": options.refine}
-    journal = Journal(options.state, wish)
-    tuning = Session(studio, learning, journal, "tuning", progress=False)
-    testing = Session(studio, judging, journal, "testing", progress=False)
-    alone = Session(single, judging[: options.alone], journal, "alone", progress=False) if options.alone else None
+    runner = ImageRunner("emoji", params, options.batch, options.dtype, options.device)
+    learning = make_tasks(read_prompts("tuning", options.tuning_captions), 1, 0)
+    judging = make_tasks(read_prompts("testing", options.captions), options.seeds, 100_000)
+    check_disjoint(learning, judging)
+    about = {**runner.about(), "tuning": learning, "testing": judging, "refine": options.refine}
+    journal = Journal(options.state, about)
     started = time.perf_counter()
+
+    def report(text: str) -> None:
+        print(f"{time.perf_counter() - started:5.0f} s  {text}", flush=True)
+
+    tuning = Session(runner, learning, journal, "tuning")
+    testing = Session(runner, judging, journal, "testing", report)
+    alone = Session(runner.one_at_a_time(), judging[: options.alone], journal, "alone") if options.alone else None
     methods = all_methods(tuning, refinements=options.refine)
     print(f"planned in {time.perf_counter() - started:.0f} s; {len(methods)} methods", flush=True)
-    rows = bench(
-        testing, methods, alone, lambda name: print(f"{time.perf_counter() - started:5.0f} s  {name}", flush=True)
-    )
+    rows = bench(testing, methods, alone)
     print(f"measured after {time.perf_counter() - started:.0f} s", flush=True)
     promises = [] if options.no_tune else tuned(tuning, testing, options.refine)
-    about = studio.about() | {"date": date.today().isoformat(), "pictures": len(judging), "captions": options.captions}
+    about = runner.about() | {"date": date.today().isoformat(), "images": len(judging), "captions": options.captions}
     return {"about": about, "seconds": round(time.perf_counter() - started), "rows": rows, "promises": promises}
 
 

@@ -1,8 +1,8 @@
 """Does it keep its promises when things go wrong? The 24 tests of reliability with their figures, as a table.
 
     python benchmarks/reliability.py [--only 1,5,20] [--soak-minutes 120] [--write docs/benchmarks/reliability.md]
-    python benchmarks/reliability.py --device cuda [--write docs/benchmarks/reliability.md]       # those that a GPU changes
-    python benchmarks/reliability.py --take RESULT.json --write docs/benchmarks/reliability.md    # the rows of another machine
+    python benchmarks/reliability.py --device cuda [--write docs/benchmarks/reliability.md]  # those that a GPU changes
+    python benchmarks/reliability.py --take RESULT.json --write docs/benchmarks/reliability.md  # another machine
 
 Real servers in their own processes, tiny models, real signals and sockets. What is measured here is measured from
 outside, by HTTP; what is a matter of right or wrong is left to the tests that are named. Run it on a quiet machine:
@@ -59,12 +59,12 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
         "tests/engine/test_supervisor.py::test_the_circuit_opens")),
     3: ("SIGSTOP the worker", checks.hang_worker),
     4: ("`kill -9` the server", checks.kill_server),
-    5: ("the client goes away mid-request", checks.disconnect),
-    6: ("500 clients go away at random steps", memory.disconnects),
-    7: ("out of GPU memory, then not", memory.out_of_memory),
-    8: ("200 at once on a queue of 16", checks.flood),
+    5: ("the client disconnects mid-request", checks.disconnect),
+    6: ("500 clients disconnect at random steps", memory.disconnects),
+    7: ("out of GPU memory, then enough again", memory.out_of_memory),
+    8: ("200 requests at once on a queue of 16", checks.flood),
     9: ("a deadline of 5 s behind a slow request", checks.deadline),
-    10: ("schemathesis, good and bad requests, 200 an operation", by_tests(
+    10: ("schemathesis, good and bad requests, 200 per operation", by_tests(
         "tests/server/test_app.py::test_schemathesis")),
     11: ("malformed bodies, over 150", by_tests("tests/server/test_app.py::test_malformed")),
     12: ("sizes out of bounds", checks.sizes),
@@ -76,8 +76,8 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     17: ("paths and URLs of clients", by_tests(
         "tests/server/test_app.py::test_no_path", "tests/server/test_house.py::test_only_the_model",
         "tests/server/test_images.py::test_bad_forms")),
-    18: ("soak: four clients, random requests, 10 % taken back", memory.soak),
-    19: ("requests do not touch each other", by_tests("tests/engine/test_supervisor.py::test_requests_do_not_touch")),
+    18: ("soak: four clients, random requests, 10 % cancelled", memory.soak),
+    19: ("requests do not affect each other", by_tests("tests/engine/test_supervisor.py::test_requests_do_not_touch")),
     20: ("SIGTERM with one running and five waiting, and a second one", checks.terminate),
     21: ("a bad prompt in a list", by_tests("tests/test_omni.py::test_a_bad_prompt_of_a_list")),
     22: ("one of several ranks dies", by_tests("tests/engine/test_ranked.py::test_a_rank_that_dies")),
@@ -125,9 +125,9 @@ def page(rows: Rows) -> str:
     """All rows, for people."""
     parts = [
         "# Reliability",
-        "What happens when things go wrong: real servers in their own processes, tiny models, real signals, real "
-        'sockets. Made by `make reliability` and `make reliability-gpu`, never by hand. "Holds" means that every '
-        "figure that is asked for is reached; where one is not, the row says which.",
+        "What happens when things go wrong? Real servers in their own processes, tiny models, real signals, real "
+        "sockets. `make reliability` and `make reliability-gpu` write this page; the figures are as the runs printed "
+        'them. "Holds" means that every required figure was reached; where one was not, the row says which.',
     ]
     for device, title in (("cpu", "On a CPU"), ("cuda", "On a GPU")):
         found = rows.get(device, {})

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 import samovar
@@ -56,7 +57,12 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         return usual(self, prompt, **given | size)
 
     pipe.__class__ = type("FluxPipeline", (type(pipe),), {"__call__": small})
-    monkeypatch.setattr("diffusers.FluxPipeline.from_pretrained", lambda *_, **__: pipe)
+    download = diffusers.FluxPipeline.from_pretrained
+
+    def from_pretrained(name: Any, **given: Any) -> Any:
+        return pipe if name == "black-forest-labs/FLUX.1-dev" else download(name, **given)
+
+    monkeypatch.setattr("diffusers.FluxPipeline.from_pretrained", from_pretrained)
     monkeypatch.chdir(tmp_path)
     yield {"__name__": "page", "pipe": pipe}
     for registry, before in ((DECLARATIONS, declared), (EXTRACTOR_REGISTRY, extracted)):

@@ -55,6 +55,25 @@ class HookConflictError(SamovarError, RuntimeError):
     """Two hooks that cannot live on one module."""
 
 
+class StrategyError(SettingError):
+    """An attention that the chosen strategy cannot compute."""
+
+
+class ShardingError(SamovarError, RuntimeError):
+    """A sharded forward that would have given a wrong result."""
+
+
+class RankError(SamovarError, RuntimeError):
+    """A rank that failed or died, and with it the whole group."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, str]]:
+        return type(self), (self.rank, str(self))
+
+
 class EngineError(SamovarError, RuntimeError):
     """A request that could not be served."""
 

@@ -41,12 +41,13 @@ def read_config(cls: type[Config], value: Any, param: str) -> Config:
     return cls(**value)
 
 
-def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuse the first unknown name, and suggest the nearest known one."""
+def check_names(given: Iterable[str], known: Iterable[str], what: str, param: str | None = None) -> None:
+    """Refuse the first unknown name, and suggest the nearest known one. The parameter at fault is `param`, or else the
+    unknown name itself."""
     names = list(known)
     for name in given:
         if name not in names:
-            raise SettingError(f"{name!r} is not {what}. {nearest(str(name), names)}", param=str(name))
+            raise SettingError(f"{name!r} is not {what}. {nearest(str(name), names)}", param=param or str(name))
 
 
 def is_file_name(value: Any) -> bool:

@@ -32,23 +32,24 @@ def test_help_names_the_commands_and_fits_a_screen(capsys: pytest.CaptureFixture
 
 
 def test_help_loads_neither_torch_nor_a_server() -> None:
-    code = "import sys; from samovar.cli.entry import _parser; _parser().format_help(); print(*sys.modules)"
+    code = "import sys; from samovar.cli.entry import make_parser; make_parser().format_help(); print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "diffusers", "fastapi", "uvicorn", "asyncio"} & set(result.stdout.split())
+    assert not {"torch", "diffusers", "fastapi", "uvicorn", "asyncio", "argcomplete"} & set(result.stdout.split())
 
 
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m samovar inspect FluxPipeline | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("FluxPipeline")
-    assert result.stderr == ""
+    assert "Traceback" not in result.stderr
+    assert "Broken" not in result.stderr
 
 
 def test_bad_input_gets_a_message_and_exit_code_two() -> None:
     result = run("inspect", "FluxTransformr2DModel")
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("samovar: 'FluxTransformr2DModel' is neither")
+    assert "samovar: 'FluxTransformr2DModel' is neither" in result.stderr
     assert "Did you mean 'FluxTransformer2DModel'?" in result.stderr
     assert "Traceback" not in result.stderr
     assert run("inspekt", "FluxPipeline").returncode == 2

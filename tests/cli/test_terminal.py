@@ -6,10 +6,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 
 import pytest
 
-from samovar.cli.terminal import aligned, gib
+from samovar.cli import terminal
+from samovar.cli.terminal import Status, aligned
 
 
 @pytest.mark.parametrize("no_color", [False, True])
@@ -41,5 +43,15 @@ def test_rows_are_aligned() -> None:
     assert aligned([("a", "1"), ("bcd", "23")], right=(1,)) == ["a     1", "bcd  23"]
 
 
-def test_bytes_are_for_people() -> None:
-    assert [gib(3 * 2**20), gib(5 * 2**29)] == ["3.0 MiB", "2.50 GiB"]
+def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.05)
+    with Status("loading") as status:
+        time.sleep(0.2)
+        status.update("step 3/5")
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "samovar: loading (0 s)"
+    assert lines[-1] == "samovar: step 3/5 (0 s)"
+    with Status("loading", quiet=True):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == ""

@@ -93,7 +93,7 @@ def test_nothing_wished_for_is_nothing_done(pipe: Any) -> None:
 # ------------------------------------------------------------------------------------------------ refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"offload": {"mode": "layerwise", "device": "cpu"}, "gpu_memory": "1MiB"}, "is not enough: the least is"),
+    ({"offload": {"mode": "layerwise", "device": "cpu"}, "gpu_memory": "1MiB"}, "is not enough: at least"),
     ({"parallel": {"cfg_parallel_size": 2}}, "need 2 ranks .* but 1 is running"),
     ({"parallel": SequenceParallelConfig(ring_degree=3)}, "need 3 ranks"),
     ({"offload": "modl"}, "Did you mean 'model'"),

@@ -17,7 +17,6 @@ from samovar.hooks import HookRegistry
 from samovar.parallel import (
     Ranks,
     agreement,
-    disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
     make_mesh,
 )
@@ -39,8 +38,7 @@ def put_on(pipe: Any, feature: str) -> Callable[[], None]:
         return lambda: handle.detach()
     if feature == "offload":
         return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).remove
-    enable_sequence_parallel_for_model(pipe.transformer, RING)
-    return lambda: disable_sequence_parallel_for_model(pipe.transformer)
+    return enable_sequence_parallel_for_model(pipe.transformer, RING).detach
 
 
 def chains(pipe: Any) -> list[Any]:

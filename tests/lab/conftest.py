@@ -1,4 +1,4 @@
-"""A tiny FluxPipeline in a studio, shared by the tests of a file: what is put on it must come off again."""
+"""A tiny FluxPipeline, shared by the tests of a file: whatever is attached must come off again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from lab.tiny import PARAMS, TASKS, MakeSession, MakeStudio
+from lab.tiny import PARAMS, TASKS, MakeRunner, MakeSession
 from pipelines import tiny_flux_pipeline
 from samovar.engine import OmniDiffusionSamplingParams
+from samovar.lab.image_runner import ImageRunner
 from samovar.lab.journal import Journal
 from samovar.lab.session import Session
-from samovar.lab.studio import Studio, StudioConfig, Task
+from samovar.lab.tasks import Task
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +22,18 @@ def pipeline() -> Any:
 
 
 @pytest.fixture
-def make_studio(pipeline: Any) -> MakeStudio:
-    def make(steps: int = 10, batch: int = 2) -> Studio:
+def make_runner(pipeline: Any) -> MakeRunner:
+    def make(steps: int = 10, batch: int = 2) -> ImageRunner:
         params = OmniDiffusionSamplingParams(num_inference_steps=steps, **PARAMS)
-        return Studio(StudioConfig(params=params, batch=batch), pipeline)
+        return ImageRunner(params=params, batch=batch, pipeline=pipeline)
 
     return make
 
 
 @pytest.fixture
-def make_session(make_studio: MakeStudio, tmp_path: Path) -> MakeSession:
+def make_session(make_runner: MakeRunner, tmp_path: Path) -> MakeSession:
     def make(steps: int = 10, batch: int = 2, tasks: list[Task] | None = None, name: str = "") -> Session:
         journal = Journal(tmp_path / f"state-{name}", {"steps": steps})
-        return Session(make_studio(steps, batch), TASKS if tasks is None else tasks, journal, name, progress=False)
+        return Session(make_runner(steps, batch), TASKS if tasks is None else tasks, journal, name)
 
     return make

@@ -1,19 +1,22 @@
-"""All methods are measured alike, failures are rows, and the best are marked."""
+"""All methods are measured alike, failures are rows, the best are marked, and curves are drawn."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lab.tiny import TASKS, MakeSession
-from samovar.errors import ModelError
-from samovar.lab.bench import KINDS, all_methods, bench, mark_best, our_methods, plain_methods
-from samovar.lab.methods import Method, Notes, ours, plain
-from samovar.lab.studio import Task
+from samovar.errors import ModelError, SettingError
+from samovar.lab.bench import KINDS, all_methods, bench, draw, mark_best, our_methods
+from samovar.lab.methods import Method, Notes, cached, plain
+from samovar.lab.tasks import Task
 
 
 @contextlib.contextmanager
@@ -25,12 +28,12 @@ def _fails(pipeline: Any) -> Iterator[Notes]:
 def test_rows_and_failures(make_session: MakeSession) -> None:
     session = make_session(steps=8)
     alone = make_session(steps=8, batch=1, tasks=TASKS[:1], name="alone")
-    forecast = ours("forecast", {"rel_l1_thresh": 0.4})
+    forecast = cached("forecast", {"rel_l1_thresh": 0.4})
     rows = bench(session, [plain(4), Method("a peer", "peers", attached=_fails, is_peer=True), forecast], alone)
     assert [row["method"] for row in rows] == ["exact", "plain 4 steps", "a peer", forecast.name]
     assert rows[2] == {"method": "a peer", "family": "peers", "problem": "TypeError: no such model"}
     assert "alone" not in rows[1], "plain steps are the same in any company"
-    assert rows[3]["alone"]["pictures"] == 1
+    assert rows[3]["alone"]["images"] == 1
     assert rows[3]["alone"]["psnr_in_batch"] == pytest.approx(rows[3]["each"]["psnr"][0], abs=1e-3)
 
 
@@ -55,7 +58,7 @@ def test_a_peer_that_fails_is_a_row_and_we_are_not(make_session: MakeSession) ->
     nothing = Method("nothing", "peers", {"of": "numbers"}, _gives_no_numbers, is_peer=True)
     rows = bench(session, [peer, nothing, plain(1)])
     assert rows[1]["problem"] == "ModelError: not this model"
-    assert "1 pictures are no numbers" in rows[2]["problem"]
+    assert "1 images are not finite" in rows[2]["problem"]
     assert rows[3]["is_best_by_psnr"]
     json.dumps(rows, allow_nan=False)
     with pytest.raises(ModelError, match="not this model"):
@@ -83,7 +86,6 @@ def test_our_schedules_are_planned_on_other_prompts(make_session: MakeSession) -
     assert not any(method.is_adaptive for method in schedules)
     row = tuning.measure(schedules[2])
     assert row.computed == 4
-    assert [method.steps for method in plain_methods(50)] == [33, 25, 20, 16, 12, 10]
 
 
 @pytest.mark.slow
@@ -95,3 +97,32 @@ def test_everything_at_once(make_session: MakeSession) -> None:
     assert {method.family for method in methods if method.is_peer} <= set(KINDS)
     rows = bench(session, methods)
     assert {row["family"] for row in rows if "problem" in row} <= {"diffusers SeaCache"}
+
+
+ROWS: list[dict[str, Any]] = [
+    {"method": "exact", "family": "exact", "computed": 8.0, "psnr": 100, "lpips": 0.0},
+    {"method": "plain 4", "family": "plain steps", "computed": 4.0, "psnr": 30, "lpips": 0.1},
+    {"method": "a", "family": "samovar schedule", "computed": 2.7, "psnr": 35, "lpips": 0.0},
+    {"method": "b", "family": "samovar schedule", "computed": 4.0, "psnr": 40, "lpips": 0.01},
+    {"method": "c", "family": "peer", "problem": "TypeError: no"},
+]
+
+
+def test_a_image_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(ROWS, tmp_path / "bench.png", "a title")
+    with Image.open(tmp_path / "bench.png") as image:
+        assert image.width > 1000
+        assert len(image.convert("RGB").getcolors(1 << 24) or []) > 20, "there is something on it"
+
+
+def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SettingError, match="nothing to plot"):
+        draw([ROWS[0], ROWS[-1]], tmp_path / "bench.png", "a title")
+
+
+def test_without_matplotlib_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SettingError, match=r"pip install 'samovar\[lab\]'.*--plot-from"):
+        draw(ROWS, tmp_path / "bench.png", "a title")

@@ -1,6 +1,8 @@
-"""A polynomial is found where there is one, and refused where there is none; branches are watched without a trace."""
+"""A polynomial is found where there is one, and refused where there is none; a run is watched without a trace."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
@@ -11,11 +13,11 @@ from samovar.errors import SettingError
 from samovar.lab.calibrate import calibrate, fit, watched_signals
 
 
-def points(curve: list[float], noise: float, pictures: int = 6, seed: int = 0) -> list[tuple[list[float], list[float]]]:
+def points(curve: list[float], noise: float, images: int = 6, seed: int = 0) -> list[tuple[list[float], list[float]]]:
     """Signals and outputs of a known polynomial, lowest power first."""
     rng = np.random.default_rng(seed)
     found = []
-    for _ in range(pictures):
+    for _ in range(images):
         x = rng.uniform(0.02, 0.3, 30)
         found.append((x.tolist(), (np.polynomial.polynomial.polyval(x, curve) + rng.normal(0, noise, 30)).tolist()))
     return found
@@ -41,18 +43,18 @@ def test_no_higher_degree_than_the_points_call_for() -> None:
 
 
 def test_noise_is_called_no_better_than_a_constant() -> None:
-    found = fit(points([0.3], noise=0.1, pictures=8))
+    found = fit(points([0.3], noise=0.1, images=8))
     assert not found.is_useful
     assert found.explained < 0.05
     assert "no better than a constant" in found.verdict
 
 
-def test_pictures_of_different_levels_do_not_pass_for_a_relation() -> None:
-    """Within each picture nothing follows from the signal; what the fit learns of one does not hold for another."""
+def test_images_of_different_levels_do_not_pass_for_a_relation() -> None:
+    """Within each image nothing follows from the signal; what the fit learns of one does not hold for another."""
     rng = np.random.default_rng(1)
     levels = [0.1, 0.9, 0.2, 0.8, 0.15, 0.85]
-    pictures = [(rng.uniform(0, 1, 20).tolist(), (level + rng.normal(0, 0.01, 20)).tolist()) for level in levels]
-    assert not fit(pictures).is_useful
+    images = [(rng.uniform(0, 1, 20).tolist(), (level + rng.normal(0, 0.01, 20)).tolist()) for level in levels]
+    assert not fit(images).is_useful
 
 
 def test_one_signal_alone_determines_no_curve() -> None:
@@ -61,46 +63,49 @@ def test_one_signal_alone_determines_no_curve() -> None:
     assert found.coefficients == (0.0, 0.0, 0.0, 0.0, pytest.approx(0.3))
 
 
-def test_a_model_is_calibrated_by_branches_and_nothing_stays(make_session: MakeSession) -> None:
+def test_a_model_is_calibrated_and_nothing_stays(make_session: MakeSession) -> None:
     session = make_session(steps=8, batch=1, tasks=TASKS[:2])
-    model = session.studio.pipeline.transformer
-    session.studio.warm_up(TASKS[:1])  # diffusers itself leaves something on a model when it first runs.
-    before = type(session.studio.pipeline), type(model), set(vars(model))
-    found = calibrate(session, "a test")
+    model = session.runner.pipeline.transformer
+    session.runner.warm_up(TASKS[:1])  # diffusers itself leaves something on a model when it first runs.
+    before = type(session.runner.pipeline), type(model), set(vars(model))
+    found = calibrate(session)
     assert set(vars(model)) ^ before[2] == set()
-    assert before[:2] == (type(session.studio.pipeline), type(model))
+    assert before[:2] == (type(session.runner.pipeline), type(model))
     assert session.exact().computed == 8, "nothing was skipped"
-    assert list(found.branches) == ["cond", "uncond"]
-    assert found.leader == "cond"
-    assert {fit.num_points for fit in found.branches.values()} == {2 * 7}
-    signals = [note["branches"]["uncond"]["signal"] for note in session.notes(watched_signals())]
-    assert all(value > 0 for values in signals for value in values), "the branch that follows is watched too"
-    report = found.to_dict()
+    assert found.fit.num_points == 2 * 7
+    report = found.to_dict("a test")
+    assert report["cache"].pop("backend") == "tea_cache"
+    assert report["num_inference_steps"] == 8
     TeaCacheConfig.read(report["cache"])
     assert set(report["coefficients"]) <= {"FluxTransformer2DModel"}
     assert len(report["reuse_errors"]) == 8
     bare = make_session(steps=8, batch=1, tasks=TASKS[:2], name="bare")
-    assert (bare.exact_pictures() == session.exact_pictures()).all(), "watching changes nothing"
+    assert (bare.exact_images() == session.exact_images()).all(), "watching changes nothing"
 
 
-def test_signals_are_those_that_the_cache_itself_measures(make_session: MakeSession) -> None:
+def test_changes_are_those_of_signal_and_output(make_session: MakeSession) -> None:
     session = make_session(steps=6, batch=1, tasks=TASKS[:2])
-    calibrate(session, "a test")
+    calibrate(session)
     (first, *_) = session.notes(watched_signals())
+    runner, outputs = session.runner, []
+    handle = runner.pipeline.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     backend = TeaCacheBackend({"rel_l1_thresh": 1e-30, "min_steps": 0, "last_steps": 0})
-    handle = backend.enable(session.studio.pipeline)
     try:
-        session.studio._call(TASKS[:1], 6)
-        records = backend.stats().denoisers["transformer"].branches["cond"].steps
+        with backend.enable(runner.pipeline):
+            runner._call(TASKS[:1], 6)
+            records = backend.stats().denoisers["transformer"].branches["cond"].steps
     finally:
-        handle.detach()
-    assert first["branches"]["cond"]["signal"] == pytest.approx([r.distance for r in records[1:]], rel=1e-4)
+        handle.remove()
+    leading = outputs[::2]
+    changes = [float((b - a).abs().mean() / a.abs().mean()) for a, b in itertools.pairwise(leading)]
+    assert first["signal"] == pytest.approx([r.distance for r in records[1:]], rel=1e-4)
+    assert first["output"] == pytest.approx(changes, rel=1e-4)
 
 
 def test_nonsense_is_refused(make_session: MakeSession) -> None:
-    with pytest.raises(SettingError, match="one picture at a time"):
-        calibrate(make_session(batch=2), "a test")
-    with pytest.raises(SettingError, match="at least two were expected"):
-        calibrate(make_session(batch=1, tasks=TASKS[:1], name="one"), "a test")
-    with pytest.raises(SettingError, match="1 steps; at least 2 were expected"):
-        calibrate(make_session(steps=1, batch=1, name="step"), "a test")
+    with pytest.raises(SettingError, match="calibration needs 1"):
+        calibrate(make_session(batch=2))
+    with pytest.raises(SettingError, match="1 image to calibrate with; expected at least 2"):
+        calibrate(make_session(batch=1, tasks=TASKS[:1], name="one"))
+    with pytest.raises(SettingError, match="num_inference_steps=1; calibration"):
+        calibrate(make_session(steps=1, batch=1, name="step"))

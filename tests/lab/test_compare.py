@@ -1,22 +1,26 @@
-"""Every setting stands beside the exact pictures and the plain steps of the same time."""
+"""Every setting stands beside the exact images and plain steps of the same time, on a sheet and on a page."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lab.tiny import MakeSession
 from samovar.errors import SettingError
-from samovar.lab.compare import compare, same_time_steps
-from samovar.lab.methods import Method, ours, plain
+from samovar.lab.compare import Comparison, compare, contact_sheet, figures, page, same_time_steps
+from samovar.lab.methods import Method, cached, plain
 from samovar.lab.metrics import Quality
-from samovar.lab.session import Row
+from samovar.lab.session import Row, save_images
+from samovar.lab.tasks import Task
 
 
 def test_each_setting_is_followed_by_its_baseline(make_session: MakeSession, tmp_path: Path) -> None:
     session = make_session(steps=8)
-    methods = [ours("tea_cache", {"schedule": "##.#.#.#"}), ours("tea_cache", {"schedule": "##......"})]
+    methods = [cached("tea_cache", {"schedule": "##.#.#.#"}), cached("tea_cache", {"schedule": "##......"})]
     found = compare(session, methods, tmp_path)
     assert found.rows[0].family == "exact"
     assert [row.method for row in found.rows if row.family.startswith("samovar")] == [m.name for m in methods]
@@ -52,15 +56,74 @@ def timed(steps: int, seconds: float) -> Row:
 
 def test_a_setting_given_twice_is_refused(make_session: MakeSession, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="given twice"):
-        compare(make_session(), [ours("forecast", {}), ours("forecast", {})], tmp_path)
+        compare(make_session(), [cached("forecast", {}), cached("forecast", {})], tmp_path)
     assert not any(tmp_path.glob("*/*.png")), "and nothing is made"
 
 
 def test_one_name_for_two_settings(make_session: MakeSession, tmp_path: Path) -> None:
     """A name leaves out weights, so two may share one. They are measured, and kept, each for itself."""
     masks = ("##.#", "#...")
-    methods = [ours("tea_cache", {"schedule": mask}, name="mine") for mask in masks]
+    methods = [cached("tea_cache", {"schedule": mask}, name="mine") for mask in masks]
     rows = compare(make_session(steps=4), methods, tmp_path).rows
     assert [row.computed for row in rows if row.method == "mine"] == [3, 1]
     again = Method("mine", "any", {"weights": {1: {0: 2.0}}})
     assert again.key == Method("mine", "any", {"weights": {"1": {"0": 2.0}}}).key, "loaded from a file it is the same"
+
+
+COLOURS = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0], [1.0, 1.0, 0]])
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Comparison:
+    """Two rows of two images of one colour each."""
+    quality = Quality(31.5, 0.97, 0.0123)
+    rows = [
+        Row("exact", "exact", {}, 50, 50, 2.0, 1.0, Quality(100, 1, 0), (Quality(100, 1, 0),) * 2),
+        Row("</script><b>x", "samovar", {}, 50, 20, 1.0, 2.0, quality, (quality, quality)),
+    ]
+    folders = [tmp_path / "exact", tmp_path / "setting-1"]
+    for number, colour in enumerate(COLOURS):
+        save_images(colour.view(3, 1, 1).expand(3, 80, 96)[None], folders[number // 2], number % 2)
+    return Comparison([Task("a cat & <i>dog</i>", 1), Task("a very long prompt " * 9, 2)], rows, folders)
+
+
+def test_the_exact_ones_are_on_top_and_tasks_across(comparison: Comparison) -> None:
+    sheet = contact_sheet(comparison)
+    left, top = sheet.width - 2 * 100, sheet.height - 2 * 84
+    centres = [(left + 48, top + 40), (left + 148, top + 40), (left + 48, top + 124), (left + 148, top + 124)]
+    found = [sheet.getpixel(centre) for centre in centres]
+    assert found == [tuple(int(255 * c) for c in colour) for colour in COLOURS.tolist()]
+    darkest, _ = sheet.crop((0, 0, left, sheet.height)).convert("L").getextrema()
+    assert darkest < 100, "there are words beside them"
+
+
+def test_the_page_is_self_contained(comparison: Comparison) -> None:
+    text = page(comparison, "emoji <50 steps>")
+    assert not re.search(r'(?:src|href)\s*=\s*"(?!data:)[^"]+"|https?://|@import|url\(', text)
+    assert "<title>emoji &lt;50 steps&gt;</title>" in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])  # type: ignore[index]
+    assert [row["name"] for row in data["rows"]] == ["exact", "</script><b>x"]
+    assert all(image.startswith("data:image/png;base64,") for row in data["rows"] for image in row["images"])
+    assert data["rows"][1]["figures"] == [[31.5, 0.97, 0.0123]] * 2
+    assert text.count("</script>") == 2, "a name cannot end the script that holds it"
+    assert "<td>&lt;/script&gt;&lt;b&gt;x</td>" in text
+    assert '<input type="range"' in text
+
+
+def test_figures_for_a_table(comparison: Comparison) -> None:
+    assert list(figures(comparison.rows[1].to_dict()).values()) == [
+        "</script><b>x",
+        "20",
+        "2.00x",
+        "31.50",
+        "0.9700",
+        "0.01230",
+    ]
+    assert figures(comparison.rows[0].to_dict())["PSNR dB"] == "", "the exact ones are near nothing but themselves"
+
+
+def test_large_images_are_made_smaller_on_the_sheet(tmp_path: Path) -> None:
+    quality = Quality(100, 1, 0)
+    save_images(torch.zeros(1, 3, 600, 300), tmp_path)
+    row = Row("exact", "exact", {}, 1, 1, 1.0, 1.0, quality, (quality,))
+    assert contact_sheet(Comparison([Task("a", 0)], [row], [tmp_path])).height < 300

@@ -18,6 +18,7 @@ from samovar.cache import TeaCacheConfig, apply_teacache_hook
 from samovar.cache.forecast import History
 from samovar.errors import SettingError
 from samovar.hooks import call_context, current_context
+from samovar.lab import fitting
 from samovar.lab.fitting import FittedPlan, Products, fit_schedule, fit_weights
 
 Outputs = dict[str, list[torch.Tensor]]
@@ -73,9 +74,10 @@ def cost(outputs: Outputs, plan: FittedPlan) -> float:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def test_the_first_weights_are_the_least_squares_of_the_prediction() -> None:
+def test_the_first_weights_are_the_least_squares_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "DEPTH", 2)
     outputs = curves(6)
-    plan = fit_weights(watched(outputs), {"cond": "###.##", "uncond": "###.##"}, depth=2)
+    plan = fit_weights(watched(outputs), {"cond": "###.##", "uncond": "###.##"})
     features = torch.stack([GUIDANCE[name] * outputs[name][old] for name in outputs for old in (1, 2)], dim=1)
     target = sum(GUIDANCE[name] * outputs[name][3] for name in outputs)
     assert isinstance(target, torch.Tensor)
@@ -86,19 +88,21 @@ def test_the_first_weights_are_the_least_squares_of_the_prediction() -> None:
     assert found == pytest.approx(expected, abs=2e-3)
 
 
-def test_where_a_line_is_exact_so_are_the_weights() -> None:
+def test_where_a_line_is_exact_so_are_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "DEPTH", 2)
     line = {"cond": [torch.ones(200).double() + i * torch.linspace(-1, 1, 200).double() for i in range(6)]}
-    plan = fit_weights(watched(line), {"cond": "##...."}, depth=2)
+    plan = fit_weights(watched(line), {"cond": "##...."})
     for step in range(2, 6):
         assert list(plan.weights["cond"][step].values()) == pytest.approx([1.0 - step, step], abs=1e-3)
     assert plan.drift < 1e-3
 
 
-def test_a_later_step_makes_up_for_an_earlier_one() -> None:
+def test_a_later_step_makes_up_for_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first forecast lacked is not stored until later; the next one brings it."""
+    monkeypatch.setattr(fitting, "DEPTH", 1)
     here, there = torch.eye(200, dtype=torch.float64)[:2]
     outputs = {"cond": [here, here, here + there, there, there]}
-    plan = fit_weights(watched(outputs, {"cond": 1.0}), {"cond": "##.#."}, depth=1)
+    plan = fit_weights(watched(outputs, {"cond": 1.0}), {"cond": "##.#."})
     sizes = sizes_of(5)
     assert plan.weights["cond"][2] == pytest.approx({1: 1.0}, abs=1e-4)
     assert plan.weights["cond"][4] == pytest.approx({3: 1.0 + sizes[2] / sizes[4]}, abs=1e-4)
@@ -207,11 +211,10 @@ def test_a_wrong_number_of_forwards_is_refused(forwards: Any) -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     outputs, products = curves(4), watched(curves(4))
     assert "a multiple" in refused(lambda: fit_schedule(products, 5, together=True))
-    assert "depth=0" in refused(lambda: fit_weights(products, {"cond": "#...", "uncond": "#..."}, depth=0))
     assert "'cond', 'uncond'" in refused(lambda: fit_weights(products, {"cond": "#..."}))
     assert "4 steps" in refused(lambda: fit_weights(products, {"cond": "#..", "uncond": "#.."}))
     assert "'cond': 4" in refused(lambda: Products.of(outputs, [1.0] * 3, GUIDANCE))
-    assert "same names" in refused(lambda: Products.of(outputs, [1.0] * 4, {"cond": 1.0}))
+    assert "same branches" in refused(lambda: Products.of(outputs, [1.0] * 4, {"cond": 1.0}))
     assert "0 runs" in refused(lambda: Products.mean([]))
     assert "2 runs" in refused(lambda: Products.mean([products, watched(curves(5))]))
     assert "(3, 3)" in refused(lambda: Products(("*",), (1.0,), (1.0, 1.0), np.eye(3)))
@@ -236,9 +239,9 @@ def test_a_beginning_that_cannot_be_is_refused() -> None:
     for begin in ({"cond": "##"}, {"cond": "##", "other": "##"}, {"cond": "#" * 7, "uncond": "#" * 7}):
         assert "begin={'cond': " in refused(lambda begin=begin: fit_schedule(products, 8, begin=begin))  # type: ignore[misc]
     both = {"cond": "###", "uncond": "###"}
-    assert "no more of the forwards" in refused(lambda: fit_schedule(products, 4, begin=both))
+    assert "at most 4 of them computed" in refused(lambda: fit_schedule(products, 4, begin=both))
     skipping = {"cond": "#..", "uncond": "#.."}
-    assert "room for the rest" in refused(lambda: fit_schedule(products, 10, begin=skipping))
+    assert "room for the others" in refused(lambda: fit_schedule(products, 10, begin=skipping))
 
 
 # ------------------------------------------------------------------------------------------------ in use

@@ -11,17 +11,17 @@ from samovar.errors import SettingError
 from samovar.lab.journal import Journal
 
 
-def test_values_and_pictures_are_found_again(tmp_path: Path) -> None:
+def test_values_and_images_are_found_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "state", {"steps": 4})
-    pictures = torch.rand(2, 3, 4, 4)
-    journal.keep_pictures("exact-0", pictures)
+    images = torch.rand(2, 3, 4, 4)
+    journal.save_images("exact-0", images)
     journal.record("exact 0", {"seconds": 1.5})
     again = Journal(tmp_path / "state", {"steps": 4})
-    assert again.num_known == 1
+    assert len(again) == 1
     assert "exact 0" in again
     assert again["exact 0"] == {"seconds": 1.5}
-    assert torch.equal(again.pictures("exact-0"), pictures), "not rounded"
-    again.close()
+    assert torch.equal(again.load_images("exact-0"), images), "not rounded"
+    again.delete()
     assert not (tmp_path / "state").exists()
 
 
@@ -46,14 +46,22 @@ def test_a_journal_torn_in_its_first_line_begins_anew(tmp_path: Path) -> None:
     assert Journal(tmp_path, {"steps": 4})["a"] == 1
 
 
-def test_another_wish_is_refused_by_what_differs(tmp_path: Path) -> None:
+def test_other_settings_are_refused_by_their_differences(tmp_path: Path) -> None:
     Journal(tmp_path, {"steps": 4, "model": "emoji"}).record("a", 1)
-    with pytest.raises(SettingError, match="unfinished run of another wish: steps was 4 and is 5"):
+    with pytest.raises(SettingError, match=r"unfinished run with other settings \(steps: was 4, is 5\)"):
         Journal(tmp_path, {"steps": 5, "model": "emoji"})
     assert Journal(tmp_path, {"steps": 4, "model": "emoji"})["a"] == 1, "and is left as it was"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingError, match="cannot be made"):
+    with pytest.raises(SettingError, match="Cannot create"):
         Journal(tmp_path / "file" / "state", {})
+
+
+def test_a_long_difference_is_shown_whole_words_only(tmp_path: Path) -> None:
+    tasks = [[f"a very long prompt about a cat on a mat with a hat, number {number}", number] for number in range(9)]
+    Journal(tmp_path, {"tasks": tasks}).record("a", 1)
+    changed = [*tasks[:4], ["a dog", 7], *tasks[5:8]]
+    with pytest.raises(SettingError, match=r"tasks: 9 before, 8 now, was \['a very .* 4\], is \['a dog', 7\]\)"):
+        Journal(tmp_path, {"tasks": changed})

@@ -1,14 +1,16 @@
-"""PSNR and SSIM on cases that can be worked out by hand."""
+"""PSNR and SSIM on cases that can be worked out by hand; LPIPS gives the published values."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from samovar.errors import SettingError
-from samovar.lab.metrics import HIGHEST_PSNR, Quality, average, measure, psnr, psnr_of_mean_error, ssim
+from samovar.lab.metrics import HIGHEST_PSNR, Quality, average, lpips, measure, psnr, psnr_of_mean_error, ssim
 
 
 def grey(value: float, size: int = 16) -> torch.Tensor:
@@ -23,11 +25,11 @@ def test_psnr_of_a_known_error() -> None:
     assert psnr(one_pixel, grey(0.5)).item() == pytest.approx(expected, abs=1e-3)
 
 
-def test_equal_pictures_have_the_highest_psnr() -> None:
+def test_equal_images_have_the_highest_psnr() -> None:
     assert psnr(grey(0.5), grey(0.5)).item() == HIGHEST_PSNR
 
 
-def test_ssim_of_flat_pictures_is_their_luminance() -> None:
+def test_ssim_of_flat_images_is_their_luminance() -> None:
     a, b = 0.4, 0.6
     expected = (2 * a * b + 1e-4) / (a * a + b * b + 1e-4)
     assert ssim(grey(a), grey(b)).item() == pytest.approx(expected, abs=1e-6)
@@ -43,14 +45,14 @@ def test_ssim_sees_structure_that_psnr_does_not() -> None:
     assert ssim(1 - stripes, stripes).item() < -0.9, "the opposite is structure too"
 
 
-def test_pictures_smaller_than_the_window() -> None:
+def test_images_smaller_than_the_window() -> None:
     assert ssim(grey(0.5, 8), grey(0.5, 8)).item() == pytest.approx(1.0, abs=1e-6)
 
 
-def test_measure_has_all_three_for_each_picture() -> None:
+def test_measure_has_all_three_for_each_image() -> None:
     exact = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    pictures = torch.stack([exact[0], 1 - exact[1]])
-    same, other = measure(pictures, exact)
+    images = torch.stack([exact[0], 1 - exact[1]])
+    same, other = measure(images, exact)
     assert same == Quality(HIGHEST_PSNR, pytest.approx(1.0), 0.0)
     assert other.psnr < 10
     assert other.ssim < 0
@@ -58,14 +60,42 @@ def test_measure_has_all_three_for_each_picture() -> None:
     assert average([same, other]).psnr == pytest.approx((same.psnr + other.psnr) / 2)
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"\(1, 3, 16, 16\) and \(1, 3, 8, 8\) cannot be compared"):
-        measure(grey(0.5), grey(0.5, 8))
-
-
-def test_the_worst_pictures_count_most_in_the_mean_error() -> None:
+def test_the_worst_images_count_most_in_the_mean_error() -> None:
     def of(*psnrs: float) -> float:
         return psnr_of_mean_error([Quality(psnr, 1.0, 0.0) for psnr in psnrs])
 
     assert of(40.0, 40.0) == pytest.approx(40.0)
     assert of(80.0, 20.0) == pytest.approx(20.0 + 10 * math.log10(2), abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ LPIPS
+
+IMAGES = Path(__file__).parent / "images"
+
+
+def sample(name: str) -> torch.Tensor:
+    with Image.open(IMAGES / f"{name}.png") as file:
+        return torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)[None] / 255
+
+
+@pytest.mark.parametrize(("other", "value"), [("ex_p0", 0.7219), ("ex_p1", 0.1376)])
+def test_the_sample_images_of_the_lpips_repository(other: str, value: float) -> None:
+    assert lpips(sample("ex_ref"), sample(other)).item() == pytest.approx(value, abs=1e-4)
+
+
+def test_equal_images_do_not_differ_and_order_does_not_matter() -> None:
+    one, other = sample("ex_ref"), sample("ex_p1")
+    assert lpips(one, one).item() == 0
+    assert lpips(one, other).item() == pytest.approx(lpips(other, one).item(), abs=1e-7)
+
+
+def test_a_batch_gives_each_pair_its_own_value() -> None:
+    reference = sample("ex_ref")
+    both = lpips(reference.repeat(2, 1, 1, 1), torch.cat([sample("ex_p0"), sample("ex_p1")]))
+    assert both.tolist() == pytest.approx([0.7219, 0.1376], abs=1e-4)
+
+
+def test_small_images_are_enlarged() -> None:
+    small = sample("ex_ref")[:, :, :16, :24]
+    assert lpips(small, small).item() == 0
+    assert lpips(small, 1 - small).item() > 0.1

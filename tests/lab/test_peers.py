@@ -7,49 +7,57 @@ from typing import Any
 import pytest
 import torch
 
-from lab.tiny import TASKS, MakeStudio
+from lab.tiny import TASKS, MakeRunner
 from samovar.lab.methods import EXACT
-from samovar.lab.peers import peers
+from samovar.lab.peers import PeerGuard, peers
 
 
-def test_every_peer_that_runs_skips_and_comes_off(make_studio: MakeStudio) -> None:
-    studio = make_studio(steps=10)
-    methods = peers(studio, TASKS[:1])
+def test_every_peer_that_runs_skips_and_comes_off(make_runner: MakeRunner) -> None:
+    runner = make_runner(steps=10)
+    methods = peers(runner, TASKS[:1])
     families = dict.fromkeys(method.family for method in methods)
     assert {"diffusers FirstBlockCache", "diffusers TaylorSeer lite", "diffusers MagCache"} <= set(families)
     assert all(method.is_peer for method in methods)
     assert len({method.key for method in methods}) == len(methods)
-    with studio.under(EXACT) as make:
+    with runner.under(EXACT) as make:
         exact = make(TASKS[:1])
     for family in families:
         method = [method for method in methods if method.family == family][-1]
-        with studio.under(method) as make:
+        with runner.under(method) as make:
             made = make(TASKS[:1])
         if family == "diffusers SeaCache":  # It needs a step from the pipeline, which FLUX's does not give.
             assert made.forwards == exact.forwards
         else:
             assert made.forwards < exact.forwards, f"{family} skips nothing at its strongest"
-    with studio.under(EXACT) as make:
-        assert torch.equal(make(TASKS[:1]).pictures, exact.pictures), "no peer left anything behind"
+    with runner.under(EXACT) as make:
+        assert torch.equal(make(TASKS[:1]).images, exact.images), "no peer left anything behind"
 
 
-def test_a_fixed_rhythm_is_counted_right(make_studio: MakeStudio) -> None:
-    studio = make_studio(steps=10)
-    (every_third,) = [m for m in peers(studio, TASKS[:1]) if m.name == "diffusers TaylorSeer lite every 3"]
+def test_a_fixed_rhythm_is_counted_right(make_runner: MakeRunner) -> None:
+    runner = make_runner(steps=10)
+    (every_third,) = [m for m in peers(runner, TASKS[:1]) if m.name == "diffusers TaylorSeer lite every 3"]
     assert not every_third.is_adaptive
-    with studio.under(every_third) as make:
+    with runner.under(every_third) as make:
         forwards = make(TASKS[:1]).forwards
     assert forwards == 2 * 6, "the first four, and every third of the rest"
 
 
-def test_a_model_that_peers_do_not_know(make_studio: MakeStudio, monkeypatch: pytest.MonkeyPatch) -> None:
-    studio = make_studio(steps=4)
+def test_a_model_that_peers_do_not_know(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(steps=4)
 
     def refuse(self: Any, config: Any) -> None:
         raise ValueError("not this one")
 
-    monkeypatch.setattr(type(studio.pipeline.transformer), "enable_cache", refuse)
-    mag = [method for method in peers(studio, TASKS[:1]) if method.family == "diffusers MagCache"]
-    assert len(mag) == 1, "it cannot be calibrated, so it has one row"
-    with pytest.raises(ValueError, match="not this one"), studio.under(mag[0]):
+    monkeypatch.setattr(type(runner.pipeline.transformer), "enable_cache", refuse)
+    mag = [method for method in peers(runner, TASKS[:1]) if method.family == "diffusers MagCache"]
+    with pytest.raises(ValueError, match="not this one"), runner.under(mag[0]):
         pass
+    for method in mag:
+        with PeerGuard(method) as guard, runner.under(method):
+            pass
+        assert guard.problem == "ValueError: not this one"
+
+
+def test_our_own_errors_pass_the_guard() -> None:
+    with pytest.raises(ValueError, match="ours"), PeerGuard(EXACT):
+        raise ValueError("ours")

@@ -1,4 +1,4 @@
-"""Every method is measured on the same tasks, against the same exact pictures, once."""
+"""Every method is measured on the same tasks, against the same exact images, once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lab.tiny import TASKS, MakeSession
-from samovar.lab.methods import ours, plain
+from samovar.lab.methods import cached, plain
 from samovar.lab.metrics import HIGHEST_PSNR, measure
 from samovar.lab.session import Session
 from samovar.lab.trajectory import watched_exact
@@ -17,26 +17,26 @@ from samovar.lab.trajectory import watched_exact
 
 def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) -> None:
     session = make_session(steps=8)
-    schedule = ours("tea_cache", {"schedule": "##.#.#.#", "forecast": "linear", "forecast_of": "output"})
+    schedule = cached("tea_cache", {"schedule": "##.#.#.#", "forecast": "linear", "forecast_of": "output"})
     exact, half, skipping = session.exact(), session.measure(plain(4), tmp_path / "four"), session.measure(schedule)
     assert (exact.computed, exact.speedup, exact.quality.psnr) == (8, 1.0, HIGHEST_PSNR)
     assert (half.computed, half.steps) == (4, 4)
     assert (skipping.computed, skipping.steps) == (5, 8)
     assert skipping.speedup == pytest.approx(exact.seconds / skipping.seconds)
     assert set(skipping.notes.values()) == {"##.#.#.#"}
-    assert len(skipping.pictures) == len(TASKS)
-    assert skipping.to_dict()["each"]["psnr"] == [round(quality.psnr, 7) for quality in skipping.pictures]
-    with session.studio.under(plain(4)) as make:
-        pictures = make(TASKS[2:]).pictures
-    assert list(half.pictures[2:]) == measure(pictures, session.exact_pictures()[2:])
+    assert len(skipping.images) == len(TASKS)
+    assert skipping.to_dict()["each"]["psnr"] == [round(quality.psnr, 7) for quality in skipping.images]
+    with session.runner.under(plain(4)) as make:
+        images = make(TASKS[2:]).images
+    assert list(half.images[2:]) == measure(images, session.exact_images()[2:])
     with Image.open(tmp_path / "four" / "2.png") as file:
         saved = np.asarray(file)
-    assert np.abs(saved / 255 - pictures[0].permute(1, 2, 0).numpy()).max() <= 0.5 / 255 + 1e-6
+    assert np.abs(saved / 255 - images[0].permute(1, 2, 0).numpy()).max() <= 0.5 / 255 + 1e-6
 
 
 def test_the_same_setting_gives_the_same_figures_and_the_exact_one_the_highest(make_session: MakeSession) -> None:
     session = make_session(steps=8)
-    row = session.measure(ours("tea_cache", {"rel_l1_thresh": 0.0}))
+    row = session.measure(cached("tea_cache", {"rel_l1_thresh": 0.0}))
     assert row.quality == (HIGHEST_PSNR, pytest.approx(1.0), pytest.approx(0, abs=1e-9)), (
         "neutral settings give the bits of the bare model"
     )
@@ -49,8 +49,8 @@ def test_what_is_known_is_not_made_again(make_session: MakeSession, monkeypatch:
     def never(*_: object) -> None:
         raise AssertionError("made again")
 
-    again = Session(session.studio, TASKS, session.journal, progress=False)
-    monkeypatch.setattr(session.studio, "under", never)
+    again = Session(session.runner, TASKS, session.journal)
+    monkeypatch.setattr(session.runner, "under", never)
     assert again.exact().to_dict() == exact.to_dict()
     assert again.measure(plain(4)).to_dict() == half.to_dict()
 
@@ -70,33 +70,33 @@ def test_an_interruption_loses_no_batch(make_session: MakeSession, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         session.exact()
     monkeypatch.setattr(session.journal, "record", lambda name, value: (made.append(name), record(name, value)))
-    assert len(session.exact().pictures) == 3
+    assert len(session.exact().images) == 3
     assert made == ["exact 0", "exact 1", "exact 2"]
 
 
-def test_a_method_comes_off_when_a_picture_fails(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_comes_off_when_a_image_fails(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(steps=8)
     session.exact()
-    before = type(session.studio.pipeline.transformer)
+    before = type(session.runner.pipeline.transformer)
 
     def fail(*_: object) -> None:
-        raise RuntimeError("no picture")
+        raise RuntimeError("no image")
 
-    monkeypatch.setattr(session.studio, "_call", fail)
+    monkeypatch.setattr(session.runner, "_call", fail)
     session._is_warm = True
-    with pytest.raises(RuntimeError, match="no picture"):
-        session.measure(ours("forecast", {}))
-    assert type(session.studio.pipeline.transformer) is before
+    with pytest.raises(RuntimeError, match="no image"):
+        session.measure(cached("forecast", {}))
+    assert type(session.runner.pipeline.transformer) is before
 
 
 def test_speed_is_not_compared_with_a_watched_run(make_session: MakeSession) -> None:
     session = make_session(steps=4, tasks=TASKS[:1])
     session.exact(watched_exact())
-    pictures = session.exact_pictures()
-    assert "exact 0" not in session.journal, "the pictures are known, so they are not made again"
+    images = session.exact_images()
+    assert "exact 0" not in session.journal, "the images are known, so they are not made again"
     half = session.measure(plain(2))
     bare = session.journal["exact 0"]["seconds"]
     assert half.speedup == pytest.approx(bare / half.seconds)
     session.exact(watched_exact())
     assert session.exact().seconds == bare
-    assert np.array_equal(pictures, session.exact_pictures())
+    assert np.array_equal(images, session.exact_images())

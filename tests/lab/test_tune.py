@@ -1,4 +1,4 @@
-"""Promises are about single pictures, the search ends at the fastest that keeps them, and held-out prompts judge."""
+"""Promises are about single images, the search ends at the fastest that keeps them, and held-out prompts judge."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from lab.tiny import TASKS, MakeSession
-from samovar.cache import CacheChoice
 from samovar.errors import SettingError
 from samovar.lab.methods import read_method
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row
-from samovar.lab.studio import Task
+from samovar.lab.tasks import Task
 from samovar.lab.tune import Promise, Tuned, denoiser_speedup, lower_bound, tune, values_below
 
 
 def row(psnrs: list[float], computed: float = 10, lpips: float = 0.01) -> Row:
-    pictures = tuple(Quality(psnr, 0.9, lpips) for psnr in psnrs)
+    images = tuple(Quality(psnr, 0.9, lpips) for psnr in psnrs)
     mean = Quality(sum(psnrs) / len(psnrs), 0.9, lpips)
-    return Row("a", "a", {}, 20, computed, 1.0, 2.0, mean, pictures)
+    return Row("a", "a", {}, 20, computed, 1.0, 2.0, mean, images)
 
 
 def test_the_bound_holds_for_the_share_that_it_says() -> None:
@@ -32,21 +31,21 @@ def test_the_bound_holds_for_the_share_that_it_says() -> None:
         share = sum(rng.gauss(40, 3) >= bound for _ in range(400)) / 400
         holds += share >= 0.95
     assert 0.85 < holds / 400 < 0.95, "about nine of ten times"
-    assert lower_bound([40.0, 30.0]) == 30.0, "of two pictures nothing more is known"
+    assert lower_bound([40.0, 30.0]) == 30.0, "of two images nothing more is known"
 
 
-def test_the_bound_holds_where_a_few_pictures_are_of_another_kind() -> None:
+def test_the_bound_holds_where_a_few_images_are_of_another_kind() -> None:
     rng = random.Random(0)
 
-    def picture() -> float:
+    def image() -> float:
         return rng.gauss(30, 3) if rng.random() < 0.06 else rng.gauss(70, 2)
 
     for count in (45, 64, 128):
-        bounds = [lower_bound([picture() for _ in range(count)]) for _ in range(200)]
-        shares = [sum(picture() >= bound for _ in range(400)) / 400 for bound in bounds]
+        bounds = [lower_bound([image() for _ in range(count)]) for _ in range(200)]
+        shares = [sum(image() >= bound for _ in range(400)) / 400 for bound in bounds]
         assert sum(share >= 0.94 for share in shares) / 200 > 0.85
     assert [values_below(count) for count in (44, 45, 76, 77, 128)] == [-1, 0, 0, 1, 2]
-    assert lower_bound([40.0] * 31 + [20.0]) <= 20.0, "few pictures: no higher than the lowest"
+    assert lower_bound([40.0] * 31 + [20.0]) <= 20.0, "few images: no higher than the lowest"
 
 
 def test_promises() -> None:
@@ -73,12 +72,12 @@ def test_a_promised_speed_is_judged_on_held_out_prompts() -> None:
 @pytest.mark.parametrize(
     ("target", "value", "message"),
     [
-        ("psnr", 0, "target psnr=0; a number from 1.0 to 99.0"),
-        ("lpips", 2.0, "target lpips=2.0"),
-        ("speedup", float("nan"), "target speedup=nan"),
-        ("speedup", 0.5, "target speedup=0.5"),
-        ("psnr", True, "target psnr=True"),
-        ("pnsr", 30, "'pnsr' is nothing to promise.*'psnr'"),
+        ("psnr", 0, "target_psnr=0; expected a number from 1.0 to 99.0"),
+        ("lpips", 2.0, "target_lpips=2.0"),
+        ("speedup", float("nan"), "target_speedup=nan"),
+        ("speedup", 0.5, "target_speedup=0.5"),
+        ("psnr", True, "target_psnr=True"),
+        ("pnsr", 30, "'pnsr' cannot be promised.*'psnr'"),
     ],
 )
 def test_promises_that_make_no_sense_are_refused(target: Any, value: Any, message: str) -> None:
@@ -99,11 +98,10 @@ def test_the_fastest_that_keeps_a_promise(make_session: MakeSession) -> None:
     faster = [tried for tried in found.tried if tried.computed < found.row.computed]
     assert not any(found.promise.is_kept(tried) for tried in faster)
     assert [task.prompt for task in testing.tasks] == ["a horse", "a tree", "a hat"]
-    assert found.share_kept == sum(q.psnr >= target for q in found.held_out.pictures) / 3
+    assert found.share_kept == sum(q.psnr >= target for q in found.held_out.images) / 3
     assert found.plain.steps == round(found.row.computed)
     saved = found.setting("a test")
     assert saved["num_inference_steps"] == 10
-    assert CacheChoice.read(saved["cache"]) is not None
     assert read_method(saved["cache"]).settings == found.row.settings
     report = found.to_dict()
     assert len(report["tried"]) == len(found.tried) > 6
@@ -123,10 +121,10 @@ def test_a_promised_speed_is_reached(make_session: MakeSession) -> None:
 def test_what_cannot_be_kept_is_said(make_session: MakeSession) -> None:
     tuning, testing = make_session(tasks=TASKS[:1]), make_session(tasks=TESTING[:1], name="testing")
     with pytest.raises(
-        SettingError, match=r"No setting that skips anything keeps a PSNR of at least 99 dB\. The best"
+        SettingError, match=r"No setting that skips steps keeps a PSNR of at least 99 dB\. The best"
     ) as said:
         tune(tuning, testing, Promise("psnr", 99.0))
-    computed = re.search(r"with ([\d.]+) of 10 steps computed; of 1 pictures .* reach [\d.]+ dB\.", str(said.value))
+    computed = re.search(r"with ([\d.]+) of 10 steps computed; its 1 images show .* reach [\d.]+ dB\.", str(said.value))
     assert computed is not None
     assert float(computed[1]) < 10, "what skips nothing is not the best that skips"
     assert "give more prompts" in str(said.value)
@@ -142,5 +140,5 @@ def test_a_setting_that_plain_steps_beat_is_not_worth_it(target: Any, value: flo
 
 
 def test_prompts_are_kept_apart(make_session: MakeSession) -> None:
-    with pytest.raises(SettingError, match="'a cat' is among the prompts for tuning and for testing"):
+    with pytest.raises(SettingError, match="'a cat' is in both lists"):
         tune(make_session(), make_session(name="testing"), Promise("psnr", 30))

@@ -8,8 +8,26 @@ from typing import Any
 
 import torch
 
+import zoo
+from samovar.arch import find_anatomy
 from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
+
+CASES = {case.id: case for case in zoo.load()}
+
+
+def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {
+        path: block
+        for stack in find_anatomy(model).stacks
+        for path, block in zip(stack.block_paths, stack.modules(model), strict=True)
+    }
+
+
+def blocks_on_device(offloaded: Offloaded) -> list[str]:
+    """The streamed blocks that are on the device or on their way to it."""
+    rings = [moving.ring for moving in offloaded._moving.values() if moving.ring]
+    return [block.name for ring in rings for block in ring.blocks]
 
 
 class Holder:
@@ -31,7 +49,7 @@ class Onlooker(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         is_here = all(map(self._offloaded.stage.is_here, (*module.parameters(), *module.buffers())))
-        self._log.append((self._path, is_here, len(self._offloaded.blocks_on_device())))
+        self._log.append((self._path, is_here, len(blocks_on_device(self._offloaded))))
         return args, kwargs
 
 

@@ -19,7 +19,7 @@ import zoo
 from pipelines import tiny_flux_pipeline
 from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.host import HostMemory
-from samovar.offload.parcels import Parcel
+from samovar.offload.weight_groups import WeightGroup
 from samovar.offload.weights import ALIGNMENT, LEAST_PIECE, LINE, tensors_of
 
 CASES = {case.model: case for case in zoo.load() if not case.variant and case.model in zoo.exported_classes()}
@@ -79,7 +79,7 @@ def check_bits(case: zoo.Case, folder: Path, mode: Any) -> None:
         assert zoo.equal(case.run(model, 1), bare)
     assert found
     assert found == {name: before[name] for name in found}
-    offloaded.remove()
+    offloaded.detach()
     assert phases(model) == before
     assert zoo.equal(case.run(model, 1), bare)
 
@@ -122,12 +122,12 @@ def test_a_pipeline_from_a_folder_is_given_back_as_it_was(tmp_path: Path, mode: 
     offloaded = apply_offload(pipe, OffloadConfig(mode), stage=stage())
     picture = draw()
     assert stage is Allocating or torch.equal(picture, bare)
-    offloaded.remove()
+    offloaded.detach()
     assert {name: phases(part) for name, part in modules.items()} == before
     assert torch.equal(draw(), bare)
 
 
-# ------------------------------------------------------------------------------------------------ parcels
+# ------------------------------------------------------------------------------------------------ groups
 
 
 class Shifted(torch.nn.Module):
@@ -149,16 +149,16 @@ def shifted(tensor: torch.Tensor, phase: int) -> torch.Tensor:
     return memory[start:][: tensor.numel() * tensor.element_size()].view(tensor.dtype).copy_(tensor)
 
 
-def parcel_of(module: torch.nn.Module, stage: HostStage) -> Parcel:
-    return Parcel("shifted", lambda: tensors_of(module), stage, HostMemory(stage, None))
+def group_of(module: torch.nn.Module, stage: HostStage) -> WeightGroup:
+    return WeightGroup("shifted", lambda: tensors_of(module), stage, HostMemory(stage, None))
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_phases_on_the_host_on_the_device_and_back(lazy: bool) -> None:
     module, stage = Shifted(), HostStage(lazy=lazy)
     before, content = phases(module), [tensor.detach().clone() for tensor in tensors_of(module)]
-    parcel = parcel_of(module, stage)
-    for step in (parcel.prepare, parcel.load, parcel.unload, parcel.give_back):
+    group = group_of(module, stage)
+    for step in (group.prepare, group.load, group.unload, group.restore):
         step()
         stage.compute_waits(stage.mark_copied())
         assert phases(module) == before
@@ -169,13 +169,13 @@ def test_phases_on_the_host_on_the_device_and_back(lazy: bool) -> None:
 def test_in_a_ring_too() -> None:
     module, stage = Shifted(), HostStage()
     before, content = phases(module), [tensor.detach().clone() for tensor in tensors_of(module)]
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
-    parcel.target = stage.allocate(parcel.num_bytes + ALIGNMENT)
-    offsets = [ALIGNMENT + sum(parcel.pieces[:piece]) for piece in range(len(parcel.pieces))]
+    group = group_of(module, stage)
+    group.prepare()
+    memory = stage.allocate(group.num_bytes + ALIGNMENT)
+    offsets = [ALIGNMENT + sum(group.pieces[:piece]) for piece in range(len(group.pieces))]
     for piece, offset in enumerate(offsets):
-        parcel.send(piece, offset)
-    parcel.place(offsets, parcel.target)
+        group.send(piece, memory, offset)
+    group.use_device(offsets, memory)
     assert phases(module) == before
     assert all(map(torch.equal, tensors_of(module), content))
 
@@ -183,15 +183,15 @@ def test_in_a_ring_too() -> None:
 def test_a_device_that_allocates_has_them_at_its_own_alignment() -> None:
     module, stage = Shifted(), Allocating()
     before, content = phases(module), [tensor.detach().clone() for tensor in tensors_of(module)]
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
+    group = group_of(module, stage)
+    group.prepare()
     large = phases(module)["large"]
-    parcel.load()
+    group.load()
     assert not any(tensor.data_ptr() % ALIGNMENT for tensor in (module.small, module.large, module.whole, module.other))
     assert all(map(torch.equal, tensors_of(module), content))
-    parcel.unload()
+    group.unload()
     place = module.large.data_ptr()
-    parcel.give_back()
+    group.restore()
     assert phases(module) == before
     assert (large, module.large.data_ptr()) == (before["large"], place), "large weights need not move again"
     assert all(map(torch.equal, tensors_of(module), content))
@@ -202,9 +202,9 @@ def test_a_device_that_allocates_has_them_at_its_own_alignment() -> None:
 def test_what_was_settled_comes_back_in_phase_and_still_overlaps(stage: type[HostStage]) -> None:
     module = Shifted()
     before, content = phases(module), [tensor.detach().clone() for tensor in tensors_of(module)]
-    parcel = parcel_of(module, stage())
-    parcel.resettle()
-    parcel.unsettle()
+    group = group_of(module, stage())
+    group.make_resident()
+    group.end_residence()
     assert phases(module) == before
     assert all(map(torch.equal, tensors_of(module), content))
     assert module.part.data_ptr() == module.whole.data_ptr() + 32
@@ -212,25 +212,25 @@ def test_what_was_settled_comes_back_in_phase_and_still_overlaps(stage: type[Hos
 
 def test_other_weights_since_keep_the_phase_that_they_came_with() -> None:
     module, stage = Shifted(), Allocating()
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
-    parcel.load()
+    group = group_of(module, stage)
+    group.prepare()
+    group.load()
     module.small.data = shifted(torch.arange(3.0), 20)
-    parcel.unload(keep_changes=True)
-    parcel.prepare()
-    parcel.give_back()
+    group.unload(keep_changes=True)
+    group.prepare()
+    group.restore()
     assert phases(module)["small"] == 20
     assert torch.equal(module.small, torch.arange(3.0))
     module.small.data = torch.arange(4.0)
     place = module.small.data_ptr()
-    parcel.give_back()
+    group.restore()
     assert module.small.data_ptr() == place, "what is not ours any more is left alone"
 
 
 def test_the_host_has_little_more_than_the_weights() -> None:
     module, stage = Shifted(), HostStage()
-    parcel = parcel_of(module, stage)
-    parcel.prepare()
+    group = group_of(module, stage)
+    group.prepare()
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(module) if tensor is not module.part)
     chunks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()}
     assert weights <= sum(chunks.values()) <= weights + 3 * 4096

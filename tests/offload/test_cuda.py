@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_the_resident_model(name: str) -> None:
     offloaded = apply_offload(holder, OffloadConfig("layerwise", device="cuda"))
     with running(holder):
         assert all(torch.equal(run(step), expected[step]) for step in range(3))
-    offloaded.remove()
+    offloaded.detach()
     assert all(tensor.device.type == "cpu" for tensor in model.parameters())
     model.to("cuda")
     assert torch.equal(run(0), expected[0])
@@ -80,5 +80,5 @@ def test_nobody_elses_memory_is_pinned() -> None:
     for _ in range(2):
         offloaded = apply_offload(holder, OffloadConfig("model", device="cuda"))
         assert all(torch.equal(tensor.to("cuda").cpu(), torch.arange(512)) for tensor in between)
-        offloaded.remove()
+        offloaded.detach()
         assert all(torch.equal(tensor.to("cuda").cpu(), torch.arange(512)) for tensor in between)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from samovar.offload import HostStage
-from samovar.offload.host import HostMemory, file_ranges, host_limit, new_chunk
+from samovar.offload.host import HostMemory, host_limit, new_chunk
 from samovar.offload.weights import LEAST_PIECE, lay_out, spans_of
 
 PAGE = mmap.PAGESIZE
@@ -18,7 +18,6 @@ PAGE = mmap.PAGESIZE
 
 def adopted(host: HostMemory, tensors: list[torch.Tensor], *, pinned: bool = True) -> list[torch.Tensor]:
     spans = spans_of(tensors)
-    host.look_around()
     return host.adopt(spans, lay_out(spans, in_phase=True), pinned=pinned)
 
 
@@ -41,8 +40,7 @@ def test_weights_with_pages_of_their_own_stay_and_small_ones_move_together() -> 
     assert small.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() == pieces[0].data_ptr()
     assert torch.equal(small, torch.arange(5.0))
     assert torch.equal(other, torch.arange(7.0))
-    assert host.stats.in_place_bytes == big.numel() * 4
-    assert host.stats.copied_bytes == 12 * 4
+    assert host._stage.stats.copied_bytes == 12 * 4
     assert pieces[1].data_ptr() == before
     assert bytes(pieces[1].numpy()) == bytes(big.detach().numpy())
 
@@ -56,7 +54,7 @@ def test_what_may_share_its_pages_is_not_pinned_where_it_lies(num_bytes: int) ->
     adopted(host, [weight])
     assert weight.data_ptr() != before
     assert bool((weight == 3.0).all())
-    assert host.stats.copied_bytes == num_bytes
+    assert host._stage.stats.copied_bytes == num_bytes
     assert weight.data_ptr() % PAGE == 0
 
 
@@ -66,13 +64,13 @@ def test_what_is_on_the_host_already_is_not_copied_again() -> None:
     stage = HostStage()
     first = HostMemory(stage, None)
     first.pin(adopted(first, weights))
-    copied, places = first.stats.copied_bytes, [weight.data_ptr() for weight in weights]
+    copied, places = stage.stats.copied_bytes, [weight.data_ptr() for weight in weights]
     adopted(first, [*weights, small])
-    assert first.stats.copied_bytes == copied + 20
+    assert stage.stats.copied_bytes == copied + 20
     first.close()
-    second = HostMemory(stage, None)
-    adopted(second, weights)
-    assert second.stats.copied_bytes == 0
+    copied = stage.stats.copied_bytes
+    adopted(HostMemory(stage, None), weights)
+    assert stage.stats.copied_bytes == copied
     assert [weight.data_ptr() for weight in weights] == places
 
 
@@ -98,25 +96,14 @@ def test_pages_of_a_file_are_copied(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], large(3.0))
 
 
-def test_file_ranges() -> None:
-    maps = (
-        "5600-5700 rw-p 00000000 00:00 0          [heap]\n"
-        "7000-7200 rw-p 00000000 fe:01 4242       /models/a file.safetensors\n"
-        "9000-9100 rw-p 00000000 00:00 0"
-    )
-    assert file_ranges(maps) == [(0x7000, 0x7200)]
-
-
-def test_pages_are_pinned_once_whoever_shares_them() -> None:
+def test_a_chunk_is_pinned_once_whoever_shares_it() -> None:
     stage = HostStage()
     host = HostMemory(stage, None)
-    memory = torch.zeros(8 * PAGE, dtype=torch.uint8)
-    first, second, far = memory[: 2 * PAGE + 7], memory[2 * PAGE + 7 : 3 * PAGE], memory[6 * PAGE :]
-    host.pin([second, first, far])
-    host.pin([second, first, far])
-    assert len(stage.registered) == 2
-    assert all(start % PAGE == 0 and length % PAGE == 0 for start, length in stage.registered.items())
-    assert host.stats.pinned_bytes == sum(stage.registered.values())
+    shared, other = new_chunk(5 * PAGE - 7), new_chunk(PAGE)
+    for _ in range(2):
+        host.pin([shared[PAGE + 3 :], shared[:7], other])
+    assert stage.registered == {shared.data_ptr(): 5 * PAGE, other.data_ptr(): PAGE}
+    assert stage.stats.pinned_bytes == 6 * PAGE
     host.close()
     assert stage.registered == {}
 
@@ -124,27 +111,26 @@ def test_pages_are_pinned_once_whoever_shares_them() -> None:
 def test_what_may_not_be_pinned_is_used_as_it_is_with_a_warning() -> None:
     stage = HostStage()
     host = HostMemory(stage, limit_bytes=3 * PAGE)
-    with pytest.warns(UserWarning, match=r"could not be pinned: no more than 12.00 KiB may be pinned.*three times"):
-        host.pin([torch.zeros(PAGE, dtype=torch.uint8), torch.zeros(20 * PAGE, dtype=torch.uint8)])
-    assert host.stats.pinned_bytes <= 3 * PAGE
-    assert host.stats.pageable_bytes >= 20 * PAGE
+    with pytest.warns(UserWarning, match=r"could not be pinned: host_memory allows 12.00 KiB.*three times"):
+        host.pin([new_chunk(PAGE), new_chunk(20 * PAGE)])
+    assert (stage.stats.pinned_bytes, stage.stats.pageable_bytes) == (PAGE, 20 * PAGE)
 
 
 def test_a_failure_to_pin_is_told_and_does_no_harm() -> None:
-    stage = HostStage()
-    tensor = torch.zeros(2 * PAGE, dtype=torch.uint8)
-    start = tensor.data_ptr() // PAGE * PAGE
-    assert stage.register(start, 4 * PAGE) is None  # Somebody else did.
-    host = HostMemory(stage, None)
+    class Refusing(HostStage):
+        def register(self, address: int, num_bytes: int) -> str | None:
+            return "the range is registered already"
+
+    host = HostMemory(Refusing(), None)
     with pytest.warns(UserWarning, match="the range is registered already"):
-        host.pin([tensor])
-    assert host.stats.pinned_bytes == 0
+        host.pin([new_chunk(2 * PAGE)])
+    assert host._stage.stats.pinned_bytes == 0
 
 
 def test_memory_is_unpinned_before_it_is_freed() -> None:
     stage = HostStage()
     host = HostMemory(stage, None)
-    host.pin([torch.zeros(4 * PAGE, dtype=torch.uint8)])
+    host.pin([new_chunk(4 * PAGE)])
     assert stage.registered
     del host
     gc.collect()

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from holding import Holder, layerwise
-from test_layerwise import CASES, blocks_of
+from holding import CASES, Holder, blocks_of, layerwise
 
 from pipelines import tiny_flux_pipeline
 from samovar.hooks import HookRegistry, ModelHook, running
@@ -49,7 +48,7 @@ def test_blocks_are_timed_where_they_compute_and_needs_are_beside_the_weights() 
         HookRegistry.get_or_create(block).remove_hook("work")
     plan = offloaded.replan(gpu_memory=10**9, activations=measured.activations, timing=measured.timing)
     assert plan.component("transformer").resident_s == pytest.approx(len(blocks))
-    offloaded.remove()
+    offloaded.detach()
     assert "_samovar_hooks" not in vars(model.transformer_blocks[0])
 
 
@@ -62,7 +61,7 @@ def test_a_component_that_is_called_by_another_door_has_its_own_slice() -> None:
         pipe("a cat", num_inference_steps=1, height=16, width=16, max_sequence_length=8, output_type="pt")
     HookRegistry.get_or_create(pipe.vae.decoder.conv_in).remove_hook("work")
     assert measured.activations == {"text_encoder": 0, "text_encoder_2": 0, "transformer": 0, "vae": 5000}
-    offloaded.remove()
+    offloaded.detach()
     assert all(
         "_samovar_hooks" not in vars(module)
         for component in find_components(pipe)[0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from samovar.errors import ModelError, SettingError
-from samovar.offload import BlockSize, ComponentSize, OffloadPlan, Timing, plan_offload
+from samovar.offload import BlockSize, ComponentSize, OffloadConfig, OffloadPlan, Timing, plan_offload, read_sizes
 
 GIB = 2**30
 
@@ -26,10 +28,14 @@ PIPELINE = (DENOISER, ENCODER, VAE)
 MACHINE = Timing(50.0 * GIB, {"transformer": 0.2})
 
 
+def planned(sizes: Sequence[ComponentSize], **settings: Any) -> OffloadPlan:
+    return plan_offload(sizes, OffloadConfig(**settings))
+
+
 def plan(budget: float | None, mode: str = "auto", sizes: tuple[ComponentSize, ...] = PIPELINE) -> OffloadPlan:
-    return plan_offload(
+    return planned(
         sizes,
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,
         gpu_memory=None if budget is None else int(budget * GIB),
         activations={"transformer": GIB // 2, "vae": 2 * GIB, "text_encoder": GIB // 4},
         timing=MACHINE,
@@ -70,12 +76,12 @@ def test_no_plan_is_over_its_budget_and_more_is_never_slower() -> None:
 
 def test_what_cannot_fit_is_refused_with_the_least_that_can() -> None:
     with pytest.raises(
-        SettingError, match=r"1.00 GiB of GPU memory is not enough: the least is 2.25 GiB, because of vae"
+        SettingError, match=r"gpu_memory=1.00 GiB is not enough: at least 2.25 GiB is needed, because of vae"
     ):
         plan(1)
     found = plan(2.26)
     assert found.peak_bytes <= 2.26 * GIB
-    with pytest.raises(SettingError, match=r"10.00 GiB.*the least is 20.60 GiB, because of transformer"):
+    with pytest.raises(SettingError, match=r"10.00 GiB.*at least 20.60 GiB is needed, because of transformer"):
         plan(10, "model")
 
 
@@ -84,47 +90,44 @@ def test_model_level_takes_turns_and_the_peak_is_that_of_the_largest() -> None:
     assert placements(found) == {"transformer": "turns", "text_encoder": "turns", "vae": "resident"}
     assert found.peak_bytes == DENOISER.num_bytes + VAE.num_bytes + 2 * GIB
     two = stack("transformer_2", "denoiser", 40, 0.5)
-    assert placements(plan_offload((DENOISER, two, VAE), mode="model"))["transformer_2"] == "turns"
-    assert placements(plan_offload((DENOISER, VAE), mode="model")) == {"transformer": "turns", "vae": "turns"}
+    assert placements(planned((DENOISER, two, VAE), mode="model"))["transformer_2"] == "turns"
+    assert placements(planned((DENOISER, VAE), mode="model")) == {"transformer": "turns", "vae": "turns"}
 
 
 def test_layerwise_streams_denoisers_and_encoders() -> None:
     found = plan(None, "layerwise")
     assert placements(found) == {"transformer": "streams", "text_encoder": "streams", "vae": "resident"}
     assert len(found.component("transformer").streamed) == 40
-    assert found.component("transformer").blocks_at_once == 2
     assert found.take_turns
-    alone = plan_offload((DENOISER,), mode="layerwise")
+    alone = planned((DENOISER,), mode="layerwise")
     assert not alone.take_turns
 
 
 def test_what_must_stay_stays() -> None:
-    found = plan_offload((*PIPELINE, ADAPTER), mode="auto", gpu_memory=8 * GIB, activations=GIB // 4)
+    found = planned((*PIPELINE, ADAPTER), mode="auto", gpu_memory=8 * GIB, activations=GIB // 4)
     assert placements(found)["controlnet"] == "resident"
     assert found.peak_bytes <= 8 * GIB
 
 
 def test_activations_that_nobody_measured_are_assumed_and_said_to_be() -> None:
-    found = plan_offload(PIPELINE, gpu_memory=23 * GIB)
-    assert "assumed: 1.00 GiB" in found.notes[0]
-    assert plan_offload(PIPELINE, gpu_memory=23 * GIB, activations=0).notes == ()
-    with pytest.raises(SettingError, match=r"activations names 'transfomer'.*'transformer'"):
-        plan_offload(PIPELINE, gpu_memory=GIB, activations={"transfomer": 1})
+    found = planned(PIPELINE, gpu_memory=23 * GIB)
+    assert "assumed to be 1.00 GiB" in found.notes[0]
+    assert planned(PIPELINE, gpu_memory=23 * GIB, activations=0).notes == ()
+    with pytest.raises(SettingError, match=r"'transfomer' is not a component with activations.*'transformer'"):
+        planned(PIPELINE, gpu_memory=GIB, activations={"transfomer": 1})
 
 
 def test_nothing_to_offload_says_what_was_looked_for() -> None:
     with pytest.raises(ModelError, match=r"_dit_modules.*diffusers lists.*transformer, text_encoder and vae"):
-        plan_offload((), mode="model")
+        planned((), mode="model")
     with pytest.raises(
-        ModelError, match=r"a denoiser and an encoder are needed, and transformer \(denoiser\) was found"
+        ModelError, match=r"a denoiser and an encoder are needed, and transformer \(denoiser, Transformer\) was found"
     ):
-        plan_offload((DENOISER,), mode="model")
-    with pytest.raises(ModelError, match=r"No blocks to stream were found in vae \(Vae\)"):
-        plan_offload((VAE,), mode="layerwise")
+        planned((DENOISER,), mode="model")
+    with pytest.raises(ModelError, match=r"No blocks to stream were found in vae \(vae, Vae\)"):
+        planned((VAE,), mode="layerwise")
     with pytest.raises(SettingError, match="needs a budget"):
-        plan_offload(PIPELINE, mode="auto")
-    with pytest.raises(SettingError, match=r"mode is 'layer'.*'layerwise'"):
-        plan_offload(PIPELINE, mode="layer")  # type: ignore[arg-type]
+        planned(PIPELINE, mode="auto")
 
 
 def test_a_plan_is_plain_data() -> None:
@@ -133,16 +136,41 @@ def test_a_plan_is_plain_data() -> None:
     assert data["peak_bytes"] == found.peak_bytes
     assert data["components"][0]["streamed"] == sorted(found.component("transformer").streamed)
     assert data["slow_down"] == found.slow_down
-    with pytest.raises(SettingError, match=r"no component 'vea'.*'vae'"):
+    with pytest.raises(SettingError, match=r"'vea' is not a component of the plan.*'vae'"):
         found.component("vea")
 
 
-def test_what_is_skipped_is_known_and_checked() -> None:
+def test_the_skipped_share_is_part_of_the_plan() -> None:
     for skipped in (0.0, 0.5, 0.9):
-        found = plan_offload(PIPELINE, gpu_memory=3 * GIB, activations=0, timing=MACHINE, skipped=skipped)
+        found = planned(PIPELINE, gpu_memory=3 * GIB, activations=0, timing=MACHINE, skipped=skipped)
         assert found.skipped == skipped
         assert found.to_dict()["skipped"] == skipped
         assert found.peak_bytes <= 3 * GIB
-    for wrong in (-0.1, 1.0, 50.0):
-        with pytest.raises(SettingError, match=f"skipped is {wrong}; a share of the forwards"):
-            plan_offload(PIPELINE, mode="layerwise", skipped=wrong)
+
+
+def test_the_table_says_what_stays_what_streams_and_what_to_expect() -> None:
+    sizes = read_sizes("FluxTransformer2DModel")
+    plan = planned(sizes, gpu_memory=12 * GIB, activations=GIB // 2, timing=Timing(51.4 * GIB, {"transformer": 0.174}))
+    lines = str(plan).splitlines()
+    assert lines[0].split("  ")[0] == "component"
+    row = plan.component("transformer")
+    assert lines[1].startswith("transformer  FluxTransformer2DModel  22.15 GiB")
+    assert f"{len(row.streamed)} of 57 blocks stream through a ring of " in lines[1]
+    assert f"{plan.peak_bytes / GIB:.2f} GiB of 12.00 GiB" in lines[-1]
+    assert "cross the bus in a forward" in lines[-1]
+    assert f"takes {plan.slow_down:.2f} times as long" in lines[-1]
+
+
+def test_a_plan_that_offloads_nothing_says_so_and_assumptions_are_noted() -> None:
+    text = str(planned(read_sizes("FluxTransformer2DModel"), gpu_memory=80 * GIB))
+    assert "everything fits, nothing is offloaded" in text
+    assert text.splitlines()[-1] == "Note: activations are assumed to be 1.00 GiB per component."
+    turns = planned(read_sizes("FluxTransformer2DModel"), mode="layerwise")
+    assert "times as long" not in str(turns)  # Nobody said how long it takes.
+
+
+def test_forwards_that_a_cache_skips_are_told_of() -> None:
+    plan = planned(read_sizes("FluxTransformer2DModel"), mode="layerwise", skipped=0.5)
+    half = f"{plan.component('transformer').streamed_bytes / 2 / GIB:.2f} GiB"
+    assert f"50% of the forwards are skipped and load nothing: {half} per step" in str(plan)
+    assert "are skipped" not in str(planned(read_sizes("FluxTransformer2DModel"), mode="layerwise"))

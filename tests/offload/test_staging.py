@@ -59,7 +59,7 @@ def test_memory_that_is_given_back_is_spoiled_and_counted() -> None:
     assert weight.isnan().all()
     assert not stage.is_here(weight)
     assert stage.is_here(other.flat)
-    assert (stage.stats.held_bytes, stage.stats.most_held_bytes, stage.free_bytes()) == (40, 100, 60)
+    assert (stage.stats.held_bytes, stage.stats.peak_held_bytes, stage.free_bytes()) == (40, 100, 60)
 
 
 def test_the_clock_takes_the_time_of_the_bus() -> None:
@@ -84,4 +84,4 @@ def test_gradients_are_refused() -> None:
 
 def test_arguments_are_left_alone_where_the_device_is_the_host() -> None:
     arguments = (torch.zeros(1), {"mask": [torch.zeros(2)]})
-    assert HostStage().bring(arguments) is arguments
+    assert HostStage().to_device(arguments) is arguments

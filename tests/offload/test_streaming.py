@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from samovar.offload import BlockSize, ComponentSize, Timing, read_sizes
 from samovar.offload.ring import least_capacity
-from samovar.offload.streaming import choose_streaming, least_bytes, spread
-from samovar.offload.timeline import TimedBlock
+from samovar.offload.streaming import choose_streaming, least_bytes, pass_seconds, spread
 
 GIB = 2**30
 
@@ -60,14 +60,14 @@ def test_what_cannot_run_or_gains_nothing_is_none() -> None:
 
 
 def test_streamed_blocks_are_spread_over_the_time() -> None:
-    blocks = [TimedBlock(str(index), (10,), 1.0) for index in range(12)]
+    blocks = [BlockSize(str(index), (10,), 1.0) for index in range(12)]
     picked = spread(blocks, {block.path for block in blocks}, 40)
     places = sorted(map(int, picked))
     assert len(places) == 4
     assert all(2 <= later - earlier <= 4 for earlier, later in itertools.pairwise(places))
     odd = {str(index) for index in range(1, 12, 2)}
     assert spread(blocks, odd, 40) <= odd
-    untimed = [block._replace(compute_s=0.0) for block in blocks]
+    untimed = [replace(block, compute_s=0.0) for block in blocks]
     assert len(spread(untimed, {block.path for block in blocks}, 120)) == 12
 
 
@@ -89,3 +89,32 @@ def test_time_of_blocks_is_taken_where_it_is_known() -> None:
     timed = Timing(100.0, block_s={f"transformer.blocks.{index}": 1.0 for index in range(20)})
     assert timed.forward_s(component()) == 20.0
     assert Timing(100.0, block_s={"transformer.blocks.0": 1.0}).forward_s(component()) is None
+
+
+def blocks(count: int, size: int, seconds: float, pieces: int = 4) -> list[BlockSize]:
+    return [BlockSize(str(index), (size // pieces,) * pieces, seconds) for index in range(count)]
+
+
+def test_bound_by_the_bus() -> None:
+    stack = blocks(10, 100, 0.4)
+    everything = {block.path for block in stack}
+    assert pass_seconds(stack, everything, 200, 100.0) == pytest.approx(10.0)
+    # Half a block more than one is enough: that is what crosses the bus while a block computes.
+    assert pass_seconds(stack, everything, 150, 100.0) == pytest.approx(10.0)
+    # Without room for the next, copies and computing take turns.
+    assert pass_seconds(blocks(10, 100, 0.4, pieces=1), everything, 100, 100.0) == pytest.approx(14.0)
+
+
+def test_bound_by_computing() -> None:
+    stack = blocks(10, 100, 2.0)
+    assert pass_seconds(stack, {block.path for block in stack}, 200, 100.0) == pytest.approx(20.0)
+
+
+def test_a_copy_hides_behind_blocks_that_stay() -> None:
+    stack = blocks(10, 100, 0.5)
+    assert pass_seconds(stack, {"0", "2", "4", "6", "8"}, 150, 100.0) == pytest.approx(5.0)
+    assert pass_seconds(stack, {"0", "1", "2", "3", "4"}, 150, 100.0) > 6.0
+
+
+def test_what_comes_before_the_blocks_counts() -> None:
+    assert pass_seconds(blocks(2, 100, 1.0), set(), 0, 100.0, rest_s=0.5) == pytest.approx(2.5)

@@ -15,7 +15,6 @@ from samovar.offload.weights import (
     extent,
     lay_out,
     owners_of,
-    phase_of,
     shared_tensors,
     spans_of,
     tensors_of,
@@ -74,7 +73,6 @@ def test_small_spans_are_one_piece_and_large_ones_each_their_own() -> None:
     assert layout.pieces == (4 * ALIGNMENT, LEAST_PIECE, LEAST_PIECE + ALIGNMENT)
     assert layout.places == ((0, 0), (1, 0), (0, ALIGNMENT), (2, 0), (0, 3 * ALIGNMENT))
     assert layout.starts == (0, 0, 0)
-    assert layout.num_bytes == sum(layout.pieces)
 
 
 def test_in_phase_spans_begin_where_in_a_cache_line_they_do() -> None:
@@ -89,7 +87,6 @@ def test_what_begins_amid_an_element_has_no_phase() -> None:
     memory = torch.zeros(LINE * 4, dtype=torch.uint8)
     odd = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=3, offset=(-memory.data_ptr()) % LINE + 6)
     even = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=3, offset=(-memory.data_ptr()) % LINE + 28)
-    assert (phase_of(odd), phase_of(even)) == (0, 28)
     assert [span.phase for span in spans_of([odd, even])] == [0, 28]
 
 
@@ -120,4 +117,3 @@ def test_what_is_more_than_its_memory_is_refused_by_name(parameter: torch.nn.Par
     model[0].register_parameter("odd", parameter)
     with pytest.raises(ModelError, match=rf"transformer\.0\.odd cannot be offloaded: it {expected}"):
         check_movable("transformer", model)
-    check_movable("transformer", model, {id(parameter)})

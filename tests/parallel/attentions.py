@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from samovar.parallel import SequenceParallelConfig, make_mesh
 from samovar.parallel.attention import AttentionCall, compute_sharded
 from samovar.parallel.layout import Layout, Partition, Segment
-from samovar.parallel.region import strategy_of
+from samovar.parallel.strategies import strategy_of
 
 BATCH, WIDTH = 2, 4
 LAYOUTS = {

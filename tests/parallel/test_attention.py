@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from samovar.errors import ShardingError, StrategyError
 from samovar.parallel.attention import AttentionCall, compute_sharded
 from samovar.parallel.collectives import Group, Traffic
-from samovar.parallel.failures import ShardingError, StrategyError
 from samovar.parallel.layout import Partition, Segment
 
 ALONE = Group((0,), 0, None, Traffic())
@@ -44,9 +44,9 @@ def test_dropout_is_refused() -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.zeros(4, 4), "4 x 4 has only the queries and the keys of this rank"),
-        (torch.zeros(3, 8), "has 3 rows; 4 queries on this rank or 8 on all"),
-        (torch.zeros(8, 5), "has 5 columns; 4 keys on this rank or 8 on all"),
+        (torch.zeros(4, 4), "4 x 4 covers only the queries and keys of this rank"),
+        (torch.zeros(3, 8), "has 3 rows; expected 4, the queries on this rank, or 8"),
+        (torch.zeros(8, 5), "has 5 columns; expected 4, the keys on this rank, or 8"),
     ],
 )
 def test_a_mask_that_does_not_tell_is_refused(mask: torch.Tensor, message: str) -> None:

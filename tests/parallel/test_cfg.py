@@ -16,6 +16,7 @@ from samovar.errors import HookConflictError
 from samovar.hooks import (
     NOT_BYPASSED,
     BaseState,
+    Handle,
     HookOrder,
     HookRegistry,
     ModelHook,
@@ -28,11 +29,10 @@ from samovar.parallel import (
     SequenceParallelConfig,
     agreement,
     apply_cfg_parallel,
-    disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
     make_mesh,
-    remove_cfg_parallel,
 )
+from samovar.parallel.cfg import CfgState
 
 from . import toys
 from .conftest import OnRanks
@@ -44,29 +44,34 @@ def traces(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
     return [(type(module), set(vars(module))) for module in model.modules()]
 
 
+def state_of(model: torch.nn.Module) -> CfgState:
+    hook = HookRegistry.get_or_create(model).get_hook("cfg_parallel")
+    assert isinstance(hook, CfgParallelHook)
+    return hook.state
+
+
 def by_pipeline(names: list[str], ulysses_degree: int) -> dict[str, dict[str, Any]]:
     """Whole pipelines on one rank and on all: how far their latents are apart, and what each rank left to others."""
     warnings.simplefilter("ignore")
-    config = SequenceParallelConfig(ulysses_degree=ulysses_degree)
-    mesh = make_mesh(config, cfg_degree=2)
+    config = SequenceParallelConfig(ulysses_degree=ulysses_degree, cfg_parallel_size=2)
+    mesh = make_mesh(config)
     found = {}
     for name in names:
         tiny = pipelines.PIPELINES[name]
         pipe = tiny.build(0)
         denoisers = [getattr(pipe, path) for path in tiny.denoisers]
         bare, before = tiny.run(pipe, steps=STEPS), list(map(traces, denoisers))
-        hooks = [apply_cfg_parallel(denoiser, mesh) for denoiser in denoisers]
-        for denoiser in denoisers:
-            enable_sequence_parallel_for_model(denoiser, config, mesh=mesh)
+        handles: list[Handle] = [apply_cfg_parallel(denoiser, mesh) for denoiser in denoisers]
+        handles += [enable_sequence_parallel_for_model(denoiser, config, mesh=mesh) for denoiser in denoisers]
+        states = [state_of(denoiser) for denoiser in denoisers]
         apart = float((tiny.run(pipe, steps=STEPS) - bare).abs().max())
         found[name] = {
             "apart": apart,
-            "deferred": sum(hook.state.num_deferred for hook in hooks if hook),
-            "split": sum(hook.state.num_split for hook in hooks if hook),
+            "deferred": sum(state.num_deferred for state in states),
+            "split": sum(state.num_split for state in states),
         }
-        for denoiser in denoisers:
-            disable_sequence_parallel_for_model(denoiser)
-            remove_cfg_parallel(denoiser)
+        for handle in handles:
+            handle.detach()
         assert list(map(traces, denoisers)) == before
         assert torch.equal(tiny.run(pipe, steps=STEPS), bare)
     return found
@@ -161,8 +166,8 @@ def cached(cfg_degree: int, settings: dict[str, int]) -> tuple[float, list[bool]
         return outputs, hook.decisions
 
     first, second = torch.arange(12)[None], torch.arange(12, 24)[None]
-    config = SequenceParallelConfig(**settings)
-    mesh = make_mesh(config, cfg_degree)
+    config = SequenceParallelConfig(**settings, cfg_parallel_size=cfg_degree)
+    mesh = make_mesh(config)
     alone = toys.build()
     apply_named(alone)
     expected, decided = loop(alone, lambda figures: figures)
@@ -232,29 +237,29 @@ def in_one_batch(num_branches: int, length: int) -> Loop:
 @torch.no_grad()
 def by_branches(make: Callable[[int, int], Loop], num_branches: int, cfg_degree: int, ring: int) -> dict[str, Any]:
     """A loop with Samovar's own cache on one rank and on all, and what one would decide of parts of the inputs."""
-    config = SequenceParallelConfig(ring_degree=ring)
-    mesh = make_mesh(config, cfg_degree)
+    config = SequenceParallelConfig(ring_degree=ring, cfg_parallel_size=cfg_degree)
+    mesh = make_mesh(config)
 
-    def loop(step: Loop, is_parallel: bool, tokens: slice = slice(12)) -> tuple[list[torch.Tensor], set[str], Any]:
+    def loop(step: Loop, is_parallel: bool, tokens: slice = slice(12)) -> tuple[list[torch.Tensor], set[str], CfgState]:
         model = toys.build()
         cache = apply_teacache_hook(model, {"rel_l1_thresh": 0.25}, agree=agreement(mesh) if is_parallel else None)
-        hook = apply_cfg_parallel(model, mesh) if is_parallel else None
         if is_parallel:
+            apply_cfg_parallel(model, mesh)
             enable_sequence_parallel_for_model(model, config, mesh=mesh)
         outputs = [step(model, hidden_states[:, tokens]) + 0 for hidden_states in drifting()]
         masks = {branch.mask for branch in cache.stats().branches.values() if len(branch.steps) > 1}
-        return outputs, masks, hook
+        return outputs, masks, state_of(model) if is_parallel and cfg_degree > 1 else CfgState()
 
     expected, masks, _ = loop(make(num_branches, 12), False)
-    outputs, found, hook = loop(make(num_branches, 12), True)
+    outputs, found, state = loop(make(num_branches, 12), True)
     return {
         "apart": max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)),
         "masks": masks,
         "found": found,
         "first branch": loop(make(1, 12), False)[1],
         "halves": [loop(make(num_branches, 6), False, tokens)[1] for tokens in (slice(6), slice(6, 12))],
-        "deferred": hook.state.num_deferred if hook else 0,
-        "split": hook.state.num_split if hook else 0,
+        "deferred": state.num_deferred,
+        "split": state.num_split,
     }
 
 
@@ -291,7 +296,7 @@ def with_teacache(names: list[str]) -> dict[str, tuple[float, bool, int]]:
         for is_parallel in (False, True):
             tiny = pipelines.PIPELINES[name]
             pipe = tiny.build(0)
-            mesh = make_mesh(SequenceParallelConfig(), cfg_degree=2) if is_parallel else None
+            mesh = make_mesh(SequenceParallelConfig(cfg_parallel_size=2)) if is_parallel else None
             cache = TeaCacheBackend({"rel_l1_thresh": 0.3}, agree=agreement(mesh) if mesh else None)
             cache.enable(pipe)
             if mesh is not None:
@@ -360,7 +365,7 @@ class Stepped:
 @torch.no_grad()
 def unequally_asked(step: Callable[..., torch.Tensor], settings: dict[str, Any]) -> tuple[float, Any, Any]:
     """A cached loop on one rank and on two: how far apart, and what was computed of this rank's branch."""
-    mesh = make_mesh(SequenceParallelConfig(), 2)
+    mesh = make_mesh(SequenceParallelConfig(cfg_parallel_size=2))
     runs = []
     for is_parallel in (False, True):
         model = toys.build()
@@ -396,10 +401,9 @@ def test_ranks_that_ask_unequally_often(
 
 
 def attached_twice() -> str:
-    mesh = make_mesh(SequenceParallelConfig(), cfg_degree=2)
+    mesh = make_mesh(SequenceParallelConfig(cfg_parallel_size=2))
     model = toys.build()
-    hook = apply_cfg_parallel(model, mesh)
-    assert isinstance(hook, CfgParallelHook)
+    apply_cfg_parallel(model, mesh)
     try:
         apply_cfg_parallel(model, mesh)
     except HookConflictError as error:
@@ -414,7 +418,7 @@ def test_twice_is_refused(on_ranks: OnRanks) -> None:
 def test_one_rank_adds_nothing() -> None:
     model = toys.build()
     before = traces(model)
-    assert apply_cfg_parallel(model, make_mesh(SequenceParallelConfig())) is None
+    handle = apply_cfg_parallel(model, make_mesh(SequenceParallelConfig()))
     assert traces(model) == before
-    remove_cfg_parallel(model)
+    handle.detach()
     assert traces(model) == before

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from samovar.parallel import SequenceParallelConfig, make_mesh
+from samovar.parallel.collectives import Group, Traffic
 from samovar.parallel.layout import spread
 
 from .conftest import OnRanks
@@ -32,20 +34,31 @@ def exchanges() -> int:
     assert torch.equal(gathered, ids > 2)
 
     traffic.reset()
-    arrived = group.all_to_all([torch.full((rank + 1,), float(here)) for rank in range(2)], [(here + 1,)] * 2)
-    assert [part.tolist() for part in arrived] == [[0.0] * (here + 1), [1.0] * (here + 1)]
+    parts = [[torch.full((rank + 1,), float(here))] for rank in range(2)]
+    arrived = group.all_to_all(parts, [[(here + 1,)]] * 2)
+    assert [part.tolist() for (part,) in arrived] == [[0.0] * (here + 1), [1.0] * (here + 1)]
     assert traffic.sent_bytes == {"all-to-all": 4 * (other + 1)}
 
     wait = group.pass_on(torch.full((here + 1,), float(here)), other + 1)
     assert wait().tolist() == [float(other)] * (other + 1)
 
     assert group.sum(torch.tensor([1.0])).item() == 2
-    assert group.max(torch.tensor([float(here)])).item() == 1
+    assert group.max(float(here), ids) == 1
+    assert group.max(float("nan") if here else 0.0, ids) == float("inf")
     assert group.broadcast(torch.tensor([here == 1]), source=1).tolist() == [True]
-    assert traffic.calls == {"all-to-all": 1, "ring": 1, "all-reduce": 2} | ({"broadcast": 1} if here else {})
+    assert traffic.calls == {"all-to-all": 1, "ring": 1, "all-reduce": 3} | ({"broadcast": 1} if here else {})
     assert traffic.total_bytes == sum(traffic.sent_bytes.values())
     return here
 
 
 def test_exchanges(on_ranks: OnRanks) -> None:
     assert on_ranks(2, exchanges) == [0, 1]
+
+
+def test_differences_that_rounding_does_not_explain() -> None:
+    alone, one = Group((0,), 0, None, Traffic()), torch.ones(4)
+    assert alone.difference([one + 1e-6], [one]) == 0
+    assert alone.difference([one * 1.1], [one]) == pytest.approx(0.1)
+    assert alone.difference([one.bfloat16() * 1.02], [one.bfloat16()]) == 0
+    for other in ([one * float("nan")], [torch.ones(3)], [one, one]):
+        assert alone.difference(other, [one]) == float("inf")

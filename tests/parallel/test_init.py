@@ -13,6 +13,7 @@ NONE = None
 SIGNATURES = {
     "SequenceParallelConfig": {
         "ulysses_degree": 1, "ring_degree": 1, "allgather_degree": 1, "convert_to_fp32": True,
+        "cfg_parallel_size": 1,
     },
     "SequenceParallelInput": {"split_dim": ..., "expected_dims": NONE, "split_output": False, "auto_pad": False},
     "SequenceParallelPartialInput": {
@@ -20,9 +21,7 @@ SIGNATURES = {
     },
     "SequenceParallelOutput": {"gather_dim": ..., "expected_dims": NONE},
     "apply_sequence_parallel": {"module": ..., "config": ..., "plan": ...},
-    "remove_sequence_parallel": {"module": ..., "plan": NONE},
     "enable_sequence_parallel_for_model": {"model": ..., "config": NONE},
-    "disable_sequence_parallel_for_model": {"model": ...},
 }  # fmt: skip
 """Settings that can be given by position, in this order, with their defaults."""
 

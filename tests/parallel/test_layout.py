@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samovar.errors import SettingError
-from samovar.parallel.failures import ShardingError
+from samovar.errors import SettingError, ShardingError
 from samovar.parallel.layout import (
     Partition,
     Segment,
@@ -32,7 +31,7 @@ def test_partitions() -> None:
 
 @pytest.mark.parametrize(("length", "padded"), [(5, False), (0, False), (4, True)])
 def test_a_part_of_one_row_is_refused(length: int, padded: bool) -> None:
-    with pytest.raises(SettingError, match=f"{length} tokens cannot be split over 3 ranks: each needs two at least"):
+    with pytest.raises(SettingError, match=f"{length} tokens cannot be split over 3 ranks: each needs at least two"):
         Partition(length, 3, padded)
     assert Partition(1, 1).tokens == (1,)
 

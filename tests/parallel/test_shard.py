@@ -17,7 +17,6 @@ from samovar.parallel import (
     SequenceParallelPartialInput,
     SequenceParallelSplitHook,
     apply_sequence_parallel,
-    remove_sequence_parallel,
 )
 
 from . import toys
@@ -72,9 +71,8 @@ def by_plan() -> dict[str, float]:
             model, hidden_states = toys.build(), toys.tokens(length)
             ids = torch.arange(length)[None]
             bare = model(hidden_states, ids=ids)
-            apply_sequence_parallel(model, SequenceParallelConfig(ulysses_degree=2), plan)
-            errors[f"{name}, {length}"] = float((model(hidden_states, ids=ids) - bare).abs().max())
-            remove_sequence_parallel(model, plan)
+            with apply_sequence_parallel(model, SequenceParallelConfig(ulysses_degree=2), plan):
+                errors[f"{name}, {length}"] = float((model(hidden_states, ids=ids) - bare).abs().max())
             assert torch.equal(model(hidden_states, ids=ids), bare)
     return errors
 
@@ -134,12 +132,12 @@ def test_what_does_not_fit_raises(on_ranks: OnRanks) -> None:
     found = on_ranks(2, misfits)[0]
     assert "is a tensor of shape (1, 12, 16); the plan expects 4 dimensions" in found["input"]
     assert "the plan expects more dimensions, to split dimension 3" in found["dim"]
-    assert "a tuple or list of 1 was expected" in found["list"]
+    assert "the plan expects a tuple or list of 1" in found["list"]
     assert "Output 0 of 'proj_out' is a tensor" in found["output"]
     assert "the plan expects 2 dimensions, to gather dimension 1" in found["output"]
-    assert "Output 0 of 'proj_out'" in found["outputs"]
+    assert "'proj_out' returned a tensor of shape (1, 6, 4); the plan gathers 2 outputs" in found["outputs"]
     assert "splits output 1 of 'embed', which returns 1 values" in found["index"]
-    assert "'ids' of 'the model' is None; the number of text tokens, or the text itself" in found["text"]
+    assert "'ids' of 'the model' is None; expected the number of text tokens, or the text itself" in found["text"]
     assert "3 tokens cannot be split over 2 ranks" in found["length"]
     assert "must match the size" in found["tables"], "a table that was left whole"
 
@@ -163,5 +161,5 @@ def test_hooks_have_the_names_that_users_know(on_ranks: OnRanks) -> None:
 def test_one_rank_is_left_as_it_is(plan: str) -> None:
     model = toys.build()
     before = [set(vars(module)) for module in model.modules()]
-    assert apply_sequence_parallel(model, SequenceParallelConfig(), PLANS[plan]) is None
+    apply_sequence_parallel(model, SequenceParallelConfig(), PLANS[plan]).detach()
     assert [set(vars(module)) for module in model.modules()] == before

@@ -19,7 +19,8 @@ import torch
 from ..errors import ModelError, nearest
 from ..files import read_json
 from .blocks import find_anatomy
-from .components import Role, role_of
+from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
+from .modules import unwrapped
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,17 @@ def lone_part(cls: type, module: torch.nn.Module) -> Parts:
     role = role_of("transformer" if find_anatomy(module).stacks else "", cls)
     name = {"denoiser": "transformer", "vae": "vae"}.get(role, "model")
     return {name: Part(role, cls, module)}
+
+
+def loaded_parts(pipeline: Any) -> Parts:
+    """The components of a pipeline, or of a single model, that is loaded."""
+    if is_denoiser_itself(pipeline):
+        return lone_part(type(unwrapped(pipeline)), pipeline)
+    return {
+        name: Part(role, type(unwrapped(module)), module)
+        for role, (names, modules) in ModuleDiscovery.discover(pipeline).roles().items()
+        for name, module in zip(names, modules, strict=True)
+    }
 
 
 def _read_class(name: str) -> tuple[str, Parts]:

@@ -1,4 +1,4 @@
-"""What can be done from the shell? Every command, and what their exit codes mean."""
+"""Which commands does the shell have, and what do their exit codes mean?"""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import EngineError, SamovarError
-from .completion import add_completion
-from .generation import add_generate
-from .inspection import add_inspect
-from .laboratory import add_bench, add_calibrate, add_compare, add_tune
-from .planning import add_plan
-from .serving import add_serve
+from .completion import add_completion, complete
+from .generate import add_generate
+from .inspect import add_inspect
+from .lab import add_bench, add_calibrate, add_compare, add_tune
+from .options import in_options
+from .plan import add_plan
+from .serve import add_serve
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+COMMANDS = (add_generate, add_serve, add_inspect, add_plan, add_compare, add_calibrate, add_tune, add_bench,
+            add_completion)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code says how it went: 0 done, 1 the engine failed, 2 bad input, 130
-    interrupted."""
-    options = _parser().parse_args(arguments)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Advice about image processors is not for us.
-    # Two processes whose threads spin for long while they wait starve each other: a picture took over 60 s instead of
-    # 16. Threads that never spin take twice as long on an idle machine. It must be set before torch is loaded.
+    """Run a command and return its exit code: 0 done, 1 the engine failed, 2 bad input, 130 interrupted."""
+    parser = make_parser()
+    complete(parser)
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its advice on image processors is not for our users.
+    # Two processes whose waiting threads spin for long starve each other: an image took over 60 s instead of 16.
+    # Threads that never spin take twice as long on an idle machine. This must be set before torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         return int(options.run(options))
@@ -33,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # The reader has seen enough, as in `samovar inspect X | head`.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_OK
-        print(f"samovar: {error}", file=sys.stderr)
+        print(f"samovar: {in_options(error, options.parser)}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, EngineError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("samovar: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samovar",
         description="Makes diffusion transformers fast and small without touching their code.",
@@ -49,11 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"samovar {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_generate(commands)
-    add_serve(commands)
-    add_inspect(commands)
-    add_plan(commands)
-    for add in (add_compare, add_calibrate, add_tune, add_bench):
+    for add in COMMANDS:
         add(commands)
-    add_completion(commands, _parser)
     return parser

@@ -1,59 +1,48 @@
-"""How does text look on a terminal, and how in a file?"""
+"""How is progress shown, on a terminal and in a log? And how are tables aligned?"""
 
 from __future__ import annotations
 
-import os
+import shutil
 import sys
+import threading
+import time
 from collections.abc import Sequence
-from typing import TextIO
+
+INTERVAL_S = 10.0
+"""Seconds between lines in a log."""
 
 
 class Status:
-    """A line that says what is going on, for as long as it does. Only a terminal sees it."""
+    """What is going on: one changing line on a terminal, and a line every ten seconds in a log."""
 
     def __init__(self, text: str, quiet: bool = False) -> None:
-        self._text = f"samovar: {text} ..."
-        self._is_shown = self.is_shown(quiet)
+        self._text, self._quiet, self._started = text, quiet, time.monotonic()
+        self._is_over = threading.Event()
 
-    @staticmethod
-    def is_shown(quiet: bool) -> bool:
-        return sys.stderr.isatty() and not quiet
+    def update(self, text: str) -> None:
+        self._text = text
+        if sys.stderr.isatty() and not self._quiet:
+            line = f"samovar: {text} ..."[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> None:
-        if self._is_shown:
-            print(self._text, end="", file=sys.stderr, flush=True)
+    def _log(self) -> None:
+        while not self._is_over.wait(INTERVAL_S):
+            print(f"samovar: {self._text} ({time.monotonic() - self._started:.0f} s)", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Status:
+        self.update(self._text)
+        if not (self._quiet or sys.stderr.isatty()):
+            threading.Thread(target=self._log, name="samovar status", daemon=True).start()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_shown:
-            print("\r" + " " * len(self._text) + "\r", end="", file=sys.stderr, flush=True)
-
-
-class Paint:
-    """Colours for a terminal, none for a file, and none where NO_COLOR is set."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._is_on = stream.isatty() and "NO_COLOR" not in os.environ
-
-    def __call__(self, text: str, code: int) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self._is_on else text
-
-    def bold(self, text: str) -> str:
-        return self(text, 1)
-
-    def dim(self, text: str) -> str:
-        return self(text, 2)
-
-    def yes_or_no(self, yes: bool | None) -> str:
-        return self("yes", 32) if yes else self("?  ", 33) if yes is None else self("no ", 31)
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+        self._is_over.set()
+        if sys.stderr.isatty() and not self._quiet:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as lines, column under column."""
+    """Rows as lines with aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     pads = [str.rjust if index in right else str.ljust for index in range(len(widths))]
     return ["  ".join(pad(cell, w) for pad, cell, w in zip(pads, row, widths, strict=True)).rstrip() for row in rows]

@@ -23,10 +23,8 @@ from ..parallel import (
     ParallelMesh,
     agreement,
     apply_cfg_parallel,
-    disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
     make_mesh,
-    remove_cfg_parallel,
     sharding_of,
 )
 from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
@@ -102,7 +100,7 @@ class Attached(Handle):
             self.denoisers = find_denoisers(self.pipe)
             self.peers = check_peers(self.denoisers, config)
         if config.num_ranks > 1:
-            self.mesh = make_mesh(config.parallel, config.parallel.cfg_parallel_size)
+            self.mesh = make_mesh(config.parallel)
         if config.cache is not None:
             self.cache = config.cache.build(None if self.mesh is None else agreement(self.mesh))
         if config.compiles:
@@ -116,10 +114,9 @@ class Attached(Handle):
         config = self.config
         if self.mesh is not None:
             for denoiser in self.denoisers.values():
-                if apply_cfg_parallel(denoiser, self.mesh) is not None:
-                    undo.callback(remove_cfg_parallel, denoiser)
-                if enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh) is not None:
-                    undo.callback(disable_sequence_parallel_for_model, denoiser)
+                undo.callback(apply_cfg_parallel(denoiser, self.mesh).detach)
+                sharding = enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh)
+                undo.callback(sharding.detach)
         if self.cache is not None:
             self._cache_handle = self.cache.enable(self.pipe)
             undo.callback(lambda: self._cache_handle.detach())
@@ -127,7 +124,7 @@ class Attached(Handle):
             undo.callback(compile_regions(self.regions, None if isinstance(config.compile, bool) else config.compile))
         if self.offloaded is not None:
             self.offloaded.start()
-            undo.callback(self.offloaded.remove)
+            undo.callback(self.offloaded.detach)
         if self.features:
             vars(self.pipe)[_ENTRY] = [*_handles(self.pipe), self]
             undo.callback(self._forget)

@@ -1,120 +1,98 @@
-"""Whose curve is better? Our settings and those of others, on the same prompts, seeds and attention, in one process.
+"""Whose curve is better? Our settings and other caches, on the same prompts, seeds and attention, in one process.
 
-A setting that looks at the pictures decides for a batch as one, where it would decide for each picture alone in use.
-So some pictures are made alone as well, and both figures stand beside each other. A fixed rhythm or schedule does the
-same to a picture in any company, up to the last bits.
+An adaptive method decides for a batch as one, but for each image alone in normal use. So some images are also made one
+at a time, and both figures are reported. A fixed rhythm or schedule treats an image the same in any batch, up to
+rounding. Curves show counted steps, which are the same on every machine and for any batch; times are in the table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
-from .methods import Method, ours, plain
-from .peers import PEER_FAILS, peers
-from .schedules import SchedulePlanner, choose_planner, refine, scheduled
+from .methods import Method, cached, plain
+from .peers import PeerGuard, peers
+from .schedules import SchedulePlanner, choose_planner, refine
 from .session import Row, Session
 
 PLAIN_SHARES = (0.66, 0.5, 0.4, 0.32, 0.24, 0.2)
-"""Fewer plain steps, as parts of the exact number."""
+"""Plain steps, as shares of the exact number."""
 SCHEDULE_SHARES = (0.54, 0.4, 0.32, 0.24, 0.2)
-"""Computed steps of our schedules: 27, 20, 16, 12 and 10 of 50."""
-
+"""Computed steps of our schedules, likewise."""
+_LOWEST_LPIPS = 5e-6
+"""Lower values are drawn here: a logarithmic axis has no zero."""
 
 KINDS = (
-    "plain steps", "schedule, computed (fitted, more for hard pictures)", "forecast rel_l1_thresh",
+    "plain steps", "schedule, computed (fitted, more for outliers)", "forecast rel_l1_thresh",
     "tea_cache rel_l1_thresh", "diffusers FirstBlockCache", "diffusers TaylorSeer lite", "diffusers MagCache",
     "diffusers SeaCache", "cache-dit DBCache", "cache-dit DBCache + Taylor",
 )  # fmt: skip
-"""What its names begin with; numbers follow."""
+"""How the methods' names begin; numbers follow."""
 
 
 def check_only(words: Sequence[str], extra: Sequence[Method] = ()) -> None:
-    """Refuse words that no name will have, before hours are spent on what the names depend on."""
+    """Refuse words that no method's name will contain, before hours are spent on planning."""
     known = [*KINDS, *(method.name for method in extra)]
     for word in words:
-        # A word of a name that is made later, such as a number, cannot be judged yet.
-        is_kind = any(word.lower() in name.lower() or name.split()[0].lower() in word.lower() for name in known)
-        if not is_kind and not any(sign.isdigit() for sign in word):
-            raise SettingError(f"--only {word!r} is in no method's name. There are: {', '.join(known)}.")
+        # Names contain numbers that are not known yet.
+        is_known = any(word.lower() in name.lower() or name.split()[0].lower() in word.lower() for name in known)
+        if not is_known and not any(sign.isdigit() for sign in word):
+            raise SettingError(f"only={word!r} matches no method. Methods: {', '.join(known)}.", param="only")
 
 
 def our_methods(tuning: Session, refinements: int = 0) -> list[Method]:
-    """Schedules planned on a session's tasks, and caches that decide by the signal. `refinements` is how many changes
-    of each schedule are tried on the same tasks."""
-    shares = (round(share * tuning.studio.steps) for share in SCHEDULE_SHARES)
+    """Schedules planned on a session's tasks, and caches with thresholds. `refinements` is the number of changes of
+    each schedule to try on the same tasks."""
     found = []
-    for count in sorted({max(SchedulePlanner.fewest, share) for share in shares}):
-        planner = choose_planner(tuning, lambda row: row.nearness, count).planner
+    counts = {max(SchedulePlanner.fewest, round(share * tuning.runner.steps)) for share in SCHEDULE_SHARES}
+    for count in sorted(counts):
+        planner, _ = choose_planner(tuning, lambda row: row.closeness, count)
         mask = planner.plan(count)
         if refinements:
-            mask = refine(mask, _score(tuning, planner), refinements)
-        settings = planner.settings(mask)
-        found.append(ours("tea_cache", settings, f"schedule, {count} computed ({planner})", "samovar schedule"))
-    found += [ours("forecast", {"rel_l1_thresh": threshold}) for threshold in (0.2, 0.4, 0.8)]
-    return found + [ours("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)]
-
-
-def _score(session: Session, planner: SchedulePlanner) -> Callable[[str], float]:
-    return lambda mask: session.measure(scheduled(planner.settings(mask))).nearness
-
-
-def plain_methods(steps: int) -> list[Method]:
-    """What any cache must beat."""
-    return [plain(number) for number in sorted({max(1, round(share * steps)) for share in PLAIN_SHARES}, reverse=True)]
+            mask = refine(mask, lambda m, by=planner: tuning.measure(by.method(m)).closeness, refinements)  # type: ignore[misc]
+        name = f"schedule, {count} computed ({planner})"
+        found.append(cached("tea_cache", planner.settings(mask), name, "samovar schedule"))
+    found += [cached("forecast", {"rel_l1_thresh": threshold}) for threshold in (0.2, 0.4, 0.8)]
+    return found + [cached("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)]
 
 
 def all_methods(tuning: Session, extra: Sequence[Method] = (), refinements: int = 0) -> list[Method]:
-    """Everything that the bench compares; what needs figures of the model takes them from the prompts for tuning."""
-    studio = tuning.studio
-    others = peers(studio, studio.batches(tuning.tasks)[0])
-    return [*plain_methods(studio.steps), *our_methods(tuning, refinements=refinements), *extra, *others]
+    """Everything that the bench compares. Whatever needs figures of the model takes them from the tuning prompts."""
+    runner = tuning.runner
+    plains = [plain(max(1, round(share * runner.steps))) for share in PLAIN_SHARES]
+    others = peers(runner, runner.batches(tuning.tasks)[0])
+    unique = {method.name: method for method in [*plains, *our_methods(tuning, refinements), *extra, *others]}
+    return list(unique.values())
 
 
-def bench(
-    session: Session,
-    methods: Sequence[Method],
-    alone: Session | None = None,
-    tell: Callable[[str], None] = lambda name: None,
-) -> list[dict[str, Any]]:
-    """A row for each method, as JSON. Where a peer fails, or pictures are no numbers, the row says so; a failure of
-    our own is raised. `alone` makes some of the pictures again, one at a time, with the methods for which that
-    matters. `tell` is told whose turn it is."""
+def bench(session: Session, methods: Sequence[Method], alone: Session | None = None) -> list[dict[str, Any]]:
+    """One row per method, for JSON. If a peer fails, or images are not finite, the row says so; errors of our own are
+    raised. `alone` makes some of the images again one at a time, with adaptive methods."""
     rows: list[dict[str, Any]] = [session.exact().to_dict()]
     for method in methods:
-        tell(method.name)
-        try:
+        with PeerGuard(method) as guard:
             row = session.measure(method)
-            apart = alone.measure(method) if alone is not None and method.is_adaptive else None
-        except PEER_FAILS as error:
-            if not method.is_peer:
-                raise
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            single = alone.measure(method) if alone is not None and method.is_adaptive else None
+            qualities = [*row.images, *(single.images if single is not None else ())]
+            bad = sum(not all(map(math.isfinite, quality)) for quality in qualities)
+        problem = guard.problem or (f"{bad} images are not finite, so they cannot be compared" if bad else None)
+        if problem is not None:
             rows.append({"method": method.name, "family": method.family, "problem": problem})
-            continue
-        bad = _without_figures(row) + (_without_figures(apart) if apart is not None else 0)
-        if bad:
-            problem = f"{bad} pictures are no numbers, so nothing can be said of them"
-            rows.append({"method": method.name, "family": method.family, "problem": problem})
-            continue
-        rows.append(row.to_dict() | ({} if apart is None else {"alone": _beside(apart, row)}))
+        else:
+            rows.append(row.to_dict() | ({} if single is None else {"alone": _beside(single, row)}))
     mark_best(rows)
     return rows
 
 
-def _without_figures(row: Row) -> int:
-    """How many pictures have a figure that is no number: it would be neither better nor worse than any."""
-    return sum(not all(map(math.isfinite, quality)) for quality in row.pictures)
-
-
 def _beside(alone: Row, together: Row) -> dict[str, Any]:
-    """The same pictures made alone and in a batch."""
-    count = len(alone.pictures)
-    same = together.pictures[:count]
+    """The same images made alone and in a batch."""
+    count = len(alone.images)
+    same = together.images[:count]
     return {
-        "pictures": count,
+        "images": count,
         "computed": alone.computed,
         "speedup": round(alone.speedup, 3),
         "psnr": round(alone.quality.psnr, 3),
@@ -125,9 +103,44 @@ def _beside(alone: Row, together: Row) -> dict[str, Any]:
 
 
 def mark_best(rows: list[dict[str, Any]]) -> None:
-    """Note of each row whether any other computes no more steps and is nearer, by PSNR and by LPIPS."""
+    """Mark the rows that no other row beats with as few computed steps, by PSNR and by LPIPS."""
     measured = [row for row in rows if "problem" not in row and row["family"] != "exact"]
     for row in measured:
         rivals = [other for other in measured if other is not row and other["computed"] <= row["computed"]]
         row["is_best_by_psnr"] = not any(other["psnr"] > row["psnr"] for other in rivals)
         row["is_best_by_lpips"] = not any(other["lpips"] < row["lpips"] for other in rivals)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
+    """Plot PSNR and LPIPS over saved steps, from rows that `bench` returned; one curve per family."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SettingError(
+            "Plots need matplotlib: pip install 'samovar[lab]'. Or plot the JSON file elsewhere: samovar "
+            "bench --plot-from FILE."
+        ) from error
+    drawn = [row for row in rows if "problem" not in row and row["family"] != "exact"]
+    if not drawn:
+        raise SettingError("There is nothing to plot: no row has figures.")
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = max(row["computed"] for row in rows if "problem" not in row)  # Those of the exact images.
+    for number, family in enumerate(dict.fromkeys(row["family"] for row in drawn)):
+        points = sorted((row for row in drawn if row["family"] == family), key=lambda row: -float(row["computed"]))
+        savings = [steps / row["computed"] for row in points]
+        is_ours = family.startswith("samovar")
+        style: dict[str, Any] = {
+            "color": f"C{number % 10}", "marker": "o" if is_ours else "s" if family == "plain steps" else "^",
+            "linewidth": 2.2 if is_ours else 1.2, "linestyle": "-" if is_ours else "--", "markersize": 5,
+        }  # fmt: skip
+        left.plot(savings, [row["psnr"] for row in points], label=family, **style)
+        right.plot(savings, [max(row["lpips"], _LOWEST_LPIPS) for row in points], **style)
+    left.set_ylabel("PSNR, dB (higher is closer)")
+    right.set(ylabel="LPIPS (lower is closer)", yscale="log")
+    for axes in (left, right):
+        axes.set_xlabel("times fewer computed steps")
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(file, dpi=130)

@@ -1,4 +1,4 @@
-"""What can be put on a pipeline to make it faster, and how is it taken off again?"""
+"""What can go on a pipeline to make it faster? Fewer steps, a cache of Samovar, or somebody else's cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..errors import SettingError
 from ..files import is_file_name, read_settings
 
 Notes = Callable[[], Any]
-"""What a method says of the last run, as plain JSON values."""
+"""Returns a method's notes on the last run, as plain JSON values."""
 OUTLIERS = "outliers"
-"""Among its notes: of each picture, whether it is one of those for which more is computed."""
+"""The cache setting for outliers, and the key in a cache's notes that tells which images were outliers."""
 
 
 @contextlib.contextmanager
@@ -33,23 +33,23 @@ class Method:
 
     name: str
     family: str
-    """Which curve it belongs to."""
+    """The curve it belongs to."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     attached: Callable[[Any], AbstractContextManager[Notes]] = _nothing
-    """Puts it on a pipeline for as long as the context lasts."""
+    """Attaches it to a pipeline for as long as the context lasts."""
     steps: int | None = None
-    """Other than the exact picture's."""
+    """Number of steps, if other than the exact image's."""
     is_adaptive: bool = False
-    """Whether it looks at the pictures to decide, so that a batch decides as one."""
+    """Whether it decides by the images, so that a batch is decided as one."""
     is_peer: bool = False
     """Whether it is somebody else's, which may fail on a model that it does not know."""
 
     @property
     def key(self) -> str:
-        """Tells it apart from all others: a name leaves out what is long, such as weights."""
+        """Unique for its settings; a name leaves out long ones, such as weights."""
         if not self.settings:
             return self.name
-        plain_values = json.loads(json.dumps(self.settings, default=str))  # Saved and loaded again it is the same.
+        plain_values = json.loads(json.dumps(self.settings, default=str))  # The same after saving and loading.
         text = json.dumps(plain_values, sort_keys=True)
         return f"{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -58,20 +58,20 @@ EXACT = Method("exact", "exact")
 
 
 def plain(steps: int) -> Method:
-    """Fewer steps, and nothing else: what any cache must beat."""
+    """Fewer steps and no cache: the baseline that any cache must beat."""
     return Method(f"plain {steps} steps", "plain steps", {"steps": steps}, steps=steps)
 
 
-def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, family: str | None = None) -> Method:
-    """A cache of Samovar, by its name."""
+def cached(backend: str, settings: Mapping[str, Any], name: str | None = None, family: str | None = None) -> Method:
+    """One of Samovar's caches."""
 
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
-        with attach(pipeline, cache={"backend": backend, **settings}) as on_it:
-            yield lambda: _said(on_it.stats().cache)
+        with attach(pipeline, cache={"backend": backend, **settings}) as handle:
+            yield lambda: _notes(handle.stats().cache)
 
-    named = {key: "more" if key == OUTLIERS else value for key, value in settings.items() if key != "forecast_weights"}
-    words = ", ".join(f"{key}={value}" for key, value in named.items())
+    short = {key: "more" if key == OUTLIERS else value for key, value in settings.items() if key != "forecast_weights"}
+    words = ", ".join(f"{key}={value}" for key, value in short.items())
     return Method(
         name or f"{backend} {words}".strip(),
         family or f"samovar {backend}",
@@ -81,22 +81,22 @@ def ours(backend: str, settings: Mapping[str, Any], name: str | None = None, fam
     )
 
 
-def _said(stats: Any) -> dict[str, Any] | None:
-    """Which steps were computed, by denoiser and branch, and which pictures were hard, where a cache of ours tells."""
+def _notes(stats: Any) -> dict[str, Any] | None:
+    """Masks of computed steps by denoiser and branch, and which images were outliers, if that is known."""
     if not isinstance(stats, PipelineStats):
         return None
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
     masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
-    hard = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
-    return {**masks, OUTLIERS: list(hard)} if hard else masks
+    outliers = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
+    return {**masks, OUTLIERS: list(outliers)} if outliers else masks
 
 
 def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
-    """The method of a setting for `attach(cache=...)`. Settings without a backend are those of "forecast"."""
+    """The method of a setting for `attach(cache=...)`."""
     if is_file_name(cache):
         cache = read_settings(cache, "cache")  # type: ignore[arg-type]
-    settings: dict[str, Any] = dict(cache) if isinstance(cache, Mapping) else {"backend": cache}
-    backend = settings.pop("backend", "forecast")
-    if CacheChoice.read({"backend": backend, **settings}) is None:
-        raise SettingError(f"cache={backend!r} is no cache, and the exact images are made anyway.", param="cache")
-    return ours(backend, settings)
+    choice = CacheChoice.read(cache)
+    if choice is None:
+        raise SettingError(f"cache={cache!r} is not a cache, and exact images are made anyway.", param="cache")
+    settings = cache.items() if isinstance(cache, Mapping) else ()
+    return cached(choice.backend, {name: value for name, value in settings if name != "backend"})

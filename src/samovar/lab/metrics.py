@@ -1,67 +1,60 @@
-"""How near is a picture to the exact one? PSNR, SSIM and LPIPS."""
+"""How close is an image to the exact one? PSNR, SSIM and LPIPS."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import resources
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..errors import SettingError
-from .lpips import lpips
-
 HIGHEST_PSNR = 100.0
-"""In dB. What is nearer counts as this, and equal pictures too, so that averages stay numbers."""
-
+"""In dB. Closer images, and equal ones, count as this, so that averages stay finite."""
 _WINDOW, _SIGMA = 11, 1.5
 _K1, _K2 = 0.01, 0.03
 
 
 class Quality(NamedTuple):
-    """One picture beside the exact one."""
+    """One image compared with the exact one."""
 
     psnr: float
-    """In dB; higher is nearer."""
+    """In dB; higher is closer."""
     ssim: float
-    """Up to 1; higher is nearer."""
+    """At most 1; higher is closer."""
     lpips: float
-    """From 0; lower is nearer."""
+    """At least 0; lower is closer."""
 
 
-def measure(pictures: torch.Tensor, exact: torch.Tensor) -> list[Quality]:
-    """The quality of each of several pictures, (N, 3, height, width) with values from 0 to 1."""
-    if pictures.shape != exact.shape or pictures.ndim != 4 or pictures.shape[1] != 3:
-        raise SettingError(
-            f"Pictures of shape {tuple(pictures.shape)} and {tuple(exact.shape)} cannot be compared; two equal shapes "
-            "(number, 3, height, width) were expected."
-        )
+def measure(images: torch.Tensor, exact: torch.Tensor) -> list[Quality]:
+    """The quality of each image; both tensors are (N, 3, height, width) with values from 0 to 1."""
     with torch.no_grad():
-        pictures, exact = pictures.float(), exact.to(pictures.device).float()
-        columns = [metric(pictures, exact).tolist() for metric in (psnr, ssim, lpips)]
+        images, exact = images.float(), exact.to(images.device).float()
+        columns = [metric(images, exact).tolist() for metric in (psnr, ssim, lpips)]
     return [Quality(*row) for row in zip(*columns, strict=True)]
 
 
-def average(qualities: list[Quality]) -> Quality:
-    """Of several pictures, each metric on its own."""
+def average(qualities: Sequence[Quality]) -> Quality:
+    """The mean of each metric."""
     return Quality(*(sum(column) / len(column) for column in zip(*qualities, strict=True)))
 
 
 def psnr_of_mean_error(qualities: Sequence[Quality]) -> float:
-    """In dB: the PSNR of the mean square error of several pictures, in which the worst of them count most."""
+    """The PSNR of the mean squared error, in dB. Unlike the mean PSNR it is low if a few images are far off."""
     return -10 * math.log10(sum(10 ** (-quality.psnr / 10) for quality in qualities) / len(qualities))
 
 
-def psnr(pictures: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio in dB, over all pixels and channels of a picture."""
-    error = (pictures - exact).pow(2).mean((1, 2, 3))
+def psnr(images: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Peak signal-to-noise ratio of each image in dB."""
+    error = (images - exact).pow(2).mean((1, 2, 3))
     return (-10 * error.log10()).clamp_max(HIGHEST_PSNR)
 
 
-def ssim(pictures: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Structural similarity (Wang et al. 2004): Gaussian window of 11 pixels, of each channel, then the mean."""
-    x, y = pictures.double(), exact.double()  # Variances are small differences of large numbers.
+def ssim(images: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Structural similarity (Wang et al. 2004) with a Gaussian window of 11 pixels, averaged over channels."""
+    x, y = images.double(), exact.double()  # Variances are small differences of large numbers.
     mean_x, mean_y = _blurred(x), _blurred(y)
     var_x, var_y = _blurred(x * x) - mean_x**2, _blurred(y * y) - mean_y**2
     covariance = _blurred(x * y) - mean_x * mean_y
@@ -71,12 +64,57 @@ def ssim(pictures: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def _blurred(x: torch.Tensor) -> torch.Tensor:
-    """The mean under a Gaussian, where the whole window fits; a picture smaller than it has a smaller one."""
+    """Gaussian means where the whole window fits; an image smaller than the window gets a smaller one."""
     channels = x.shape[1]
     for axis in (2, 3):
         size = min(_WINDOW, x.shape[axis] - (x.shape[axis] + 1) % 2)
-        places = torch.arange(size, dtype=x.dtype, device=x.device) - (size - 1) / 2
-        kernel = torch.exp(-(places**2) / (2 * _SIGMA**2))
+        offsets = torch.arange(size, dtype=x.dtype, device=x.device) - (size - 1) / 2
+        kernel = torch.exp(-(offsets**2) / (2 * _SIGMA**2))
         shape = (1, 1, size, 1) if axis == 2 else (1, 1, 1, size)
         x = F.conv2d(x, (kernel / kernel.sum()).view(shape).repeat(channels, 1, 1, 1), groups=channels)
     return x
+
+
+# ------------------------------------------------------------------------------------------------ LPIPS
+
+_SMALLEST = 64
+"""Images with a shorter side are enlarged: the network sees nothing in smaller ones."""
+_SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+_STRIDES, _PADDINGS, _POOLED = (4, 1, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2)
+
+
+def lpips(images: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Perceptual distance (Zhang et al. 2018), version 0.1 with AlexNet; 0 for equal images.
+
+    The weights are shipped as 16-bit numbers, which changes values by less than 3e-5.
+    """
+    weights = _lpips_weights(str(images.device))
+    total = torch.zeros(len(images), device=images.device)
+    layers = zip(_activations(images, weights), _activations(exact, weights), strict=True)
+    for number, (features, other) in enumerate(layers):
+        total += F.conv2d((features - other).pow(2), weights[f"lin{number}.weight"]).mean((1, 2, 3))
+    return total
+
+
+def _activations(images: torch.Tensor, weights: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """AlexNet's five activations, normalised along their channels."""
+    x = images.float() * 2 - 1
+    shortest = min(x.shape[-2:])
+    if shortest < _SMALLEST:
+        x = F.interpolate(x, scale_factor=float(-(-_SMALLEST // shortest)))
+    shift, scale = (torch.tensor(values, device=x.device).view(1, 3, 1, 1) for values in (_SHIFT, _SCALE))
+    x = (x - shift) / scale
+    for number in range(5):
+        if number in _POOLED:
+            x = F.max_pool2d(x, 3, 2)
+        weight, bias = weights[f"conv{number}.weight"], weights[f"conv{number}.bias"]
+        x = F.relu(F.conv2d(x, weight, bias, _STRIDES[number], _PADDINGS[number]))
+        yield x / (x.pow(2).sum(1, keepdim=True).sqrt() + 1e-10)
+
+
+@cache
+def _lpips_weights(device: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    with resources.as_file(resources.files(__package__) / "data" / "lpips_alex_fp16.safetensors") as file:
+        return {name: tensor.float() for name, tensor in load_file(file, device=device).items()}

@@ -1,10 +1,10 @@
-"""Which steps should be computed, if so many may be, and what should the others be made of?
+"""Which steps should be computed if only a given number may be, and what are the others made of?
 
-Planned by `samovar.lab.fitting` from exact runs that were watched on the prompts for tuning. What planning leaves out
-is how the model answers to an error: one that has made up its mind corrects it, and one that has not may turn to
-another picture. Such hard pictures are told early in the run, and have a plan of their own with twice the computed
-steps, for which all others compute a little less. All branches of the guidance are computed at the same steps: with
-steps of their own there is less of an error to begin with, and yet more pictures turn.
+Planned by `samovar.lab.fitting` from exact runs on the tuning prompts. Planning leaves out how the model reacts to an
+error: usually it corrects it, but while it has not settled on an image it may turn to another one. Such outliers are
+recognised early in the run and get a plan with twice the computed steps; all other images compute a little less in
+return. All branches are computed at the same steps: with steps of their own their errors are smaller, and yet more
+images change.
 """
 
 from __future__ import annotations
@@ -15,112 +15,86 @@ from typing import Any
 
 from ..errors import SettingError
 from .fitting import OUTLIER_SHARE, Products, Vector, fit_outliers, fit_schedule, fit_weights, outlier_step
-from .methods import Method, ours
+from .methods import OUTLIERS, Method, cached
 from .session import Row, Session
 from .trajectory import Trajectory, watched_exact
 
-ENOUGH = 40
-"""Among fewer pictures there are too few hard ones to tell which they are."""
-DENSER = 2
-"""So many times as many steps are computed for hard pictures."""
-TRIED_SHARE = 0.4
-"""Of all steps are computed by the plans that are compared, where nothing else is asked for."""
-
-
-def scheduled(settings: Mapping[str, Any], backend: str = "tea_cache") -> Method:
-    """A cache with a schedule, named by it."""
-    long = ("schedule", "forecast_weights", "outliers")
-    rest = ", ".join(f"{name.removeprefix('forecast_')} {v}" for name, v in settings.items() if name not in long)
-    if "outliers" in settings:
-        rest += f", of hard pictures {_written(settings['outliers']['schedule'])}"
-    name = f"schedule {_written(settings['schedule'])} ({rest})"
-    return ours(backend, settings, name=name, family="samovar schedule")
-
-
-def _written(masks: Mapping[str, str] | str) -> str:
-    """Once, if it is the same for all branches."""
-    return " ".join(dict.fromkeys(masks.values())) if isinstance(masks, Mapping) else masks
+ENOUGH_IMAGES = 40
+"""With fewer there are too few outliers to learn how to recognise them."""
+_DENSER = 2
+"""How many times as many steps are computed for outliers."""
+_TRIAL_SHARE = 0.4
+"""Share of steps that plans compute when they are compared, unless a number is given."""
 
 
 @dataclass(frozen=True)
 class SchedulePlanner:
-    """Schedules with weights of their own at every skipped step and for each branch."""
+    """Plans schedules with fitted weights at every skipped step of each branch."""
 
     products: Products
     early: Mapping[str, Vector] | None = None
-    """Of single pictures by branch (`Trajectory.early`), where hard ones are to have a plan of their own."""
-
+    """`Trajectory.early`, if outliers are to get their own plan."""
     fewest = 2
-    """Of computed steps, that it plans with."""
+    """Fewest computed steps of a plan."""
 
     def __str__(self) -> str:
-        return "fitted" if self.early is None else "fitted, more for hard pictures"
+        return "fitted" if self.early is None else "fitted, more for outliers"
 
     def plan(self, computed: int) -> str:
-        """The best schedule with so many computed steps on average: `#` computed, `.` skipped; one for each branch,
-        with a space between them. It is that of the pictures that are not hard."""
+        """The best mask with this many computed steps on average: `#` computed, `.` skipped. Outliers have another."""
         steps = len(self.products.sizes)
         if type(computed) is not int or not self.fewest <= computed <= steps:
-            raise SettingError(f"{computed!r} computed steps; a number from {self.fewest} to {steps} was expected.")
-        if self.early is None:
-            return self._best(computed, 1)
-        exact = outlier_step(steps) + 1
-        usual = int(computed / (1 + OUTLIER_SHARE * (DENSER - 1)))  # What hard pictures take, the others do without.
-        return self._best(usual, exact) if usual >= 2 * exact else self._best(computed, 1)
-
-    def _best(self, computed: int, exact: int) -> str:
-        """With so many steps computed, the first few among them."""
+            raise SettingError(f"{computed!r} computed steps; expected a number from {self.fewest} to {steps}.")
+        exact = 1
+        if self.early is not None:
+            usual = int(computed / (1 + OUTLIER_SHARE * (_DENSER - 1)))  # Outliers take the difference.
+            first = outlier_step(steps) + 1
+            if usual >= 2 * first:
+                computed, exact = usual, first
         begin = dict.fromkeys(self.products.branches, "#" * exact)
         found = fit_schedule(self.products, computed * len(begin), together=True, begin=begin)
-        return " ".join(found.schedules.values())
+        return next(iter(found.schedules.values()))
 
     def settings(self, mask: str) -> dict[str, Any]:
-        """What a cache is told to go by a schedule."""
-        masks = dict(zip(self.products.branches, mask.split(" "), strict=True))
-        plan = fit_weights(self.products, masks)
+        """A cache's settings for a mask."""
+        branches = self.products.branches
+        plan = fit_weights(self.products, dict.fromkeys(branches, mask))
         settings = plan.settings()
         if self.early is not None:
-            count = min(round(DENSER * plan.forwards / len(masks)), len(self.products.sizes))
-            hard = fit_outliers(self.products, plan, self.early, count * len(masks))
-            settings |= {} if hard is None else {"outliers": hard}
-        if len(masks) == 1:  # Whatever the branch is called.
-            settings["schedule"] = mask
-            if "outliers" in settings:
-                settings["outliers"]["schedule"] = next(iter(settings["outliers"]["schedule"].values()))
+            computed = min(_DENSER * mask.count("#"), len(mask))
+            outliers = fit_outliers(self.products, plan, self.early, computed * len(branches))
+            settings |= {} if outliers is None else {OUTLIERS: outliers}
+        if len(branches) == 1:  # Then its name does not matter.
+            for part in filter(None, (settings, settings.get(OUTLIERS))):
+                (part["schedule"],) = part["schedule"].values()
         return settings
 
-    def method(self, computed: int) -> Method:
-        """The best schedule with so many computed steps, to be measured."""
-        return scheduled(self.settings(self.plan(computed)))
+    def method(self, mask: str) -> Method:
+        """A cache with this mask, named after it."""
+        settings = self.settings(mask)
+        name = f"schedule {mask} (fitted{', more for outliers' if OUTLIERS in settings else ''})"
+        return cached("tea_cache", settings, name, family="samovar schedule")
 
 
-@dataclass(frozen=True)
-class PlannerChoice:
-    """The best way of planning, and what it was chosen by."""
-
-    planner: SchedulePlanner
-    tried: tuple[tuple[Method, Row], ...]
-
-
-def choose_planner(session: Session, score: Callable[[Row], float], computed: int | None = None) -> PlannerChoice:
-    """Try all ways at one number of computed steps, and take the one that scores highest."""
+def choose_planner(
+    session: Session, score: Callable[[Row], float], computed: int | None = None
+) -> tuple[SchedulePlanner, dict[str, tuple[Method, Row]]]:
+    """The planner whose plan for this number of computed steps scores highest; and the plans tried, by name."""
     watched = watched_exact()
     session.exact(watched)
     trajectory = Trajectory.read(session.notes(watched))
-    products = trajectory.by_branch or trajectory.together
-    planners = [SchedulePlanner(products)]
-    if trajectory.early is not None and len(session.tasks) >= ENOUGH:
-        planners.append(SchedulePlanner(products, trajectory.early))
-    count = max(computed or round(TRIED_SHARE * trajectory.steps), SchedulePlanner.fewest)
-    methods = [planner.method(count) for planner in planners]
-    tried = [(method, session.measure(method)) for method in {method.name: method for method in methods}.values()]
-    scores = {method.name: score(row) for method, row in tried}
-    best = max(range(len(planners)), key=lambda number: scores[methods[number].name])
-    return PlannerChoice(planners[best], tuple(tried))
+    planners = [SchedulePlanner(trajectory.products)]
+    if trajectory.early is not None and len(session.tasks) >= ENOUGH_IMAGES:
+        planners.append(SchedulePlanner(trajectory.products, trajectory.early))
+    count = max(computed or round(_TRIAL_SHARE * len(trajectory.places)), SchedulePlanner.fewest)
+    methods = [planner.method(planner.plan(count)) for planner in planners]
+    tried = {method.name: (method, session.measure(method)) for method in methods}
+    scores = [score(tried[method.name][1]) for method in methods]
+    return planners[scores.index(max(scores))], tried
 
 
 def refine(mask: str, score: Callable[[str], float], attempts: int) -> str:
-    """A schedule of as many computed steps that scores higher, found by moving one of them by one step at a time."""
+    """A mask with as many computed steps that scores higher, found by moving one of them by one step at a time."""
     best, tried = score(mask), {mask}
     place, failures = 1, 0
     while attempts > 0 and failures < 2 * len(mask):
@@ -138,13 +112,9 @@ def refine(mask: str, score: Callable[[str], float], attempts: int) -> str:
 
 
 def _moves(mask: str, place: int) -> list[str]:
-    """The computed step at a place, moved to a skipped neighbour; the first of each branch stays."""
-    if mask[place] != "#" or mask[place - 1] == " ":
-        return []
-    found = []
-    for other in (place - 1, place + 1):
-        if 0 < other < len(mask) and mask[other] == ".":
-            moved = list(mask)
-            moved[place], moved[other] = ".", "#"
-            found.append("".join(moved))
-    return found
+    """The masks with the computed step at this place moved to a skipped neighbour; the first step stays."""
+    return [
+        "".join({place: ".", other: "#"}.get(index, sign) for index, sign in enumerate(mask))
+        for other in (place - 1, place + 1)
+        if mask[place] == "#" and 0 < other < len(mask) and mask[other] == "."
+    ]

@@ -1,8 +1,8 @@
-"""What does each of several methods cost, and how near are its pictures to the exact ones? Same tasks for all."""
+"""How much faster is a method, and how close are its images to the exact ones? Every method gets the same tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,141 +10,137 @@ from typing import Any
 import torch
 
 from . import metrics
+from .image_runner import Batch, ImageRunner
 from .journal import Journal
 from .methods import EXACT, Method
 from .metrics import Quality
-from .studio import Made, Studio, Task
+from .tasks import Task
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a method."""
+    """The figures of one method."""
 
     method: str
     family: str
     settings: dict[str, Any]
     steps: int
-    """Of the sampler."""
+    """Number of steps of the sampler."""
     computed: float
-    """Of these, how many were computed, on average over branches and pictures."""
+    """How many of them were computed, averaged over branches and images."""
     seconds: float
-    """For all pictures, with text encoders and VAE."""
+    """For all images, including text encoders and VAE."""
     speedup: float
-    """Measured, over the exact pictures."""
+    """Measured, relative to the exact images."""
     quality: Quality
-    """On average."""
-    pictures: tuple[Quality, ...]
-    """Of each."""
+    """The average."""
+    images: tuple[Quality, ...]
+    """The quality of each image."""
     notes: Any = None
-    """What the method says of the first pictures: a cache of ours, which steps it computed."""
+    """The method's notes on the first batch; for one of our caches, which steps it computed."""
 
     @property
-    def nearness(self) -> float:
-        """PSNR of the mean error of all pictures: unlike the mean PSNR it is low if some pictures are far off."""
-        return metrics.psnr_of_mean_error(self.pictures)
+    def closeness(self) -> float:
+        """The PSNR of the mean error, in which the worst images count most."""
+        return metrics.psnr_of_mean_error(self.images)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: `each` has the pictures' figures, a list for each metric."""
-        rest = {name: value for name, value in asdict(self).items() if name not in ("quality", "pictures")}
-        columns = zip(Quality._fields, zip(*self.pictures, strict=True), strict=True)
+        """For JSON: `each` holds the figures of the images, one list per metric."""
+        rest = {name: value for name, value in asdict(self).items() if name not in ("quality", "images")}
+        columns = zip(Quality._fields, zip(*self.images, strict=True), strict=True)
         means = {name: round(value, 7) for name, value in self.quality._asdict().items()}
         return {**rest, **means, "each": {name: [round(v, 7) for v in column] for name, column in columns}}
 
 
 class Session:
-    """A studio, tasks, and a journal of what is known."""
+    """Measures methods on some tasks; the journal remembers what is done."""
 
     def __init__(
-        self, studio: Studio, tasks: Sequence[Task], journal: Journal, name: str = "", progress: bool = True
+        self,
+        runner: ImageRunner,
+        tasks: Sequence[Task],
+        journal: Journal,
+        name: str = "",
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`name` tells sessions apart that share a journal."""
-        self.studio, self.tasks, self.journal, self._name = studio, list(tasks), journal, name
-        self._progress = progress
+        """`name` distinguishes sessions that share a journal. `report` receives lines about the progress."""
+        self.runner, self.tasks, self.journal = runner, list(tasks), journal
+        self._name, self._report = name, report
         self._exact: Row | None = None
-        self._forwards = 0
-        """Of the exact pictures."""
+        self._exact_forwards = 0
         self._is_warm = False
 
     def exact(self, watched: Method | None = None) -> Row:
-        """The exact pictures, with which all others are compared; made when they are first asked for, and again to be
-        watched. Watching takes time, so no other's time is compared with that of a watched run."""
+        """The exact images, with which all others are compared: made when first needed, and again to be watched.
+        Watching takes time, so the time of a watched run is not compared with any other."""
         if watched is None and self._exact is not None:
             return self._exact
         method = watched or EXACT
         batches = self._batches(method, is_exact=True)
-        self._forwards = sum(batch["forwards"] for batch in batches)
+        self._exact_forwards = sum(batch["forwards"] for batch in batches)
         row = self._row(method, batches, None)
         if watched is None:
             self._exact = row
         return row
 
-    def measure(self, method: Method, pictures: Path | None = None) -> Row:
-        """A method on all tasks. `pictures` is a folder that gets them, rounded, as PNG."""
+    def measure(self, method: Method, folder: Path | None = None) -> Row:
+        """The figures of a method on all tasks. `folder` receives its images as PNG."""
         exact = self.exact()
-        return self._row(method, self._batches(method, False, pictures), exact)
+        return self._row(method, self._batches(method, False, folder), exact)
 
     def notes(self, method: Method) -> list[Any]:
-        """What a method that was measured said of each call."""
-        return [self.journal[self._key(method, n)]["notes"] for n in range(len(self.studio.batches(self.tasks)))]
+        """The notes of each call of a method that was measured."""
+        return [self.journal[self._key(method, n)]["notes"] for n in range(len(self.runner.batches(self.tasks)))]
 
-    def exact_pictures(self) -> torch.Tensor:
-        """All of them, on the host."""
-        if not self._forwards:  # Those of a watched run are the same.
+    def exact_images(self) -> torch.Tensor:
+        """All exact images, on the host."""
+        if not self._exact_forwards:  # Those of a watched run are the same.
             self.exact()
-        return torch.cat([self._reference(number) for number in range(len(self.studio.batches(self.tasks)))])
+        return torch.cat([self._reference(number) for number in range(len(self.runner.batches(self.tasks)))])
 
     def _key(self, method: Method, number: int) -> str:
         return f"{self._name} {method.key} {number}".strip()
 
     def _reference(self, number: int) -> torch.Tensor:
-        return self.journal.pictures(f"{self._name or 'exact'}-{number}")
+        return self.journal.load_images(f"{self._name or 'exact'}-{number}")
 
     def _batches(self, method: Method, is_exact: bool, folder: Path | None = None) -> list[dict[str, Any]]:
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-        keys = [self._key(method, number) for number in range(len(self.studio.batches(self.tasks)))]
+        batches = self.runner.batches(self.tasks)
+        keys = [self._key(method, number) for number in range(len(batches))]
         if not all(key in self.journal for key in keys):
-            self._warm_up()
-            with self.studio.under(method) as make:
-                batches = list(zip(keys, self.studio.batches(self.tasks), strict=True))
-                for number, (key, tasks) in enumerate(
-                    # None: shown on a terminal, not in a file.
-                    tqdm(batches, desc=method.name[:40], leave=False, disable=None if self._progress else True)
-                ):
+            if not self._is_warm:
+                self._report("warming up")
+                self.runner.warm_up(batches[0])
+                self._is_warm = True
+            with self.runner.under(method) as make:
+                for number, (key, tasks) in enumerate(zip(keys, batches, strict=True)):
+                    self._report(f"{method.name}: {number * self.runner.batch} of {len(self.tasks)} images")
                     if key not in self.journal:
                         self._record(number, key, make(tasks), is_exact, folder)
         return [self.journal[key] for key in keys]
 
-    def _warm_up(self) -> None:
-        if not self._is_warm:
-            self.studio.warm_up(self.studio.batches(self.tasks)[0])
-            self._is_warm = True
-
-    def _record(self, number: int, key: str, made: Made, is_exact: bool, folder: Path | None) -> None:
+    def _record(self, number: int, key: str, made: Batch, is_exact: bool, folder: Path | None) -> None:
         if is_exact:
-            if self._exact is None:  # Else others were compared with those that are there.
-                self.journal.keep_pictures(f"{self._name or 'exact'}-{number}", made.pictures)
-            qualities = [Quality(metrics.HIGHEST_PSNR, 1.0, 0.0)] * len(made.pictures)
+            if self._exact is None:  # Otherwise other methods were already compared with the saved ones.
+                self.journal.save_images(f"{self._name or 'exact'}-{number}", made.images)
+            qualities = [Quality(metrics.HIGHEST_PSNR, 1.0, 0.0)] * len(made.images)
         else:
-            qualities = metrics.measure(made.pictures, self._reference(number))
+            qualities = metrics.measure(made.images, self._reference(number))
         if folder is not None:
-            first = number * self.studio.config.batch
-            for offset, picture in enumerate(made.pictures):
-                save_png(picture, folder / f"{first + offset}.png")
+            save_images(made.images, folder, number * self.runner.batch)
         value = {"seconds": made.seconds, "forwards": made.forwards, "notes": made.notes}
         self.journal.record(key, {**value, "qualities": [list(quality) for quality in qualities]})
 
     def _row(self, method: Method, batches: list[dict[str, Any]], exact: Row | None) -> Row:
         qualities = [Quality(*values) for batch in batches for values in batch["qualities"]]
-        steps = method.steps or self.studio.steps
         seconds = sum(batch["seconds"] for batch in batches)
         forwards = sum(batch["forwards"] for batch in batches)
         return Row(
             method.name if exact else EXACT.name,
             method.family,
             dict(method.settings),
-            steps,
-            round(self.studio.steps * forwards / self._forwards, 2),
+            method.steps or self.runner.steps,
+            round(self.runner.steps * forwards / self._exact_forwards, 2),
             seconds,
             exact.seconds / seconds if exact else 1.0,
             metrics.average(qualities),
@@ -153,10 +149,11 @@ class Session:
         )
 
 
-def save_png(picture: torch.Tensor, file: Path) -> None:
-    """A picture (3, height, width) with values from 0 to 1, rounded to 8 bits."""
+def save_images(images: torch.Tensor, folder: Path, first: int = 0) -> None:
+    """Write images (N, 3, height, width) with values from 0 to 1 as numbered PNG files."""
     from PIL import Image
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pixels = (picture.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    Image.fromarray(pixels).save(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = (images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    for number, image in enumerate(pixels, start=first):
+        Image.fromarray(image).save(folder / f"{number}.png")

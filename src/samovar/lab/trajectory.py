@@ -1,8 +1,7 @@
-"""How does what a model predicts change from step to step? Watched while exact pictures are made.
+"""How does the model's prediction change from step to step? Watched while exact images are made.
 
-Of the predictions themselves nothing is kept beyond the run: only how they lie to each other, the inner products of
-every two steps. As a forecast is a weighted sum of computed predictions, the error of any of them at any step
-follows from these alone (`samovar.lab.fitting`).
+Predictions are not kept beyond the run: only the inner products of every two steps. A forecast is a weighted sum of
+computed predictions, so the error of any forecast follows from these alone (`samovar.lab.fitting`).
 """
 
 from __future__ import annotations
@@ -25,147 +24,102 @@ from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
 from .fitting import Products, Vector, outlier_step
 from .methods import EXACT, Method, Notes
 
-LARGEST_MISS = 1e-2
-"""Predictions that are off from a sum of the branches by no more, relatively, are such sums, of rounded numbers."""
-_HOOK = "lab_branches"
+_LARGEST_MISS = 1e-2
+"""Predictions that differ from a weighted sum of the branches by no more than this are such sums, but rounded."""
+_HOOK = "lab_outputs"
+
+Outputs = dict[str, list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Some pictures of one model and number of steps."""
+    """Some images of one model and number of steps."""
 
     places: tuple[float, ...]
     """Where each step is, in the cache's terms: less noise is further on."""
-    sizes: tuple[float, ...]
-    """How much each step's prediction counts for in the picture."""
-    products: torch.Tensor
-    """(pictures, steps, steps): inner products of the predictions of every two steps, as float64."""
-    by_branch: Products | None = None
-    """The same of what each branch gave, on average over pictures, where the pipeline names its branches and mixes
-    them in fixed proportions."""
-    early: Mapping[str, Vector] | None = None
-    """(pictures, steps, steps) by branch, of the first steps: what tells hard pictures. With `by_branch`."""
+    images: tuple[Products, ...]
+    """The products of each image: by branch if the pipeline names its branches and mixes them in fixed proportions,
+    otherwise of the prediction."""
 
     @property
-    def together(self) -> Products:
-        """On average over pictures, in the form of the cache: one branch that stands for all."""
-        return Products((EVERY_BRANCH,), (1.0,), self.sizes, self.products.mean(0).numpy())
+    def products(self) -> Products:
+        """The average."""
+        return Products.mean(self.images)
 
     @property
-    def steps(self) -> int:
-        return len(self.places)
+    def early(self) -> dict[str, Vector] | None:
+        """By branch, the products of the first steps of each image: (images, steps, steps). They show outliers. None
+        if the branches are not known."""
+        branches, count = self.images[0].branches, len(self.places)
+        if branches == (EVERY_BRANCH,):
+            return None
+        last = outlier_step(count) + 1
+        own = {name: slice(number * count, number * count + last) for number, name in enumerate(branches)}
+        return {name: np.stack([image.values[part, part] for image in self.images]) for name, part in own.items()}
 
-    def reuse_errors(self) -> torch.Tensor:
-        """(steps, steps): the error of using step i's prediction at step j, relative to that of step j, on average."""
-        squares = torch.diagonal(self.products, dim1=1, dim2=2)
-        distances = squares[:, :, None] + squares[:, None, :] - 2 * self.products
-        return (distances.clamp_min(0) / squares[:, None, :].clamp_min(1e-30)).sqrt().mean(0)
+    def reuse_errors(self) -> Vector:
+        """(steps, steps): the average relative error of using step i's prediction at step j."""
+        products = np.stack([image.mixed().values for image in self.images])
+        squares = np.einsum("pii->pi", products)
+        distances = np.maximum(squares[:, :, None] + squares[:, None, :] - 2 * products, 0)
+        errors: Vector = np.sqrt(distances / np.maximum(squares[:, None, :], 1e-30)).mean(0)
+        return errors
 
     @staticmethod
     def read(notes: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """From what `watched_exact` noted of each call."""
-        first = notes[0]
-        products = [torch.tensor(note["products"], dtype=torch.float64) for note in notes]
-        sizes = tuple(first["sizes"])
-        by_branch = _mean_by_branch(notes, sizes)
-        names = by_branch.branches if by_branch is not None else ()
-        early = {name: np.concatenate([np.array(note["branches"]["early"][name]) for note in notes]) for name in names}
-        return Trajectory(tuple(first["places"]), sizes, torch.cat(products), by_branch, early or None)
+        """From the notes of each call of `watched_exact`."""
+        images = [
+            Products(tuple(note["guidance"]), tuple(note["guidance"].values()), tuple(note["sizes"]), np.array(values))
+            for note in notes
+            for values in note["products"]
+        ]
+        if any(image.branches != images[0].branches for image in images):
+            images = [image.mixed() for image in images]
+        return Trajectory(tuple(notes[0]["places"]), tuple(images))
 
 
 def watched_exact() -> Method:
-    """The exact pictures, with notes for `Trajectory.read`."""
+    """The exact images, with notes for `Trajectory.read`."""
 
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
-        denoisers = find_denoisers(pipeline)
-        branches = BranchWatchHook()
-        watch = _SchedulerWatch(pipeline.scheduler, branches)
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(watch.on())
-            if len(denoisers) == 1:
-                registry = HookRegistry.get_or_create(*denoisers.values())
-                registry.register_hook(_HOOK, branches)
-                undo.callback(registry.remove_hook, _HOOK)
-            yield watch.notes
+        with watch(pipeline) as run:
+            yield run.notes
 
     return Method("exact, watched", EXACT.family, {}, attached)
 
 
-class BranchWatchHook(ModelHook):
-    """Keeps what a denoiser gave in each branch that the pipeline names, until the run is over."""
+@contextlib.contextmanager
+def watch(pipeline: Any) -> Iterator[RunWatch]:
+    """Watch the pipeline's scheduler and, if it has a single denoiser, its outputs."""
+    denoisers = list(find_denoisers(pipeline).values())
+    run = RunWatch(pipeline.scheduler)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(run.on_scheduler())
+        if len(denoisers) == 1:
+            registry = HookRegistry.get_or_create(denoisers[0])
+            registry.register_hook(_HOOK, run)
+            undo.callback(registry.remove_hook, _HOOK)
+        yield run
 
-    order = HookOrder.OTHER
 
-    def __init__(self) -> None:
-        self._outputs: dict[str, list[torch.Tensor]] = {}
+class RunWatch(ModelHook):
+    """Keeps the denoiser's outputs by branch, and the predictions that the scheduler gets, until the run is over."""
+
+    order = HookOrder.OTHER  # It ends before the hook that knows the branch.
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._predictions: list[torch.Tensor] = []
+        self.outputs: Outputs = {}
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         leaf = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        self._outputs.setdefault(current_context().branch or "", []).append(leaf.detach().clone())
+        self.outputs.setdefault(current_context().branch or "", []).append(leaf.detach().clone())
         return output
 
-    def take(self, predictions: Sequence[torch.Tensor]) -> dict[str, Any] | None:
-        """What the branches of the run that has ended have to do with each other and with its predictions."""
-        outputs, self._outputs = self._outputs, {}
-        shapes = [prediction.shape for prediction in predictions]
-        if "" in outputs or not outputs or any([o.shape for o in of] != shapes for of in outputs.values()):
-            return None
-        guidance = _guidance(list(outputs.values()), predictions)
-        if guidance is None:
-            return None
-        means: Any = 0.0
-        early: dict[str, list[Any]] = {name: [] for name in outputs}
-        last, count = outlier_step(len(predictions)) + 1, len(predictions)
-        for picture in range(len(predictions[0])):
-            rows = torch.stack([o[picture].flatten() for of in outputs.values() for o in of]).double()
-            products = rows @ rows.T
-            means = means + products / len(predictions[0])
-            for number, of in enumerate(early.values()):
-                own = slice(number * count, number * count + last)
-                of.append(products[own, own].tolist())
-        return {
-            "names": list(outputs), "guidance": guidance, "products": means.cpu().tolist(), "early": early,
-            "pictures": len(predictions[0]),
-        }  # fmt: skip
-
-
-def _guidance(branches: Sequence[Sequence[torch.Tensor]], predictions: Sequence[torch.Tensor]) -> list[float] | None:
-    """What each branch counts for in the predictions, found by least squares; None if they are no such sums."""
-    sums = torch.zeros(len(branches), len(branches), dtype=torch.float64)
-    target, total = torch.zeros(len(branches), 1, dtype=torch.float64), 0.0
-    for step, prediction in enumerate(predictions):
-        rows = torch.stack([of[step].flatten() for of in branches]).double()
-        wanted = prediction.double().flatten()
-        sums += (rows @ rows.T).cpu()
-        target += (rows @ wanted).cpu()[:, None]
-        total += float(wanted @ wanted)
-    found = torch.linalg.lstsq(sums, target).solution
-    missed = total - float((2 * target - sums @ found).T @ found)
-    is_sum = missed <= LARGEST_MISS**2 * total
-    return [round(value, 6) for value in found.flatten().tolist()] if is_sum else None
-
-
-def _mean_by_branch(notes: Sequence[Mapping[str, Any]], sizes: tuple[float, ...]) -> Products | None:
-    branches = [note["branches"] for note in notes]
-    first = branches[0]
-    if any(of is None or of["names"] != first["names"] for of in branches):
-        return None
-    count = sum(of["pictures"] for of in branches)
-    values = sum(np.array(of["products"]) * (of["pictures"] / count) for of in branches)
-    guidance = [sum(of["guidance"][n] for of in branches) / len(branches) for n in range(len(first["names"]))]
-    return Products(tuple(first["names"]), tuple(guidance), sizes, np.asarray(values))
-
-
-class _SchedulerWatch:
-    """Sees what the scheduler is given: the prediction of all branches together, as guidance has mixed them."""
-
-    def __init__(self, scheduler: Any, branches: BranchWatchHook) -> None:
-        self._scheduler, self._branches = scheduler, branches
-        self._predictions: list[torch.Tensor] = []
-
     @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
+    def on_scheduler(self) -> Iterator[None]:
         own: Callable[..., Any] = self._scheduler.step
 
         @functools.wraps(own)
@@ -180,32 +134,52 @@ class _SchedulerWatch:
             del vars(self._scheduler)["step"]
 
     def notes(self) -> dict[str, Any]:
-        """Of the run that has ended, which is then forgotten."""
+        """The notes of the run that has ended, which is then forgotten."""
         predictions, self._predictions = self._predictions, []
-        of_branches = self._branches.take(predictions)
-        places, sizes = _places(self._scheduler)
+        outputs, self.outputs = self.outputs, {}
+        places, sizes = _steps_of(self._scheduler)
         if len(predictions) != len(places):
             raise ModelError(
-                f"{type(self._scheduler).__name__} was asked for {len(predictions)} of {len(places)} steps by name, so "
-                "they cannot be watched. A pipeline that uses a copy of its scheduler can be calibrated by branches, "
-                "but not tuned."
+                f"{type(self._scheduler).__name__}.step was called for {len(predictions)} of {len(places)} steps, so "
+                "the run cannot be watched: the pipeline uses a copy of its scheduler. It can be calibrated, but not "
+                "tuned."
             )
-        products = _products(predictions).tolist()
-        return {"places": places, "sizes": sizes, "products": products, "branches": of_branches}
+        guidance = _guidance(outputs, predictions)
+        if guidance is None:
+            outputs, guidance = {EVERY_BRANCH: predictions}, {EVERY_BRANCH: 1.0}
+        products = [
+            Products.of({name: [o[i] for o in of] for name, of in outputs.items()}, sizes, guidance).values.tolist()
+            for i in range(len(predictions[0]))
+        ]
+        return {"places": places, "sizes": sizes, "guidance": guidance, "products": products}
 
 
-def _places(scheduler: Any) -> tuple[list[float], list[float]]:
+def _guidance(outputs: Outputs, predictions: Sequence[torch.Tensor]) -> dict[str, float] | None:
+    """The weight of each branch in the predictions, by least squares. None if the predictions are not such sums, or
+    the pipeline does not name its branches."""
+    shapes = [prediction.shape for prediction in predictions]
+    if "" in outputs or not outputs or any([o.shape for o in of] != shapes for of in outputs.values()):
+        return None
+    sums = torch.zeros(len(outputs), len(outputs), dtype=torch.float64)
+    target, total = torch.zeros(len(outputs), 1, dtype=torch.float64), 0.0
+    for step, prediction in enumerate(predictions):
+        rows = torch.stack([of[step].flatten() for of in outputs.values()]).double()
+        wanted = prediction.double().flatten()
+        sums += (rows @ rows.T).cpu()
+        target += (rows @ wanted).cpu()[:, None]
+        total += float(wanted @ wanted)
+    found = torch.linalg.lstsq(sums, target).solution
+    missed = total - float((2 * target - sums @ found).T @ found)
+    if missed > _LARGEST_MISS**2 * total:
+        return None
+    return dict(zip(outputs, (round(value, 6) for value in found.flatten().tolist()), strict=True))
+
+
+def _steps_of(scheduler: Any) -> tuple[list[float], list[float]]:
     """Where the steps of the last run were, and how large each was."""
     count = len(scheduler.timesteps)
     sigmas = getattr(scheduler, "sigmas", None)
-    if not isinstance(sigmas, torch.Tensor) or len(sigmas) != count + 1:  # A scheduler that does not think in noise.
+    if not isinstance(sigmas, torch.Tensor) or len(sigmas) != count + 1:  # A scheduler without noise levels.
         return [float(step) for step in range(count)], [1.0] * count
     noise = [float(sigma) for sigma in sigmas.tolist()]
     return [-sigma for sigma in noise[:-1]], [abs(a - b) for a, b in itertools.pairwise(noise)]
-
-
-def _products(predictions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(pictures, steps, steps). As 64 bit numbers: errors are small differences of them."""
-    pictures = len(predictions[0])
-    rows = [torch.stack([p[index].flatten() for p in predictions]).double() for index in range(pictures)]
-    return torch.stack([row @ row.T for row in rows]).cpu()

@@ -1,7 +1,7 @@
-"""Which setting is the fastest that keeps a promise? Searched on some prompts, and checked on others.
+"""Which is the fastest setting that keeps a promise? Searched on some prompts and checked on others.
 
-A promise is about single pictures: "at least 30 dB" is kept if 95 of 100 pictures keep it. So a setting is chosen by
-the lower end of what it does on the prompts for tuning, with allowance for how few they are.
+A promise is about single images: "at least 30 dB" is kept if 95 of 100 images keep it. A setting is therefore chosen
+by the lower end of its results on the tuning prompts, with a margin if they are few.
 """
 
 from __future__ import annotations
@@ -13,78 +13,81 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, get_args
 
 from ..errors import SettingError, nearest
-from .methods import Method, ours, plain
+from .methods import Method, cached, plain
 from .metrics import Quality
-from .schedules import SchedulePlanner, choose_planner, refine, scheduled
+from .schedules import SchedulePlanner, choose_planner, refine
 from .session import Row, Session
-from .studio import keep_apart
+from .tasks import check_disjoint
 
 Target = Literal["psnr", "lpips", "speedup"]
 SHARE = 0.95
-"""Of the pictures, so many keep a promise."""
+"""Share of images that must keep a promise."""
 CONFIDENCE = 0.9
-"""How sure that is to be, given how few pictures it rests on."""
-
+"""How certain that must be, given the number of images."""
 THRESHOLDS: Mapping[str, Sequence[float]] = {"tea_cache": (0.05, 0.1, 0.2, 0.4), "forecast": (0.1, 0.2, 0.4, 0.8, 1.6)}
-"""Settings that decide by the signal, by cache; the search stops at the first that breaks the promise."""
+"""Thresholds to try, by cache."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What is asked for."""
+    """What is asked for: a PSNR, an LPIPS, or how many times fewer forwards to compute."""
 
     target: Target
     value: float
 
     def __post_init__(self) -> None:
         if self.target not in get_args(Target):
-            raise SettingError(f"{self.target!r} is nothing to promise. {nearest(str(self.target), get_args(Target))}")
+            hint = nearest(str(self.target), get_args(Target))
+            raise SettingError(f"{self.target!r} cannot be promised. {hint}", param="target")
         low, high = {"psnr": (1.0, 99.0), "lpips": (1e-5, 1.0), "speedup": (1.0, 50.0)}[self.target]
         is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
         if not is_number or not low <= self.value <= high:
-            raise SettingError(f"target {self.target}={self.value!r}; a number from {low} to {high} was expected.")
+            name = f"target_{self.target}"
+            raise SettingError(f"{name}={self.value!r}; expected a number from {low} to {high}.", param=name)
 
     def __str__(self) -> str:
         words = {"psnr": "PSNR of at least {} dB", "lpips": "LPIPS of at most {}", "speedup": "{} times fewer forwards"}
         return words[self.target].format(f"{self.value:g}")
 
+    def _value(self, quality: Quality) -> float:
+        """Higher is better. LPIPS is distributed like its logarithm."""
+        return -math.log(max(quality.lpips, 1e-7)) if self.target == "lpips" else quality.psnr
+
     def keeps(self, quality: Quality) -> bool:
-        """Whether one picture keeps it."""
-        if self.target == "psnr":
-            return quality.psnr >= self.value
-        return self.target == "speedup" or quality.lpips <= self.value
+        """Whether one image keeps the promise."""
+        goal = -math.log(self.value) if self.target == "lpips" else self.value
+        return self.target == "speedup" or self._value(quality) >= goal
 
     def bound(self, qualities: Sequence[Quality]) -> float:
-        """What 95 of 100 pictures like these surely reach: dB, or LPIPS, which is spread like its logarithm."""
-        if self.target == "lpips":
-            return math.exp(-lower_bound([-math.log(max(q.lpips, 1e-7)) for q in qualities]))
-        return lower_bound([q.psnr for q in qualities])
+        """The PSNR, or LPIPS, that 95 of 100 images like these reach with confidence."""
+        bound = lower_bound(list(map(self._value, qualities)))
+        return math.exp(-bound) if self.target == "lpips" else bound
 
     def score(self, row: Row) -> float:
-        """Of two settings that cost as much, the one that scores higher is the safer one."""
+        """Of two settings that compute as much, the one with the higher score is better."""
         if self.target == "speedup":
-            return row.nearness
-        return -self.bound(row.pictures) if self.target == "lpips" else self.bound(row.pictures)
+            return row.closeness
+        return lower_bound(list(map(self._value, row.images)))
 
     def is_kept(self, row: Row) -> bool:
-        """Whether a setting keeps it, as far as its pictures tell."""
+        """Whether a setting keeps the promise, as far as its images show."""
         if self.target == "speedup":
             return denoiser_speedup(row) >= self.value
-        bound = self.bound(row.pictures)
+        bound = self.bound(row.images)
         return bound >= self.value if self.target == "psnr" else bound <= self.value
 
 
 def denoiser_speedup(row: Row) -> float:
-    """How many times fewer forwards are computed. Unlike a time it is the same on every machine and in every run."""
+    """How many times fewer forwards are computed. Unlike time, it is the same on every machine."""
     return row.steps / row.computed
 
 
 def lower_bound(values: Sequence[float], share: float = SHARE, confidence: float = CONFIDENCE) -> float:
-    """What a share of all values exceeds, with some confidence.
+    """The value that this share of all values exceeds, with this confidence.
 
-    Of enough values it is one of the lowest, however they are spread: most pictures are near the exact ones, and a few
-    are of another kind, on which a model has not made up its mind. Of fewer, nothing is sure without taking them to be
-    spread normally (Natrella 1963), and then it is no higher than the lowest of them.
+    With enough values it is one of the lowest, whatever their distribution: most images are close to the exact ones,
+    and a few are outliers. With fewer, nothing is certain unless they are taken to be normally distributed (Natrella
+    1963), and then the bound is at most the lowest of them.
     """
     count = len(values)
     allowed = values_below(count, share, confidence)
@@ -92,16 +95,16 @@ def lower_bound(values: Sequence[float], share: float = SHARE, confidence: float
         return sorted(values)[allowed]
     if count < 3:
         return min(values)
-    z_share, z_sure = NormalDist().inv_cdf(share), NormalDist().inv_cdf(confidence)
-    a = 1 - z_sure**2 / (2 * (count - 1))
-    b = z_share**2 - z_sure**2 / count
+    z_share, z_confidence = NormalDist().inv_cdf(share), NormalDist().inv_cdf(confidence)
+    a = 1 - z_confidence**2 / (2 * (count - 1))
+    b = z_share**2 - z_confidence**2 / count
     factor = (z_share + math.sqrt(max(z_share**2 - a * b, 0.0))) / a
     return min(*values, fmean(values) - factor * stdev(values))
 
 
 def values_below(count: int, share: float = SHARE, confidence: float = CONFIDENCE) -> int:
-    """How many of so many values may lie below a bound that a share of all exceeds, with some confidence; -1 if there
-    are too few to tell."""
+    """How many of `count` values may lie below a bound that this share of all values exceeds, with this confidence;
+    -1 if there are too few values."""
     likely, allowed = 0.0, -1
     while allowed < count:
         likely += math.comb(count, allowed + 1) * (1 - share) ** (allowed + 1) * share ** (count - allowed - 1)
@@ -113,24 +116,24 @@ def values_below(count: int, share: float = SHARE, confidence: float = CONFIDENC
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found."""
+    """The result."""
 
     promise: Promise
     row: Row
-    """The chosen setting on the prompts for tuning."""
+    """The chosen setting on the tuning prompts."""
     held_out: Row
-    """The same on prompts that had no say in the choice."""
+    """The same on prompts that were not used to choose it."""
     plain: Row
-    """As many plain steps as it computes, on the same."""
+    """As many plain steps as it computes, on the same prompts."""
     tried: Sequence[Row]
     num_steps: int
 
     @property
     def share_kept(self) -> float:
-        """Of the held-out pictures, how many keep the promise. All or none keep a speed, which is that of them all."""
+        """Share of the held-out images that keep the promise. A speedup is kept by all of them or none."""
         if self.promise.target == "speedup":
             return float(self.promise.is_kept(self.held_out))
-        return sum(map(self.promise.keeps, self.held_out.pictures)) / len(self.held_out.pictures)
+        return sum(map(self.promise.keeps, self.held_out.images)) / len(self.held_out.images)
 
     @property
     def is_kept(self) -> bool:
@@ -138,15 +141,15 @@ class Tuned:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it is nearer than as many plain steps, by the measure that was promised."""
+        """Whether it is closer than as many plain steps, by the promised metric."""
         if self.promise.target == "lpips":
             return self.held_out.quality.lpips < self.plain.quality.lpips
         return self.held_out.quality.psnr > self.plain.quality.psnr
 
     def setting(self, origin: str) -> dict[str, Any]:
-        """What is saved, for `attach(cache=FILE)` to load."""
+        """The file to save."""
         return {
-            "cache": dict(self.row.settings),
+            "cache": self.row.settings,
             "num_inference_steps": self.num_steps,
             "promise": str(self.promise),
             "kept_on_held_out": round(self.share_kept, 4),
@@ -154,16 +157,16 @@ class Tuned:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the report."""
-        values = {"psnr": [q.psnr for q in self.held_out.pictures], "lpips": [q.lpips for q in self.held_out.pictures]}
+        """The report, for JSON."""
+        images = self.held_out.images
         return {
             "promise": str(self.promise),
             "chosen": self.row.to_dict(),
             "held_out": {
                 **self.held_out.to_dict(),
                 "share_kept": self.share_kept,
-                "bound": None if self.promise.target == "speedup" else self.promise.bound(self.held_out.pictures),
-                "worst": {"psnr": min(values["psnr"]), "lpips": max(values["lpips"])},
+                "bound": None if self.promise.target == "speedup" else self.promise.bound(images),
+                "worst": {"psnr": min(q.psnr for q in images), "lpips": max(q.lpips for q in images)},
             },
             "plain_steps_on_held_out": self.plain.to_dict(),
             "is_worth_it": self.is_worth_it,
@@ -172,106 +175,92 @@ class Tuned:
 
 
 def tune(tuning: Session, testing: Session, promise: Promise, refinements: int = 0) -> Tuned:
-    """Search on one session's tasks, check on another's. `refinements` is how many changes of the best schedule are
-    tried on real pictures."""
-    keep_apart(tuning.tasks, testing.tasks)
+    """Search on one session's tasks and check on another's. `refinements` is the number of changes of the best
+    schedule to try on images."""
+    check_disjoint(tuning.tasks, testing.tasks)
     search = _Search(tuning, promise)
     search.try_thresholds()
-    search.try_schedules()
-    if refinements:
-        search.refine(refinements)
+    planner = search.try_schedules()
+    if refinements and "schedule" in search.best().settings:
+        search.refine(planner, refinements)
     best = search.best()
-    method = search.methods[best.method]
-    held_out = testing.measure(method)
-    computed = max(1, round(best.computed))
-    return Tuned(promise, best, held_out, testing.measure(plain(computed)), search.tried, tuning.studio.steps)
+    held_out = testing.measure(search.methods[best.method])
+    baseline = testing.measure(plain(max(1, round(best.computed))))
+    return Tuned(promise, best, held_out, baseline, list(search.tried.values()), tuning.runner.steps)
 
 
 class _Search:
-    """What was tried so far."""
+    """The settings tried so far."""
 
     def __init__(self, session: Session, promise: Promise) -> None:
-        self._session, self._promise, self._steps = session, promise, session.studio.steps
+        self._session, self._promise, self._steps = session, promise, session.runner.steps
+        self._is_speedup = promise.target == "speedup"
         self.methods: dict[str, Method] = {}
-        self.tried: list[Row] = []
-        self._planner: SchedulePlanner | None = None
+        self.tried: dict[str, Row] = {}
 
     def best(self) -> Row:
-        """The fastest that keeps the promise; of a promised speed, the nearest to the exact pictures."""
-        kept = [row for row in self.tried if self._promise.is_kept(row) and row.computed < self._steps]
+        """The fastest setting that keeps the promise; for a promised speedup, the closest to the exact images."""
+        skipping = [row for row in self.tried.values() if row.computed < self._steps]
+        kept = [row for row in skipping if self._promise.is_kept(row)]
         if not kept:
-            raise SettingError(self._none_kept())
-        if self._promise.target == "speedup":
+            raise SettingError(self._none_kept(skipping))
+        if self._is_speedup:
             return max(kept, key=self._promise.score)
         return min(kept, key=lambda row: (row.computed, -row.quality.psnr))
 
-    def _none_kept(self) -> str:
-        skipping = [row for row in self.tried if row.computed < self._steps]
-        words = f"No setting that skips anything keeps a {self._promise}"
+    def _none_kept(self, skipping: Sequence[Row]) -> str:
+        text = f"No setting that skips steps keeps a {self._promise}"
         if not skipping:
-            return f"{words}: none of {len(self.tried)} that were tried skips a step. Run the model as it is."
+            return f"{text}: none of the {len(self.tried)} settings tried skips a step. Use the model without a cache."
         best = max(skipping, key=self._promise.score)
-        words += f". The best of {len(skipping)}, {best.method!r}, has {best.quality.psnr:.1f} dB and LPIPS "
-        words += f"{best.quality.lpips:.5f} on average with {best.computed:g} of {self._steps} steps computed"
-        if self._promise.target != "speedup":
+        text += (
+            f". The best of {len(skipping)}, {best.method!r}, has {best.quality.psnr:.1f} dB and LPIPS "
+            f"{best.quality.lpips:.5f} on average with {best.computed:g} of {self._steps} steps computed"
+        )
+        if not self._is_speedup:
             unit = " dB" if self._promise.target == "psnr" else ""
-            words += f"; of {len(best.pictures)} pictures it can be said that 95 of 100 reach "
-            words += f"{self._promise.bound(best.pictures):.5g}{unit}"
-        more = "" if values_below(len(self._session.tasks)) >= 0 else ", give more prompts (45 and more need no margin)"
-        return f"{words}. Promise less{more}, or run the model as it is."
+            bound = self._promise.bound(best.images)
+            text += f"; its {len(best.images)} images show that 95 of 100 reach {bound:.5g}{unit}"
+        is_few = values_below(len(self._session.tasks)) < 0
+        more = ", give more prompts (with 45 or more there is no margin)" if is_few else ""
+        return f"{text}. Promise less{more}, or use the model without a cache."
 
     def try_thresholds(self) -> None:
+        """Higher thresholds are faster and worse: stop when a quality breaks, or when a speedup is reached."""
         for backend, thresholds in THRESHOLDS.items():
             for threshold in thresholds:
-                row = self._measure(ours(backend, {"rel_l1_thresh": threshold}))
-                if self._promise.target != "speedup" and not self._promise.is_kept(row):
+                row = self._measure(cached(backend, {"rel_l1_thresh": threshold}))
+                if self._promise.is_kept(row) is self._is_speedup:
                     break
-                if self._promise.target == "speedup" and self._promise.is_kept(row):
-                    break  # Higher thresholds are faster, and worse.
 
-    def try_schedules(self) -> None:
-        """Which way of planning is best is seen at one number of computed steps; with that one the search goes on."""
-        most = self._most_computed()
-        choice = choose_planner(self._session, self._promise.score, most)
-        self.methods |= {method.name: method for method, _ in choice.tried}
-        self.tried += [row for _, row in choice.tried if row.method not in {known.method for known in self.tried}]
-        self._planner = choice.planner
-        if most is None:
-            self._bisect(choice.planner)
-
-    def _most_computed(self) -> int | None:
-        """How many steps may be computed at a promised speed; None if another thing is promised."""
-        if self._promise.target != "speedup":
-            return None
-        return max(1, math.floor(self._steps / self._promise.value + 1e-9))
-
-    def _bisect(self, planner: SchedulePlanner) -> None:
-        """The fewest computed steps that keep the promise; more steps are taken to be better."""
+    def try_schedules(self) -> SchedulePlanner:
+        """Choose a planner at one number of computed steps, then find the fewest steps that keep the promise; more
+        steps are taken to be better."""
+        most = max(1, math.floor(self._steps / self._promise.value + 1e-9)) if self._is_speedup else None
+        planner, tried = choose_planner(self._session, self._promise.score, most)
+        for name, (method, row) in tried.items():
+            self.methods[name], self.tried[name] = method, row
         low, high = planner.fewest, self._steps
-        while high - low > 0:
+        while most is None and low < high:
             middle = (low + high) // 2
-            if self._promise.is_kept(self._measure(planner.method(middle))):
+            if self._promise.is_kept(self._measure(planner.method(planner.plan(middle)))):
                 high = middle
             else:
                 low = middle + 1
+        return planner
 
-    def refine(self, attempts: int) -> None:
-        """Move single computed steps of the best schedule, by what the pictures say; then try one step fewer."""
-        best, planner = self.best(), self._planner
-        if "schedule" not in best.settings or planner is None:
-            return
-        fewer = max(planner.fewest, round(best.computed) - (self._promise.target != "speedup"))
+    def refine(self, planner: SchedulePlanner, attempts: int) -> None:
+        """Move single computed steps of a schedule as long as images get closer; if a quality is promised, of the
+        schedule with one step fewer than the best."""
+        computed = max(planner.fewest, round(self.best().computed) - (not self._is_speedup))
 
-        def score(candidate: str) -> float:
-            return self._promise.score(self._measure(scheduled(planner.settings(candidate))))
+        def score(mask: str) -> float:
+            return self._promise.score(self._measure(planner.method(mask)))
 
-        refine(planner.plan(fewer), score, attempts)  # What is tried is remembered.
+        refine(planner.plan(computed), score, attempts)
 
     def _measure(self, method: Method) -> Row:
-        known = next((row for row in self.tried if row.method == method.name), None)
-        if known is not None:
-            return known
-        self.methods[method.name] = method
-        row = self._session.measure(method)
-        self.tried.append(row)
-        return row
+        if method.name not in self.tried:
+            self.methods[method.name] = method
+            self.tried[method.name] = self._session.measure(method)
+        return self.tried[method.name]

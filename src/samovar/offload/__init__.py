@@ -1,10 +1,12 @@
-"""Where do the weights live? On the device, in turns, or block by block, within a budget."""
+"""Where do the weights live? On the device, taking turns, or streaming block by block, within a budget."""
 
-from .apply import OffloadConfig, Offloaded, OffloadStats, apply_offload, prepare_offload
+from .apply import Offloaded, apply_offload, prepare_offload
+from .config import OffloadConfig
 from .measure import Measured
 from .planner import ComponentPlan, OffloadPlan, plan_offload
 from .sizes import BlockSize, ComponentSize, format_bytes, parse_bytes, read_sizes
 from .staging import HostStage, Stage
+from .stats import OffloadStats
 from .streaming import Timing
 
 __all__ = [

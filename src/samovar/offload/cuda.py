@@ -1,4 +1,4 @@
-"""How does a GPU take weights in? On a stream of its own, from host memory that is pinned where it lies."""
+"""How does a GPU take weights in? On a separate stream, from host memory that is pinned where it is."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 import torch
 
+from ..arch.devices import read_device
 from ..errors import SettingError
 from .host import new_chunk
 from .ring import Mark
-from .staging import Buffer, Stage, check_no_grad
+from .staging import Stage
 
-_cuda: Any = torch.cuda  # Parts of it have no types.
+_cuda: Any = torch.cuda  # Parts of it are untyped.
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context, whichever thread or GPU asked."""
 _PROBE_BYTES, _PROBES = 2**26, 8
 
 
 class CudaStage(Stage):
-    """A GPU. Copies run on one stream; whatever stream is the current one when a hook runs computes.
+    """A GPU. Copies run on one stream; compute runs on the stream that is current when a hook runs.
 
-    Buffers live from `allocate` to `free`, not from copy to copy, so torch's allocator sees none of the traffic on
-    the copying stream, and nothing needs `record_stream`: the two streams wait for each other by events alone.
+    Buffers live from `allocate` to `free`, not from copy to copy. So torch's allocator sees none of the traffic on the
+    copy stream, `record_stream` is not needed, and the two streams wait for each other through events alone.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if not torch.cuda.is_available():
-            raise SettingError(f"{device} cannot be used: torch {torch.__version__} finds no GPU here. Use cpu.")
+        device = read_device(device)
         super().__init__(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
         self._copying: torch.cuda.Stream = _cuda.Stream(self.device)
         self._runtime = _cuda.cudart()
@@ -42,12 +42,12 @@ class CudaStage(Stage):
         self._streams[flat.data_ptr()] = self._computing()
         return flat
 
-    def _free(self, buffer: Buffer) -> None:
-        # The allocator gives this memory again to work on the stream that it was allocated on. If that is not the
-        # one that computes now, it must be told.
+    def _free(self, flat: torch.Tensor) -> None:
+        # The allocator reuses this memory for work on the stream that allocated it. If another stream computes now,
+        # the allocator must know.
         computing = self._computing()
-        if self._streams.pop(buffer.flat.data_ptr()) != computing:
-            buffer.flat.record_stream(computing)
+        if self._streams.pop(flat.data_ptr()) != computing:
+            flat.record_stream(computing)
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._copying):
@@ -69,37 +69,33 @@ class CudaStage(Stage):
         return tensor.device == self.device
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        with torch.cuda.device(self.device):  # Called from several threads, each of which has a device of its own.
-            code = int(self._runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
-        if code == 0:
-            return None
-        self._clear_error()
-        return self._error_text(code)
-
-    def _error_text(self, code: int) -> str:
-        return str(self._runtime.cudaGetErrorString(self._runtime.cudaError(code)))
+        with torch.cuda.device(self.device):  # Called from several threads, each with its own current device.
+            return self._problem(self._runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):
-            code = int(self._runtime.cudaHostUnregister(address))
-        if code != 0:
-            self._clear_error()
-            raise RuntimeError(f"Host memory could not be unpinned: {self._error_text(code)}.")
+            problem = self._problem(self._runtime.cudaHostUnregister(address))
+        if problem is not None:
+            raise RuntimeError(f"Host memory could not be unpinned: {problem}.")
+
+    def _problem(self, code: Any) -> str | None:
+        """The error that a CUDA call returned, if any."""
+        if int(code) == 0:
+            return None
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)  # CUDA keeps the last error, and torch's next kernel would raise it.
+        return str(self._runtime.cudaGetErrorString(self._runtime.cudaError(int(code))))
 
     def synchronize(self) -> None:
         self._copying.synchronize()
 
-    def _clear_error(self) -> None:
-        """CUDA remembers the last error, and the next kernel that torch starts would be blamed for it."""
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self.device)
-
     def check_call(self) -> None:
-        check_no_grad()
+        super().check_call()
         if torch.cuda.is_current_stream_capturing():
             raise SettingError(
-                "A block that streams was called while a CUDA graph is captured, but its weights lie at another "
-                'address at each call. Compile without CUDA graphs (mode="default"), or remove the offload.'
+                "A streamed block was called during the capture of a CUDA graph, but its weights have another address "
+                'at each call. Compile without CUDA graphs (mode="default"), or take the offload off: '
+                "samovar.detach(pipe)."
             )
 
     def measure_bus(self) -> float:
@@ -129,11 +125,10 @@ class CudaStage(Stage):
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.device)

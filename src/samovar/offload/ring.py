@@ -1,64 +1,116 @@
-"""Which blocks are on the device now, and which come next?
+"""Which streamed blocks are on the device now, and which come next?
 
-A ring is a stretch of device memory through which blocks pass in the order in which the model calls them.
-Memory is given by the byte, not by the block: the next block is on its way into whatever is free while this
-one computes, so a ring little larger than the largest block keeps the bus busy. Everything is enqueued, nothing
-is waited for by the host: `Lane` says what must come after what.
+Blocks pass through a ring of device memory in the order in which the model calls them. Memory is handed out by the
+byte, not by the block: while one block computes, the next is copied into whatever is free, so a ring little larger than
+the largest block keeps the bus busy. Everything is enqueued and the host never waits: marks order copies and compute.
 
-The order is that of the model's structure at first, and what was seen after one pass. A pass in which no block
-was called (a cached step) moves nothing, and the next one finds the ring as it was left.
+The order is first that of the model's structure, then the one observed in the first pass. A pass in which no block is
+called (a cached step) moves nothing, and the next pass finds the ring as it was.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .stats import OffloadStats
+
 Mark = Any
-"""A point in the work of the device that other work can be told to wait for."""
+"""A point in the device's work that other work can wait for."""
+Memory = Any
+"""Device memory, as `DeviceQueues.allocate` returns it."""
+ASSUMED_BUS = 25 * 2**30
+"""Bytes per second of a bus that nobody measured: that of a desktop GPU."""
 
 
-class Lane(Protocol):
-    """Copies on the one hand and computing on the other, each in order, both on their own time."""
+class DeviceQueues(Protocol):
+    """A device with two queues of work, copies and compute. Each runs in order, independently of the other."""
 
+    stats: OffloadStats
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Memory to copy into."""
+
+    def free(self, memory: Memory) -> None:
+        """Give memory back."""
+
+    @abstractmethod
     def mark_copied(self) -> Mark:
         """The point at which all copies sent so far have arrived."""
 
+    @abstractmethod
     def mark_computed(self) -> Mark:
-        """The point at which all that was computed so far is done."""
+        """The point at which everything computed so far is done."""
 
+    @abstractmethod
     def compute_waits(self, mark: Mark) -> None:
         """Compute nothing more before that point."""
 
+    @abstractmethod
     def copies_wait(self, mark: Mark) -> None:
         """Copy nothing more before that point."""
 
 
-class Cargo(Protocol):
-    """What passes through a ring: a block's weights."""
+class Timeline:
+    """A simulated device: the times at which its two queues finish."""
+
+    def __init__(self, bus_bytes_s: float) -> None:
+        self.bus_bytes_s = bus_bytes_s
+        self.stats = OffloadStats()
+        self.copied_s = 0.0
+        self.computed_s = 0.0
+
+    def copy(self, num_bytes: int) -> None:
+        self.copied_s += num_bytes / self.bus_bytes_s
+
+    def compute(self, seconds: float) -> None:
+        self.computed_s += seconds
+
+    def allocate(self, num_bytes: int) -> None:
+        pass
+
+    def free(self, memory: None) -> None:
+        pass
+
+    def mark_copied(self) -> float:
+        return self.copied_s
+
+    def mark_computed(self) -> float:
+        return self.computed_s
+
+    def compute_waits(self, mark: float) -> None:
+        self.computed_s = max(self.computed_s, mark)
+
+    def copies_wait(self, mark: float) -> None:
+        self.copied_s = max(self.copied_s, mark)
+
+
+class StreamedBlock(Protocol):
+    """The weights of a block that passes through a ring."""
 
     @property
     def pieces(self) -> Sequence[int]:
-        """Bytes of each piece that is copied."""
+        """Bytes of each piece that is copied on its own."""
 
     def prepare(self) -> None:
-        """Make sure that `pieces` is true now."""
+        """Bring `pieces` up to date with the model."""
 
-    def send(self, piece: int, offset: int) -> None:
+    def send(self, piece: int, memory: Memory, offset: int) -> None:
         """Start to copy a piece to an offset of the ring's memory."""
 
 
 class RingSpace:
-    """Which bytes are taken. Those taken first are given back first; a piece never goes round the end."""
+    """Which bytes of a ring are taken. They are freed in the order they were taken; a piece never wraps around."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._taken: deque[tuple[int, int]] = deque()
 
     def take(self, size: int) -> int | None:
-        """Where a piece can go, or None as long as there is no room."""
+        """The offset for a piece, or None while there is no room."""
         start: int | None = None
         if not self._taken:
             start = 0 if size <= self.capacity else None
@@ -75,178 +127,183 @@ class RingSpace:
         return start
 
     def give_back(self, count: int) -> None:
-        """The oldest pieces are free."""
+        """Free the oldest pieces."""
         for _ in range(count):
             self._taken.popleft()
 
 
 def least_capacity(pieces: Sequence[int]) -> int:
-    """What a ring must hold so that a block fits wherever it begins: it may lose the length of a piece at the end."""
+    """The smallest ring that holds a block wherever it begins: up to a piece's length may be lost at the end."""
     return sum(pieces) + (max(pieces) if len(pieces) > 1 else 0)
 
 
 @dataclass
-class _Berth:
-    cargo: Cargo
-    place: int
-    """Where in the order it is."""
+class _Slot:
+    """A block in the ring."""
+
+    block: StreamedBlock
+    position: int
+    """Its index in the order of calls."""
     offsets: list[int] = field(default_factory=list)
+    """Where each piece was sent, as far as there was room."""
     ready: Mark = None
     is_complete: bool = False
     in_use: bool = False
 
 
-@dataclass
-class RingStats:
-    """What a ring did."""
-
-    loads: int = 0
-    """Blocks that were used."""
-    late: int = 0
-    """Of these, blocks that were not on their way when they were called."""
-    dropped: int = 0
-    """Blocks that were sent, or begun, and not used."""
-
-
 class Ring:
-    """Brings blocks in before they are called, in the order in which they will be."""
+    """Copies blocks to the device before they are called, in the order of their calls."""
 
     def __init__(
         self,
-        lane: Lane,
+        queues: DeviceQueues,
         capacity: int,
-        order: Sequence[Cargo],
+        order: Sequence[StreamedBlock],
         *,
-        goes_round: Callable[[], bool],
-        grow: Callable[[int], None] | None = None,
+        has_next_pass: Callable[[], bool],
     ) -> None:
-        """`goes_round` says whether a next pass will come; `grow` is told the bytes needed if a block has grown."""
-        self.stats = RingStats()
+        """`has_next_pass` says whether the model will be called again with the same weights."""
         self.order = list(order)
-        self._lane, self._goes_round, self._grow = lane, goes_round, grow
+        self.memory: Memory = None
+        self._queues, self._has_next_pass = queues, has_next_pass
         self._space = RingSpace(capacity)
-        self._berths: deque[_Berth] = deque()
+        self._slots: deque[_Slot] = deque()
         self._last = -1
-        """Where in the order the block is that was called last."""
-        self._passed: list[Cargo] = []
+        """The position of the block that was called last."""
+        self._called: list[StreamedBlock] = []
         self._is_learned = False
 
     @property
-    def cargoes(self) -> list[Cargo]:
-        """What is on the device, or on its way."""
-        return [berth.cargo for berth in self._berths if berth.offsets]
+    def blocks(self) -> list[StreamedBlock]:
+        """The blocks that are on the device or on their way to it."""
+        return [slot.block for slot in self._slots if slot.offsets]
 
-    def acquire(self, cargo: Cargo) -> list[int]:
-        """Where the pieces of a block are, or will be when the device gets to what is computed next."""
-        assert not any(berth.in_use for berth in self._berths), "blocks are not called inside one another"
-        place = self._locate(cargo)
-        while self._berths and self._berths[0].cargo is not cargo:
+    def open(self) -> None:
+        """Allocate the ring's memory."""
+        if self.memory is None:
+            self.memory = self._queues.allocate(self._space.capacity)
+
+    def close(self) -> None:
+        """Free the ring's memory. The learned order is kept."""
+        self.drop()
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            self._queues.free(memory)
+        self._last, self._is_learned = -1, False
+
+    def acquire(self, block: StreamedBlock) -> list[int]:
+        """The offsets of a block's pieces; they are there when the device reaches the work enqueued next."""
+        assert not any(slot.in_use for slot in self._slots), "blocks are not called inside one another"
+        position = self._locate(block)
+        while self._slots and self._slots[0].block is not block:
             self._drop_oldest()
-        if not self._berths:
-            self.stats.late += 1
-            self._make_room(cargo)
-            self._berths.append(_Berth(cargo, place))
-        berth = self._berths[0]
-        is_placed = self._fill(berth)
-        assert is_placed, "a ring holds its largest block"
-        self._lane.compute_waits(berth.ready)
-        berth.in_use = True
-        self.stats.loads += 1
-        self._last = place
-        self._passed.append(cargo)
-        return berth.offsets
+        if not self._slots:
+            self._queues.stats.late_blocks += 1
+            self._make_room(block)
+            self._slots.append(_Slot(block, position))
+        slot = self._slots[0]
+        is_complete = self._fill(slot)
+        assert is_complete, "a ring holds its largest block"
+        self._queues.compute_waits(slot.ready)
+        slot.in_use = True
+        self._queues.stats.block_loads += 1
+        self._last = position
+        self._called.append(block)
+        return slot.offsets
 
     def release(self) -> None:
-        """The block that was acquired is not needed any more once the device is through with it: bring in the next."""
-        if not self._berths or not self._berths[0].in_use:
+        """Free the acquired block once the device is done with it, and start to copy the next ones."""
+        if not self._slots or not self._slots[0].in_use:
             return
-        self._lane.copies_wait(self._lane.mark_computed())
+        self._queues.copies_wait(self._queues.mark_computed())
         self._pop()
-        self._pump()
+        self._fill_ahead()
 
     def drop(self) -> None:
-        """Forget what was sent ahead."""
-        while self._berths:
+        """Forget the blocks that were copied ahead."""
+        while self._slots:
             self._drop_oldest()
 
     def begin_pass(self) -> None:
         """The model is called."""
-        self._passed = []
+        self._called = []
 
     def end_pass(self) -> None:
-        """The model returns: if its blocks came in another order than was thought, that is the order from now on."""
-        if self._passed and not (self._is_learned and _is_within(self._passed, self.order)):
-            if [*map(id, self._passed)] != [*map(id, self.order)]:
+        """The model returns. If it called its blocks in another order than expected, that becomes the order."""
+        if self._called and not (self._is_learned and _is_within(self._called, self.order)):
+            if [*map(id, self._called)] != [*map(id, self.order)]:
                 self.drop()
-                self.order, self._last = self._passed, len(self._passed) - 1
+                self.order, self._last = self._called, len(self._called) - 1
             self._is_learned = True
-        self._passed = []
-        if not self._goes_round():
+        self._called = []
+        if not self._has_next_pass():
             self.drop()  # Weights may change before the next call.
 
-    def _locate(self, cargo: Cargo) -> int:
+    def _locate(self, block: StreamedBlock) -> int:
         count = len(self.order)
-        for place in range(self._last + 1, self._last + 1 + count):
-            if self.order[place % count] is cargo:
-                return place % count
-        return self._last  # Not known yet: at the end of the pass it will be.
+        for position in range(self._last + 1, self._last + 1 + count):
+            if self.order[position % count] is block:
+                return position % count
+        return self._last  # An unknown block; the order is corrected at the end of the pass.
 
-    def _make_room(self, cargo: Cargo) -> None:
-        cargo.prepare()
-        needed = least_capacity(cargo.pieces)
-        if needed > self._space.capacity and self._grow is not None:
-            self._grow(needed)
+    def _make_room(self, block: StreamedBlock) -> None:
+        block.prepare()
+        needed = least_capacity(block.pieces)
+        if needed > self._space.capacity:  # The block has grown, through an adapter for instance.
+            self._queues.free(self.memory)
+            self.memory = None
             self._space = RingSpace(needed)
+            self.open()
 
-    def _pump(self) -> None:
-        """Send what there is room for."""
+    def _fill_ahead(self) -> None:
+        """Send as much of the next blocks as there is room for."""
         while True:
-            berth = self._berths[-1] if self._berths else None
-            if berth is None or berth.is_complete:
-                berth = self._open_next(self._last if berth is None else berth.place)
-            if berth is None or not self._fill(berth):
+            slot = self._slots[-1] if self._slots else None
+            if slot is None or slot.is_complete:
+                slot = self._add_next(self._last if slot is None else slot.position)
+            if slot is None or not self._fill(slot):
                 return
 
-    def _open_next(self, place: int) -> _Berth | None:
-        place += 1
-        if place >= len(self.order):
-            if not self._goes_round():
+    def _add_next(self, position: int) -> _Slot | None:
+        position += 1
+        if position >= len(self.order):
+            if not self._has_next_pass():
                 return None
-            place = 0
-        cargo = self.order[place]
-        if any(berth.cargo is cargo for berth in self._berths):
-            return None  # All of them are here.
-        cargo.prepare()
-        if least_capacity(cargo.pieces) > self._space.capacity:
-            return None  # It has grown; there will be room for it when it is called.
-        berth = _Berth(cargo, place)
-        self._berths.append(berth)
-        return berth
+            position = 0
+        block = self.order[position]
+        if any(slot.block is block for slot in self._slots):
+            return None  # All blocks are here.
+        block.prepare()
+        if least_capacity(block.pieces) > self._space.capacity:
+            return None  # The block has grown. The ring grows when the block is called.
+        slot = _Slot(block, position)
+        self._slots.append(slot)
+        return slot
 
-    def _fill(self, berth: _Berth) -> bool:
-        """Send the rest of a block as far as there is room; whether all of it is sent."""
-        pieces = berth.cargo.pieces
-        while len(berth.offsets) < len(pieces):
-            offset = self._space.take(pieces[len(berth.offsets)])
+    def _fill(self, slot: _Slot) -> bool:
+        """Send the missing pieces of a block as far as there is room. True if all of it is sent."""
+        pieces = slot.block.pieces
+        while len(slot.offsets) < len(pieces):
+            offset = self._space.take(pieces[len(slot.offsets)])
             if offset is None:
                 return False
-            berth.cargo.send(len(berth.offsets), offset)
-            berth.offsets.append(offset)
-        if not berth.is_complete:
-            berth.ready = self._lane.mark_copied()
-            berth.is_complete = True
+            slot.block.send(len(slot.offsets), self.memory, offset)
+            slot.offsets.append(offset)
+        if not slot.is_complete:
+            slot.ready = self._queues.mark_copied()
+            slot.is_complete = True
         return True
 
     def _drop_oldest(self) -> None:
-        self.stats.dropped += bool(self._berths[0].offsets)
+        self._queues.stats.dropped_blocks += bool(self._slots[0].offsets)
         self._pop()
 
     def _pop(self) -> None:
-        # What replaces it is copied later on the same lane, so a copy that is still under way does no harm.
-        self._space.give_back(len(self._berths.popleft().offsets))
+        # Later copies into these bytes use the same queue, so a copy that is still running does no harm.
+        self._space.give_back(len(self._slots.popleft().offsets))
 
 
-def _is_within(some: Sequence[Cargo], order: Sequence[Cargo]) -> bool:
-    """Whether some blocks come in this order, others left out."""
+def _is_within(some: Sequence[StreamedBlock], order: Sequence[StreamedBlock]) -> bool:
+    """Whether `some` is a subsequence of `order`."""
     rest = iter(order)
-    return all(any(cargo is other for other in rest) for cargo in some)
+    return all(any(block is other for other in rest) for block in some)

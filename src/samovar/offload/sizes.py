@@ -1,4 +1,4 @@
-"""How much is it? Bytes as people write them, and what the parts of a model weigh."""
+"""How large is it? Sizes as people write them, and the components and blocks of a model in bytes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..arch import find_anatomy
-from ..arch.components import ModuleDiscovery, Role, is_denoiser_itself
+from ..arch.components import Role
 from ..arch.modules import unwrapped
-from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
+from ..arch.skeleton import Parts, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
+from ..files import check_names
 from .weights import lay_out, shared_tensors, spans_of, tensors_of
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 
 
-def parse_bytes(value: str | int, what: str) -> int:
-    """Bytes from a number of them, or from text such as "12GiB" or "11.5 GB"."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+def parse_bytes(value: str | int | None, param: str) -> int | None:
+    """Bytes from a number, or from text such as "12GiB" or "11.5 GB"; None stays None."""
+    if value is None or (type(value) is int and value >= 0):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SettingError(f"{what} is {value!r}; bytes were expected, as a number or as text such as '12GiB'.")
+        raise SettingError(f"{param}={value!r} is not a size. Use bytes, or text such as '12GiB'.", param=param)
     return int(float(match[1]) * unit)
 
 
@@ -44,7 +45,8 @@ class BlockSize:
 
     path: str
     pieces: tuple[int, ...]
-    """Bytes of the parts in which it is copied."""
+    """Bytes of the pieces in which it is copied."""
+    compute_s: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -59,9 +61,9 @@ class ComponentSize:
     role: Role
     class_name: str
     rest_bytes: int
-    """All that is in no block."""
+    """Everything outside its blocks."""
     blocks: tuple[BlockSize, ...] = ()
-    """In the order of definition; one that runs at two places comes once."""
+    """In order of definition. A block that is used in two places is listed once."""
 
     @property
     def num_bytes(self) -> int:
@@ -69,27 +71,30 @@ class ComponentSize:
 
 
 SHARED = "shared weights"
-"""The name of what belongs to several parts, and therefore stays on the device."""
+"""The name for weights that several components or blocks share, and that therefore stay on the device."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """A component of a pipeline as offload sees it."""
+    """A component of a pipeline with the tensors that belong to it alone."""
 
     name: str
     role: Role
     module: torch.nn.Module
     blocks: Mapping[str, torch.nn.Module]
-    """Its blocks by path, each once; empty for what never streams."""
+    """Its blocks by path, each once; empty for components that never stream."""
     skip: frozenset[int]
-    """Ids of modules and tensors inside it that belong to somebody else."""
+    """Ids of modules and tensors inside it that belong to others."""
+
+    @property
+    def skip_with_blocks(self) -> frozenset[int]:
+        return self.skip | {id(block) for block in self.blocks.values()}
 
     def rest(self) -> list[torch.Tensor]:
-        """The tensors that are in no block."""
-        return tensors_of(self.module, self.skip | {id(block) for block in self.blocks.values()})
+        """The tensors outside its blocks."""
+        return tensors_of(self.module, self.skip_with_blocks)
 
-    def everything(self) -> list[torch.Tensor]:
-        """All its tensors."""
+    def tensors(self) -> list[torch.Tensor]:
         return tensors_of(self.module, self.skip)
 
     def block(self, path: str) -> list[torch.Tensor]:
@@ -98,40 +103,33 @@ class Component:
 
 
 def find_components(pipeline: object, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
-    """A pipeline's components, and the tensors that several of their parts share."""
-    return split_components(_loaded_parts(pipeline), exclude)
+    """The components of a pipeline, and the tensors that several of them or their blocks share."""
+    return _split(loaded_parts(pipeline), exclude)
 
 
-def split_components(parts: Parts, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
-    """The same of a pipeline's modules, which may be on the meta device."""
-    everyone = frozenset(id(part.module) for part in parts.values())
-    modules = {name: part.module for name, part in parts.items() if part.module is not None and name not in exclude}
-    unknown = [name for name in exclude if name not in parts]
-    if unknown:
-        raise SettingError(f"exclude names {unknown[0]!r}; the components are {', '.join(map(repr, parts))}.")
-    blocks = {name: _blocks_of(module, parts[name].role) for name, module in modules.items()}
+def _split(parts: Parts, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
+    check_names(exclude, parts, "a component, so it cannot be in exclude", param="exclude")
+    modules = frozenset(id(part.module) for part in parts.values())
     components = [
-        Component(name, parts[name].role, module, blocks[name], everyone - {id(module)})
-        for name, module in modules.items()
+        Component(name, part.role, part.module, _blocks_of(part.module, part.role), modules - {id(part.module)})
+        for name, part in parts.items()
+        if part.module is not None and name not in exclude
     ]
-    groups = [c.rest() for c in components] + [c.block(path) for c in components for path in c.blocks]
-    shared = shared_tensors(groups)
+    shared = shared_tensors([c.rest() for c in components] + [c.block(path) for c in components for path in c.blocks])
     taken = frozenset(map(id, shared))
     return [_without(component, taken) for component in components], shared
 
 
 def _without(component: Component, taken: frozenset[int]) -> Component:
-    """A component less what it shares; a block of which nothing is left is none that could come and go."""
+    """A component less the tensors that it shares, and less blocks that have no others."""
     skip = component.skip | taken
     blocks = {path: block for path, block in component.blocks.items() if tensors_of(block, skip)}
     return replace(component, blocks=blocks, skip=skip)
 
 
 def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module]:
-    if role not in ("denoiser", "encoder"):
-        return {}
     found: dict[int, tuple[str, torch.nn.Module]] = {}
-    for stack in find_anatomy(module).stacks:
+    for stack in find_anatomy(module).stacks if role in ("denoiser", "encoder") else ():
         for path, block in zip(stack.block_paths, stack.modules(module), strict=True):
             found.setdefault(id(block), (path, block))
     return dict(found.values())
@@ -140,43 +138,33 @@ def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module
 def measure_components(
     components: Sequence[Component], shared: Sequence[torch.Tensor], *, in_phase: bool = False
 ) -> tuple[ComponentSize, ...]:
-    """What components need on the device, and as a last one what they share; `in_phase` as for `lay_out`."""
+    """The sizes of components, and last that of what they share; `in_phase` as for `lay_out`."""
+
+    def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        return lay_out(spans_of(tensors), in_phase=in_phase).pieces
+
     sizes = [
         ComponentSize(
             c.name,
             c.role,
             type(unwrapped(c.module)).__name__,
-            sum(_pieces(c.rest(), in_phase)),
-            tuple(BlockSize(path, _pieces(c.block(path), in_phase)) for path in c.blocks),
+            sum(pieces(c.rest())),
+            tuple(BlockSize(path, pieces(c.block(path))) for path in c.blocks),
         )
         for c in components
     ]
     if shared:
-        sizes.append(ComponentSize(SHARED, "resident", "", sum(_pieces(shared, in_phase))))
+        sizes.append(ComponentSize(SHARED, "resident", "", sum(pieces(shared))))
     return tuple(sizes)
 
 
-def _pieces(tensors: Sequence[torch.Tensor], in_phase: bool) -> tuple[int, ...]:
-    return lay_out(spans_of(tensors), in_phase=in_phase).pieces
-
-
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:
-    """The sizes of a model folder, or of a class of diffusers by its name; no weights are read."""
+    """The sizes of a model folder or of a diffusers class, without reading weights."""
     name, parts = read_skeleton(source)
     unbuilt = [part.cls.__name__ for part in parts.values() if part.module is None and part.role == "denoiser"]
     if unbuilt or not parts:
         raise ModelError(
-            f"The size of {name} is not known: {', '.join(unbuilt) or 'it'} depends on a checkpoint. Give the folder "
-            "of a model instead: hf download NAME --local-dir FOLDER"
+            f"The size of {name} is unknown: {', '.join(unbuilt) or 'it'} depends on a checkpoint. Give a model folder "
+            "instead: hf download NAME --local-dir FOLDER"
         )
-    return measure_components(*split_components(parts))
-
-
-def _loaded_parts(pipeline: object) -> Parts:
-    if is_denoiser_itself(pipeline):
-        return lone_part(type(unwrapped(pipeline)), pipeline)
-    return {
-        name: Part(role, type(unwrapped(module)), module)
-        for role, (names, modules) in ModuleDiscovery.discover(pipeline).roles().items()
-        for name, module in zip(names, modules, strict=True)
-    }
+    return measure_components(*_split(parts))

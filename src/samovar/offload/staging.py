@@ -1,186 +1,151 @@
 """How do bytes get from the host to the device, and what waits for what?
 
-A `Stage` is a device with two lanes, one that copies and one that computes (see `ring.Lane`). `CudaStage` is a
-GPU with a stream of its own for copies. `HostStage` is a piece of the host's memory that plays the device: it
-keeps real copies, spoils what is given back, and has a clock in place of a bus, so that everything above it runs
-the same, bit for bit, where there is no GPU.
+A `Stage` is a device with a queue for copies and one for compute (see `ring.DeviceQueues`). `CudaStage` is a GPU with
+its own stream for copies. `HostStage` simulates a device in host memory: it makes real copies, overwrites freed memory,
+and has a clock for the bus, so everything above it runs the same, bit for bit, without a GPU.
 
-Memory is asked for and given back here only, and that is where the two lanes meet: what is about to be copied
-into new memory waits for whatever computed in it before, and what will compute in freed memory waits for
-whatever is still being copied into it. In between the ring and the marks keep them apart.
+Memory is allocated and freed only here, and that is where the queues meet: copies into new memory wait for earlier
+compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
 """
 
 from __future__ import annotations
 
-import abc
-import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import SettingError
-from .ring import Mark
-from .timeline import Timeline
+from .ring import ASSUMED_BUS, DeviceQueues, Mark, Timeline
+from .stats import OffloadStats
 from .weights import ALIGNMENT
-
-_HOST_BUS = 25 * 2**30
-"""What a bus is taken to carry where none is measured, in bytes a second: that of a desktop GPU."""
 
 
 class Buffer:
-    """A stretch of device memory."""
+    """A range of device memory."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self._storage = flat.untyped_storage()
         self._start = int(flat.storage_offset())
 
-    @property
-    def num_bytes(self) -> int:
-        return self.flat.numel()
-
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor of the same type, shape and strides as another, at a byte of this memory."""
+        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory."""
         start, rest = divmod(self._start + offset, like.element_size())
-        assert not rest, "tensors start where their type may"
-        with torch.inference_mode(False):  # Else the parameter that takes it would be bound to inference mode.
+        assert not rest, "tensors start where their dtype may"
+        with torch.inference_mode(False):  # Otherwise a parameter that takes it would be bound to inference mode.
             empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
             return empty.set_(self._storage, start, like.shape, like.stride())
 
 
-@dataclass
-class StageStats:
-    """What was moved, and how much room our copies of weights take."""
-
-    sent_bytes: int = 0
-    held_bytes: int = 0
-    most_held_bytes: int = 0
-
-
-class Stage(abc.ABC):
+class Stage(DeviceQueues):
     """A device that weights are copied to."""
 
     keeps_phase = False
-    """Whether weights begin there where in a cache line they did; else where torch's allocator would put them."""
+    """Whether weights keep their phase (see `weights`) there, or begin where torch's allocator would put them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stats = StageStats()
+        self.stats = OffloadStats()
 
     def allocate(self, num_bytes: int) -> Buffer:
-        """Memory to copy into; raises torch.OutOfMemoryError and changes nothing if there is none."""
+        """Memory to copy into. Raises torch.OutOfMemoryError, and changes nothing, if there is not enough."""
         with torch.inference_mode(False):
             buffer = Buffer(self._allocate(num_bytes))
         self.stats.held_bytes += num_bytes
-        self.stats.most_held_bytes = max(self.stats.most_held_bytes, self.stats.held_bytes)
+        self.stats.peak_held_bytes = max(self.stats.peak_held_bytes, self.stats.held_bytes)
         self.copies_wait(self.mark_computed())
         return buffer
 
-    def free(self, buffer: Buffer) -> None:
-        """Give memory back."""
+    def free(self, memory: Buffer) -> None:
         self.compute_waits(self.mark_copied())
-        self.stats.held_bytes -= buffer.num_bytes
-        self._free(buffer)
+        self.stats.held_bytes -= memory.flat.numel()
+        self._free(memory.flat)
 
     def send(self, buffer: Buffer, offset: int, source: torch.Tensor) -> None:
         """Start to copy bytes from the host."""
         self.stats.sent_bytes += source.numel()
         self._send(buffer.flat[offset : offset + source.numel()], source)
 
-    @abc.abstractmethod
+    @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor: ...
 
-    @abc.abstractmethod
-    def _free(self, buffer: Buffer) -> None: ...
+    @abstractmethod
+    def _free(self, flat: torch.Tensor) -> None: ...
 
-    @abc.abstractmethod
+    @abstractmethod
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
 
-    @abc.abstractmethod
-    def mark_copied(self) -> Mark: ...
-
-    @abc.abstractmethod
-    def mark_computed(self) -> Mark: ...
-
-    @abc.abstractmethod
-    def compute_waits(self, mark: Mark) -> None: ...
-
-    @abc.abstractmethod
-    def copies_wait(self, mark: Mark) -> None: ...
-
-    @abc.abstractmethod
+    @abstractmethod
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on this device rather than on the host."""
 
-    @abc.abstractmethod
+    @abstractmethod
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Pin a range of host memory, so that copies from it run at full speed; what went wrong, if it did."""
+        """Pin a range of host memory so that copies from it run at full speed. The error if that failed, else None."""
 
-    @abc.abstractmethod
+    @abstractmethod
     def unregister(self, address: int) -> None:
         """Undo `register`."""
 
-    @abc.abstractmethod
+    @abstractmethod
     def synchronize(self) -> None:
-        """Wait on the host until all copies sent so far have arrived."""
+        """Block the host until all copies sent so far have arrived."""
 
-    @abc.abstractmethod
+    @abstractmethod
+    def measure_bus(self) -> float:
+        """Bytes per second from pinned host memory to the device."""
+
+    @abstractmethod
+    def mark_time(self) -> Any:
+        """A point in the compute queue for `seconds_between`."""
+
+    @abstractmethod
+    def seconds_between(self, start: Any, end: Any) -> float: ...
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Peak memory in use since the last call, by anyone; our own copies on a simulated device."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Bytes available on the device, including what torch holds in reserve; None if unlimited."""
+
     def check_call(self) -> None:
         """Refuse a call that cannot work while weights come and go."""
+        if torch.is_grad_enabled():
+            raise SettingError(
+                "A streamed block was called with gradients enabled, but its weights leave the device after the call. "
+                "Call the model under torch.no_grad(), or take the offload off to train it: samovar.detach(pipe)."
+            )
 
-    @abc.abstractmethod
-    def measure_bus(self) -> float:
-        """Bytes a second from pinned host memory to the device."""
-
-    @abc.abstractmethod
-    def mark_time(self) -> Any:
-        """A point in what is computed whose time will be known."""
-
-    @abc.abstractmethod
-    def seconds_between(self, start: Any, end: Any) -> float:
-        """Seconds between two such points."""
-
-    @abc.abstractmethod
-    def reset_peak(self) -> None:
-        """Count the peak from here on."""
-
-    @abc.abstractmethod
-    def peak_bytes(self) -> int:
-        """The most that was taken of the device since then, by whomever; our copies alone where nobody counts more."""
-
-    @abc.abstractmethod
-    def free_bytes(self) -> int | None:
-        """What is free on the device for us, what torch keeps in reserve included; None where nobody counts."""
-
-    def bring(self, value: Any) -> Any:
-        """Arguments of a call, on the device."""
+    def to_device(self, value: Any) -> Any:
+        """The arguments of a call, on the device."""
         if self.device.type == "cpu":
             return value
         if isinstance(value, torch.Tensor):
             return value if value.device == self.device else value.to(self.device)
         if isinstance(value, dict):
-            return {key: self.bring(item) for key, item in value.items()}
-        return type(value)(map(self.bring, value)) if type(value) in (list, tuple) else value
+            return {key: self.to_device(item) for key, item in value.items()}
+        return type(value)(map(self.to_device, value)) if type(value) in (list, tuple) else value
 
 
 class HostStage(Stage):
-    """The host's own memory in the part of a device.
+    """A device simulated in host memory.
 
-    With `lazy`, bytes are copied at the last moment, when computing waits for them, else at once: what forgets to
-    wait fails the one way, what overwrites too early the other.
+    With `lazy`, bytes are copied at the last moment, when compute waits for them; otherwise at once. A missing wait
+    shows in the first case, an early overwrite in the second.
     """
 
     keeps_phase = True
 
-    def __init__(self, *, capacity: int | None = None, bus_bytes_s: float = _HOST_BUS, lazy: bool = False) -> None:
+    def __init__(self, *, capacity: int | None = None, bus_bytes_s: float = ASSUMED_BUS, lazy: bool = False) -> None:
         super().__init__(torch.device("cpu"))
         self.timeline = Timeline(bus_bytes_s)
         self.registered: dict[int, int] = {}
-        self._registering = threading.Lock()
-        """Address and length of what is pinned."""
+        """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
         self._buffers: set[int] = set()
         self._due: deque[Callable[[], object]] = deque()
@@ -196,9 +161,9 @@ class HostStage(Stage):
         self._buffers.add(flat.untyped_storage().data_ptr())
         return flat
 
-    def _free(self, buffer: Buffer) -> None:
-        self._buffers.remove(buffer.flat.untyped_storage().data_ptr())
-        buffer.flat.fill_(255)  # Not a number in any floating type: whoever still computes with it will show.
+    def _free(self, flat: torch.Tensor) -> None:
+        self._buffers.remove(flat.untyped_storage().data_ptr())
+        flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.timeline.copy(source.numel())
@@ -226,10 +191,7 @@ class HostStage(Stage):
         return tensor.untyped_storage().data_ptr() in self._buffers
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        with self._registering:  # Several threads pin.
-            if any(address < start + size and start < address + num_bytes for start, size in self.registered.items()):
-                return "the range is registered already"
-            self.registered[address] = num_bytes
+        self.registered[address] = num_bytes
         return None
 
     def unregister(self, address: int) -> None:
@@ -237,9 +199,6 @@ class HostStage(Stage):
 
     def synchronize(self) -> None:
         self.compute_waits((0.0, self._done + len(self._due)))
-
-    def check_call(self) -> None:
-        check_no_grad()
 
     def measure_bus(self) -> float:
         return self.timeline.bus_bytes_s
@@ -250,20 +209,9 @@ class HostStage(Stage):
     def seconds_between(self, start: float, end: float) -> float:
         return end - start
 
-    def reset_peak(self) -> None:
-        self.stats.most_held_bytes = self.stats.held_bytes
-
     def peak_bytes(self) -> int:
-        return self.stats.most_held_bytes
+        peak, self.stats.peak_held_bytes = self.stats.peak_held_bytes, self.stats.held_bytes
+        return peak
 
     def free_bytes(self) -> int | None:
         return None if self._capacity is None else self._capacity - self.stats.held_bytes
-
-
-def check_no_grad() -> None:
-    """Refuse to record a graph through weights that will be gone when it is walked back."""
-    if torch.is_grad_enabled():
-        raise SettingError(
-            "A block that streams was called with gradients enabled, but its weights leave the device after the call. "
-            "Call the model under torch.no_grad(), or remove the offload to train it."
-        )

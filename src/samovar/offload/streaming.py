@@ -1,38 +1,40 @@
-"""Which blocks of a component stream, and through how large a ring? Whatever takes the least time in the room there is.
+"""Which blocks of a component stream, and through how large a ring? The fastest choice that fits the room.
 
-Pure: sizes, room, the speed of the bus and the time of computing go in. What may stream is tried by size of block
-(a ring must hold the largest that does), each with rings of several sizes; among these the clock decides.
+Pure: sizes, room, bus speed and compute times go in. Candidates differ in the largest block that streams, which the
+ring must hold, in the size of the ring and in where the streamed blocks are. The real ring, run against a simulated
+clock, decides between them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from .ring import least_capacity
-from .sizes import ComponentSize
-from .timeline import TimedBlock, pass_seconds
+from .ring import ASSUMED_BUS, Memory, Ring, Timeline, least_capacity
+from .sizes import BlockSize, ComponentSize
 
 _RINGS = (1.0, 1.25, 1.5, 5 / 3, 2.0, 2.5, 3.0, 4.0)
-"""How large a ring may be, in blocks of the largest that streams."""
+"""Ring sizes to try, as multiples of the largest block that streams."""
 _LEADS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _CLOSE = 1.005
-"""Times as near as this are the same: then what takes the least memory wins, or within a budget what streams least."""
+"""Times within this factor count as equal. Then the least memory wins; within a budget, the fewest bytes streamed."""
+_HIDDEN = 0.4
+"""The share of the copying that compute is assumed to hide where no time is known: that of FLUX on an H200."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured, or is assumed, about a machine and a model."""
+    """Measured or assumed speeds of a machine and a model."""
 
-    bus_bytes_s: float = 25 * 2**30
+    bus_bytes_s: float = ASSUMED_BUS
     compute_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of one forward of a component when all of it is on the device, by its name."""
+    """By component name, seconds of one forward with all weights on the device."""
     block_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of one block by its component's name and its path, joined by a dot; else in proportion to its bytes."""
+    """By "component.block_path", seconds of one block; by default in proportion to its bytes."""
 
     def forward_s(self, component: ComponentSize) -> float | None:
-        """Seconds of one forward of a component; None where nothing is known about it."""
+        """Seconds of one forward of a component; None if unknown."""
         if component.name in self.compute_s:
             return self.compute_s[component.name]
         times = [self.block_s.get(f"{component.name}.{block.path}") for block in component.blocks]
@@ -45,12 +47,11 @@ class Streaming:
     """How a component streams."""
 
     streamed: frozenset[str]
-    """The blocks that do, by path."""
+    """Paths of the blocks that stream."""
     ring_bytes: int
     kept_bytes: int
-    """What stays while the component is in."""
+    """Bytes that stay while the component is loaded."""
     forward_s: float
-    """Seconds of one forward."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,76 +59,65 @@ class Streaming:
 
 
 def least_bytes(component: ComponentSize) -> int:
-    """The least that a component can run in."""
-    blocks = component.blocks
-    if not blocks:
-        return component.num_bytes
-    return component.rest_bytes + max(least_capacity(block.pieces) for block in blocks)
+    """The least memory that a component can run in."""
+    return component.rest_bytes + max((least_capacity(block.pieces) for block in component.blocks), default=0)
 
 
 def choose_streaming(component: ComponentSize, room: int | None, timing: Timing) -> Streaming | None:
-    """How a component streams best within some room, or with all its blocks where room is None.
+    """The fastest way to stream a component within some room, or to stream all its blocks if room is None.
 
-    None where that is not possible, or takes no less memory than the component itself.
+    None if that is impossible, or takes no less memory than the whole component.
     """
-    blocks, rest_s = _timed(component, timing)
+    blocks, rest_s = _with_times(component, timing)
+
+    def choices(allowed: Sequence[BlockSize], ring_bytes: int) -> set[frozenset[str]]:
+        if room is None:
+            return {frozenset(block.path for block in blocks)} if len(allowed) == len(blocks) else set()
+        needed = component.num_bytes + ring_bytes - room
+        if needed > sum(block.num_bytes for block in allowed):
+            return set()
+        return {spread(blocks, {block.path for block in allowed}, needed, lead) for lead in _LEADS}
+
     candidates: list[Streaming] = []
     for largest in sorted({block.num_bytes for block in blocks}):
         allowed = [block for block in blocks if block.num_bytes <= largest]
         least = max(least_capacity(block.pieces) for block in allowed)
         for ring_bytes in sorted({max(least, int(factor * largest)) for factor in _RINGS}):
-            for streamed in _choices(component, blocks, allowed, ring_bytes, room):
+            for streamed in choices(allowed, ring_bytes):
                 kept = component.num_bytes - sum(b.num_bytes for b in blocks if b.path in streamed)
                 if kept + ring_bytes < component.num_bytes:
                     seconds = pass_seconds(blocks, streamed, ring_bytes, timing.bus_bytes_s, rest_s)
                     candidates.append(Streaming(streamed, ring_bytes, kept, seconds))
     if not candidates:
         return None
-    quickest = min(candidate.forward_s for candidate in candidates)
-    near = [candidate for candidate in candidates if candidate.forward_s <= quickest * _CLOSE]
+    fastest = min(candidate.forward_s for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.forward_s <= fastest * _CLOSE]
     if room is None:
         return min(near, key=lambda candidate: (candidate.num_bytes, candidate.forward_s))
     return max(near, key=lambda candidate: (candidate.kept_bytes, -candidate.forward_s))
 
 
-def _timed(component: ComponentSize, timing: Timing) -> tuple[list[TimedBlock], float]:
-    """A component's blocks with the time of each, and that of what comes before them."""
+def _with_times(component: ComponentSize, timing: Timing) -> tuple[list[BlockSize], float]:
+    """A component's blocks with their compute times, and the time of what runs before them."""
     whole_s = timing.forward_s(component)
-    if whole_s is None:  # Nothing known: as if it could hide two fifths of what crosses the bus, as FLUX on an H200.
-        whole_s = 0.4 * component.num_bytes / timing.bus_bytes_s
-    own = {block.path: timing.block_s.get(f"{component.name}.{block.path}") for block in component.blocks}
-    left_s = max(whole_s - sum(seconds for seconds in own.values() if seconds is not None), 0.0)
-    left_bytes = component.rest_bytes + sum(b.num_bytes for b in component.blocks if own[b.path] is None)
+    if whole_s is None:
+        whole_s = _HIDDEN * component.num_bytes / timing.bus_bytes_s
+    known = {block.path: timing.block_s.get(f"{component.name}.{block.path}") for block in component.blocks}
+    left_s = max(whole_s - sum(seconds for seconds in known.values() if seconds is not None), 0.0)
+    left_bytes = component.rest_bytes + sum(b.num_bytes for b in component.blocks if known[b.path] is None)
+    byte_s = left_s / left_bytes if left_bytes else 0.0
     blocks = []
     for block in component.blocks:
-        seconds = own[block.path]
-        share = left_s * block.num_bytes / left_bytes if left_bytes else 0.0
-        blocks.append(TimedBlock(block.path, block.pieces, share if seconds is None else seconds))
-    rest_s = left_s * component.rest_bytes / left_bytes if left_bytes else 0.0
-    return blocks, rest_s
+        seconds = known[block.path]
+        blocks.append(replace(block, compute_s=byte_s * block.num_bytes if seconds is None else seconds))
+    return blocks, byte_s * component.rest_bytes
 
 
-def _choices(
-    component: ComponentSize,
-    blocks: Sequence[TimedBlock],
-    allowed: Sequence[TimedBlock],
-    ring_bytes: int,
-    room: int | None,
-) -> set[frozenset[str]]:
-    """The blocks that may stream beside a ring of some size; none if it does not fit."""
-    if room is None:
-        return {frozenset(block.path for block in blocks)} if len(allowed) == len(blocks) else set()
-    needed = component.num_bytes + ring_bytes - room
-    if needed > sum(block.num_bytes for block in allowed):
-        return set()
-    return {spread(blocks, {block.path for block in allowed}, needed, lead) for lead in _LEADS}
+def spread(blocks: Sequence[BlockSize], allowed: set[str], needed: int, lead: float = 0.5) -> frozenset[str]:
+    """Pick blocks of at least `needed` bytes so that, at any time, streamed bytes are in proportion to compute done.
 
-
-def spread(blocks: Sequence[TimedBlock], allowed: set[str], needed: int, lead: float = 0.5) -> frozenset[str]:
-    """Blocks of at least so many bytes, spread so that at any time about as much was streamed as was computed.
-
-    A copy is hidden by what is computed beside it; were all that streams at one end, the bus would idle at the other.
-    `lead` is how much of a block must be due before it is picked.
+    Compute hides the copies beside it; if all streamed blocks were at one end, the bus would idle at the other. A block
+    is picked when the share `lead` of it is due.
     """
     is_timed = any(block.compute_s for block in blocks)
     weights = [max(block.compute_s, 1e-9) if is_timed else block.num_bytes for block in blocks]
@@ -143,3 +133,39 @@ def spread(blocks: Sequence[TimedBlock], allowed: set[str], needed: int, lead: f
         if streamed >= needed or picked == allowed:
             return frozenset(picked)
         aim *= 1.01
+
+
+class _SimulatedBlock:
+    """A streamed block whose copies only take time."""
+
+    def __init__(self, pieces: Sequence[int], timeline: Timeline) -> None:
+        self.pieces = pieces
+        self._timeline = timeline
+
+    def prepare(self) -> None:
+        pass
+
+    def send(self, piece: int, memory: Memory, offset: int) -> None:
+        self._timeline.copy(self.pieces[piece])
+
+
+def pass_seconds(
+    blocks: Sequence[BlockSize], streamed: Collection[str], ring_bytes: int, bus_bytes_s: float, rest_s: float = 0.0
+) -> float:
+    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks."""
+    timeline = Timeline(bus_bytes_s)
+    moving = {block.path: _SimulatedBlock(block.pieces, timeline) for block in blocks if block.path in streamed}
+    ring = Ring(timeline, ring_bytes, list(moving.values()), has_next_pass=lambda: True)
+    ends = [0.0]
+    for _ in range(3):  # The first pass starts with an empty ring.
+        timeline.compute(rest_s)
+        ring.begin_pass()
+        for block in blocks:
+            if block.path in streamed:
+                ring.acquire(moving[block.path])
+            timeline.compute(block.compute_s)
+            if block.path in streamed:
+                ring.release()
+        ring.end_pass()
+        ends.append(timeline.computed_s)
+    return ends[-1] - ends[-2]

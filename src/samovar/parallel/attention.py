@@ -1,8 +1,8 @@
-"""What does an attention compute when its tokens lie on several ranks?
+"""What does an attention compute when its tokens are on several ranks?
 
-An intercepted call is brought into one form for all strategies: rows that every rank has come first, then the
-tokens of this rank. The mask is cut to the order in which keys stand when all are together: the replicated ones,
-then those of rank 0, 1, and so on.
+An intercepted call is brought into one form for all strategies: rows that every rank has come first, then the tokens of
+this rank. The mask is put into the order that rows have when all are together: the replicated ones, then those of rank
+0, 1, and so on.
 
 Shapes: B batch, H heads, Q and K rows of query and key, D width of a head.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from ..errors import ShardingError, StrategyError
 from .collectives import Group
-from .failures import ShardingError, StrategyError
 from .layout import (
     Layout,
     Partition,
@@ -25,13 +25,14 @@ from .layout import (
     global_length,
     global_positions,
     is_sharded,
+    num_rows,
     own_rows,
     replicated_rows,
     token_counts,
 )
 
 sdpa: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
-"""torch's own, whatever is put in its place later."""
+"""torch's own function, whatever replaces it later."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class Attention:
     replicated_queries: int
     replicated_keys: int
     query_counts: tuple[int, ...]
-    """How many of the tokens each rank of the group has."""
+    """Number of tokens on each rank of the group."""
     key_counts: tuple[int, ...]
     mask: torch.Tensor | None
-    """(B or 1, H or 1, 1 or rows, all keys). Its rows are those of this rank, or of all ranks in their order."""
+    """(B or 1, H or 1, 1 or all queries, all keys)."""
     scale: float | None
 
     @property
@@ -59,29 +60,16 @@ class Attention:
     def num_key_heads(self) -> int:
         return self.key.shape[1]
 
-    @property
-    def all_queries(self) -> int:
-        return self.replicated_queries + sum(self.query_counts)
-
     def mask_of_own_rows(self, index: int) -> torch.Tensor | None:
-        """The mask for the queries of the rank at a place of the group."""
-        if self.mask is None or self.mask.shape[2] in (1, self.query.shape[2]):
+        """The mask for the queries of the rank at this position of the group."""
+        if self.mask is None or self.mask.shape[2] == 1:
             return self.mask
         start = self.replicated_queries + sum(self.query_counts[:index])
         tokens = self.mask.narrow(2, start, self.query_counts[index])
         return torch.cat([self.mask[:, :, : self.replicated_queries], tokens], dim=2)
 
-    def mask_of_all_rows(self) -> torch.Tensor | None:
-        """The mask for the queries of all ranks."""
-        if self.mask is None or self.mask.shape[2] in (1, self.all_queries):
-            return self.mask
-        raise StrategyError(
-            f"Ulysses needs the mask of all {self.all_queries} queries on every rank, but was given one of the "
-            f"{self.mask.shape[2]} that this rank has. Use gathered keys and values (allgather_degree) or ring."
-        )
-
     def attend(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The attention of this rank's queries to some keys."""
+        """The attention of this rank's queries to these keys."""
         is_grouped = self.query.shape[1] != key.shape[1]
         return sdpa(self.query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=is_grouped)
 
@@ -111,62 +99,50 @@ class AttentionCall:
         )  # fmt: skip
 
     def as_four_dimensional(self) -> AttentionCall:
-        """The same with exactly one batch and one head dimension."""
-        if self.query.ndim == 4:
-            return self
-        if self.query.ndim < 4:
-            missing = 4 - self.query.ndim
-            mask = self.attn_mask if self.attn_mask is None or self.attn_mask.ndim < 3 else self.attn_mask.unsqueeze(-3)
-            shaped = [
-                t.reshape(*t.shape[:-2], *(1,) * missing, *t.shape[-2:]) for t in (self.query, self.key, self.value)
-            ]
-            return replace(self, query=shaped[0], key=shaped[1], value=shaped[2], attn_mask=mask)
+        """The same with exactly one batch and one head dimension; without batch, a first dimension counts as heads."""
         mask = self.attn_mask
         if mask is not None and mask.ndim > 4:
             mask = mask.expand(*self.query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-        flat = [t.flatten(0, -4) for t in (self.query, self.key, self.value)]
-        return replace(self, query=flat[0], key=flat[1], value=flat[2], attn_mask=mask)
+        elif mask is not None:
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        query, key, value = (t.reshape(-1, *(1, 1, *t.shape)[-3:]) for t in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value, attn_mask=mask)
 
 
 def compute_sharded(
     call: AttentionCall, queries: Layout, keys: Layout, group: Group, strategy: Strategy
 ) -> torch.Tensor:
-    """An attention whose queries and keys lie as the layouts say; the rows of its output lie as the queries do."""
+    """An attention whose queries and keys have these layouts; the rows of its output are laid out as the queries."""
     if call.dropout_p:
         raise StrategyError(
             f"An attention with dropout_p={call.dropout_p} cannot be computed on several ranks. Call model.eval()."
         )
     flat = call.as_four_dimensional()
-    kept, own = replicated_rows(queries), own_rows(queries, group.index)
+    query_rows = [*replicated_rows(queries), *own_rows(queries, group.index)]
+    key_rows = [*replicated_rows(keys), *own_rows(keys, group.index)]
     attention = Attention(
-        query=_rows(flat.query, [*kept, *own]),
-        key=_rows(flat.key, [*replicated_rows(keys), *own_rows(keys, group.index)]),
-        value=_rows(flat.value, [*replicated_rows(keys), *own_rows(keys, group.index)]),
-        replicated_queries=sum(map(len, kept)),
+        query=_rows(flat.query, query_rows),
+        key=_rows(flat.key, key_rows),
+        value=_rows(flat.value, key_rows),
+        replicated_queries=sum(map(len, replicated_rows(queries))),
         replicated_keys=sum(map(len, replicated_rows(keys))),
         query_counts=token_counts(queries, group.size),
         key_counts=token_counts(keys, group.size),
         mask=_mask(flat, queries, keys, group),
         scale=call.scale,
     )
-    output = _put_back(strategy(attention), [*kept, *own], flat.query.shape[2])
+    output = _in_first_order(strategy(attention), query_rows, flat.query.shape[2])
     return output.reshape(*call.query.shape[:-1], call.value.shape[-1])
 
 
-def share_queries(call: AttentionCall, group: Group) -> torch.Tensor:
-    """An attention of which every rank has all: each computes some of the queries, and they exchange the outputs."""
-    flat = call.as_four_dimensional()
-    partition = Partition(flat.query.shape[2], group.size)
-    start, count = partition.start(group.index), partition.tokens[group.index]
-    mask = flat.attn_mask
-    if call.is_causal:
-        whole = tuple(Segment(tensor.shape[2], None) for tensor in (flat.query, flat.key))
-        mask = _causal_mask(whole[:1], whole[1:], 1, call.query.device)
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
-        mask = mask.narrow(-2, start, count)
-    own = replace(flat, query=flat.query.narrow(2, start, count), attn_mask=mask, is_causal=False).run_here()
-    output = torch.cat(group.gather_rows([own], partition.tokens, dim=2)[0], dim=2)
-    return output.reshape(*call.query.shape[:-1], call.value.shape[-1])
+def share_queries(call: AttentionCall, group: Group, strategy: Strategy) -> torch.Tensor:
+    """An attention that every rank has all of: each computes some of the queries, and they exchange the outputs."""
+    partition = Partition(call.query.shape[-2], group.size)
+    count = partition.tokens[group.index]
+    own = replace(call, query=call.query.narrow(-2, partition.start(group.index), count))
+    keys = (Segment(call.key.shape[-2], None),)
+    output = compute_sharded(own, (Segment(count, partition),), keys, group, strategy)
+    return torch.cat(group.gather_rows([output], partition.tokens, dim=-2)[0], dim=-2)
 
 
 def _rows(tensor: torch.Tensor, runs: Sequence[range]) -> torch.Tensor:
@@ -174,7 +150,7 @@ def _rows(tensor: torch.Tensor, runs: Sequence[range]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _put_back(output: torch.Tensor, runs: Sequence[range], rows: int) -> torch.Tensor:
+def _in_first_order(output: torch.Tensor, runs: Sequence[range], rows: int) -> torch.Tensor:
     """Rows in the order in which the model had them; those of padding are zero."""
     if [run.start for run in runs] == sorted(run.start for run in runs) and output.shape[2] == rows:
         return output
@@ -188,75 +164,51 @@ def _put_back(output: torch.Tensor, runs: Sequence[range], rows: int) -> torch.T
 
 
 def _mask(call: AttentionCall, queries: Layout, keys: Layout, group: Group) -> torch.Tensor | None:
-    """The mask with a column for each key of all ranks, in their order."""
+    """The mask with a column for each key of all ranks, and one row or one for each query of all ranks."""
     if call.is_causal:
-        return _causal_mask(queries, keys, group.size, call.query.device)
-    if call.attn_mask is None:
+        device = call.query.device
+        return (positions(keys, group.size, device) <= positions(queries, group.size, device)[:, None])[None, None]
+    mask = call.attn_mask
+    if mask is None:
         return None
-    mask = call.attn_mask.reshape((1,) * (4 - call.attn_mask.ndim) + call.attn_mask.shape)
     if is_sharded(keys) and mask.shape[2:] == (call.query.shape[2], call.key.shape[2]):
-        rows, columns = _factors(mask, keys)
-        all_rows = _with_all_keys(rows.transpose(2, 3), queries, group).transpose(2, 3)
-        return all_rows & _with_all_keys(columns, keys, group)
-    return _with_all_keys(_with_ordered_queries(mask, queries, group), keys, group)
-
-
-def _causal_mask(queries: Layout, keys: Layout, size: int, device: torch.device) -> torch.Tensor:
-    return (_positions(keys, size, device) <= _positions(queries, size, device)[:, None])[None, None]
+        rows, columns = mask.bool().any(3, keepdim=True), mask.bool().any(2, keepdim=True)
+        if mask.dtype != torch.bool or not torch.equal(rows & columns, mask):
+            raise ShardingError(
+                f"An attention mask of {mask.shape[2]} x {mask.shape[3]} covers only the queries and keys of this "
+                "rank, so how its queries see the keys of other ranks is unknown. Give it all "
+                f"{global_length(keys)} keys: do not split its last dimension in the plan."
+            )
+        return _of_all_ranks(rows, 2, queries, group) & _of_all_ranks(columns, 3, keys, group)
+    here = num_rows(keys)
+    if is_sharded(keys) and mask.shape[3] == global_length(keys) + here:
+        mask = mask[..., :-here]  # diffusers' Attention pads a mask that has not as many columns as there are keys.
+    if mask.shape[2] > 1:
+        mask = _of_all_ranks(mask, 2, queries, group)
+    if mask.shape[3] == 1:
+        return mask.expand(*mask.shape[:3], global_length(keys))
+    return _of_all_ranks(mask, 3, keys, group)
 
 
 @functools.lru_cache(maxsize=64)
-def _positions(layout: Layout, size: int, device: torch.device) -> torch.Tensor:
+def positions(layout: Layout, size: int, device: torch.device) -> torch.Tensor:
     """The same at each block and each step."""
     return torch.tensor(global_positions(layout, size), device=device)
 
 
-def _factors(mask: torch.Tensor, keys: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which queries and which keys a mask lets through that has only those of this rank. If it is more than that, how
-    queries see the keys of other ranks is not known."""
-    rows, columns = mask.bool().any(3, keepdim=True), mask.bool().any(2, keepdim=True)
-    if mask.dtype != torch.bool or not torch.equal(rows & columns, mask):
+def _of_all_ranks(mask: torch.Tensor, dim: int, layout: Layout, group: Group) -> torch.Tensor:
+    """The mask's rows (dim 2) or columns (dim 3) of all ranks, in their order."""
+    here, everywhere = num_rows(layout), global_length(layout)
+    if mask.shape[dim] == everywhere:
+        return mask.index_select(dim, positions(layout, group.size, mask.device))
+    if mask.shape[dim] != here:
+        what, of = (("rows", "queries"), ("columns", "keys"))[dim - 2]
         raise ShardingError(
-            f"An attention mask of {mask.shape[2]} x {mask.shape[3]} has only the queries and the keys of this rank: "
-            f"how its queries see the keys of other ranks is not known. Give it all {global_length(keys)} keys, that "
-            "is, leave its last dimension whole in the plan."
+            f"An attention mask has {mask.shape[dim]} {what}; expected {here}, the {of} on this rank, or {everywhere}, "
+            f"those on all ranks. Leave the mask out of the plan, or split it like its {of}."
         )
-    return rows, columns
-
-
-def _with_ordered_queries(mask: torch.Tensor, queries: Layout, group: Group) -> torch.Tensor:
-    """The mask's rows in the order of the queries of all ranks, or else of this one."""
-    rows = mask.shape[2]
-    if rows == 1:
-        return mask
-    if rows == global_length(queries):
-        return mask.index_select(2, _positions(queries, group.size, mask.device))
-    here = sum(segment.rows for segment in queries)
-    if rows != here:
-        raise ShardingError(
-            f"An attention mask has {rows} rows; {here} queries on this rank or {global_length(queries)} on all were "
-            "expected. Leave the mask out of the plan, or split it as its queries are."
-        )
-    return _rows(mask, [*replicated_rows(queries), *own_rows(queries, group.index)])
-
-
-def _with_all_keys(mask: torch.Tensor, keys: Layout, group: Group) -> torch.Tensor:
-    """The mask's columns in the order of the keys of all ranks."""
-    columns, here = mask.shape[3], sum(segment.rows for segment in keys)
-    if is_sharded(keys) and columns == global_length(keys) + here:
-        # diffusers' Attention adds as many columns as there are keys to a mask that does not have as many.
-        columns, mask = global_length(keys), mask[..., : global_length(keys)]
-    if columns == 1:
-        return mask.expand(*mask.shape[:3], global_length(keys))
-    if columns == global_length(keys):
-        return mask.index_select(3, _positions(keys, group.size, mask.device))
-    if columns != here:
-        raise ShardingError(
-            f"An attention mask has {columns} columns; {here} keys on this rank or {global_length(keys)} on all were "
-            "expected. Leave the mask out of the plan, or split it as its keys are."
-        )
-    turned = mask.transpose(2, 3)
-    own = _rows(turned, own_rows(keys, group.index))
-    gathered = group.gather_rows([own], token_counts(keys, group.size), dim=2)[0]
-    kept = [turned.narrow(2, run.start, len(run)) for run in replicated_rows(keys)]
-    return torch.cat([*kept, *gathered], dim=2).transpose(2, 3)
+    turned = mask.transpose(2, dim)
+    own = _rows(turned, own_rows(layout, group.index))
+    gathered = group.gather_rows([own], token_counts(layout, group.size), dim=2)[0]
+    kept = [turned.narrow(2, run.start, len(run)) for run in replicated_rows(layout)]
+    return torch.cat([*kept, *gathered], dim=2).transpose(2, dim)

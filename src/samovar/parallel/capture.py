@@ -1,10 +1,14 @@
-"""How does a model's attention reach us, and nobody else's?
+"""How do we intercept a model's attention, and only that model's?
 
-While a sharded model's forward runs, the functions that compute attention are replaced; the replacements look whose
-forward runs on their thread and let everybody else's calls through. Most attention ends in torch's scaled dot product
-attention, that of diffusers' dispatcher and of models that call torch directly. What holds torch's own function itself,
-from before, is seen by a TorchFunctionMode only, which costs a little at every operation; a model is rehearsed under
-it, and runs under it only if the rehearsal showed that it must.
+While a sharded model's forward runs, the functions that compute attention are replaced. The replacements check whose
+forward runs on their thread and let all other calls through. Most attention ends in torch's scaled dot product
+attention, including that of diffusers' dispatcher. Code that imported torch's function earlier is visible only to a
+TorchFunctionMode, which costs a little at every operation: a model is rehearsed under it, and runs under it only if the
+rehearsal showed that it must.
+
+Two more functions are captured. torch's flex attention: without a mask or a score function it is an attention like any
+other. And the scores that diffusers' oldest processors compute by hand, and then multiply by the values: they get a
+placeholder for the scores, and the multiplication becomes the attention.
 """
 
 from __future__ import annotations
@@ -14,17 +18,19 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..errors import ShardingError, StrategyError
 from .attention import AttentionCall, sdpa
-from .flex import read_flex_call
-from .scores import PendingScores
+from .collectives import Group
+from .layout import spread
 
 Attend = Callable[[AttentionCall], torch.Tensor]
-"""What is asked in place of scaled dot product attention."""
+"""Called in place of scaled dot product attention."""
 
 
 class _Running(threading.local):
@@ -33,17 +39,16 @@ class _Running(threading.local):
 
 _running = _Running()
 _lock = threading.Lock()
-_inside = 0
+_num_inside = 0
 
 
-class _Entrance(NamedTuple):
+class _Entry(NamedTuple):
     """A function that computes attention, or begins to."""
 
     module: str
     path: str
-    brought: Callable[..., Any]
-    """What is called in its place: with whom to ask, the function itself, whether compiled code calls it, and then as
-    it was called."""
+    replacement: Callable[..., Any]
+    """Called instead with `Attend`, the function itself, whether compiled code calls it, and then its arguments."""
 
     def owner(self) -> Any:
         *owners, _ = self.path.split(".")
@@ -54,102 +59,218 @@ class _Entrance(NamedTuple):
         return self.path.rpartition(".")[2]
 
 
-def _torch_attention(attend: Attend, own: Any, is_compiled: bool, *args: Any, **kwargs: Any) -> Any:
-    return attend(AttentionCall(*args, **kwargs))
-
-
-def _flex_attention(attend: Attend, own: Any, is_compiled: bool, *args: Any, **kwargs: Any) -> Any:
-    return attend(read_flex_call(own, is_compiled, *args, **kwargs))
-
-
-def _attention_scores(attend: Attend, own: Any, is_compiled: bool, *args: Any, **kwargs: Any) -> Any:
-    return PendingScores(attend, *args, **kwargs)
-
-
-_ENTRANCES = (
-    _Entrance("torch.nn.functional", "scaled_dot_product_attention", _torch_attention),
-    _Entrance("torch.nn.attention.flex_attention", "flex_attention", _flex_attention),
-    _Entrance("diffusers.models.attention_processor", "Attention.get_attention_scores", _attention_scores),
+_ENTRIES = (
+    _Entry(
+        "torch.nn.functional",
+        "scaled_dot_product_attention",
+        lambda attend, own, is_compiled, *args, **kwargs: attend(AttentionCall(*args, **kwargs)),
+    ),
+    _Entry(
+        "torch.nn.attention.flex_attention",
+        "flex_attention",
+        lambda attend, own, is_compiled, *args, **kwargs: attend(read_flex_call(own, is_compiled, *args, **kwargs)),
+    ),
+    _Entry(
+        "diffusers.models.attention_processor",
+        "Attention.get_attention_scores",
+        lambda attend, own, is_compiled, *args, **kwargs: PendingScores(attend, *args, **kwargs),
+    ),
 )
-_replaced: dict[_Entrance, Callable[..., Any]] = {}
+_replaced: dict[_Entry, Callable[..., Any]] = {}
 """The functions that are replaced now."""
 
 
 @functools.cache
-def _replacement(entrance: _Entrance, own: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes a function's place. Compiled code breaks its graph there. Made when it is first needed: torch's
-    compiler takes seconds to load."""
+def _replacement(entry: _Entry, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes a function's place. Compiled code breaks its graph there. Made on first use: torch's compiler takes seconds
+    to load."""
 
-    def bring(is_compiled: bool, args: Any, kwargs: Any) -> Any:
+    def call(is_compiled: bool, args: Any, kwargs: Any) -> Any:
         attend = _running.attend
-        return own(*args, **kwargs) if attend is None else entrance.brought(attend, own, is_compiled, *args, **kwargs)
+        return own(*args, **kwargs) if attend is None else entry.replacement(attend, own, is_compiled, *args, **kwargs)
 
     disable: Any = torch.compiler.disable
-    outside_graph = disable(bring)
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return outside_graph(torch.compiler.is_compiling(), args, kwargs)
-
-    return replacement
-
-
-def _replace() -> None:
-    for entrance in _ENTRANCES:
-        # Of a module that nobody has loaded, nothing is called.
-        if entrance.module in sys.modules and entrance not in _replaced:
-            own = _replaced[entrance] = getattr(entrance.owner(), entrance.name)
-            setattr(entrance.owner(), entrance.name, _replacement(entrance, own))
-
-
-def _restore() -> None:
-    for entrance, own in _replaced.items():
-        setattr(entrance.owner(), entrance.name, own)
-    _replaced.clear()
+    outside_graph = disable(call)
+    return lambda *args, **kwargs: outside_graph(torch.compiler.is_compiling(), args, kwargs)
 
 
 class _Mode(TorchFunctionMode):
     """Sees every call of torch's own function."""
 
-    def __init__(self, noted: Callable[[], None] | None) -> None:
+    def __init__(self, on_direct_call: Callable[[], None]) -> None:
         super().__init__()
-        self._noted = noted
+        self._on_direct_call = on_direct_call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attend = _running.attend
         if func is sdpa and attend is not None:
-            if self._noted is not None:
-                self._noted()
+            self._on_direct_call()
             return attend(AttentionCall(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def attention_through(attend: Attend, *, everywhere: bool, noted: Callable[[], None] | None = None) -> Iterator[None]:
-    """Bring this thread's attention to `attend`; with `everywhere`, also that of code which holds torch's function
-    itself, and tell `noted` of each such call."""
-    global _inside
-    outer = _running.attend
-    with _lock:
-        _inside += 1
-        _replace()
-    _running.attend = attend
-    try:
-        with _Mode(noted) if everywhere else contextlib.nullcontext():
-            yield
-    finally:
-        _running.attend = outer
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                _restore()
-
-
-@contextlib.contextmanager
-def attention_left_alone() -> Iterator[None]:
-    """Let this thread's attention be torch's own again."""
-    outer = _running.attend
-    _running.attend = None
+def attention_through(attend: Attend | None) -> Iterator[None]:
+    """Send this thread's attention to `attend`; with None, let it be torch's own again."""
+    outer, _running.attend = _running.attend, attend
     try:
         yield
     finally:
         _running.attend = outer
+
+
+@contextlib.contextmanager
+def capturing(attend: Attend, *, everywhere: bool, on_direct_call: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Send this thread's attention to `attend`. With `everywhere`, also that of code which holds torch's own function;
+    `on_direct_call` is called at each such call."""
+    global _num_inside
+    with _lock:
+        _num_inside += 1
+        for entry in _ENTRIES:
+            if entry.module in sys.modules and entry not in _replaced:  # A module not loaded is not called either.
+                own = _replaced[entry] = getattr(entry.owner(), entry.name)
+                setattr(entry.owner(), entry.name, _replacement(entry, own))
+    try:
+        with attention_through(attend), _Mode(on_direct_call) if everywhere else contextlib.nullcontext():
+            yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            while not _num_inside and _replaced:
+                entry, own = _replaced.popitem()
+                setattr(entry.owner(), entry.name, own)
+
+
+# ------------------------------------------------------------------------------------------------ flex attention
+
+
+@dataclass(frozen=True)
+class FlexCall(AttentionCall):
+    """A flex attention with a block mask or a function of its scores.
+
+    These know queries and keys by their position in the whole sequence, so its tokens cannot be split. But its heads
+    are independent, and each rank can compute some of them.
+    """
+
+    flex: Callable[..., Any] | None = None
+    """torch's own function."""
+    score_mod: Callable[..., Any] | None = None
+    block_mask: Any = None
+    kernel_options: Any = None
+
+    def run_here(self) -> torch.Tensor:
+        assert self.flex is not None
+        output: torch.Tensor = self.flex(
+            self.query, self.key, self.value, self.score_mod, self.block_mask, self.scale, self.enable_gqa,
+            kernel_options=self.kernel_options,
+        )  # fmt: skip
+        return output
+
+
+def read_flex_call(
+    flex: Callable[..., Any],
+    is_compiled: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> AttentionCall:
+    """What a call of flex attention asks for."""
+    if return_lse or return_aux is not None:
+        raise ShardingError("A flex attention that returns its log-sum-exp cannot be computed on several ranks.")
+    if score_mod is None and block_mask is None:
+        return AttentionCall(query, key, value, scale=scale, enable_gqa=enable_gqa)
+    if is_compiled:  # Only compiled flex attention skips the blocks that a mask leaves out.
+        raise ShardingError(
+            "A flex attention with a mask cannot be shared by ranks inside compiled code. Run the blocks uncompiled on "
+            "several ranks, or compiled on one."
+        )
+    return FlexCall(
+        query, key, value, scale=scale, enable_gqa=enable_gqa,
+        flex=flex, score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options,
+    )  # fmt: skip
+
+
+def share_heads(call: FlexCall, group: Group) -> torch.Tensor:
+    """A flex attention that every rank has all of: each computes some of the heads, and they exchange the outputs."""
+    num_key_heads = call.key.shape[1]
+    ratio = call.query.shape[1] // num_key_heads
+    if num_key_heads < group.size:
+        raise StrategyError(
+            f"Ranks share a flex attention by its heads, and {num_key_heads} key heads are too few for {group.size} "
+            f"ranks. Use at most {num_key_heads}."
+        )
+    counts = spread(num_key_heads, group.size)
+    first, count = sum(counts[: group.index]), counts[group.index]
+    own = replace(
+        call,
+        query=call.query.narrow(1, first * ratio, count * ratio),
+        key=call.key.narrow(1, first, count),
+        value=call.value.narrow(1, first, count),
+        score_mod=_from_head(call.score_mod, first * ratio, position=2),
+        block_mask=_mask_of_heads(call.block_mask, first * ratio, count * ratio),
+    ).run_here()
+    return torch.cat(group.gather_rows([own], [part * ratio for part in counts], dim=1)[0], dim=1)
+
+
+def _from_head(function: Callable[..., Any] | None, first: int, position: int) -> Callable[..., Any] | None:
+    """The function for heads counted from `first`; `position` is that of the head among its arguments."""
+    if function is None or not first:
+        return function
+    whole = function
+
+    def shifted(*arguments: Any) -> Any:
+        return whole(*arguments[:position], arguments[position] + first, *arguments[position + 1 :])
+
+    return shifted
+
+
+def _mask_of_heads(mask: Any, first: int, count: int) -> Any:
+    if mask is None or (mask.kv_num_blocks.shape[1] == 1 and not first):
+        return mask
+    heads = slice(first, first + count) if mask.kv_num_blocks.shape[1] > 1 else slice(None)
+    part = mask[:, heads]
+    part.mask_mod = _from_head(mask.mask_mod, first, position=1)
+    return part
+
+
+# ------------------------------------------------------------------------------------------------ scores
+
+
+class PendingScores:
+    """Stands for the scores of an attention until they are multiplied by its values."""
+
+    def __init__(
+        self, attend: Attend, module: Any, query: torch.Tensor, key: torch.Tensor, attention_mask: Any = None
+    ) -> None:
+        """`module` is diffusers' Attention; queries are (batch x heads, rows, width), and the mask is additive."""
+        self._attend, self._scale = attend, module.scale
+        self._heads = module.heads if query.shape[0] % module.heads == 0 else 1
+        self._query, self._key, self._mask = query, key, attention_mask
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.bmm or not isinstance(args[0], cls) or kwargs:
+            raise ShardingError(
+                f"An attention uses its scores in {function.__name__}, which cannot be computed on several ranks. Use "
+                "a processor that calls torch's scaled dot product attention, such as AttnProcessor2_0."
+            )
+        return args[0]._times(args[1])
+
+    def _times(self, value: torch.Tensor) -> torch.Tensor:
+        query, key, value = (self._with_heads(tensor) for tensor in (self._query, self._key, value))
+        mask = self._mask
+        if mask is not None:  # One per head, or one for all heads.
+            mask = self._with_heads(mask) if mask.shape[0] == self._query.shape[0] else mask.unsqueeze(1)
+            mask = mask.to(query.dtype)
+        return self._attend(AttentionCall(query, key, value, mask, scale=self._scale)).flatten(0, 1)
+
+    def _with_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1, self._heads, *tensor.shape[1:])

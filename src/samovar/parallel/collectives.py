@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .. import tree
+
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Relative difference that rounding explains, by precision; 1e-4 for any other."""
 
 
 @dataclass
@@ -37,7 +43,7 @@ class Group:
     ranks: tuple[int, ...]
     """Their ranks in the world, in the order in which they hold the parts of a sequence."""
     index: int
-    """The place of this rank among them."""
+    """Position of this rank in the group."""
     handle: dist.ProcessGroup | None
     traffic: Traffic
 
@@ -51,7 +57,7 @@ class Group:
             return [[tensor] for tensor in tensors]
         most = max(counts)
         rows = [tensor.movedim(dim, 0) for tensor in tensors]
-        flat = torch.cat([_plain(row).reshape(row.shape[0], -1) for row in rows], dim=1)
+        flat = torch.cat([_sendable(row).reshape(row.shape[0], -1) for row in rows], dim=1)
         if flat.shape[0] < most:
             flat = torch.cat([flat, flat.new_zeros(most - flat.shape[0], flat.shape[1])])
         gathered = flat.new_empty(self.size * most, flat.shape[1])
@@ -67,31 +73,26 @@ class Group:
             for row, columns in zip(rows, torch.split(parts, widths, dim=2), strict=True)
         ]
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Send each rank its part, and get one of a known shape from each."""
-        sizes = [torch.Size(shape) for shape in shapes]
-        outgoing = torch.cat([part.reshape(-1) for part in parts])
-        arriving = outgoing.new_empty(sum(size.numel() for size in sizes))
-        dist.all_to_all_single(
-            arriving,
-            outgoing,
-            output_split_sizes=[size.numel() for size in sizes],
-            input_split_sizes=[part.numel() for part in parts],
-            group=self.handle,
-        )
-        stays = parts[self.index].numel()
-        self.traffic.count("all-to-all", (outgoing.numel() - stays) * outgoing.element_size())
-        arrived = torch.split(arriving, [size.numel() for size in sizes])
-        return [part.view(size) for part, size in zip(arrived, sizes, strict=True)]
+    def all_to_all(
+        self, parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[torch.Tensor]]:
+        """Send each rank its tensors, and get tensors of known shapes from each, in one exchange."""
+        outgoing = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in parts]
+        sizes = [sum(map(math.prod, of_rank)) for of_rank in shapes]
+        arriving = outgoing[0].new_empty(sum(sizes))
+        sent = torch.cat(outgoing)
+        dist.all_to_all_single(arriving, sent, sizes, [part.numel() for part in outgoing], group=self.handle)
+        self.traffic.count("all-to-all", (sent.numel() - outgoing[self.index].numel()) * sent.element_size())
+        return [unpacked(flat, of_rank) for flat, of_rank in zip(torch.split(arriving, sizes), shapes, strict=True)]
 
     def pass_on(self, tensor: torch.Tensor, next_numel: int) -> Callable[[], torch.Tensor]:
-        """Start sending a flat tensor to the next rank of the ring and getting one from the rank before."""
+        """Start sending a flat tensor to the next rank of the ring and receiving one from the previous rank."""
         arriving = tensor.new_empty(next_numel)
         operations = [
             dist.P2POp(dist.isend, tensor, self.ranks[(self.index + 1) % self.size], group=self.handle),
             dist.P2POp(dist.irecv, arriving, self.ranks[(self.index - 1) % self.size], group=self.handle),
         ]
-        if self.index % 2:  # Both ends of a link begin with opposite operations, so that none waits for the other.
+        if self.index % 2:  # The two ends of a link start with opposite operations, so that neither waits.
             operations.reverse()
         works = dist.batch_isend_irecv(operations)
         self.traffic.count("ring", tensor.numel() * tensor.element_size())
@@ -103,25 +104,32 @@ class Group:
 
         return wait
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks."""
-        return self._reduce(tensor, dist.ReduceOp.SUM)
-
-    def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The maximum over all ranks."""
-        return self._reduce(tensor, dist.ReduceOp.MAX)
-
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The tensor of the rank at a place of the group; others give one of the same shape, whose values do not
-        matter."""
+        """The tensor of the rank at position `source`; the others pass one of the same shape, with any values."""
         if self.size == 1:
             return tensor
-        sent = _plain(tensor).contiguous()
+        sent = _sendable(tensor).contiguous()
         sent = sent if self.index == source else torch.empty_like(sent)
         dist.broadcast(sent, self.ranks[source], group=self.handle)
         if self.index == source:
             self.traffic.count("broadcast", sent.numel() * sent.element_size() * (self.size - 1))
         return sent.to(tensor.dtype)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def max(self, number: float, like: Any) -> float:
+        """The largest number on any rank; NaN counts as infinite. Exchanged on the device of the tensors in `like`."""
+        device = next((tensor.device for tensor in tree.tensors(like)), torch.device("cpu"))
+        number = math.inf if math.isnan(number) else number
+        return float(self._reduce(torch.tensor([number], device=device), dist.ReduceOp.MAX).item())
+
+    def difference(self, output: Any, reference: Any) -> float:
+        """The largest relative difference from a reference on any rank; 0 if rounding explains it on all of them."""
+        allowed = max((_TOLERANCE.get(tensor.dtype, 1e-4) for tensor in tree.tensors(reference)), default=0.0)
+        apart = tree.difference(output, reference)
+        return self.max(0.0 if apart <= allowed else apart, reference)
 
     def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size == 1:
@@ -132,10 +140,16 @@ class Group:
         return reduced
 
 
+def unpacked(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Tensors of these shapes, from their elements in one flat tensor."""
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name in torch from 2.13 on, and before."""
+"""Its name from torch 2.13 on, and before."""
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Truth values travel as bytes: not every backend sends them."""
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Booleans travel as bytes: not every backend sends them."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

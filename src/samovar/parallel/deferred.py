@@ -1,7 +1,7 @@
 """What does a rank return for a branch that another rank computes?
 
-A tensor that is not there yet. The pipeline goes on to its next branch with it in hand; the first operation that
-needs its values fetches them.
+A tensor without values yet. The pipeline goes on to its next branch with it in hand; the first operation that needs the
+values fetches them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _STILL_DEFERRED = {
     torch.ops.aten.alias.default,
     torch.ops.aten.detach.default,
 }
-"""What pipelines do to one branch before they ask for the next: cutting off what belongs to a reference, if anything
-does (cutting off nothing is an alias)."""
+"""What pipelines do to one branch before they compute the next: they cut off the tokens of a reference image, if there
+are any (cutting off nothing is an alias)."""
 
 
 class DeferredTensor(torch.Tensor):
@@ -30,14 +30,19 @@ class DeferredTensor(torch.Tensor):
     _value: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, fetch: Callable[[], torch.Tensor]) -> DeferredTensor:
+    def __new__(
+        cls, like: torch.Tensor, fetch: Callable[[], torch.Tensor], device: torch.device | None = None
+    ) -> DeferredTensor:
         make: Any = torch.Tensor._make_wrapper_subclass
-        deferred: DeferredTensor = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+        device = device or like.device
+        deferred: DeferredTensor = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
         deferred._fetch = fetch
         deferred._value = None
         return deferred
 
-    def __init__(self, like: torch.Tensor, fetch: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self, like: torch.Tensor, fetch: Callable[[], torch.Tensor], device: torch.device | None = None
+    ) -> None:
         super().__init__()
 
     def value(self) -> torch.Tensor:
@@ -67,20 +72,7 @@ class DeferredTensor(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func in _STILL_DEFERRED and isinstance(first, DeferredTensor) and first._value is None:
-            shaped = func(torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta"), *args[1:])
-            like = torch.empty_strided(shaped.shape, shaped.stride(), dtype=first.dtype, device="meta")
-            return _deferred(like, first.device, lambda: func(first.value(), *args[1:], **kwargs))
-        args, kwargs = tree_map(_resolved, (args, kwargs))
+            form = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
+            return cls(func(form, *args[1:]), lambda: func(first.value(), *args[1:], **kwargs), first.device)
+        args, kwargs = tree_map(lambda part: part.value() if isinstance(part, cls) else part, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _resolved(value: Any) -> Any:
-    return value.value() if isinstance(value, DeferredTensor) else value
-
-
-def _deferred(like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]) -> DeferredTensor:
-    make: Any = torch.Tensor._make_wrapper_subclass
-    deferred: DeferredTensor = make(DeferredTensor, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
-    deferred._fetch = fetch
-    deferred._value = None
-    return deferred

@@ -1,290 +1,198 @@
-"""Where can a model be split of which nothing is known?
+"""Which plans may fit a model without one? The plan that shares most comes first.
 
-Its blocks are tried one by one, each alone: one token of what a block carries is changed, with attention leaving
-each token by itself. If that one token of the output changes and no other, the block can be split along it.
-Every other argument is tried the same way: what changes one token is a table with an entry for each, such as a
-rotary embedding, and is split alike; the rest stays whole.
+Whole blocks are tried first. A block that cannot be split as a whole may be split around the modules in it: an
+attention whose tokens meet only there, and a feed-forward network, in which they do not meet at all. Whatever the block
+does between them, it does with all tokens on every rank.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ..arch import BlockStack
-from ..arch.blocks import output_values
-from ..arch.modules import unwrapped
+from ..arch import Anatomy, BlockStack
+from ..arch.modules import parameters_of, unwrapped
 from ..errors import ModelError
+from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import BlockCall, Watcher
-from .attention import AttentionCall
-from .capture import attention_through
-from .flex import FlexCall
-from .plan import (
-    InputTree,
-    SequenceParallelInput,
-    SequenceParallelModelPlan,
-    SequenceParallelOutput,
-    SequenceParallelPartialInput,
-)
-
-_TEXT = ("encoder", "text", "context", "txt", "prompt", "und_")
-_Leaf = tuple[str | int, ...]
-"""Where a tensor is among a block's arguments."""
+from .plan import SequenceParallelModelPlan
+from .trial import Split, Trial, call_again
 
 
-@dataclass(frozen=True)
-class StackSplit:
-    """How one stack can be split."""
+class Candidate(NamedTuple):
+    """A plan that may fit."""
 
-    stack: BlockStack
-    first: str
-    last: str
-    stream: str
-    """The parameter that carries the tokens."""
-    dim: int
-    tables: Mapping[str, InputTree]
-    """Other parameters that have an entry for each token."""
-    outputs: tuple[int, ...]
-    """Which of the values that a block returns hold the tokens."""
-    num_outputs: int
-    length: int
+    source: str
+    plan: SequenceParallelModelPlan
+    shares_attention: bool = False
+    """Whether ranks share the work of attentions whose tokens are not split."""
 
-    def plan(self, *, each_block: bool) -> SequenceParallelModelPlan:
-        """Split at the first block and gather after the last, or around each block."""
-        stream = {self.stream: SequenceParallelInput(self.dim)}
-        outputs: Any = [
-            SequenceParallelOutput(self.dim) if i in self.outputs else None for i in range(self.num_outputs)
+
+def candidates(
+    model: torch.nn.Module, anatomy: Anatomy, watched: Watcher, size: int, rejected: dict[str, str]
+) -> Iterator[Candidate]:
+    """Plans derived from what a forward did with the blocks. `rejected` gets the reason for each stack that has none.
+    All ranks get the same, in the same order."""
+    ran = [stack for stack in anatomy.stacks if any(path in watched.calls for path in stack.block_paths)]
+    yield from _of_blocks(model, ran, watched, size, rejected)
+    alone = [stack for stack in ran if not _runs_between_others(stack, ran, watched)]
+    for attends in (True, False):
+        source = "derived inside blocks" if attends else "derived inside blocks (attention shared)"
+        for stacks in (ran, *([alone] if 0 < len(alone) < len(ran) else [])):
+            of = "" if stacks is ran else f" of {', '.join(stack.path for stack in stacks)}"
+            plan: SequenceParallelModelPlan = {}
+            for stack in stacks:
+                with _noting_failure(rejected, f"{source}: {stack.path}"):
+                    plan |= in_block_plan(model, stack, watched, size, attends=attends)
+            if plan:
+                yield Candidate(f"{source}{of}", plan, shares_attention=True)
+    # A model that cannot be split anywhere can still share the work of its attentions.
+    yield Candidate("attention only", {}, shares_attention=True)
+
+
+@contextlib.contextmanager
+def _noting_failure(rejected: dict[str, str], source: str) -> Iterator[None]:
+    """Inside, an error is noted and otherwise ignored."""
+    try:
+        with trial(()):
+            yield
+    except TrialFailed as error:
+        rejected[source] = str(error)
+
+
+def _runs_between_others(stack: BlockStack, stacks: Sequence[BlockStack], watched: Watcher) -> bool:
+    """Whether a stack first runs after another has begun and before it has ended: it changes other values than the
+    tokens."""
+    moments = [[i for i, path in enumerate(watched.blocks) if path in other.block_paths] for other in (stack, *stacks)]
+    own, *others = moments
+    return any(other[0] < own[0] < other[-1] for other in others)
+
+
+# ------------------------------------------------------------------------------------------------ whole blocks
+
+
+def _of_blocks(
+    model: torch.nn.Module, stacks: Sequence[BlockStack], watched: Watcher, size: int, rejected: dict[str, str]
+) -> Iterator[Candidate]:
+    """Plans for the stacks with the longest sequences: all of them or one; split once, or at each block."""
+    splits: list[tuple[BlockStack, Split]] = []
+    for stack in stacks:
+        with _noting_failure(rejected, stack.path):
+            splits.append((stack, split_stack(model, stack, watched, size)))
+    longest = max((split.length for _, split in splits), default=0)
+    splits = [(stack, split) for stack, split in splits if 2 * split.length >= longest]
+    for chosen in [splits, *([one] for one in reversed(splits) if len(splits) > 1)]:
+        for how, each_block in {"split once": False, "split at each block": True}.items():
+            plan: SequenceParallelModelPlan = {}
+            for stack, split in chosen:
+                plan |= stack_plan(stack, split, watched, each_block=each_block)
+            if plan:
+                yield Candidate(f"derived for {', '.join(stack.path for stack, _ in chosen)} ({how})", plan)
+
+
+def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watcher, size: int) -> Split:
+    """How to split the blocks of a stack, found by trying the first one."""
+    first = _paths(stack, watched)[0]
+    block = unwrapped(model.get_submodule(first))
+    return Trial(block, watched.calls[first], stack.path, stack.carried).split(size)
+
+
+def stack_plan(stack: BlockStack, split: Split, watched: Watcher, *, each_block: bool) -> SequenceParallelModelPlan:
+    """Split at the first block and gather after the last, or around each block."""
+    paths = _paths(stack, watched)
+    if each_block or paths[0] == paths[-1]:
+        return {stack.pattern: split.inputs, **dict.fromkeys(stack.block_paths, split.outputs)}
+    tables = {stack.pattern: dict(split.tables)} if split.tables else {}
+    return {paths[0]: {split.stream: split.inputs[split.stream]}, **tables, paths[-1]: split.outputs}
+
+
+def _paths(stack: BlockStack, watched: Watcher) -> list[str]:
+    return [path for path in watched.blocks if path in stack.block_paths]
+
+
+# ------------------------------------------------------------------------------------------------ inside of blocks
+
+
+def in_block_plan(
+    model: torch.nn.Module, stack: BlockStack, watched: Watcher, size: int, *, attends: bool
+) -> SequenceParallelModelPlan:
+    """A plan that splits around the modules of each block, found by trying those of the first block of each kind. With
+    `attends`, along the sequences of the longest attentions; else attention stays whole."""
+    kinds: dict[Any, list[str]] = {}
+    for path in dict.fromkeys(_paths(stack, watched)):
+        block = unwrapped(model.get_submodule(path))
+        kind = type(block), tuple((name, type(part)) for name, part in block.named_children())
+        kinds.setdefault(kind, []).append(path)
+    chosen: dict[str, dict[str, Split | None]] = {}
+    for paths in kinds.values():
+        block = unwrapped(model.get_submodule(paths[0]))
+        splits = _longest(_splits_of_children(block, watched.calls[paths[0]], size), attends=attends)
+        for name, _ in block.named_children():
+            chosen.setdefault(name, {}).update(dict.fromkeys(paths, splits.get(name)))
+    plan: SequenceParallelModelPlan = {}
+    for name, by_path in chosen.items():
+        split = next(iter(by_path.values()))
+        # One key splits the inputs of all blocks, as the outputs of each are gathered by the key of its own path.
+        if split is not None and all(other == split for other in by_path.values()):
+            plan[f"{stack.pattern}.{name}"] = split.inputs
+            plan |= {f"{path}.{name}": split.outputs for path in by_path}
+    if not plan:
+        where = "meet only in attention" if attends else "do not meet"
+        raise ModelError(f"No module in the blocks of {stack.path!r} has tokens that {where}.")
+    return plan
+
+
+def _longest(by_name: dict[str, list[Split]], *, attends: bool) -> dict[str, Split]:
+    """The splits along a long sequence: that of an attention, with `attends`."""
+    sequences = {(s.dim, s.length) for splits in by_name.values() for s in splits if s.attends == attends}
+    longest = max((length for _, length in sequences), default=0)
+    chosen = {}
+    for name, splits in by_name.items():
+        fitting = [
+            split
+            for split in splits
+            if (split.dim, split.length) in sequences and 2 * split.length >= longest and (attends or not split.attends)
         ]
-        outputs = outputs[0] if self.num_outputs == 1 else outputs
-        every = self.stack.pattern
-        if each_block or self.first == self.last:
-            gathers = dict.fromkeys(self.stack.block_paths, outputs)
-            return {every: {**stream, **self.tables}, **gathers}
-        tables = {every: dict(self.tables)} if self.tables else {}
-        return {self.first: stream, **tables, self.last: outputs}
+        if fitting:
+            chosen[name] = max(fitting, key=lambda split: split.length)
+    return chosen
 
 
-def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watcher, size: int) -> StackSplit:
-    """How a stack can be split, found by trying its first block."""
-    paths = [path for path in watched.blocks if path in stack.block_paths]
-    block = unwrapped(model.get_submodule(paths[0]))
-    call = watched.calls[paths[0]]
-    trial = Trial(block, call, stack.path, stack.carried)
-    stream, dim = trial.token_dim(size)
-    tables = trial.tables()
-    return StackSplit(
-        stack=stack,
-        first=paths[0],
-        last=paths[-1],
-        stream=stream,
-        dim=dim,
-        tables=tables,
-        outputs=trial.outputs_with_tokens(),
-        num_outputs=len(output_values(call.output)),
-        length=call.arguments[stream].shape[dim],
-    )
+def _splits_of_children(block: torch.nn.Module, call: BlockCall, size: int) -> dict[str, list[Split]]:
+    """For each module of a block, the ways to split it. Each is tried right after it was called in a run of the block:
+    then its weights are where they must be."""
+    found: dict[str, list[Split]] = {}
+    is_trying = False
+
+    def after(name: str) -> Callable[..., None]:
+        def attempt(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            nonlocal is_trying
+            if not is_trying:
+                arguments = dict(zip(parameters_of(module), args, strict=False)) | kwargs
+                is_trying = True
+                try:
+                    found[name] = _splits_of(module, name, BlockCall(arguments, len(args), output), size)
+                finally:
+                    is_trying = False
+
+        return attempt
+
+    with contextlib.ExitStack() as removals, torch.no_grad():
+        for name, module in block.named_children():
+            if any(parameter.ndim > 1 for parameter in module.parameters()):
+                handle = unwrapped(module).register_forward_hook(after(name), with_kwargs=True)
+                removals.callback(handle.remove)
+        call_again(block, call, call.arguments)
+    return found
 
 
-class Trial:
-    """A block alone, with attention that leaves each token by itself."""
-
-    def __init__(self, block: torch.nn.Module, call: BlockCall, path: str, carried: Collection[str]) -> None:
-        """`carried`: the parameters that may hold tokens."""
-        self._block = block
-        self._call = call
-        self._path = path
-        self._carried = carried
-        self._stream = ""
-        self._dim = 0
-        self._outputs: tuple[int, ...] = ()
-        self._queries: list[torch.Tensor] = []
-        self._reference = self._run(call.arguments)
-
-    @property
-    def attends(self) -> bool:
-        """Whether there is any attention in the last run."""
-        return bool(self._queries)
-
-    def token_dim(self, size: int) -> tuple[str, int]:
-        """The parameter that carries the image's tokens, the longest if there are several, and their dimension."""
-        found: list[tuple[bool, int, str, int]] = []
-        for name, tensor in self._call.arguments.items():
-            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.ndim < 2:
-                continue
-            if not any(
-                isinstance(v, torch.Tensor) and v.shape == tensor.shape for v in output_values(self._call.output)
-            ):
-                continue
-            for dim in range(tensor.ndim - 1):
-                if tensor.shape[dim] >= max(size, 2) and self.is_token_dim(name, tensor, dim):
-                    is_text = any(word in name for word in _TEXT)
-                    found.append((not is_text, tensor.shape[dim], name, dim))
-        if not found:
-            raise ModelError(
-                f"The blocks of {self._path!r} cannot be split: no argument of "
-                f"{type(self._block).__name__} has a dimension of at least {size} along which tokens meet in attention "
-                "only."
-            )
-        _, _, stream, dim = max(found)
-        self.follow(stream, dim)
-        return stream, dim
-
-    def follow(self, stream: str, dim: int) -> None:
-        """Take a parameter for the one that carries the tokens."""
-        self._stream, self._dim = stream, dim
-        self._outputs = self.outputs_with_tokens()
-
-    def is_token_dim(self, name: str, tensor: torch.Tensor, dim: int, *, attends: bool = True) -> bool:
-        """Whether rows along a dimension meet in attention only, or, where there is none, nowhere."""
-        for index in (0, tensor.shape[dim] - 1):
-            outputs = self._run(self._changed((name,), tensor, dim, index))
-            shaped = [i for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and v.shape == tensor.shape]
-            rows = [_changed_rows(outputs[i], self._reference[i], dim) for i in shaped]
-            # Any dimension that a block does not mix passes so far, the batch too. A token is one row of a query.
-            queries = [query.isnan() for query in self._queries if query.isnan().any()]
-            is_row = bool(queries) and all(q.movedim(-2, 0).flatten(1).any(1).sum() == 1 for q in queries)
-            if [index] not in rows or any(len(changed) > 1 for changed in rows) or is_row != attends:
-                return False
-        return True
-
-    def tables(self) -> dict[str, InputTree]:
-        """How arguments are split that have an entry for each token."""
-        tables: dict[str, InputTree] = {}
-        for leaf, tensor in _leaves(self._call.arguments):
-            if leaf[0] != self._stream and tensor.ndim:
-                found = self.table(leaf, tensor)
-                if found is not None:
-                    _insert(tables, leaf, found, self._call.arguments)
-        return tables
-
-    def table(self, leaf: _Leaf, tensor: torch.Tensor) -> Any:
-        """How an argument is split that has an entry for each token; None for one that has not."""
-        tokens = self._call.arguments[self._stream].shape[self._dim]
-        for dim in range(tensor.ndim):
-            rows = tensor.shape[dim]
-            if rows < tokens:
-                continue
-            first, last = (self._rows_changed_by(leaf, tensor, dim, index) for index in (0, rows - 1))
-            if rows == tokens and first == [0] and last == [tokens - 1]:
-                return SequenceParallelInput(dim)
-            if rows > tokens and first == [] and last == [tokens - 1]:
-                return SequenceParallelPartialInput(dim, self._text_source(rows - tokens))
-            if rows > tokens and first == [0] and last == []:
-                return SequenceParallelPartialInput(dim, self._text_source(rows - tokens), text_first=False)
-        return None
-
-    def mixes_by_others(self) -> bool:
-        """Whether one token of another argument changes several: a choice of tokens by scores, say."""
-        tokens = self._call.arguments[self._stream].shape[self._dim]
-        for leaf, tensor in _leaves(self._call.arguments):
-            for dim in range(tensor.ndim - 1):
-                if leaf[0] != self._stream and tensor.shape[dim] == tokens:
-                    changed = self._rows_changed_by(leaf, tensor, dim, 0)
-                    if changed is None or len(changed) > 1:
-                        return True
-        return False
-
-    def outputs_with_tokens(self) -> tuple[int, ...]:
-        """Which returned values change with the tokens of the stream."""
-        tensor = self._call.arguments[self._stream]
-        outputs = self._run(self._changed((self._stream,), tensor, self._dim, 0))
-        return tuple(
-            place
-            for place, (one, other) in enumerate(zip(outputs, self._reference, strict=True))
-            if isinstance(one, torch.Tensor) and one.ndim > self._dim and _changed_rows(one, other, self._dim) == [0]
-        )
-
-    def _rows_changed_by(self, leaf: _Leaf, tensor: torch.Tensor, dim: int, index: int) -> list[int] | None:
-        try:
-            outputs = self._run(self._changed(leaf, tensor, dim, index))
-        except (RuntimeError, IndexError, ValueError):  # A value that the block does not take, such as an index.
-            return None
-        rows = [_changed_rows(outputs[place], self._reference[place], self._dim) for place in self._outputs]
-        return next((changed for changed in rows if changed), [])
-
-    def _text_source(self, length: int) -> str | int:
-        """What tells how many tokens of a table are not the stream's."""
-        for name, value in self._call.arguments.items():
-            is_stream = isinstance(value, torch.Tensor) and name != self._stream and name in self._carried
-            if is_stream and value.ndim > 2 and value.shape[1] == length:
-                return name
-        return length
-
-    def _changed(self, leaf: _Leaf, tensor: torch.Tensor, dim: int, index: int) -> dict[str, Any]:
-        changed = tensor.detach().clone()
-        row = changed.select(dim, index)
-        if tensor.is_floating_point() or tensor.is_complex():
-            row.fill_(math.nan)
-        elif tensor.dtype == torch.bool:
-            row.logical_not_()
-        else:
-            row.copy_(torch.where(row == tensor.max(), tensor.min(), tensor.max()))
-        name = str(leaf[0])
-        return {**self._call.arguments, name: _replaced(self._call.arguments[name], leaf[1:], changed)}
-
-    def _run(self, arguments: Mapping[str, Any]) -> list[Any]:
-        self._queries = []
-        with torch.no_grad(), attention_through(self._by_itself, everywhere=True):
-            values, count = list(arguments.values()), self._call.num_positional
-            named = dict(list(arguments.items())[count:])
-            return list(output_values(self._block(*values[:count], **named)))
-
-    def _by_itself(self, call: AttentionCall) -> torch.Tensor:
-        if isinstance(call, FlexCall):
-            raise ModelError(f"The blocks of {self._path!r} cannot be split: their flex attention has a mask.")
-        self._queries.append(call.query)
-        output = call.query.mean(-1, keepdim=True).expand(*call.query.shape[:-1], call.value.shape[-1])
-        if call.key.shape[-2] == call.query.shape[-2]:
-            own = call.key.mean(-1, keepdim=True) + call.value
-            if own.shape[-3] != output.shape[-3]:
-                own = own.repeat_interleave(output.shape[-3] // own.shape[-3], -3)
-            output = output + own
-        return output.contiguous()
-
-
-def _changed_rows(one: Any, other: Any, dim: int) -> list[int]:
-    if not isinstance(one, torch.Tensor):
-        return []
-    apart = one.isnan() | ((one - other).abs() > 1e-4 * (1 + other.abs()))
-    marks = apart.movedim(dim, 0).flatten(1).any(1)
-    return [int(index) for index in marks.nonzero().flatten()]
-
-
-def _leaves(value: Any, path: _Leaf = ()) -> Iterator[tuple[_Leaf, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _leaves(part, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            yield from _leaves(part, (*path, index))
-
-
-def _replaced(value: Any, path: _Leaf, tensor: torch.Tensor) -> Any:
-    if not path:
-        return tensor
-    if isinstance(value, dict):
-        return {k: _replaced(part, path[1:], tensor) if k == path[0] else part for k, part in value.items()}
-    parts = [_replaced(part, path[1:], tensor) if i == path[0] else part for i, part in enumerate(value)]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-
-def _insert(tables: dict[str, InputTree], leaf: _Leaf, spec: Any, arguments: Mapping[str, Any]) -> None:
-    """Put a spec at its place in a tree of the same form as the argument."""
-
-    def tree(value: Any, path: _Leaf, known: Any) -> Any:
-        if not path:
-            return spec
-        if isinstance(value, dict):
-            known = known or {}
-            return {**known, path[0]: tree(value[path[0]], path[1:], known.get(path[0]))}
-        known = known or [None] * len(value)
-        return [tree(part, path[1:], known[i]) if i == path[0] else known[i] for i, part in enumerate(value)]
-
-    name = str(leaf[0])
-    tables[name] = tree(arguments[name], leaf[1:], tables.get(name))
+def _splits_of(module: torch.nn.Module, name: str, call: BlockCall, size: int) -> list[Split]:
+    """The ways to split a module: an attention has one, another module one for each sequence that it may have."""
+    splits: list[Split] = []
+    with _noting_failure({}, name):
+        tried = Trial(module, call, name, parameters_of(module))
+        splits += [tried.split(size)] if tried.attends else list(tried.splits_without_attention(size))
+    return splits

@@ -1,8 +1,8 @@
-"""How are ranks started, watched and ended?
+"""How are ranks started, watched and stopped?
 
-`Ranks` starts processes that make up one world and runs functions in all of them. It watches them all: when one
-fails or dies, the others, which may be waiting for it in an exchange that never comes, are ended, and the error
-names the one that was first. Under torchrun the processes are there already: `join_world`.
+`Ranks` starts the processes of one world and runs functions in all of them. When one fails or dies, the others may wait
+for it in an exchange that never comes: all are stopped, and the error names the one that failed first. Under torchrun
+the processes exist already: `join_world`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ..errors import SettingError
-from .failures import RankError
+from ..errors import RankError, SettingError
 
 _SETTLE_S = 0.5
-"""How long to go on listening after a first failure: the first to be heard is often not the first to fail."""
+"""How long to keep listening after a first failure: the first one heard is often not the first to fail."""
 
 _START = timedelta(minutes=10)
-"""How long a rank waits for others to be started, however short it waits for them later: on a busy machine one may be
-there long before another."""
+"""How long a rank waits for others to start, however short its later timeouts: on a busy machine one may be there long
+before another."""
 
 
 class _Answer(NamedTuple):
-    """What a rank says at the end of a call."""
+    """What a rank sends at the end of a call."""
 
     result: Any
     error: str | None = None
@@ -42,7 +41,7 @@ class _Answer(NamedTuple):
 
 
 class Ranks:
-    """Processes of one world, on this machine."""
+    """The processes of one world, on this machine."""
 
     def __init__(
         self,
@@ -52,20 +51,23 @@ class Ranks:
         timeout_s: float = 600.0,
         num_threads: int | None = None,
     ) -> None:
-        """`timeout_s` is how long a rank waits for others in an exchange. The backend is NCCL if there are GPUs for
-        all ranks, else gloo."""
+        """`timeout_s` is how long a rank waits for others in an exchange. The default backend is NCCL if there is a GPU
+        for each rank, else gloo."""
         if type(num_ranks) is not int or num_ranks < 1:
-            raise SettingError(f"num_ranks is {num_ranks!r}; a number of processes from 1 on was expected.")
+            raise SettingError(
+                f"num_ranks is {num_ranks!r}; expected a number of processes, 1 or more.", param="num_ranks"
+            )
         backend = backend or default_backend(num_ranks)
         # The parent holds the store, so that it outlives every rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         context = multiprocessing.get_context("spawn")
+        threads = num_threads or max(1, torch.get_num_threads() // num_ranks)
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            settings = _Settings(rank, num_ranks, self._store.port, backend, timeout_s, num_threads)
-            process = context.Process(target=_serve, args=(settings, there), daemon=True, name=f"samovar rank {rank}")
+            world = (rank, num_ranks, self._store.port, backend, timeout_s)
+            process = context.Process(target=_serve, args=(there, threads, world), daemon=True, name=f"rank {rank}")
             process.start()
             there.close()
             self._processes.append(process)
@@ -80,8 +82,8 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float | None = None) -> list[Any]:
-        """Run a function in all ranks and give what each returned. If one fails or dies, or the limit has passed,
-        all are ended and RankError says which and why."""
+        """Run a function in all ranks; the result of each. If one fails or dies, or the time limit passes, all are
+        stopped and RankError says which and why."""
         if not self._processes:
             raise RankError(-1, "These ranks have ended. Start new ones.")
         task = pickle.dumps((function, args))
@@ -89,30 +91,30 @@ class Ranks:
             try:
                 pipe.send_bytes(task)
             except OSError:
-                continue  # It is dead; it is found so below.
+                continue  # Its process is dead, which shows below.
         answers: dict[int, _Answer] = {}
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while len(answers) < len(self._pipes):
-            self._listen(answers, None if deadline is None else deadline - time.monotonic())
+            self._listen(answers, deadline)
             if any(answer.error is not None for answer in answers.values()):
                 self._fail(answers)
             if deadline is not None and time.monotonic() >= deadline:
-                missing = [rank for rank in range(len(self._pipes)) if rank not in answers]
+                missing = next(rank for rank in range(len(self._pipes)) if rank not in answers)
                 self.close(wait_s=0.0)
-                raise RankError(missing[0], f"Rank {missing[0]} did not answer within {limit_s} s; all were ended.")
+                raise RankError(missing, f"Rank {missing} did not answer within {limit_s} s; all were stopped.")
         return [answers[rank].result for rank in range(len(self._pipes))]
 
     def close(self, wait_s: float = 5.0) -> None:
-        """End all ranks: ask, then terminate, then kill."""
+        """Stop all ranks: ask, then terminate, then kill."""
         for pipe in self._pipes:
-            pipe.close()  # Each leaves its loop at the end of its pipe.
+            pipe.close()  # A rank leaves its loop when its pipe closes.
         deadline = time.monotonic() + wait_s
-        for end in (None, "terminate", "kill"):
+        for stop in (None, "terminate", "kill"):
             for process in self._processes:
-                if process.is_alive() and end is not None:
-                    getattr(process, end)()
+                if process.is_alive() and stop is not None:
+                    getattr(process, stop)()
             for process in self._processes:
-                process.join(max(0.0, deadline - time.monotonic()) if end is None else 2.0)
+                process.join(max(0.0, deadline - time.monotonic()) if stop is None else 2.0)
         self._processes, self._pipes = [], []
 
     def __enter__(self) -> Ranks:
@@ -123,14 +125,12 @@ class Ranks:
     ) -> None:
         self.close(wait_s=5.0 if error is None else 0.0)
 
-    def _listen(self, answers: dict[int, _Answer], wait_s: float | None) -> None:
+    def _listen(self, answers: dict[int, _Answer], deadline: float | None) -> None:
         """Wait until some rank answers or dies."""
-        waiting = {self._pipes[rank]: rank for rank in range(len(self._pipes)) if rank not in answers}
-        sentinels = {self._processes[rank].sentinel: rank for rank in waiting.values()}
-        for ready in connection.wait([*waiting, *sentinels], None if wait_s is None else max(wait_s, 0.0)):
-            rank = waiting[ready] if ready in waiting else sentinels[ready]
-            if rank in answers:
-                continue
+        ranks = [rank for rank in range(len(self._pipes)) if rank not in answers]
+        sources = {self._pipes[rank]: rank for rank in ranks} | {self._processes[r].sentinel: r for r in ranks}
+        ready = connection.wait(list(sources), deadline and max(deadline - time.monotonic(), 0.0))
+        for rank in {sources[source] for source in ready}:
             try:
                 answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
             except (EOFError, OSError):
@@ -140,7 +140,7 @@ class Ranks:
     def _fail(self, answers: dict[int, _Answer]) -> None:
         deadline = time.monotonic() + _SETTLE_S
         while len(answers) < len(self._pipes) and time.monotonic() < deadline:
-            self._listen(answers, deadline - time.monotonic())
+            self._listen(answers, deadline)
         failed = {rank: answer for rank, answer in answers.items() if answer.error is not None}
         # A rank that cannot reach another fails after that one, though it may be heard first.
         rank = min(failed, key=lambda r: (failed[r].is_echo, r))
@@ -148,11 +148,11 @@ class Ranks:
         silent = [str(other) for other in range(size) if other not in answers]
         self.close(wait_s=0.0)
         hint = f" Not heard from: rank {', '.join(silent)}." if silent and failed[rank].is_echo else ""
-        raise RankError(rank, f"Rank {rank} of {size} failed, and all were ended.{hint} {failed[rank].error}")
+        raise RankError(rank, f"Rank {rank} of {size} failed, and all were stopped.{hint} {failed[rank].error}")
 
 
 def launch(function: Callable[..., Any], num_ranks: int, *args: Any, **settings: Any) -> list[Any]:
-    """Run a function in the ranks of a new world; what each returned."""
+    """Run a function in the ranks of a new world; the result of each."""
     with Ranks(num_ranks, **settings) as ranks:
         return ranks.call(function, *args)
 
@@ -161,8 +161,8 @@ def join_world(timeout_s: float = 600.0, backend: str | None = None) -> int:
     """Become one of the ranks that torchrun has started, on one node or several; this process's rank."""
     if not dist.is_torchelastic_launched():
         raise SettingError(
-            "This process was not started by torchrun. Start it so: torchrun --nproc-per-node 4 -m samovar generate "
-            "..., or let Samovar start ranks of its own: samovar.parallel.Ranks."
+            "This process was not started by torchrun. Start it with: torchrun --nproc-per-node 4 -m samovar generate "
+            "..., or let Samovar start the ranks: samovar.parallel.Ranks."
         )
     local = dist.get_node_local_rank(fallback_rank=0)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -173,23 +173,13 @@ def join_world(timeout_s: float = 600.0, backend: str | None = None) -> int:
 
 
 def default_backend(num_ranks: int) -> str:
-    """NCCL if there is a GPU for each rank of this machine, else gloo."""
+    """NCCL if this machine has a GPU for each rank, else gloo."""
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks else "gloo"
 
 
-class _Settings(NamedTuple):
-    rank: int
-    num_ranks: int
-    port: int
-    backend: str
-    timeout_s: float
-    num_threads: int | None
-
-
-def _serve(settings: _Settings, pipe: Any) -> None:
-    """What a rank does until its pipe ends."""
-    torch.set_num_threads(settings.num_threads or max(1, torch.get_num_threads() // settings.num_ranks))
-    timeout = timedelta(seconds=settings.timeout_s)
+def _serve(pipe: Any, num_threads: int, world: tuple[int, int, int, str, float]) -> None:
+    """What a rank does until its pipe closes."""
+    torch.set_num_threads(num_threads)
     while True:
         try:
             task = pipe.recv_bytes()
@@ -197,30 +187,27 @@ def _serve(settings: _Settings, pipe: Any) -> None:
             return
         try:
             if not dist.is_initialized():
-                _enter_world(settings, timeout)
+                _enter_world(*world)
             function, args = pickle.loads(task)
-            answer = _Answer(function(*args))
-            payload = pickle.dumps(answer)
+            payload = pickle.dumps(_Answer(function(*args)))
         except BaseException as error:
-            payload = pickle.dumps(_Answer(None, _described(error), _is_echo(error)))
+            pipe.send_bytes(pickle.dumps(_failure(error)))
+            raise SystemExit(1) from None
         pipe.send_bytes(payload)
 
 
-def _enter_world(settings: _Settings, timeout: timedelta) -> None:
-    if settings.backend == "nccl":
-        torch.cuda.set_device(settings.rank)
-    store = TCPStore("127.0.0.1", settings.port, is_master=False, timeout=_START)
-    store.set(f"rank {settings.rank} is here", "yes")
-    store.wait([f"rank {rank} is here" for rank in range(settings.num_ranks)], _START)
-    dist.init_process_group(
-        settings.backend, store=store, rank=settings.rank, world_size=settings.num_ranks, timeout=timeout
-    )
-
-
-def _described(error: BaseException) -> str:
+def _failure(error: BaseException) -> _Answer:
     last = "".join(traceback.format_tb(error.__traceback__)[-3:])
-    return f"{type(error).__name__}: {error}\n{last}".rstrip()
+    words = ("gloo/", "Connection", "NCCL")
+    is_echo = isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+    return _Answer(None, f"{type(error).__name__}: {error}\n{last}".rstrip(), is_echo)
 
 
-def _is_echo(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "Connection", "NCCL"))
+def _enter_world(rank: int, num_ranks: int, port: int, backend: str, timeout_s: float) -> None:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=_START)
+    store.set(f"rank {rank} is here", "yes")
+    store.wait([f"rank {other} is here" for other in range(num_ranks)], _START)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)

@@ -1,60 +1,55 @@
-"""Which rows of a tensor are whose? Tokens that every rank has, and tokens that are spread over the ranks.
+"""Which rows of a tensor belong to whom? Some tokens are on every rank, others are spread over the ranks.
 
-Where a tensor's tokens lie follows from the length of the whole sequence and the number of ranks, so ranks
-never tell each other sizes.
+Where tokens are follows from the length of the whole sequence and the number of ranks, so ranks never exchange sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from ..errors import SettingError
-from .failures import ShardingError
+from ..errors import SettingError, ShardingError
 
 
 def spread(count: int, size: int) -> tuple[int, ...]:
-    """How many of some things each rank gets, as evenly as can be, the first ranks more."""
+    """How many items each rank gets, as evenly as possible, the first ranks more."""
     least, more = divmod(count, size)
     return tuple(least + (rank < more) for rank in range(size))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a sequence lies over ranks: contiguous parts that differ by one token at most."""
+    """How a sequence is spread over ranks: contiguous parts that differ by at most one token."""
 
     length: int
     size: int
     is_padded: bool = False
-    """All parts have the same number of rows; the last rows of the last ones are no tokens."""
+    """Whether all parts have the same number of rows; the last rows of the last parts are then not tokens."""
 
     def __post_init__(self) -> None:
-        # A part of one row would be taken, by the model and by us, for a value that holds for all rows.
+        # The model, and we, would take a part of one row for a value that applies to all rows.
         if self.size > 1 and (min(self.rows) < 2 or not min(self.tokens)):
             raise SettingError(
-                f"A sequence of {self.length} tokens cannot be split over {self.size} ranks: each needs two at least. "
-                f"Use a degree of at most {max(self.length // 2, 1)}, or leave this sequence whole."
+                f"A sequence of {self.length} tokens cannot be split over {self.size} ranks: each needs at least two. "
+                f"Use a degree of at most {max(self.length // 2, 1)}, or do not split this sequence."
             )
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """How many tokens each rank has."""
-        if self.is_padded:
-            return tuple(min(max(self.length - rank * self.padded, 0), self.padded) for rank in range(self.size))
-        return spread(self.length, self.size)
-
-    @property
-    def padded(self) -> int:
-        return -(-self.length // self.size)
+        """Number of tokens on each rank."""
+        if not self.is_padded:
+            return spread(self.length, self.size)
+        most = -(-self.length // self.size)
+        return tuple(min(max(self.length - rank * most, 0), most) for rank in range(self.size))
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many rows each rank's tensor has."""
-        return (self.padded,) * self.size if self.is_padded else self.tokens
+        """Number of rows of each rank's tensor."""
+        return (max(self.tokens),) * self.size if self.is_padded else self.tokens
 
     def start(self, rank: int) -> int:
         """Where the tokens of a rank begin."""
@@ -62,97 +57,85 @@ class Partition:
 
 
 class Segment(NamedTuple):
-    """A run of rows of a rank's tensor."""
+    """Consecutive rows of a rank's tensor."""
 
     rows: int
     partition: Partition | None
     """None for rows that are the same on every rank."""
 
+    @property
+    def length(self) -> int:
+        """Number of rows on one rank alone."""
+        return self.rows if self.partition is None else self.partition.length
+
 
 Layout = tuple[Segment, ...]
+
+
+def num_rows(layout: Layout) -> int:
+    """Number of rows on this rank."""
+    return sum(segment.rows for segment in layout)
+
+
+def global_length(layout: Layout) -> int:
+    """Number of rows of the whole tensor."""
+    return sum(segment.length for segment in layout)
 
 
 def is_sharded(layout: Layout) -> bool:
     return any(segment.partition is not None for segment in layout)
 
 
-def global_length(layout: Layout) -> int:
-    """How long the tensor would be on one rank."""
-    return sum(segment.rows if segment.partition is None else segment.partition.length for segment in layout)
-
-
 def replicated_rows(layout: Layout) -> list[range]:
     """The runs of rows that are the same on every rank."""
-    return [rows for segment, rows in _placed(layout) if segment.partition is None]
+    return [range(start, start + segment.rows) for segment, start, _ in _placed(layout) if segment.partition is None]
 
 
 def own_rows(layout: Layout, rank: int) -> list[range]:
-    """The runs of rows that are this rank's tokens; rows of padding are left out."""
+    """The runs of rows that are this rank's tokens, without padding."""
     return [
-        range(rows.start, rows.start + segment.partition.tokens[rank])
-        for segment, rows in _placed(layout)
+        range(start, start + segment.partition.tokens[rank])
+        for segment, start, _ in _placed(layout)
         if segment.partition is not None
     ]
 
 
 def token_counts(layout: Layout, size: int) -> tuple[int, ...]:
-    """How many tokens each rank has of the sharded sequences."""
+    """Number of tokens each rank has of the sharded sequences."""
     partitions = [segment.partition for segment in layout if segment.partition is not None]
     return tuple(sum(partition.tokens[rank] for partition in partitions) for rank in range(size))
 
 
 def global_positions(layout: Layout, size: int) -> list[int]:
-    """Where the rows stand in the whole tensor: the replicated ones, then the tokens of rank 0, 1, and so on."""
-    lengths = [segment.rows if segment.partition is None else segment.partition.length for segment in layout]
-    starts = [0, *accumulate(lengths)]
-    placed = list(zip(layout, starts, strict=False))
-    positions = [start + row for segment, start in placed if segment.partition is None for row in range(segment.rows)]
+    """Position in the whole tensor of the replicated rows, then of the tokens of rank 0, 1, and so on."""
+    runs = [(start, segment.rows) for segment, _, start in _placed(layout) if segment.partition is None]
     for rank in range(size):
-        for segment, start in placed:
+        for segment, _, start in _placed(layout):
             if segment.partition is not None:
-                first = start + segment.partition.start(rank)
-                positions.extend(range(first, first + segment.partition.tokens[rank]))
-    return positions
+                runs.append((start + segment.partition.start(rank), segment.partition.tokens[rank]))
+    return [position for start, count in runs for position in range(start, start + count)]
 
 
 def read_layout(marks: Mapping[Partition, torch.Tensor], rows: int, rank: int, what: str) -> Layout:
-    """The layout of a tensor from marks that say, for each partition, which rows hold tokens of it."""
+    """The layout of a tensor, from marks that say for each partition which rows hold its tokens."""
     segments: list[Segment] = []
     marked = {partition: mark.tolist() for partition, mark in marks.items()}
-    row = 0
-    while row < rows:
-        partition = next((p for p, mark in marked.items() if mark[row]), None)
-        if partition is None:
-            if segments and segments[-1].partition is None:
-                segments[-1] = Segment(segments[-1].rows + 1, None)
-            else:
-                segments.append(Segment(1, None))
-            row += 1
-            continue
-        count = partition.rows[rank]
-        if not all(marked[partition][row : row + count]) or row + count > rows:
+    owners = [next((partition for partition, mark in marked.items() if mark[row]), None) for row in range(rows)]
+    for partition, run in groupby(owners):
+        count = len(list(run))
+        part = count if partition is None else partition.rows[rank]
+        if partition is not None and count % part:
             raise ShardingError(
-                f"{what} holds only some of the {count} tokens that this rank has of a sequence of {partition.length}. "
+                f"{what} holds only some of the {part} tokens that this rank has of a sequence of {partition.length}. "
                 "The model moves or mixes tokens where the plan has them split. Split later, or gather earlier."
             )
-        segments.append(Segment(count, partition))
-        row += count
+        segments += [Segment(part, partition)] * (count // part)
     return tuple(segments)
 
 
-def resolved(layout: Layout, rows: int) -> Layout | None:
-    """The layout for another number of replicated rows; None where it is not clear which of them are meant."""
-    if sum(segment.rows for segment in layout) == rows:
-        return layout
-    replicated = [place for place, segment in enumerate(layout) if segment.partition is None]
-    sharded = sum(segment.rows for segment in layout if segment.partition is not None)
-    if len(replicated) != 1 or rows < sharded:
-        return None
-    return tuple(Segment(rows - sharded, None) if place in replicated else s for place, s in enumerate(layout))
-
-
-def _placed(layout: Layout) -> Iterator[tuple[Segment, range]]:
-    start = 0
+def _placed(layout: Layout) -> Iterator[tuple[Segment, int, int]]:
+    """Each segment, with where it begins on this rank and in the whole tensor."""
+    here = everywhere = 0
     for segment in layout:
-        yield segment, range(start, start + segment.rows)
-        start += segment.rows
+        yield segment, here, everywhere
+        here, everywhere = here + segment.rows, everywhere + segment.length

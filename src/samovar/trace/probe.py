@@ -17,11 +17,11 @@ from typing import Any, get_args
 import torch
 
 from ..arch.blocks import Anatomy, BlockStack, Kind, find_anatomy
-from ..arch.components import ModuleDiscovery, Role, is_denoiser_itself
+from ..arch.components import Role
 from ..arch.coverage import Coverage, coverage
 from ..arch.declarations import declaration_for
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
-from ..arch.skeleton import Part, Parts, lone_part, read_skeleton
+from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
 from ..other_libraries import declared_plans
@@ -247,7 +247,7 @@ def survey(source: str) -> ModelReport:
 def survey_pipeline(pipeline: Any) -> ModelReport:
     """The same for a loaded pipeline or bare transformer."""
     name = type(unwrapped(pipeline) if isinstance(pipeline, torch.nn.Module) else pipeline).__name__
-    return _report(name, name, _loaded_parts(pipeline))
+    return _report(name, name, loaded_parts(pipeline))
 
 
 def survey_by_running(source: str) -> ModelReport:
@@ -259,7 +259,7 @@ def survey_by_running(source: str) -> ModelReport:
             "expected. Give one (hf download NAME --local-dir FOLDER), or inspect it without running it."
         )
     pipeline = _load(folder)
-    parts = _loaded_parts(pipeline)
+    parts = loaded_parts(pipeline)
     structure = _report(source, type(pipeline).__name__, parts)
     return replace(structure, components=_probed(pipeline, parts, structure.components))
 
@@ -281,17 +281,6 @@ def _load(folder: Path) -> Any:
         raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def _loaded_parts(pipeline: Any) -> Parts:
-    if is_denoiser_itself(pipeline):
-        return lone_part(type(unwrapped(pipeline)), unwrapped(pipeline))
-    found = ModuleDiscovery.discover(pipeline).roles().items()
-    return {
-        name: Part(role, type(unwrapped(module)), module)
-        for role, (names, modules) in found
-        for name, module in zip(names, modules, strict=True)
-    }
 
 
 def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:

@@ -1,0 +1,27 @@
+"""Which device does a setting name, and can this machine use it?"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import SettingError
+
+
+def read_device(device: str | torch.device | None) -> torch.device:
+    """The device that a `device` setting names. None means a GPU if there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SettingError(
+            f"device={device!r} is not a device. Use 'cuda', 'cuda:1' for the second GPU, or 'cpu'.", param="device"
+        ) from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        seen = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+        raise SettingError(
+            f"device={str(found)!r} cannot be used: torch {torch.__version__} finds {seen} here. Use another one, "
+            "or 'cpu'.",
+            param="device",
+        )
+    return found

@@ -1,0 +1,348 @@
+"""How good is a setting, and which one is best? `samovar compare`, `calibrate`, `tune` and `bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingError
+from ..files import read_json
+from .options import (
+    add_command,
+    add_device_options,
+    add_image_options,
+    add_output_options,
+    given,
+    model_of,
+    read_setting,
+    use_saved_steps,
+)
+from .terminal import Status, aligned
+
+if TYPE_CHECKING:
+    from ..lab.methods import Method
+    from ..lab.session import Session
+    from ..lab.tasks import Task
+
+_CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_compare(commands: Any) -> None:
+    compare = _add_command(
+        commands,
+        "compare",
+        _compare,
+        "show what settings do to images, beside the exact ones",
+        "Make the same images exactly, with each setting, and with as many plain steps as take the same time. Writes a "
+        "contact sheet, a page with a slider, and JSON.",
+        "  samovar compare --cache forecast --cache '{\"rel_l1_thresh\": 0.2}' --num-prompts 4\n"
+        "  samovar compare ./flux --prompts prompts.txt --cache tuned/setting.json",
+    )
+    compare.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
+    _add_prompts(compare, "testing", 4)
+
+
+def add_calibrate(commands: Any) -> None:
+    calibrate = _add_command(
+        commands,
+        "calibrate",
+        _calibrate,
+        "fit TeaCache's coefficients to a model",
+        "Make images without skipping, measure how well the signal predicts the change of the output, and fit the "
+        "polynomial. Also measures the error of reusing an output, for every pair of steps.",
+        "  samovar calibrate ./my-model --prompts prompts.txt --steps 50",
+    )
+    _add_prompts(calibrate, "tuning", 16, batch=False)
+
+
+def add_tune(commands: Any) -> None:
+    tune = _add_command(
+        commands,
+        "tune",
+        _tune,
+        "find the fastest setting that keeps a promise",
+        "Search thresholds, forecasts and schedules for the fastest setting with which 95 of 100 images keep a "
+        "promise, and check it on other prompts. Writes setting.json, which --cache takes.",
+        "  samovar tune --target-psnr 30 --steps 50\n"
+        "  samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt",
+    )
+    target = tune.add_mutually_exclusive_group(required=True)
+    target.add_argument("--target-psnr", type=float, metavar="DB", help="at least this close to the exact images")
+    target.add_argument("--target-lpips", type=float, metavar="X", help="at most this different from them")
+    target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
+    _add_prompts(tune, "tuning", 48)
+    _add_test_prompts(tune, 48)
+
+
+def add_bench(commands: Any) -> None:
+    bench = _add_command(
+        commands,
+        "bench",
+        _bench,
+        "compare our curves with those of other caches",
+        "Measure our settings and, if installed, diffusers' caches and cache-dit: the same prompts, seeds and "
+        "attention in one process. Schedules are planned on other prompts. Writes bench.json and bench.png.",
+        "  samovar bench --steps 50 --device cuda --dtype float32 --batch 64\n  samovar bench --plot-from bench.json",
+    )
+    bench.add_argument("--plot-from", type=Path, metavar="FILE", help="only plot the curves of a saved bench.json")
+    bench.add_argument("--only", metavar="WORDS", action="append", default=[],
+                       help="only methods whose name contains this; may be repeated")  # fmt: skip
+    bench.add_argument("--cache", action="append", metavar="SETTING", default=[], help=_CACHE_HELP)
+    bench.add_argument("--alone", type=int, default=8, metavar="N",
+                       help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
+    _add_prompts(bench, "tuning", 48)
+    _add_test_prompts(bench, 64, seeds=4)
+
+
+def _add_command(commands: Any, name: str, run: Run, help: str, description: str, examples: str) -> Any:
+    parser = add_command(
+        commands,
+        name,
+        run,
+        help,
+        description,
+        f"{examples}\n\nAfter an interruption, the same command resumes.",
+        model="a built-in model, a folder in diffusers format, or a hub name",
+    )
+    parser.set_defaults(command=name)
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"({name})")
+    add_output_options(parser)
+    group = parser.add_argument_group("images")
+    add_image_options(group)
+    add_device_options(group)
+    return parser
+
+
+def _add_prompts(parser: Any, prompts: str, num_prompts: int, batch: bool = True) -> None:
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--prompts", default=prompts, metavar="FILE",
+                       help=f"one per line; or tuning or testing, which are shipped ({prompts})")  # fmt: skip
+    group.add_argument("--num-prompts", type=int, metavar="N", help=f"use the first N (at most {num_prompts})")
+    group.add_argument("--seeds", type=int, default=1, metavar="N", help="images per prompt (1)")
+    group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
+    if batch:
+        group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
+    parser.set_defaults(most_prompts=num_prompts)
+
+
+def _add_test_prompts(parser: Any, num_prompts: int, seeds: int = 1) -> None:
+    parser.add_argument("--refine", type=int, default=0, metavar="N", help="changes of a schedule to try on images (0)")
+    group = parser.add_argument_group("prompts for testing, which are not used to choose")
+    group.add_argument("--test-prompts", default="testing", metavar="FILE", help="likewise (testing)")
+    group.add_argument("--num-test-prompts", type=int, metavar="N", help=f"likewise (at most {num_prompts})")
+    group.add_argument("--test-seeds", type=int, default=seeds, metavar="N", help=f"likewise ({seeds})")
+    parser.set_defaults(most_test_prompts=num_prompts)
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from ..lab.compare import compare, contact_sheet, figures, page
+    from ..lab.methods import cached
+
+    methods = _methods(options) or [cached("forecast", {}), cached("tea_cache", {})]
+    tasks = _tasks(options)
+    # Images of methods are in folders by number, so other methods are another run.
+    with _experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:
+        found = compare(lab.session(tasks), methods, lab.folder / "images")
+        contact_sheet(found).save(lab.folder / "sheet.png")
+        title = f"{lab.runner.model}: {len(tasks)} images, {lab.runner.steps} steps"
+        (lab.folder / "compare.html").write_text(page(found, title), encoding="utf-8")
+        lab.finish("compare.json", found.to_dict())
+    lines = [figures(row.to_dict()) for row in found.rows]
+    _say(options, *_table([list(lines[0]), *(list(line.values()) for line in lines)]))
+    _say(options, f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from ..lab.calibrate import calibrate, check_tasks
+
+    tasks = _tasks(options)
+    check_tasks(tasks)
+    with _experiment(options, tasks=tasks) as lab:
+        found = calibrate(lab.session(tasks))
+        lab.finish("calibration.json", found.to_dict(lab.origin(tasks)))
+    fit = found.fit
+    values = ", ".join(f"{value:.6g}" for value in fit.coefficients)
+    _say(options, f"degree {fit.degree}: {fit.verdict}")
+    _say(options, f"coefficients: [{values}], for signals from {fit.signal_from:.4f} to {fit.signal_to:.4f}")
+    _say(options, str(lab.folder / "calibration.json"))
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from ..lab.tune import Promise, tune
+
+    (target,) = given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
+    promise = Promise(target[0].removeprefix("target_"), target[1])  # type: ignore[arg-type]
+    tasks, test_tasks = _disjoint_tasks(options)
+    with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
+        tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
+        found = tune(tuning, testing, promise, refinements=options.refine)
+        setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks))}
+        file = lab.folder / "setting.json"
+        file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
+        lab.finish("tune.json", {"setting": setting, **found.to_dict()})
+    rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
+             f"{promise.bound(r.images):.5g}", "yes" if promise.is_kept(r) else "no")
+            for r in found.tried]  # fmt: skip
+    _say(options, *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "keeps it"), *rows]))
+    held_out, plain = found.held_out, found.plain
+    _say(
+        options,
+        f"\nchosen: {found.row.method}",
+        f"on {len(held_out.images)} held-out images: {held_out.computed:g} of {held_out.steps} steps computed, "
+        f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {promise}: kept "
+        f"by {found.share_kept:.1%}{'' if found.is_kept else ', WHICH IS TOO FEW'}",
+        f"{plain.steps} plain steps: {plain.quality.psnr:.2f} dB, LPIPS {plain.quality.lpips:.5f}"
+        f"{'' if found.is_worth_it else ': closer, so use these and no cache'}",
+        str(file),
+    )
+    return 0 if found.is_kept else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from ..lab.bench import all_methods, bench, check_only
+    from ..lab.compare import figures
+
+    if options.plot_from is not None:
+        image = _plot(options.plot_from, options.output or options.plot_from.parent)
+        print(json.dumps({"file": str(image)}) if options.json else image)
+        return 0
+    extra = _methods(options)
+    tasks, test_tasks = _disjoint_tasks(options)
+    check_only(options.only, extra)
+    settings = {"alone": options.alone, "refine": options.refine}
+    with _experiment(options, tasks=tasks, test_tasks=test_tasks, **settings) as lab:
+        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine)
+        chosen = [m for m in methods if not options.only or any(w.lower() in m.name.lower() for w in options.only)]
+        if not chosen:
+            names = ", ".join(method.name for method in methods)
+            raise SettingError(f"only={options.only} matches none of: {names}.", param="only")
+        alone = None
+        if options.alone and lab.runner.batch > 1:
+            alone = lab.session(test_tasks[: options.alone], "alone", batch=1)
+        rows = bench(lab.session(test_tasks), chosen, alone)
+        lab.finish("bench.json", {"tasks": [task._asdict() for task in test_tasks], "rows": rows})
+    best = [", ".join(name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")) for row in rows]
+    lines = [[*figures(row).values(), row.get("problem", text)] for row, text in zip(rows, best, strict=True)]
+    _say(options, *_table([[*figures(rows[0]), "best by"], *lines]), str(lab.folder / "bench.json"))
+    if find_spec("matplotlib") is not None:  # Otherwise it can be plotted elsewhere, from the file.
+        _plot(lab.folder / "bench.json", lab.folder)
+    return 0
+
+
+def _plot(file: Path, folder: Path) -> Path:
+    """Plot the curves of a saved bench."""
+    from ..lab.bench import draw
+
+    if not file.is_file():
+        raise SettingError(f"plot_from={str(file)!r} is not a file. Give the bench.json of a bench.", param="plot_from")
+    report = read_json(file)
+    about = report.get("about", {})
+    if not isinstance(report.get("rows"), list) or "num_images" not in about:
+        raise SettingError(f"plot_from={str(file)!r} was not written by a bench. Give a bench.json.", param="plot_from")
+    words = f"{about['model']}, {about['num_images']} images, {about['settings']['num_inference_steps']} steps"
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder / f"{file.stem}.png"
+    draw(report["rows"], image, f"{words}, {about['dtype']}, {about['device']}, batch {about['batch']}")
+    return image
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+class _Experiment:
+    """A loaded model, an output folder, and the journal of an interrupted run."""
+
+    def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
+        from ..engine import OmniDiffusionSamplingParams
+        from ..lab.image_runner import ImageRunner
+        from ..lab.journal import Journal
+
+        params = OmniDiffusionSamplingParams(**given(options, OmniDiffusionSamplingParams))
+        settings = given(options, ("batch", "dtype", "device"))
+        self.runner = ImageRunner(model_of(options) or "emoji", params, **settings)
+        self.folder: Path = options.output or Path(options.command)
+        self._options, self._status = options, status
+        self._about = self.runner.about() | {"date": date.today().isoformat()}
+        self._journal = Journal(self.folder / "state", self.runner.about() | depends)
+        if len(self._journal) and not options.quiet:
+            text = f"samovar: resuming with {len(self._journal)} measurements from {self._journal.folder}"
+            print(text, file=sys.stderr)
+
+    def session(self, tasks: Sequence[Task], name: str = "", batch: int | None = None) -> Session:
+        from ..lab.session import Session
+
+        self._about["num_images"] = len(tasks)
+        runner = self.runner if batch is None else self.runner.one_at_a_time()
+        return Session(runner, tasks, self._journal, name, self._status.update)
+
+    def origin(self, tasks: Sequence[Task]) -> str:
+        about = self._about
+        return (
+            f"samovar {self._options.command} of {about['model']}, {len(tasks)} images of {self.runner.steps} steps, "
+            f"{about['dtype']}, {about['date']}, samovar {about['samovar']}, diffusers {about['diffusers']}"
+        )
+
+    def finish(self, name: str, result: dict[str, Any]) -> None:
+        """Write the result, and only then delete the journal."""
+        text = json.dumps({"about": self._about, **result})
+        (self.folder / name).write_text(text + "\n", encoding="utf-8")
+        self._journal.delete()
+        if self._options.json:
+            print(text)
+
+
+@contextmanager
+def _experiment(options: argparse.Namespace, **depends: Any) -> Iterator[_Experiment]:
+    """`depends` are all settings that the figures depend on, besides the model's."""
+    with Status("loading the model", options.quiet) as status:
+        yield _Experiment(options, status, depends)
+
+
+def _methods(options: argparse.Namespace) -> list[Method]:
+    from ..lab.methods import read_method
+
+    caches = options.cache or []
+    use_saved_steps(options, caches)
+    return [read_method(read_setting("cache", text)) for text in caches]
+
+
+def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
+    from ..lab.tasks import make_tasks, read_prompts
+
+    count = getattr(options, f"num_{which}prompts")
+    prompts = read_prompts(getattr(options, f"{which}prompts"), count)
+    if count is None:
+        prompts = prompts[: getattr(options, f"most_{which}prompts")]
+    first = options.first_seed + (100_000 if which else 0)  # Held-out images have their own noise too.
+    return make_tasks(prompts, getattr(options, f"{which}seeds"), first)
+
+
+def _disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
+    """Tasks for tuning, and others for testing."""
+    from ..lab.tasks import check_disjoint
+
+    tasks, test_tasks = _tasks(options), _tasks(options, "test_")
+    check_disjoint(tasks, test_tasks)
+    return tasks, test_tasks
+
+
+def _say(options: argparse.Namespace, *lines: str) -> None:
+    if not (options.json or options.quiet):
+        print("\n".join(lines))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return aligned(rows, right=range(1, 6))

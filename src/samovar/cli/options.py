@@ -1,0 +1,147 @@
+"""Which options do several commands share, and how are their values read?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..aliases import ALIASES
+from ..errors import SettingError
+from ..files import is_file_name, read_mapping
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    help: str,
+    description: str,
+    examples: str,
+    model: str | None = None,
+) -> Any:
+    """Add a command. `model` describes its model, which is given as the first argument or by --model."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, parser=parser)
+    if model is not None:
+        parser.add_argument("first_model", nargs="?", metavar="MODEL", help=f"{model} (emoji)")
+        parser.add_argument("--model", metavar="MODEL", help="another way to give it")
+    return parser
+
+
+def model_of(options: argparse.Namespace) -> str | None:
+    """The model, whichever way it is given."""
+    first: str | None = options.first_model
+    if first is not None and options.model not in (None, first):
+        raise SettingError(f"Two models are given: {first!r} and --model {options.model!r}. Give one.", param="model")
+    return first or options.model
+
+
+def add_output_options(parser: Any) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+
+
+def add_image_options(group: Any) -> None:
+    group.add_argument("--steps", type=int, dest="num_inference_steps", metavar="N", help="denoising steps")
+    group.add_argument("--height", type=int, metavar="PIXELS", help="a multiple of 8 for the built-in model")
+    group.add_argument("--width", type=int, metavar="PIXELS", help="likewise")
+    group.add_argument("--guidance-scale", type=float, metavar="X", help="how closely to follow the prompt")
+    group.add_argument("--true-cfg-scale", type=float, metavar="X", help="the same, for FLUX, Qwen and emoji")
+    group.add_argument("--negative-prompt", metavar="TEXT", help="what to avoid")
+    group.add_argument("--max-sequence-length", type=int, metavar="TOKENS", help="prompt tokens to read")
+
+
+def add_device_options(group: Any) -> None:
+    group.add_argument("--dtype", metavar="TYPE", help="float32, bfloat16 or float16 (bfloat16 on a GPU)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1 ... (a GPU if there is one)")
+
+
+def add_engine_options(parser: Any) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
+    add_device_options(group)
+    _add_switch(group, "--trust-remote-code", "run Python files that come with the model")
+    group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
+    group.add_argument("--cache", metavar="SETTING", help="skip steps: forecast, tea_cache, cache_dit or a tuned file")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
+    group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
+    group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
+    group.add_argument("--compile", nargs="?", const=True, metavar="BACKEND", help="compile the denoiser's blocks")
+    group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
+    group = parser.add_argument_group("vllm-omni's names for the same")
+    for name, alias in ALIASES.items():
+        option, text = f"--{name.replace('_', '-')}", f"see --{alias.setting}"
+        if alias.kind == "bool":
+            _add_switch(group, option, text)
+        else:
+            group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
+
+
+def _add_switch(group: Any, option: str, text: str) -> None:
+    """An option that is None unless given, so that a file may have it instead."""
+    group.add_argument(option, action="store_true", default=None, help=text)
+
+
+def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str, Any]:
+    """The options that were given, of these names or of the fields of this class."""
+    if isinstance(names, type):
+        names = [field.name for field in dataclasses.fields(names)]
+    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+
+
+def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of `Omni` that were given."""
+    from ..engine import OmniDiffusionConfig
+
+    settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
+    return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
+
+
+def read_setting(name: str, text: str) -> Any:
+    """A name or a file as it is, or the settings that JSON text holds."""
+    from ..engine.sources import read_name_or_json
+
+    try:
+        return read_name_or_json(text)
+    except ValueError as error:
+        raise SettingError(f"{name}={text!r} cannot be read: {error}", param=name) from error
+
+
+def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -> None:
+    """Take the number of steps from a saved cache setting, unless it is given. A schedule is for one number only."""
+    for file in filter(is_file_name, (cache for cache in caches if not str(cache).startswith("{"))):
+        content = read_mapping(str(file), "cache")
+        steps, wanted = content.get("num_inference_steps"), options.num_inference_steps
+        if steps is not None and wanted is None:
+            options.num_inference_steps = steps
+            if not options.quiet:
+                print(f"samovar: {steps} steps, as saved in {file}", file=sys.stderr)
+        elif steps not in (None, wanted) and "schedule" in content.get("cache", {}):
+            raise SettingError(
+                f"num_inference_steps={wanted}, but {file!r} has a schedule for {steps} steps. Leave it out, or "
+                "tune again with this number.",
+                param="num_inference_steps",
+            )
+
+
+def in_options(error: BaseException, parser: argparse.ArgumentParser) -> str:
+    """An error's message with the options of a command in place of Python's names for its settings."""
+    options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+
+    def option(match: re.Match[str]) -> str:
+        name, sign = match[1], match[2]
+        begins = match.start() == 0 and name == getattr(error, "param", None)  # Elsewhere it may be a mere word.
+        return options[name] + " " * len(sign) if name in options and (sign or "_" in name or begins) else match[0]
+
+    return re.sub(r"(?<![\w-])(\w+)(=?)", option, str(error))

@@ -1,0 +1,192 @@
+"""How are images made with a method on the pipeline, how long does that take, and how much is computed?"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from ..arch import find_anatomy, find_denoisers
+from ..arch.modules import unwrapped
+from ..engine.facts import facts_of
+from ..engine.models import fetch_model, load_pipeline
+from ..engine.request import OmniDiffusionSamplingParams, Request, read_defaults
+from ..engine.settings import OmniDiffusionConfig
+from ..errors import ModelError, SettingError
+from .methods import OUTLIERS, Method
+from .tasks import Task
+
+
+class Batch(NamedTuple):
+    """The images of one call."""
+
+    images: torch.Tensor
+    """(N, 3, height, width) with values from 0 to 1, as float32, not rounded."""
+    seconds: float
+    forwards: float
+    """Computed forwards of the denoisers, each for all images."""
+    notes: Any = None
+    """The method's notes, as plain JSON values."""
+
+
+class ImageRunner:
+    """A loaded pipeline with nothing attached."""
+
+    def __init__(
+        self,
+        model: str = "emoji",
+        params: OmniDiffusionSamplingParams | None = None,
+        batch: int = 1,
+        dtype: str = "auto",
+        device: str | None = None,
+        pipeline: Any = None,
+    ) -> None:
+        """`params` that are not given take the model's defaults. `pipeline` is one that is already loaded."""
+        if type(batch) is not int or batch < 1:
+            raise SettingError(f"batch={batch!r}; expected the number of images per call, at least 1.", param="batch")
+        params = params or OmniDiffusionSamplingParams()
+        if params.seed is not None or params.num_outputs_per_prompt is not None:
+            raise SettingError("The lab gives each image its own seed: leave out seed and num_outputs_per_prompt.")
+        config = OmniDiffusionConfig(model, dtype=dtype, device=device)
+        self.model, self.batch, self.device = model, batch, config.execution_device()
+        defaults = OmniDiffusionSamplingParams()
+        if pipeline is None:
+            folder = fetch_model(model)
+            defaults = read_defaults(folder)
+            auto = "float32" if self.device.type == "cpu" else "bfloat16"
+            pipeline = load_pipeline(folder, getattr(torch, auto if dtype == "auto" else dtype)).to(self.device)
+        self.pipeline: Any = pipeline
+        self.pipeline.set_progress_bar_config(disable=True)
+        self.denoisers: dict[str, torch.nn.Module] = find_denoisers(pipeline)
+        self._facts = facts_of(pipeline, defaults)
+        self.params = self._facts.completed(Request("", params))
+        if self.params.num_inference_steps is None:
+            takes = inspect.signature(pipeline.__call__).parameters
+            default = takes["num_inference_steps"].default if "num_inference_steps" in takes else None
+            if not isinstance(default, int):
+                raise SettingError(
+                    f"{type(pipeline).__name__} has no default number of steps. Give num_inference_steps.",
+                    param="num_inference_steps",
+                )
+            self.params = replace(self.params, num_inference_steps=default)
+        self._facts.check(Request("", self.params))
+
+    def one_at_a_time(self) -> ImageRunner:
+        """The same pipeline with one image per call."""
+        single = copy.copy(self)
+        single.batch = 1
+        return single
+
+    def about(self) -> dict[str, Any]:
+        """Everything that figures made here depend on, except the tasks. For JSON."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        packages = ("samovar", "torch", "diffusers", "transformers")
+        return {
+            "model": self.model,
+            "pipeline": type(self.pipeline).__name__,
+            "settings": self.params.given(),
+            "dtype": str(next(next(iter(self.denoisers.values())).parameters()).dtype).removeprefix("torch."),
+            "device": device,
+            "batch": self.batch,
+            **{name: str(import_module(name).__version__) for name in packages},
+        }
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of an exact image."""
+        assert self.params.num_inference_steps is not None
+        return self.params.num_inference_steps
+
+    def batches(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
+        """The tasks of each call."""
+        return [tasks[i : i + self.batch] for i in range(0, len(tasks), self.batch)]
+
+    @contextlib.contextmanager
+    def under(self, method: Method) -> Iterator[Callable[[Sequence[Task]], Batch]]:
+        """A function that makes the images of some tasks in one call, while a method is on the pipeline."""
+        with self._counted() as count, method.attached(self.pipeline) as notes:
+
+            def make(tasks: Sequence[Task]) -> Batch:
+                before, started = count(), self._now()
+                images = self._call(tasks, method.steps or self.steps)
+                made = Batch(images, self._now() - started, count() - before, notes())
+                kinds = _split_by_kind(made, len(tasks))
+                return _join([(places, make([tasks[i] for i in places])) for places in kinds]) if kinds else made
+
+            yield make
+
+    def warm_up(self, tasks: Sequence[Task]) -> None:
+        """Make everything load that the first call of this size would wait for."""
+        self._call(tasks, min(2, self.steps))
+
+    def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
+        call = self._facts.check(Request("", self.params)) | {"num_inference_steps": steps, "output_type": "pt"}
+        if "negative_prompt" in call:
+            call["negative_prompt"] = [call["negative_prompt"]] * len(tasks)
+        generators = [torch.Generator("cpu").manual_seed(task.seed) for task in tasks]
+        try:
+            result = self.pipeline(prompt=[task.prompt for task in tasks], generator=generators, **call)
+        except SettingError:
+            raise
+        except ValueError as error:  # This is how diffusers' pipelines refuse a setting.
+            raise SettingError(f"{type(self.pipeline).__name__} refuses these settings: {error}") from error
+        images = getattr(result, "images", None)
+        if not isinstance(images, torch.Tensor) or images.ndim != 4:
+            raise ModelError(f"{type(self.pipeline).__name__} makes no images, so there is nothing to compare.")
+        return images.detach().float()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[Callable[[], int]]:
+        """Counts computed forwards by a layer that no cache runs on a skipped step."""
+        count = 0
+
+        def add(module: torch.nn.Module, args: Any) -> None:
+            nonlocal count
+            count += 1
+
+        handles = [_witness(model).register_forward_pre_hook(add) for model in self.denoisers.values()]
+        try:
+            yield lambda: count
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _split_by_kind(made: Batch, count: int) -> list[list[int]]:
+    """The places of ordinary images and of outliers, if a batch has both. Such a batch is treated as an outlier; made
+    again by kind, each image is what it would be alone, and no more is computed for it."""
+    outliers = made.notes.get(OUTLIERS, []) if isinstance(made.notes, dict) else []
+    kinds = [[i for i, is_outlier in enumerate(outliers) if is_outlier is kind] for kind in (False, True)]
+    return kinds if len(outliers) == count and all(kinds) else []
+
+
+def _join(parts: Sequence[tuple[list[int], Batch]]) -> Batch:
+    """One batch from the images at some places each, in order."""
+    places = torch.tensor([place for places, _ in parts for place in places])
+    images = torch.cat([made.images for _, made in parts])[places.argsort()]
+    forwards = sum(len(places) * made.forwards for places, made in parts) / len(places)
+    return Batch(images, sum(made.seconds for _, made in parts), forwards, parts[0][1].notes)
+
+
+def _witness(denoiser: torch.nn.Module) -> torch.nn.Module:
+    """A layer that runs once per computed forward: the last one of the second block, as some caches always run the
+    first. The block itself may be called on a skipped step too, and return at once."""
+    bare = unwrapped(denoiser)
+    stacks = [stack for stack in find_anatomy(bare).stacks if len(stack) > 1]
+    block = stacks[0].modules(bare)[1] if stacks else torch.nn.Identity()
+    layers = [module for module in unwrapped(block).modules() if isinstance(module, torch.nn.Linear)]
+    if not layers:
+        raise ModelError(f"{type(bare).__name__} has no blocks with linear layers to count computed steps by.")
+    return layers[-1]

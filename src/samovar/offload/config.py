@@ -1,0 +1,72 @@
+"""What can a user set? Everything is checked when the settings are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from ..arch.devices import read_device
+from ..errors import SettingError, nearest
+from ..files import is_file_name, read_config
+from .sizes import parse_bytes
+from .streaming import Timing
+
+Mode = Literal["auto", "model", "layerwise"]
+Size = str | int
+"""A number of bytes, or text such as "12GiB"."""
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """How a pipeline is offloaded."""
+
+    mode: Mode = "auto"
+    """"auto" offloads as little as `gpu_memory` requires. "model": denoisers and encoders take turns on the device.
+    "layerwise": their blocks stream."""
+    gpu_memory: Size | None = None
+    """Budget of device memory. "auto" takes all that is free by default."""
+    device: str | torch.device | None = None
+    """Where the pipeline computes; a GPU if there is one. With "cpu", host memory simulates the device."""
+    activations: Size | Mapping[str, Size] | None = None
+    """Memory that a component needs beside its weights, for all components or by name. See `Offloaded.measure`."""
+    host_memory: Size | None = None
+    """Host memory that may be pinned; 85 % of it by default."""
+    exclude: tuple[str, ...] = ()
+    """Names of components that stay where they are."""
+    timing: Timing | None = None
+    """Known speeds of bus and model; by default the bus is measured."""
+    skipped: float = 0.0
+    """The expected share of denoiser forwards that a cache skips. These load nothing."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise SettingError(f"mode={self.mode!r}. {nearest(str(self.mode), get_args(Mode))}", param="mode")
+        parse_bytes(self.gpu_memory, "gpu_memory")
+        parse_bytes(self.host_memory, "host_memory")
+        by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
+        for value in by_name.values():
+            parse_bytes(value, "activations")
+        device = read_device(self.device)
+        if device.type not in ("cuda", "cpu"):
+            raise SettingError(
+                f"device={str(device)!r} cannot be used for offload: use 'cuda' or 'cpu'.", param="device"
+            )
+        if not isinstance(self.skipped, (int, float)) or not 0.0 <= self.skipped < 1.0:
+            raise SettingError(f"skipped={self.skipped!r}; a share from 0 to below 1 was expected.", param="skipped")
+        exclude = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
+        object.__setattr__(self, "exclude", exclude)
+        if self.timing is not None:
+            object.__setattr__(self, "timing", read_config(Timing, self.timing, "timing"))
+
+    @classmethod
+    def read(cls, value: OffloadConfig | str | Path | Mapping[str, Any] | None) -> OffloadConfig:
+        """Settings from a mode's name, a mapping, or a JSON or YAML file; None means the defaults."""
+        if value is None or (isinstance(value, str) and not is_file_name(value)):
+            if value not in (None, *get_args(Mode)):
+                raise SettingError(f"offload={value!r}. {nearest(str(value), get_args(Mode))}", param="offload")
+            return cls(mode=value or "auto")  # type: ignore[arg-type]
+        return read_config(cls, value, "offload")

@@ -1,0 +1,217 @@
+"""`samovar compare`, `calibrate`, `tune` and `bench`: what they write, what they refuse, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from pipelines import tiny_flux_pipeline
+from samovar import cli
+from samovar.cache import CacheChoice
+
+IMAGE = [
+    "--height",
+    "16",
+    "--width",
+    "24",
+    "--true-cfg-scale",
+    "2",
+    "--negative-prompt",
+    "",
+    "--max-sequence-length",
+    "8",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_flux_pipeline().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[str, str]:
+    for name, words in (("mine", "a cat\na dog\na hat\n"), ("others", "a tree\na house\n")):
+        (tmp_path / f"{name}.txt").write_text(words)
+    return str(tmp_path / "mine.txt"), str(tmp_path / "others.txt")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_compare_writes_sheet_page_and_figures(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    setting = tmp_path / "setting.json"
+    setting.write_text(json.dumps({"cache": {"backend": "tea_cache", "schedule": "##.#.#.#"}}))
+    common = [
+        "compare",
+        model,
+        "--prompts",
+        prompts[0],
+        "--num-prompts",
+        "2",
+        "--steps",
+        "8",
+        "-o",
+        str(output),
+        *IMAGE,
+    ]
+    code, out, err = run(capsys, *common, "--cache", str(setting), "--cache", '{"rel_l1_thresh": 0.4}')
+    assert (code, err) == (0, "")
+    assert "schedule=##.#.#.#" in out
+    report = json.loads((output / "compare.json").read_text())
+    assert [row["family"] for row in report["rows"]][:2] == ["exact", "samovar tea_cache"]
+    assert report["rows"][1]["computed"] == 5
+    assert any(row["family"] == "plain steps" for row in report["rows"])
+    assert report["about"]["settings"]["num_inference_steps"] == 8
+    assert [task["prompt"] for task in report["tasks"]] == ["a cat", "a dog"]
+    with Image.open(output / "sheet.png") as sheet:
+        assert sheet.height >= 64 * len(report["rows"])
+    assert "data:image/png" in (output / "compare.html").read_text()
+    assert not (output / "state").exists(), "what is finished leaves no state"
+
+
+def test_calibrate_writes_what_a_cache_takes(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["calibrate", model, "--prompts", prompts[0], "--num-prompts", "2", "--steps", "8", *IMAGE]
+    code, out, err = run(capsys, *common, "-o", str(tmp_path / "out"), "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report == json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert report["cache"]["backend"] == "tea_cache"
+    assert report["num_inference_steps"] == 8
+    assert set(report["fit"]) >= {"degree", "explained"}
+    assert report["verdict"]
+
+
+def test_tune_writes_a_setting_that_generate_takes(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    tasks = ["--prompts", prompts[0], "--test-prompts", prompts[1], "--num-prompts", "1", "--num-test-prompts", "1"]
+    common = ["tune", model, *tasks, "--steps", "8", "-o", str(output), *IMAGE]
+    code, out, err = run(capsys, *common, "--target-speedup", "1.5")
+    assert (code, err) == (0, ""), out
+    setting = json.loads((output / "setting.json").read_text())
+    assert setting["num_inference_steps"] == 8
+    assert "samovar tune of" in setting["origin"]
+    assert CacheChoice.read(setting["cache"]) is not None
+    report = json.loads((output / "tune.json").read_text())
+    assert report["setting"] == setting
+    assert report["held_out"]["share_kept"] == 1.0
+    assert len(report["tried"]) >= 5
+    assert "chosen:" in out
+
+
+def test_bench_writes_rows_from_which_curves_are_drawn(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "out"
+    tasks = ["--prompts", prompts[0], "--test-prompts", prompts[1], "--num-prompts", "1", "--test-seeds", "1"]
+    common = ["bench", model, *tasks, "--steps", "10", "-o", str(output), "--batch", "2", "--alone", "1", *IMAGE]
+    code, out, err = run(capsys, *common, "--only", "schedule, 4", "--only", "plain 5", "--only", "FirstBlockCache 0.2")
+    assert (code, err) == (0, "")
+    report = json.loads((output / "bench.json").read_text())
+    assert [row["family"] for row in report["rows"]] == [
+        "exact", "plain steps", "samovar schedule", "diffusers FirstBlockCache"
+    ]  # fmt: skip
+    assert report["rows"][2]["computed"] == 4
+    assert "alone" in report["rows"][3]
+    assert "best by" in out
+    (output / "bench.png").unlink()
+    code, out, err = run(capsys, "bench", "--plot-from", str(output / "bench.json"))
+    assert (code, out.strip()) == (0, str(output / "bench.png"))
+    assert (output / "bench.png").stat().st_size > 10_000
+    elsewhere = tmp_path / "elsewhere"
+    assert run(capsys, "bench", "--plot-from", str(output / "bench.json"), "-o", str(elsewhere))[0] == 0
+    assert (elsewhere / "bench.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "--cache", "forecats"], "Did you mean 'forecast'?"),
+        (["compare", "--cache", "[1]"], "--cache '[1]' cannot be read"),
+        (["calibrate", "--num-prompts", "1"], "1 image to calibrate with; expected at least 2"),
+        (["bench", "--only", "nosuch"], "--only 'nosuch' matches no method. Methods: plain steps, schedule"),
+        (["compare", "--cache", '{"rel_l1_tresh": 1}'], "Did you mean 'rel_l1_thresh'?"),
+        (["compare", "--prompts", "nowhere.txt"], "'nowhere.txt' is neither a file of prompts"),
+        (["compare", "--seeds", "0"], "--seeds 0"),
+        (["compare", "--batch", "0"], "--batch 0"),
+        (["compare", "--steps", "0"], "--steps must be at least 1, not 0"),
+        (["calibrate", "emojis"], "Did you mean 'emoji'?"),
+        (["tune", "--target-psnr", "200"], "--target-psnr 200.0; expected a number from 1.0 to 99.0"),
+        (["tune", "--target-speedup", "0.5"], "--target-speedup 0.5"),
+        (["bench", "--plot-from", "nowhere.json"], "--plot-from 'nowhere.json' is not a file"),
+        (["bench", "--prompts", "testing"], "is in both lists"),
+    ],
+)
+def test_nonsense_is_refused_by_name(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not any(tmp_path.iterdir()), "and nothing was written"
+
+
+def test_a_bench_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    assert run(capsys, "bench", "--plot-from", str(tmp_path / "a.json"))[0] == 2
+
+
+def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("\n".join(f"a cat number {number}" for number in range(6)))
+    common = ["compare", model, "--prompts", str(prompts), "--num-prompts", "6", "--steps", "8", "-o", str(output)]
+    command = [*common, "--cache", '{"schedule": "##.#.#.#"}', *IMAGE]
+    process = subprocess.Popen([sys.executable, "-m", "samovar", *command], stderr=subprocess.PIPE, text=True)
+    journal = output / "state" / "journal.jsonl"
+    try:
+        deadline = time.monotonic() + 300
+        while known(journal) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        _, error = process.communicate()
+    assert process.returncode == -signal.SIGKILL, error
+    before = journal.read_text().split("\n")[:-1]
+    assert 3 <= len(before) < 25, "killed in the middle: what it is about, and some of 24 images at most"
+    refused = run(capsys, *command, "--seeds", "2")
+    assert refused[0] == 2
+    assert "holds an unfinished run with other settings (tasks: 6 before, 12 now" in refused[2]
+    refused = run(capsys, *common, "--cache", '{"schedule": "#...#..#"}', *IMAGE)
+    assert refused[0] == 2
+    assert "with other settings (methods: " in refused[2], "its images would stand under another setting's figures"
+    code, _, err = run(capsys, *command)
+    assert (code, err) == (0, f"samovar: resuming with {len(before) - 1} measurements from {output / 'state'}\n")
+    report = json.loads((output / "compare.json").read_text())
+    assert len(report["tasks"]) == 6
+    first: dict[str, Any] = json.loads(before[1])
+    assert first["name"] == "exact 0"
+    assert report["rows"][0]["seconds"] > first["value"]["seconds"], "its time counts, and it was not made again"
+
+
+def known(journal: Path) -> int:
+    return journal.read_text().count("\n") - 1 if journal.is_file() else 0

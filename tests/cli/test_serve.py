@@ -1,0 +1,70 @@
+"""`samovar serve` from the shell: what it prints, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from samovar import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["emojis"], "Did you mean 'emoji'?"),
+        (["--port", "70000"], "port must be a number from 0 to 65535, not 70000"),
+        (["emoji", "--model", "other"], "Two models are given: 'emoji' and --model 'other'"),
+        (["--cache-config", "{"], "--cache-config '{' cannot be read"),
+        (["--cors-origin", "*"], "'*' is no origin"),
+        (["--api-key", ""], "The API key must be printable ASCII and not empty"),
+        (["--allowed-host", "http://a"], "'http://a' is no host"),
+        (["--request-timeout", "0"], "--request-timeout must be a number of seconds above 0"),
+        (["--max-pixels", "0"], "--max-pixels must be a whole number from 1 on, not 0"),
+        (["--max-queue", "0"], "--max-queue must be a whole number from 1 on, not 0"),
+        (["--step-timeout", "0"], "--step-timeout must be a number of seconds above 0"),
+        (["--load-timeout", "-1"], "--load-timeout must be a number of seconds above 0"),
+        (["--enable-cpu-offload", "--enable-layerwise-offload"], "exclude each other"),
+    ],
+)
+def test_serve_refuses_before_it_loads(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--device", "cpu", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "--device", "cpu", "--port", port]) == 2
+    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    hidden = "import sys; sys.modules['fastapi'] = None; from samovar.cli import main; sys.exit(main(['serve']))"
+    result = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "samovar: The server needs fastapi: pip install 'samovar[serve]'\n"
+
+
+@pytest.mark.slow
+def test_the_example_of_the_announcement_works() -> None:
+    """The curl that is printed is run as it is printed."""
+    command = [sys.executable, "-m", "samovar", "serve", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(4)]
+            assert re.match(r"samovar serves 'emoji' at http://127\.0\.0\.1:\d+\n", lines[0])
+            assert lines[1].split() == ["page", lines[0].split()[-1] + "/"]
+            curl = lines[2].strip().removeprefix("try").strip()
+            result = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True, timeout=300)
+            assert '"b64_json"' in result.stdout
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
