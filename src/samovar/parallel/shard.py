@@ -7,6 +7,7 @@ of a sequence whether it lets the block run or answers in its place.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ class AroundHook(ModelHook):
 class ModelCallHook(AroundHook):
     """Wraps the calls of a whole model, and reads their branch from the arguments before they are split."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[torch.nn.Module, Any, Any], Any]) -> None:
+        """`answer` gets the module, its arguments and its keyword arguments."""
+        self._answer = answer
         self._branch_hook = BranchHook()
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -50,13 +53,9 @@ class ModelCallHook(AroundHook):
     def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._branch_hook.pre_forward(module, *args, **kwargs)
         try:
-            return self.answer(module, args, kwargs)
+            return self._answer(module, args, kwargs)
         finally:
             self._branch_hook.post_forward(module, None)
-
-    def answer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """The answer to a call whose branch is known."""
-        raise NotImplementedError
 
 
 class PlanHook(AroundHook):
