@@ -252,7 +252,10 @@ def _attach(
     mesh = mesh or make_mesh(config)
     size = config.sequence_parallel_size
     if mesh.sequence.size != size:
-        raise SettingError(f"{config} needs {size} ranks per sequence; the mesh has {mesh.sequence.size}.")
+        raise SettingError(
+            f"{config} needs {size} ranks per sequence; the mesh has {mesh.sequence.size}. Use make_mesh(config).",
+            param="mesh",
+        )
     chosen = strategy_of(config, mesh, or_gathered=strategy == "auto")
     sharding = Sharding(model, mesh.sequence, chosen, plan, is_trusted=is_trusted)
     if size > 1:

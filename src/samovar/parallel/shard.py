@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ..arch.modules import parameters_of
-from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, HookRegistry, ModelHook
-from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput
+from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput, invalid
 from .region import Region
 
 
@@ -108,9 +107,7 @@ class SequenceParallelSplitHook(PlanHook):
         values = list(output) if isinstance(output, (tuple, list)) else [output]
         for index, spec in self.placement.returned.items():
             if index >= len(values):
-                raise SettingError(
-                    f"The plan splits output {index} of {self.where}, which returns {len(values)} values."
-                )
+                raise invalid(f"The plan splits output {index} of {self.where}, which returns {len(values)} values.")
             values[index] = self._split(values[index], spec, {}, f"output {index}")
         return _like(output, values) if isinstance(output, (tuple, list)) else values[0]
 
@@ -121,7 +118,7 @@ class SequenceParallelSplitHook(PlanHook):
             return {key: self._split(part, spec.get(key), given, f"{name}[{key!r}]") for key, part in value.items()}
         if isinstance(spec, (list, tuple)):
             if not isinstance(value, (list, tuple)) or len(value) != len(spec):
-                raise SettingError(
+                raise invalid(
                     f"{name} of {self.where} is {_described(value)}; the plan expects a tuple or list of {len(spec)}."
                 )
             pairs = enumerate(zip(value, spec, strict=True))
@@ -129,7 +126,7 @@ class SequenceParallelSplitHook(PlanHook):
         if not _has_dims(value, spec.expected_dims, spec.split_dim):
             if isinstance(spec, SequenceParallelInput) and spec.is_optional:
                 return value
-            raise SettingError(
+            raise invalid(
                 f"{name} of {self.where} is {_described(value)}; the plan expects {spec.expected_dims or 'more'} "
                 f"dimensions, to split dimension {spec.split_dim}. Correct the plan: continuing with the whole tensor "
                 "would give a wrong result."
@@ -146,7 +143,7 @@ class SequenceParallelSplitHook(PlanHook):
             return value
         if isinstance(value, torch.Tensor) and value.ndim:
             return value.shape[1 if value.ndim > 2 else 0]
-        raise SettingError(
+        raise invalid(
             f"{source!r} of {self.where} is {_described(value)}; expected the number of text tokens, or the text "
             "itself."
         )
@@ -164,7 +161,7 @@ class SequenceParallelGatherHook(PlanHook):
                 output[name] = self._gather(value, spec, 0)
             return output
         if not isinstance(output, (tuple, list)) or len(specs) > len(output):
-            raise SettingError(f"{self.where} returned {_described(output)}; the plan gathers {len(specs)} outputs.")
+            raise invalid(f"{self.where} returned {_described(output)}; the plan gathers {len(specs)} outputs.")
         gathered = [self._gather(value, spec, i) for i, (value, spec) in enumerate(zip(output, specs, strict=False))]
         return _like(output, [*gathered, *output[len(specs) :]])
 
@@ -172,7 +169,7 @@ class SequenceParallelGatherHook(PlanHook):
         if spec is None or value is None:
             return value
         if not _has_dims(value, spec.expected_dims, spec.gather_dim):
-            raise SettingError(
+            raise invalid(
                 f"Output {index} of {self.where} is {_described(value)}; the plan expects "
                 f"{spec.expected_dims or 'more'} dimensions, to gather dimension {spec.gather_dim}. Correct the plan."
             )
