@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from .. import tree
 from ..arch.modules import parameters_of, unwrapped
 from ..errors import HookConflictError
-from ..hooks import Handle, HookRegistry, current_context, is_conditioning
+from ..hooks import Handle, HookRegistry, current_context, role_by_name
 from ..trace.shadow import TrialFailed, trial
 from .collectives import Group
 from .layout import spread
@@ -240,7 +240,7 @@ class CfgParallelHook(ModelCallHook):
     def _batch_size(self, args: Any, kwargs: Any) -> int | None:
         """Number of items in the sample."""
         for name, value in (*zip(self._parameters, args, strict=False), *kwargs.items()):
-            if not is_conditioning(name):
+            if role_by_name(name) != "conditioning":
                 if isinstance(value, torch.Tensor) and value.ndim >= 2:
                     return value.shape[0]
                 if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
