@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     )
     from .cache import TeaCacheConfig, make_cache_backend
     from .compose import AttachConfig, Attached, attach, detach
-    from .engine import GeneratedPictures, OmniDiffusionConfig, OmniDiffusionSamplingParams
+    from .engine import GenerationResult, OmniDiffusionConfig, OmniDiffusionSamplingParams
     from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
     from .offload import OffloadConfig, apply_offload
     from .omni import AsyncOmni, Omni
     from .parallel import SequenceParallelConfig
     from .trace import probe_anatomy, survey_pipeline
-    from .trace.survey import survey
+    from .trace.probe import survey
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ __all__ = [
     "AttachConfig",
     "Attached",
     "BlockDeclaration",
-    "GeneratedPictures",
+    "GenerationResult",
     "HookRegistry",
     "ModelHook",
     "ModuleDiscovery",

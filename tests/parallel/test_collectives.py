@@ -1,4 +1,4 @@
-"""What is exchanged arrives, and is counted."""
+"""Exchanges arrive and are counted; ranks agree on whether outputs differ."""
 
 from __future__ import annotations
 

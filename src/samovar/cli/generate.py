@@ -9,39 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .options import (
-    add_command,
-    add_engine_options,
-    add_image_options,
-    add_model,
-    add_output_options,
-    engine_settings,
-    given,
-    model_of,
-    use_saved_steps,
-)
+from . import arguments
 from .terminal import Status
 
 if TYPE_CHECKING:
-    from ..engine import GeneratedPictures
+    from ..engine import GenerationResult
     from ..omni import Omni
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 def add_generate(commands: Any) -> None:
-    parser = add_command(commands, _generate)
+    parser = arguments.add_command(commands, _generate)
     parser.add_argument("prompt", help="what to draw")
-    add_model(parser)
+    arguments.add_model(parser)
     parser.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
-    add_output_options(parser)
+    arguments.add_output_options(parser)
     group = parser.add_argument_group("image")
-    add_image_options(group)
+    arguments.add_image_options(group)
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same image")
     group.add_argument("--image", metavar="FILE", help="an image to start from, for models that edit")
     group.add_argument("--strength", type=float, metavar="X", help="how much of that image to redraw, from 0 to 1")
     group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many images")
-    add_engine_options(parser)
+    arguments.add_engine_options(parser)
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -60,15 +50,15 @@ def _generate(options: argparse.Namespace) -> int:
     from ..engine import OmniDiffusionSamplingParams, is_under_torchrun
 
     _check_prompt(options.prompt)
-    options.model = model_of(options)
-    use_saved_steps(options, [options.cache, options.cache_config])
-    params = OmniDiffusionSamplingParams(**given(options, OmniDiffusionSamplingParams))
+    options.model = arguments.model_of(options)
+    arguments.use_saved_steps(options, [options.cache, options.cache_config])
+    params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
     image = None if options.image is None else _read_image(options.image)
     # All ranks make the image, and the first one writes it.
     is_first = not is_under_torchrun() or os.environ["RANK"] == "0"
     quiet = options.quiet or not is_first
     files = _output_files(options.output, params.num_outputs_per_prompt or 1) if is_first else []
-    settings = engine_settings(options) | {"progress": False}
+    settings = arguments.engine_settings(options) | {"progress": False}
     with Status("loading the model", quiet) as status:
         from ..omni import Omni
 
@@ -99,7 +89,7 @@ def _check_prompt(prompt: str) -> None:
         )
 
 
-def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GeneratedPictures:
+def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GenerationResult:
     from ..engine import Done, Failed, Progress
 
     status.update("generating")
@@ -107,13 +97,13 @@ def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) ->
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Progress):
-            number = f"image {event.picture + 1}/{event.num_pictures}, " if event.num_pictures > 1 else ""
+            number = f"image {event.image_index + 1}/{event.num_images}, " if event.num_images > 1 else ""
             status.update(f"{number}step {event.step}/{event.num_steps}")
     assert isinstance(event, Done)  # The last event, if it is not a failure.
     return event.result
 
 
-def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -> dict[str, Any]:
+def _report(files: list[Path], result: GenerationResult, load_seconds: float) -> dict[str, Any]:
     return {
         "images": [{"file": str(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)],
         "seconds": result.seconds,
@@ -124,7 +114,7 @@ def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -
     }
 
 
-def _print_result(files: list[Path], result: GeneratedPictures, load_seconds: float) -> None:
+def _print_result(files: list[Path], result: GenerationResult, load_seconds: float) -> None:
     for file, seed in zip(files, result.seeds, strict=True):
         print(f"{file}  seed {seed}")
     steps = result.params.num_inference_steps

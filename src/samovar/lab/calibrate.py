@@ -13,9 +13,9 @@ import numpy as np
 from ..arch.modules import unwrapped
 from ..cache import TeaCacheBackend
 from ..errors import ModelError, SettingError
+from .image_runner import Task
 from .methods import EXACT, Method, Notes
 from .session import Session
-from .tasks import Task
 from .trajectory import Outputs, watch
 
 _FEWEST_STEPS = 2
@@ -98,22 +98,20 @@ def calibrate(session: Session) -> Calibration:
             f"There are several denoisers ({', '.join(runner.denoisers)}), and coefficients belong to one. Use a "
             "schedule instead: samovar tune."
         )
-    method = watched_signals()
-    session.exact(method)
+    session.exact(WITH_SIGNALS)
     (denoiser,) = runner.denoisers.values()
-    return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(method)))
+    return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(WITH_SIGNALS)))
 
 
-def watched_signals() -> Method:
-    """The exact images, with notes on how much signal and output changed at each step."""
+@contextlib.contextmanager
+def _with_signals(pipeline: Any) -> Iterator[Notes]:
+    backend = TeaCacheBackend(_NEVER_SKIPS)
+    with watch(pipeline) as run, backend.enable(pipeline):
+        yield lambda: _changes(backend, run.take_outputs())
 
-    @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
-        backend = TeaCacheBackend(_NEVER_SKIPS)
-        with watch(pipeline) as run, backend.enable(pipeline):
-            yield lambda: _changes(backend, run.take_outputs())
 
-    return Method("exact, with signals", EXACT.family, {}, attached)
+WITH_SIGNALS = Method("exact, with signals", EXACT.family, attached=_with_signals)
+"""The exact images, with notes on how much signal and output changed at each step."""
 
 
 def _changes(backend: TeaCacheBackend, outputs: Outputs) -> Changes:

@@ -15,7 +15,7 @@ from ..arch.modules import parameters_of
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, HookRegistry, ModelHook
 from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput
-from .region import Phase, Region
+from .region import Region
 
 
 class AroundHook(ModelHook):
@@ -47,14 +47,16 @@ class ModelCallHook(AroundHook):
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         return self._branch_hook.initialize_hook(module)
 
-    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside:
-            return NOT_BYPASSED
+    def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._branch_hook.pre_forward(module, *args, **kwargs)
         try:
-            return super().bypass(module, *args, **kwargs)
+            return self.answer(module, args, kwargs)
         finally:
             self._branch_hook.post_forward(module, None)
+
+    def answer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """The answer to a call whose branch is known."""
+        raise NotImplementedError
 
 
 class PlanHook(AroundHook):
@@ -69,7 +71,7 @@ class PlanHook(AroundHook):
         return repr(self.placement.path or "the model")
 
     def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._region.forward.phase is Phase.OFF:
+        if self._region.forward is None:
             return NOT_BYPASSED
         args, kwargs = self.before(module, args, kwargs)
         return self.after(module(*args, **kwargs))

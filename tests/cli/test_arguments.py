@@ -1,0 +1,59 @@
+"""Options that commands share: two ways to give a model, and messages in the shell's words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from samovar.cli.arguments import given, in_options, model_of, read_setting, use_saved_steps
+from samovar.cli.entry import make_parser
+from samovar.errors import SettingError
+
+
+@pytest.mark.parametrize("command", ["serve", "inspect", "plan", "compare", "calibrate", "bench"])
+def test_a_model_is_given_first_or_by_its_option(command: str) -> None:
+    parse = make_parser().parse_args
+    assert model_of(parse([command, "a"])) == model_of(parse([command, "--model", "a"])) == "a"
+    assert model_of(parse([command])) is None
+    with pytest.raises(SettingError, match="Two models are given: 'a' and --model 'b'"):
+        model_of(parse([command, "a", "--model", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "expected"),
+    [
+        ("gpu_memory='much'; expected bytes.", "gpu_memory", "--gpu-memory 'much'; expected bytes."),
+        ("num_inference_steps must be at least 1.", None, "--steps must be at least 1."),
+        ("device='cud' is not a device.", "device", "--device 'cud' is not a device."),
+        ("The device is full.", None, "The device is full."),
+        ("Some my_gpu_memory_name.", "gpu_memory", "Some my_gpu_memory_name."),
+    ],
+)
+def test_messages_name_options(message: str, param: str | None, expected: str) -> None:
+    parser = make_parser().parse_args(["generate", "cat"]).parser
+    assert in_options(SettingError(message, param=param), parser) == expected
+
+
+def test_settings_are_names_files_or_json() -> None:
+    assert read_setting("cache", "forecast") == "forecast"
+    assert read_setting("cache", '{"rel_l1_thresh": 0.2}') == {"rel_l1_thresh": 0.2}
+    with pytest.raises(SettingError, match=r"cache='\[1\]' cannot be read"):
+        read_setting("cache", "[1]")
+
+
+def test_only_given_options_count() -> None:
+    options = argparse.Namespace(a=1, b=None)
+    assert given(options, ("a", "b", "c")) == {"a": 1}
+
+
+def test_a_threshold_may_be_used_at_any_number_of_steps(tmp_path: Path) -> None:
+    file = tmp_path / "setting.json"
+    file.write_text('{"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.1}, "num_inference_steps": 50}')
+    options = argparse.Namespace(num_inference_steps=20, quiet=True)
+    use_saved_steps(options, [str(file), None, "forecast", "{}"])
+    assert options.num_inference_steps == 20
+    options.num_inference_steps = None
+    use_saved_steps(options, [str(file)])
+    assert options.num_inference_steps == 50

@@ -1,0 +1,242 @@
+"""How a server begins and ends, and what it does with those who dawdle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from samovar.server.http_server import TimeoutProtocol, _bind
+
+from .conftest import KEY
+from .running import PATIENCE_S, PROMPT, RunningServer, running, until
+
+GENERATE = "/v1/images/generations"
+
+
+def connect(server: RunningServer) -> socket.socket:
+    host, port = server.address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def test_dawdlers_are_closed_and_disturb_nobody(guarded: RunningServer) -> None:
+    """A hundred sockets that send a little and stop: within a header, within a body, after an answer, or
+    nothing; or a second request behind a whole one."""
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    body = f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + '{"prompt":'
+    after = "GET /live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /live HTTP/1.1\r\n"
+    behind = f"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n{body}"
+    beginnings = [head, body, after, behind, ""]
+    sockets = [connect(guarded) for _ in range(100)]
+    try:
+        for index, one in enumerate(sockets):
+            one.sendall(beginnings[index % 5].encode())
+        times = []
+        with guarded.client() as http:
+            for _ in range(100):
+                started = time.perf_counter()
+                assert http.get("/live").status_code == 200
+                times.append(time.perf_counter() - started)
+        assert statistics.median(times) < 1.0
+        for one in sockets:
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(65536):
+                    pass
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_a_body_that_dribbles_is_closed(guarded: RunningServer) -> None:
+    """A byte now and then is no reason to wait longer."""
+    with connect(guarded) as one:
+        one.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+        one.settimeout(0.2)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(10_000):
+                one.sendall(b" ")
+                with contextlib.suppress(TimeoutError):
+                    if not one.recv(65536):
+                        return
+            pytest.fail("it was not closed")
+
+
+@asynccontextmanager
+async def connection(num_bytes: int, timeout_s: float) -> AsyncIterator[tuple[TimeoutProtocol, socket.socket]]:
+    """A connection in this process, whose answers are that long."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(10):
+            await send({"type": "http.response.body", "body": bytes(num_bytes // 10), "more_body": True})
+        await send({"type": "http.response.body"})
+
+    config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
+    made: list[TimeoutProtocol] = []
+
+    def protocol() -> TimeoutProtocol:
+        made.append(TimeoutProtocol(config, server_state=state, app_state={}, timeout_s=timeout_s))
+        return made[-1]
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(protocol, "127.0.0.1", 0)
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.setblocking(False)
+        await loop.sock_connect(one, server.sockets[0].getsockname())
+        while not state.connections:
+            await asyncio.sleep(0.01)
+        yield made[0], one
+    server.close()
+    await asyncio.gather(*state.tasks)
+
+
+async def is_closed_within(protocol: TimeoutProtocol, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while protocol.connections and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    return not protocol.connections
+
+
+def test_an_answer_that_nobody_reads_is_let_go() -> None:
+    async def run() -> None:
+        async with connection(50 * 2**20, timeout_s=0.2) as (protocol, one):
+            await asyncio.get_running_loop().sock_sendall(one, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert await is_closed_within(protocol, 10)
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_read_slowly_comes_whole() -> None:
+    async def run() -> int:
+        loop, seen = asyncio.get_running_loop(), 0
+        async with connection(6 * 2**20, timeout_s=0.2) as (_, one):
+            await loop.sock_sendall(one, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            while part := await loop.sock_recv(one, 2**20):
+                seen += len(part)
+                await asyncio.sleep(1 / 2**20 * len(part) / 16)
+            return seen
+
+    assert asyncio.run(run()) > 6 * 2**20 * 0.99
+
+
+def test_a_request_behind_another_has_a_deadline_too() -> None:
+    async def run() -> None:
+        async with connection(100, timeout_s=0.2) as (protocol, one):
+            whole, half = "GET / HTTP/1.1\r\nHost: x\r\n\r\n", "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+            protocol.timeout_keep_alive = 60
+            await asyncio.get_running_loop().sock_sendall(one, (whole + half).encode())
+            assert await is_closed_within(protocol, 10)
+
+    asyncio.run(run())
+
+
+def test_the_first_signal_lets_what_runs_finish(folder: Path) -> None:
+    """One running and five waiting: 200 for the one, 503 at once for the five, exit code 0, nobody left behind."""
+    with running(folder, "--max-steps", "100000", "--shutdown-timeout", "120") as server, ThreadPoolExecutor(6) as pool:
+        workers = server.workers()
+        with server.client() as http:
+            body = {"prompt": PROMPT, "num_inference_steps": 400}
+            first = pool.submit(http.post, GENERATE, json=body)
+            until(lambda: server.status()["running"] == 1, "one runs")
+            others = [pool.submit(http.post, GENERATE, json=body) for _ in range(5)]
+            until(lambda: server.status()["queued"] == 5, "five wait")
+            server.process.send_signal(signal.SIGTERM)
+            refused = [other.result(PATIENCE_S) for other in others]
+            assert [answer.status_code for answer in refused] == [503] * 5
+            assert {answer.json()["error"]["code"] for answer in refused} == {"shutting_down"}
+            assert first.result(PATIENCE_S).status_code == 200
+        assert server.process.wait(PATIENCE_S) == 0
+        assert not any(worker.is_running() for worker in workers)
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
+    with running(folder, "--max-steps", "100000") as server, ThreadPoolExecutor(1) as pool, server.client() as http:
+        answer = pool.submit(http.post, GENERATE, json={"prompt": PROMPT, "num_inference_steps": 50_000})
+        until(lambda: server.status()["running"] == 1, "one runs")
+        server.process.send_signal(number)
+        until(lambda: httpx.get(f"{server.address}/ready", timeout=60).status_code == 503, "it drains")
+        server.process.send_signal(number)
+        assert server.process.wait(30) == 128 + number
+        with contextlib.suppress(httpx.TransportError):  # At once may mean without an answer.
+            assert answer.result(PATIENCE_S).status_code == 503
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_takes_its_workers_along(folder: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running(folder) as server:
+        workers = server.workers()
+        assert workers
+        server.process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+    mine = {name for name in set(os.listdir("/dev/shm")) - before if str(server.process.pid) in name}
+    assert not mine
+
+
+@pytest.mark.slow
+def test_a_signal_while_it_loads_ends_it(folder: Path) -> None:
+    server = RunningServer(folder)
+    try:
+        server.wait_listening()
+        assert httpx.get(f"{server.address}/live", timeout=60).status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+    finally:
+        server.end(signal.SIGKILL)
+    assert "Traceback" not in server.text
+
+
+def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
+    """What is accepted inherits it: without, every answer took 44 ms."""
+    with _bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+OLD_GARBAGE = """
+import gc, weakref
+from samovar.server.http_server import _freeze_libraries
+
+class Connection:
+    def __init__(self):
+        self.itself = self
+
+libraries = [[] for _ in range(400_000)]
+_freeze_libraries()
+connection = Connection()
+gc.collect(1)
+gc.collect(1)
+is_there = weakref.ref(connection)
+del connection
+for _ in range(300):
+    requests = [[] for _ in range(800)]
+assert is_there() is None, gc.get_stats()
+"""
+"""In a process of its own: what is set aside stays so."""
+
+
+def test_old_garbage_is_found_though_the_libraries_are_set_aside() -> None:
+    subprocess.run([sys.executable, "-c", OLD_GARBAGE], check=True, timeout=PATIENCE_S)
