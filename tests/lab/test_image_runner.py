@@ -45,7 +45,7 @@ def test_in_a_batch_with_outliers_each_image_is_what_it_would_be_alone(make_sess
     seen = Trajectory.read(session.notes(WATCHED))
     planner = SchedulePlanner(seen.products, seen.early)
     settings = planner.settings(planner.plan(8))
-    settings["hard"]["error"] *= 0.98  # It is just beyond all three images: now beyond the calm one alone.
+    settings["outliers"]["error"] *= 0.98  # It is just beyond all three images: now beyond the calm one alone.
     runner = session.runner
     with runner.under(cached("tea_cache", settings)) as make:
         together = make(TASKS)

@@ -18,7 +18,7 @@ from ..files import is_file_name, read_settings
 
 Notes = Callable[[], Any]
 """Returns a method's notes on the last run, as plain JSON values."""
-OUTLIERS = "hard"
+OUTLIERS = "outliers"
 """The cache setting for outliers, and the key in a cache's notes that tells which images were outliers."""
 
 
@@ -82,7 +82,7 @@ def _notes(stats: Any) -> dict[str, Any] | None:
         return None
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
     masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
-    outliers = next((denoiser.hard for denoiser in stats.denoisers.values() if denoiser.hard), ())
+    outliers = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
     return {**masks, OUTLIERS: list(outliers)} if outliers else masks
 
 
