@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.polynomial import Polynomial
 
 from ..arch.modules import unwrapped
 from ..cache import TeaCacheBackend
@@ -136,7 +137,7 @@ def fit(images: Sequence[Changes], num_folds: int = 4) -> Fit:
     explained = {degree: _explained(images, degree, folds) for degree in range(_HIGHEST_DEGREE + 1)}
     degree = max(explained, key=lambda d: (explained[d], -d))
     x, y = _joined(images)
-    powers = _polynomial(x, y, degree)
+    powers = Polynomial.fit(x, y, degree).convert().coef.tolist()
     coefficients = [0.0] * (_HIGHEST_DEGREE + 1 - len(powers)) + powers[::-1]
     return Fit(tuple(coefficients), degree, explained[degree], len(x), float(x.min()), float(x.max()))
 
@@ -149,17 +150,9 @@ def _explained(images: Sequence[Changes], degree: int, folds: int) -> float:
         left_x, left_y = _joined(images[fold::folds])
         if len(set(x.tolist())) <= degree:  # Too few points for a curve.
             return -float("inf")
-        predicted = np.polynomial.polynomial.polyval(left_x, _polynomial(x, y, degree))
-        missed += float(((left_y - predicted) ** 2).sum())
+        missed += float(((left_y - Polynomial.fit(x, y, degree)(left_x)) ** 2).sum())
         missed_by_mean += float(((left_y - y.mean()) ** 2).sum())
     return 1.0 - missed / missed_by_mean if missed_by_mean > 0 else 0.0
-
-
-def _polynomial(x: Any, y: Any, degree: int) -> list[float]:
-    """Lowest power first. Fitted between -1 and 1, where it is well conditioned, and then converted."""
-    if degree == 0:
-        return [float(y.mean())]
-    return [float(value) for value in np.polynomial.Polynomial.fit(x, y, degree).convert().coef]
 
 
 def _joined(images: Sequence[Changes]) -> tuple[Any, Any]:
