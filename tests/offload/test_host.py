@@ -17,8 +17,7 @@ PAGE = mmap.PAGESIZE
 
 
 def adopted(host: HostMemory, tensors: list[torch.Tensor], *, pinned: bool = True) -> list[torch.Tensor]:
-    spans = spans_of(tensors)
-    return host.adopt(spans, lay_out(spans, in_phase=True), pinned=pinned)
+    return host.adopt(lay_out(spans_of(tensors), in_phase=True), pinned=pinned)
 
 
 def large(value: float) -> torch.nn.Parameter:

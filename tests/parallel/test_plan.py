@@ -44,8 +44,9 @@ def test_defaults_are_those_that_users_know() -> None:
     ],
 )
 def test_invalid_plans(plan: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(SettingError, match=message) as caught:
         validate_plan(plan)
+    assert caught.value.param == "plan"
 
 
 def test_paths_and_stars() -> None:

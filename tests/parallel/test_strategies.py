@@ -49,7 +49,7 @@ def sent_bytes(
     call = AttentionCall(*torch.randn(3, 1, heads, text + rows, width))
     mesh.traffic.reset()
     compute_sharded(call, layout, layout, mesh.sequence, strategy_of(config, mesh, or_gathered=False))
-    return mesh.traffic.total_bytes, rows, dict(mesh.traffic.calls)
+    return mesh.traffic.sent_bytes.total(), rows, dict(mesh.traffic.calls)
 
 
 def test_ulysses_sends_the_bytes_of_the_textbook(on_ranks: OnRanks) -> None:

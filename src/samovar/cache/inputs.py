@@ -17,7 +17,7 @@ import torch
 
 from .. import tree
 from ..hooks import Roles
-from ..hooks.roles import named_arguments
+from ..hooks.roles import named_arguments, positional_names
 
 _MOST_COMPARED = 16384
 """Number of elements compared to see how much a tensor has changed."""
@@ -124,9 +124,9 @@ class Inputs:
                 return type(value)(_later(torch.tensor(value)).item())
             return tree.map_tensors(other, value)
 
-        values = [moved(name, value) for name, value in named_arguments(self._names, self.args, self.kwargs)]
-        count = len(values) - len(self.kwargs)
-        return tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True))
+        names = positional_names(self._names, len(self.args))
+        args = tuple(moved(name, value) for name, value in zip(names, self.args, strict=False))
+        return args, {name: moved(name, value) for name, value in self.kwargs.items()}
 
 
 def is_on_host(time: torch.Tensor) -> bool:

@@ -146,7 +146,7 @@ def measure_components(components: Sequence[Component], *, in_phase: bool = Fals
     """The sizes of components on the device; `in_phase` as for `lay_out`."""
 
     def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        return lay_out(spans_of(tensors), in_phase=in_phase).pieces
+        return tuple(piece.num_bytes for piece in lay_out(spans_of(tensors), in_phase=in_phase))
 
     return tuple(
         ComponentSize(

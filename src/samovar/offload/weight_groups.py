@@ -55,16 +55,17 @@ class WeightGroup:
         """Take over the tensors that the model holds now. Pinning them is up to the caller."""
         tensors = self._find()
         self._return_to_host(tensors)
-        spans = spans_of(tensors)
-        layout = lay_out(spans, in_phase=self._stage.keeps_phase)
-        self.sources = self._host.adopt(spans, layout, pinned=self.keeps_host)
+        pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
+        self.sources = self._host.adopt(pieces, pinned=self.keeps_host)
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
-            _Entry(tensor, tensor.data, piece, offset + tensor.data_ptr() - min(t.data_ptr() for t in span.tensors))
-            for span, (piece, offset) in zip(spans, layout.places, strict=True)
+            _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - min(t.data_ptr() for t in span.tensors))
+            for index, piece in enumerate(pieces)
+            for span, offset in piece.spans
             for tensor in span.tensors
         ]
-        self.pieces, self._starts = layout.pieces, layout.starts
+        self.pieces = [piece.num_bytes for piece in pieces]
+        self._starts = [piece.start for piece in pieces]
         self._remember()
 
     def prepare(self) -> None:

@@ -183,7 +183,7 @@ def _mask(call: AttentionCall, queries: Layout, keys: Layout, group: Group) -> t
 def _ordered(mask: torch.Tensor, dim: int, layout: Layout, group: Group) -> torch.Tensor:
     """The mask's rows (dim 2) or columns (dim 3) of all ranks, in their order."""
     if mask.shape[dim] == layout.length:
-        return mask.index_select(dim, layout.positions(group.size, mask.device))
+        return mask if layout.is_in_order else mask.index_select(dim, layout.positions(group.size, mask.device))
     if mask.shape[dim] == layout.rows:
         return of_all_ranks(mask, dim, layout, group)
     what, of = (("rows", "queries"), ("columns", "keys"))[dim - 2]

@@ -61,11 +61,6 @@ class DeferredTensor(torch.Tensor):
         deferred._value = None
         return deferred
 
-    def __init__(
-        self, like: torch.Tensor, fetch: Callable[[], torch.Tensor], device: torch.device | None = None
-    ) -> None:
-        super().__init__()
-
     def value(self) -> torch.Tensor:
         """The tensor itself."""
         if self._value is None:
@@ -135,7 +130,7 @@ class CfgParallelHook(ModelCallHook):
     most_requests = 16
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        super().__init__()
+        super().__init__(self._split_or_defer)
         self.mesh = mesh
         self.state = CfgState()
         self._parameters: tuple[str, ...] = ()
@@ -149,7 +144,7 @@ class CfgParallelHook(ModelCallHook):
         self.mesh.branches.agreed = None
         return module
 
-    def answer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _split_or_defer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         size = self._batch_size(args, kwargs)
         if size is None or size < self.mesh.cfg.size or not self._can_split(module, size, args, kwargs):
             return self._one_branch(module, args, kwargs)

@@ -59,7 +59,7 @@ class Sharding(Handle, ModelHook):
             self._undo.callback(self._drop_plan)
             if self._given is not None and self._is_trusted:
                 self._adopt(self._given)
-            register(self._undo, self._model, ROOT, SequenceParallelHook(self))
+            register(self._undo, self._model, ROOT, ModelCallHook(self._call))
             register(self._undo, self._model, INNERMOST, self)
             for stack in self._anatomy.stacks:
                 for path, block in zip(stack.block_paths, stack.modules(self._model), strict=True):
@@ -89,11 +89,11 @@ class Sharding(Handle, ModelHook):
 
     # ---------------------------------------------------------------------------------------- one call
 
-    def call(self, args: Any, kwargs: Any) -> Any:
+    def _call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """The model's call, sharded."""
         forward = Forward(self._traces.get(tree.signature((args, kwargs))) or Trace())
         with self.region.running(forward):
-            output = self._model(*args, **kwargs)
+            output = model(*args, **kwargs)
         self._check_parallel(forward)
         return output
 
@@ -181,17 +181,6 @@ class Sharding(Handle, ModelHook):
         return trace
 
 
-class SequenceParallelHook(ModelCallHook):
-    """Sends a model's calls to its sharding."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        super().__init__()
-        self._sharding = sharding
-
-    def answer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._sharding.call(args, kwargs)
-
-
 # ------------------------------------------------------------------------------------------------ public
 
 
@@ -263,7 +252,10 @@ def _attach(
     mesh = mesh or make_mesh(config)
     size = config.sequence_parallel_size
     if mesh.sequence.size != size:
-        raise SettingError(f"{config} needs {size} ranks per sequence; the mesh has {mesh.sequence.size}.")
+        raise SettingError(
+            f"{config} needs {size} ranks per sequence; the mesh has {mesh.sequence.size}. Use make_mesh(config).",
+            param="mesh",
+        )
     chosen = strategy_of(config, mesh, or_gathered=strategy == "auto")
     sharding = Sharding(model, mesh.sequence, chosen, plan, is_trusted=is_trusted)
     if size > 1:

@@ -87,6 +87,11 @@ class Layout(tuple[Segment, ...]):
     def is_sharded(self) -> bool:
         return any(segment.partition is not None for segment in self)
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether `positions` are those of the whole tensor, one after the other."""
+        return len(self) == 1
+
     def replicated(self) -> list[range]:
         """The runs of rows that are the same on every rank."""
         return [range(start, start + segment.rows) for segment, start, _ in self._placed() if segment.partition is None]

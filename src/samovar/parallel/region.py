@@ -123,8 +123,10 @@ class Region:
         layout = self._layout(key, tensor.shape[dim])
         if not layout.is_sharded:
             return tensor
-        order = layout.positions(self.group.size, tensor.device).argsort()
-        return of_all_ranks(tensor, dim, layout, self.group).index_select(dim, order)
+        whole = of_all_ranks(tensor, dim, layout, self.group)
+        if layout.is_in_order:
+            return whole
+        return whole.index_select(dim, layout.positions(self.group.size, tensor.device).argsort())
 
     def _layout(self, key: str, rows: int) -> Layout:
         assert self.forward is not None
