@@ -20,7 +20,7 @@ from pipelines import PIPELINES
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
 from samovar.cache import EXTRACTOR_REGISTRY
-from samovar.offload import parse_bytes, plan_offload, read_sizes
+from samovar.cli.entry import make_parser
 from server.running import running
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def commands_of(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", pages_with("sh"))
 def test_commands_of_a_page_are_understood(page: Path) -> None:
-    parser = code._parser()
+    parser = make_parser()
     for words in commands_of(page):
         assert parser.parse_args(words).run, words
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -183,17 +183,19 @@ def test_diagrams_are_as_drawn(name: str) -> None:
     assert file.read_text(encoding="utf-8") == diagrams.DIAGRAMS[name](), "run `make diagrams`"
 
 
-def test_what_is_said_about_cards_is_what_the_planner_says(flux_folder: Path) -> None:
-    sizes = read_sizes(str(flux_folder))
+def test_what_is_said_about_cards_is_what_the_planner_says(
+    flux_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {("47GiB", "everything fits")}
     for page in (README, ROOT / "docs" / "guides" / "index.md"):
-        rows = re.findall(
-            r'^\| \d+ GiB \| `gpu_memory="(\w+)"`.* (\d+) of 57 blocks stream', page.read_text(), flags=re.MULTILINE
+        found = re.findall(
+            r'^\| \d+ GiB \| `gpu_memory="(\w+)"`.* (\d+ of 57 blocks stream)', page.read_text(), re.MULTILINE
         )
-        assert len(rows) == 4
-        for budget, streamed in rows:
-            plan = plan_offload(sizes, gpu_memory=parse_bytes(budget, "gpu_memory"))
-            assert f" {streamed} of 57 blocks stream" in str(plan), (page, budget)
-    assert "everything fits" in str(plan_offload(sizes, gpu_memory=parse_bytes("47GiB", "gpu_memory")))
+        assert len(found) == 4
+        rows |= set(found)
+    for budget, expected in rows:
+        assert cli.main(["plan", str(flux_folder), "--gpu-memory", budget]) == 0
+        assert expected in capsys.readouterr().out, (budget, expected)
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_a_bad_prompt_of_a_list_fails_alone(folder: Path) -> None:
         assert [result.prompt for result in results] == prompts
         assert [len(result.images) for result in results] == [1, 1, 0, 1, 1, 1, 1, 1]
         assert isinstance(results[2].error, SettingError)
-        assert str(results[2].error) == "A prompt must be text, not 3."
+        assert str(results[2].error) == "prompt must be text, not 3."
         assert all(result.error is None for result in results if result.images)
         assert np.array_equal(np.asarray(results[0].images[0]), np.asarray(results[4].images[0]))
         refused = omni.generate(["a cat", "a dog"], **SETTINGS | {"height": 18})
@@ -109,9 +109,9 @@ def test_neighbours_that_fit_are_made_at_once(folder: Path) -> None:
         alone = omni.generate(prompts, **SETTINGS, seed=3)
     calls = []
     with Omni(str(folder), device="cpu", progress=False, max_batch=3) as omni:
-        maker = omni._open()
-        make = maker.make
-        maker.make = lambda requests, listener=None: calls.append(len(requests)) or make(requests)  # type: ignore
+        worker = omni._open()
+        run = worker.run
+        worker.run = lambda requests, listener=None: calls.append(len(requests)) or run(requests)  # type: ignore
         together = omni.generate(prompts, **SETTINGS, seed=3)
     assert calls == [3, 2]
     for one, other in zip(alone, together, strict=True):

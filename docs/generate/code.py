@@ -75,17 +75,13 @@ def api(path: str) -> str:
 
 def commands(_: str) -> str:
     """The help of every command."""
-    parser = _parser()
+    from samovar.cli.entry import make_parser
+
+    parser = make_parser()
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     parts = [f"```text\n{_help(parser)}\n```"]
     parts += [f"## samovar {name}\n\n```text\n{_help(command)}\n```" for name, command in subparsers.choices.items()]
     return "\n\n".join(parts)
-
-
-def _parser() -> argparse.ArgumentParser:
-    from samovar.cli.entry import make_parser as make
-
-    return make()
 
 
 def _help(parser: argparse.ArgumentParser) -> str:

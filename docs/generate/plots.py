@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from docs.generate import tables
 from docs.generate.results import read
 
 OURS, OURS_TOO, PEERS = "#e64a19", "#ffab91", ("#455a64", "#78909c", "#5c6bc0", "#8d6e63", "#26a69a", "#9e9d24")
@@ -58,11 +59,13 @@ def quality() -> Figure:
     ours = [family for family in families if family.startswith("samovar")]
     peers = [family for family in families if family not in (*ours, "exact", "diffusers SeaCache")]
     with rc_context(_STYLE):
-        figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+        figure = Figure(figsize=(10.5, 5.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         _psnr(left, peers=peers, ours=ours)
         _psnr(right, peers=peers, ours=ours, metric="lpips")
+        left.get_legend().remove()
         right.get_legend().remove()
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return figure
 
 
@@ -97,7 +100,9 @@ def combined() -> Figure:
             is_cached = name.startswith("cache")
             axes.scatter(row["peak_gib"], row["s"], s=55, color=OURS if is_cached else PEERS[0], zorder=3)
             shift = -10 if name.endswith("+ compile") else 3  # Beside the same without compile.
-            axes.annotate(name, (row["peak_gib"], row["s"]), (7, shift), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                tables.titled(name), (row["peak_gib"], row["s"]), (7, shift), textcoords="offset points", fontsize=8
+            )
         axes.set_xlim(0, 40)
         axes.set_ylim(0)
         axes.set_xlabel("peak GPU memory, GiB")

@@ -17,15 +17,15 @@ from .engine import (
     EngineStatus,
     Event,
     Failed,
-    GeneratedPictures,
+    GenerationResult,
+    ImageWorker,
+    Job,
     Listener,
     OmniDiffusionConfig,
     OmniDiffusionSamplingParams,
-    PictureMaker,
     Request,
     Started,
     Supervisor,
-    Ticket,
     start_worker,
 )
 from .errors import SamovarError, SettingError
@@ -33,7 +33,7 @@ from .errors import SamovarError, SettingError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["AsyncOmni", "Omni", "Ticket"]
+__all__ = ["AsyncOmni", "Job", "Omni"]
 
 
 class Omni:
@@ -63,7 +63,7 @@ class Omni:
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        self._maker: PictureMaker | None = start_worker(_read(model, od_config, config, settings))
+        self._worker: ImageWorker | None = start_worker(_read(model, od_config, config, settings))
 
     @property
     def defaults(self) -> OmniDiffusionSamplingParams:
@@ -91,7 +91,7 @@ class Omni:
         exact: bool = False,
         stream: Literal[False] = False,
         **overrides: Any,
-    ) -> list[GeneratedPictures]: ...
+    ) -> list[GenerationResult]: ...
 
     @overload
     def generate(
@@ -116,7 +116,7 @@ class Omni:
         exact: bool = False,
         stream: bool = False,
         **overrides: Any,
-    ) -> list[GeneratedPictures] | Iterator[Event]:
+    ) -> list[GenerationResult] | Iterator[Event]:
         """Pictures for one prompt or several, in their order. Overrides are settings by name, for this call.
 
         A prompt that fails raises its error. Among several, it has a result without pictures in its place, with the
@@ -125,40 +125,40 @@ class Omni:
         happens: for each prompt in turn `Started`, `Progress` for each step, `num_previews` times `Preview`, and
         `Done` or `Failed`. To leave the loop early is to take the request back.
         """
-        maker = self._open()
+        worker = self._open()
         params = OmniDiffusionSamplingParams.from_dict(overrides).over(sampling_params or OmniDiffusionSamplingParams())
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if stream:
             return self._stream([Request(one, params, image, num_previews, exact) for one in prompts])
         if isinstance(prompt, str):
-            (result,) = _made(maker, [Request(prompt, params, image, exact=exact)])
+            (result,) = _made(worker, [Request(prompt, params, image, exact=exact)])
             if result.error is not None:
                 raise result.error
             return [result]
-        requests: list[Request | GeneratedPictures] = []
+        requests: list[Request | GenerationResult] = []
         for one in prompts:
             try:
                 requests.append(Request(one, params, image, exact=exact))
             except SettingError as error:
-                requests.append(GeneratedPictures(one, (), (), params, 0.0, error=error))
-        made = iter(_made(maker, [request for request in requests if isinstance(request, Request)]))
+                requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
+        made = iter(_made(worker, [request for request in requests if isinstance(request, Request)]))
         return [next(made) if isinstance(request, Request) else request for request in requests]
 
     def close(self) -> None:
         """Let the model go, and end its processes. A closed Omni makes no more pictures."""
-        maker, self._maker = self._maker, None
-        if maker is not None:
-            maker.close()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
     def _stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """One prompt after the other, each in a thread of its own: a pipeline cannot be left half-way, only told."""
         for request in requests:
             yield from _followed(self._open(), request)
 
-    def _open(self) -> PictureMaker:
-        if self._maker is None:
+    def _open(self) -> ImageWorker:
+        if self._worker is None:
             raise SettingError("This Omni is closed. Make a new one.")
-        return self._maker
+        return self._worker
 
     def __enter__(self) -> Omni:
         return self
@@ -232,22 +232,22 @@ class AsyncOmni:
         deadline_s: float | None = None,
         num_previews: int = 0,
         exact: bool = False,
-    ) -> Ticket:
+    ) -> Job:
         """Put a request into the queue. Those of a higher priority go first; one that is not started within
         `deadline_s` fails with QueueTimeoutError. Refused at once: settings that the model does not take, a full
         queue, an engine that is closing or down."""
         request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact)
-        return Ticket(self._supervisor, request, priority=priority, deadline_s=deadline_s)
+        return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
 
     async def generate(
         self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any
-    ) -> GeneratedPictures:
+    ) -> GenerationResult:
         """Submit a request and wait for its pictures. To cancel the task is to take the request back."""
-        ticket = self.submit(prompt, params, **how)
+        job = self.submit(prompt, params, **how)
         try:
-            return await ticket.result()
+            return await job.result()
         finally:
-            ticket.cancel()  # Of one that is over, nothing is left to be taken back.
+            job.cancel()  # Of one that is over, nothing is left to be taken back.
 
     def status(self) -> EngineStatus:
         """How the engine is now."""
@@ -282,31 +282,31 @@ def _read(
     return od_config
 
 
-def _made(maker: PictureMaker, requests: Sequence[Request]) -> list[GeneratedPictures]:
+def _made(worker: ImageWorker, requests: Sequence[Request]) -> list[GenerationResult]:
     """Results in order, with errors in their places; neighbours are made together where they may be."""
-    results: list[GeneratedPictures] = []
+    results: list[GenerationResult] = []
     rest = list(requests)
     while rest:
-        count, pictures = 1, rest[0].num_pictures
+        count, pictures = 1, rest[0].num_images
         while count < len(rest) and rest[0].fits_with(rest[count]):
-            pictures += rest[count].num_pictures
-            if pictures > maker.max_batch:
+            pictures += rest[count].num_images
+            if pictures > worker.max_batch:
                 break
             count += 1
-        for request, outcome in zip(rest[:count], maker.make(rest[:count]), strict=True):
+        for request, outcome in zip(rest[:count], worker.run(rest[:count]), strict=True):
             is_error = isinstance(outcome, SamovarError)
-            results.append(GeneratedPictures.failed(request, outcome) if is_error else outcome)  # type: ignore[arg-type]
+            results.append(GenerationResult.failed(request, outcome) if is_error else outcome)  # type: ignore[arg-type]
         rest = rest[count:]
     return results
 
 
-def _followed(maker: PictureMaker, request: Request) -> Iterator[Event]:
+def _followed(worker: ImageWorker, request: Request) -> Iterator[Event]:
     events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
     is_left = threading.Event()
 
     def work() -> None:
         try:
-            (outcome,) = maker.make([request], Listener(lambda _, event: events.put(event), lambda _: is_left.is_set()))
+            (outcome,) = worker.run([request], Listener(lambda _, event: events.put(event), lambda _: is_left.is_set()))
             events.put(Failed(outcome) if isinstance(outcome, SamovarError) else Done(outcome))
         except BaseException as error:  # Raised where the events are read.
             events.put(error)

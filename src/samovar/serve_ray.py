@@ -25,7 +25,7 @@ from .engine import OmniDiffusionConfig
 from .errors import SettingError
 from .files import check_names
 from .omni import AsyncOmni
-from .server import House, ServerConfig, create_app
+from .server import AppState, ServerConfig, create_app
 
 _OTHER_REQUESTS = 8
 """Concurrent requests of a replica that do not generate anything: for its health, its metrics, its page."""
@@ -117,21 +117,21 @@ class Replica:
     async def __init__(  # type: ignore[misc, unused-ignore]
         self, engine: OmniDiffusionConfig, config: ServerConfig
     ) -> None:
-        self._house = House(AsyncOmni(od_config=engine), config)
-        await self._house.omni.start()
-        self._house.open()
+        self._state = AppState(AsyncOmni(od_config=engine), config)
+        await self._state.omni.start()
+        self._state.open()
         # Ray sends this class by value, with a copy of everything that it names; `_Front` reads the module's.
-        importlib.import_module("samovar.serve_ray")._here.app = create_app(self._house)
+        importlib.import_module("samovar.serve_ray")._here.app = create_app(self._state)
 
     def check_health(self) -> None:
         """Ray calls this from time to time, and replaces a replica for which it raises. One that is restarting its
         worker is healthy: it will be back sooner than a new replica."""
-        if self._house.problem() == "dead":
+        if self._state.problem() == "dead":
             raise RuntimeError("The engine is down: its workers died repeatedly.")
 
     async def __del__(self) -> None:
-        self._house.phase = "draining"
-        await self._house.omni.close(self._house.config.shutdown_timeout_s)
+        self._state.phase = "draining"
+        await self._state.omni.close(self._state.config.shutdown_timeout_s)
 
 
 def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:

@@ -49,7 +49,7 @@ def test_a_bad_setting_is_refused(folder: str, settings: dict[str, Any], message
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"'emojy' is neither.*Did you mean 'emoji'\?"):
+    with pytest.raises(ModelError, match=r"'emojy' is not a built-in model.*Did you mean 'emoji'\?"):
         OmniDiffusionConfig("emojy")
     assert find_model("emoji") is not None
 

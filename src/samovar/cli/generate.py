@@ -23,7 +23,7 @@ from .options import (
 from .terminal import Status
 
 if TYPE_CHECKING:
-    from ..engine import GeneratedPictures
+    from ..engine import GenerationResult
     from ..omni import Omni
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -99,7 +99,7 @@ def _check_prompt(prompt: str) -> None:
         )
 
 
-def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GeneratedPictures:
+def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GenerationResult:
     from ..engine import Done, Failed, Progress
 
     status.update("generating")
@@ -107,13 +107,13 @@ def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) ->
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Progress):
-            number = f"image {event.picture + 1}/{event.num_pictures}, " if event.num_pictures > 1 else ""
+            number = f"image {event.image_index + 1}/{event.num_images}, " if event.num_images > 1 else ""
             status.update(f"{number}step {event.step}/{event.num_steps}")
     assert isinstance(event, Done)  # The last event, if it is not a failure.
     return event.result
 
 
-def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -> dict[str, Any]:
+def _report(files: list[Path], result: GenerationResult, load_seconds: float) -> dict[str, Any]:
     return {
         "images": [{"file": str(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)],
         "seconds": result.seconds,
@@ -124,7 +124,7 @@ def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -
     }
 
 
-def _print_result(files: list[Path], result: GeneratedPictures, load_seconds: float) -> None:
+def _print_result(files: list[Path], result: GenerationResult, load_seconds: float) -> None:
     for file, seed in zip(files, result.seeds, strict=True):
         print(f"{file}  seed {seed}")
     steps = result.params.num_inference_steps

@@ -75,25 +75,25 @@ def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("samovar.server").setLevel(logging.WARNING if options.quiet else logging.INFO)
     # Before the event loop, which handles Ctrl-C: the imports take seconds and could not be interrupted.
-    house = _house(options)
-    return asyncio.run(_run(options, house))
+    state = _app_state(options)
+    return asyncio.run(_run(options, state))
 
 
-async def _run(options: argparse.Namespace, house: Any) -> int:
+async def _run(options: argparse.Namespace, state: Any) -> int:
     from ..server import serve
 
     def on_listening(address: str) -> None:
         if not options.quiet:
-            text = f"samovar: loading {house.model_name!r}; {address}/ready answers when it is done"
+            text = f"samovar: loading {state.model_name!r}; {address}/ready answers when it is done"
             print(text, file=sys.stderr, flush=True)
 
-    return await serve(house, on_listening, lambda address: _announce(address, house))
+    return await serve(state, on_listening, lambda address: _announce(address, state))
 
 
-def _house(options: argparse.Namespace) -> Any:
+def _app_state(options: argparse.Namespace) -> Any:
     """Everything checked, nothing loaded."""
     from ..omni import AsyncOmni
-    from ..server import House, Limits, ServerConfig
+    from ..server import AppState, Limits, ServerConfig
 
     options.model = model_of(options)
     if options.api_key is None:
@@ -102,14 +102,14 @@ def _house(options: argparse.Namespace) -> Any:
     for name in ("cors_origins", "allowed_hosts"):
         settings[name] = tuple(settings.get(name, ()))
     config = ServerConfig(**settings)
-    return House(AsyncOmni(config=options.config, **engine_settings(options)), config)
+    return AppState(AsyncOmni(config=options.config, **engine_settings(options)), config)
 
 
-def _announce(address: str, house: Any) -> None:
+def _announce(address: str, state: Any) -> None:
     """Print where the server is and how to ask it, ready to paste."""
-    key = "" if house.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+    key = "" if state.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
     print(
-        f"samovar serves {house.model_name!r} at {address}\n"
+        f"samovar serves {state.model_name!r} at {address}\n"
         f"  page   {address}/\n"
         f"  try    curl -s {address}/v1/images/generations -H 'Content-Type: application/json'{key} "
         '-d \'{"prompt": "a grinning cat, 3d style"}\'\n'

@@ -15,8 +15,9 @@ import torch
 
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
+from ..engine import call_pipeline
 from ..engine.facts import facts_of
-from ..engine.models import fetch_model, load_pipeline
+from ..engine.models import fetch_model, load_pipeline, resolve_dtype
 from ..engine.request import OmniDiffusionSamplingParams, Request, read_defaults
 from ..engine.settings import OmniDiffusionConfig
 from ..errors import ModelError, SettingError
@@ -60,8 +61,7 @@ class ImageRunner:
         if pipeline is None:
             folder = fetch_model(model)
             defaults = read_defaults(folder)
-            auto = "float32" if self.device.type == "cpu" else "bfloat16"
-            pipeline = load_pipeline(folder, getattr(torch, auto if dtype == "auto" else dtype)).to(self.device)
+            pipeline = load_pipeline(folder, resolve_dtype(dtype, self.device)).to(self.device)
         self.pipeline: Any = pipeline
         self.pipeline.set_progress_bar_config(disable=True)
         self.denoisers: dict[str, torch.nn.Module] = find_denoisers(pipeline)
@@ -128,16 +128,7 @@ class ImageRunner:
 
     def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
         call = self._facts.check(Request("", self.params)) | {"num_inference_steps": steps, "output_type": "pt"}
-        if "negative_prompt" in call:
-            call["negative_prompt"] = [call["negative_prompt"]] * len(tasks)
-        generators = [torch.Generator("cpu").manual_seed(task.seed) for task in tasks]
-        try:
-            result = self.pipeline(prompt=[task.prompt for task in tasks], generator=generators, **call)
-        except SettingError:
-            raise
-        except ValueError as error:  # This is how diffusers' pipelines refuse a setting.
-            raise SettingError(f"{type(self.pipeline).__name__} refuses these settings: {error}") from error
-        images = getattr(result, "images", None)
+        images = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
         if not isinstance(images, torch.Tensor) or images.ndim != 4:
             raise ModelError(f"{type(self.pipeline).__name__} makes no images, so there is nothing to compare.")
         return images.detach().float()
