@@ -15,7 +15,7 @@ import diffusers
 import pytest
 
 import samovar
-from docs.generate import code, diagrams, pages, tables
+from docs.generate import code, diagrams, pages, plots, tables
 from pipelines import PIPELINES
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
@@ -26,8 +26,6 @@ from server.running import running
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
-GENERATED = ("plot-",)
-"""How the names of images begin that exist in the built site only."""
 ADDRESS = "http://127.0.0.1:8091"
 """Where the pages say that a server listens."""
 
@@ -128,7 +126,7 @@ def test_requests_by_curl_are_answered(page: Path, address: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http") and not Path(target).name.startswith(GENERATED):
+        if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
 
 
@@ -181,6 +179,12 @@ def test_every_error_class_has_a_remedy() -> None:
 def test_diagrams_are_as_drawn(name: str) -> None:
     file = diagrams.IMAGES / f"diagram-{name}.svg"
     assert file.read_text(encoding="utf-8") == diagrams.DIAGRAMS[name](), "run `make diagrams`"
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_plots_are_of_the_present_results(name: str) -> None:
+    file = plots.IMAGES / f"{name}.svg"
+    assert plots.origin(plots.PLOTS[name][1]) in file.read_text(encoding="utf-8"), "run `make diagrams`"
 
 
 def test_what_is_said_about_cards_is_what_the_planner_says(

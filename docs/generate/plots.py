@@ -5,8 +5,9 @@ python -m docs.generate.plots    # writes docs/images/headline.svg, which the RE
 
 from __future__ import annotations
 
+import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from docs.generate import tables
-from docs.generate.results import read
+from docs.generate.results import RESULTS, read
 
+IMAGES = Path(__file__).parents[1] / "images"
 OURS, OURS_TOO, PEERS = "#e64a19", "#ffab91", ("#455a64", "#78909c", "#5c6bc0", "#8d6e63", "#26a69a", "#9e9d24")
 _STYLE = {
     "font.size": 10,
@@ -167,21 +169,31 @@ def _psnr(axes: Any, *, peers: Any, ours: Any, metric: str = "psnr") -> None:
     axes.legend()
 
 
-def to_svg(figure: Figure) -> str:
+PLOTS: dict[str, tuple[Callable[[], Figure], tuple[str, ...]]] = {
+    "headline": (headline, ("gpu_offload", "quality")),
+    "plot-budget": (budget, ("gpu_offload",)),
+    "plot-quality": (quality, ("quality",)),
+    "plot-skipped": (skipped, ("gpu_cache",)),
+    "plot-combined": (combined, ("gpu_compose",)),
+}
+"""Each plot by the name of its file, with the results that it shows."""
+
+
+def origin(names: Sequence[str]) -> str:
+    """What a plot's file says about the results that it was drawn from."""
+    digest = hashlib.sha256(b"".join((RESULTS / f"{name}.json").read_bytes() for name in names))
+    return f"{', '.join(names)}: {digest.hexdigest()[:16]}"
+
+
+def to_svg(name: str) -> str:
     """The plot on white, so that it is readable on a dark page too."""
+    draw, names = PLOTS[name]
     text = io.StringIO()
     with rc_context(_STYLE):
-        figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
+        draw().savefig(text, format="svg", facecolor="white", metadata={"Date": None, "Source": origin(names)})
     return text.getvalue()
 
 
-PLOTS: dict[str, Callable[[], Figure]] = {
-    "plot-budget": budget,
-    "plot-quality": quality,
-    "plot-skipped": skipped,
-    "plot-combined": combined,
-}
-HEADLINE = Path(__file__).parents[1] / "images" / "headline.svg"
-
 if __name__ == "__main__":
-    HEADLINE.write_text(to_svg(headline()), encoding="utf-8")
+    for plot in PLOTS:
+        (IMAGES / f"{plot}.svg").write_text(to_svg(plot), encoding="utf-8")

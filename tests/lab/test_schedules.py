@@ -15,7 +15,7 @@ from samovar.lab.fitting import Products
 from samovar.lab.methods import cached
 from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
 from samovar.lab.session import Session
-from samovar.lab.trajectory import Trajectory, watched_exact
+from samovar.lab.trajectory import WATCHED, Trajectory
 
 
 def test_refining_moves_computed_steps_to_where_they_help() -> None:
@@ -37,9 +37,8 @@ def places(mask: str) -> list[int]:
 
 
 def watched_run(session: Session) -> Trajectory:
-    watched = watched_exact()
-    session.exact(watched)
-    return Trajectory.read(session.notes(watched))
+    session.exact(WATCHED)
+    return Trajectory.read(session.notes(WATCHED))
 
 
 def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
@@ -79,13 +78,13 @@ def test_outliers_have_a_plan_that_the_others_pay_for(make_session: MakeSession)
     planner = SchedulePlanner(seen.products, seen.early)
     mask = planner.plan(8)
     settings = planner.settings(planner.plan(8))
-    more = settings["hard"]["schedule"]["cond"]
+    more = settings["outliers"]["schedule"]["cond"]
     assert (mask.count("#"), more.count("#")) == (7, 12), "at most all"
     assert mask.startswith("###")
-    assert (str(SchedulePlanner(seen.products)), str(planner)) == ("fitted", "fitted, more for outliers")
+    assert planner.method(mask).name.endswith("(fitted, more for outliers)")
     few = planner.plan(5)
     assert few == SchedulePlanner(seen.products).plan(5), "of so few none can be spared"
-    assert TeaCacheConfig.read(settings).plan_of_hard is not None
+    assert TeaCacheConfig.read(settings).outlier_plan is not None
 
 
 def test_a_single_branch_goes_by_any_name() -> None:
@@ -93,9 +92,9 @@ def test_a_single_branch_goes_by_any_name() -> None:
     products = Products(("only",), (1.0,), (1.0,) * 12, rows @ rows.T)
     planner = SchedulePlanner(products, {"only": (rows @ rows.T)[None, :3, :3]})
     config = TeaCacheConfig.read(planner.settings(planner.plan(8)))
-    assert config.mask is not None
-    assert config.plan_of_hard is not None
-    assert config.plan_of_hard.mask_for("another") == config.plan_of_hard.mask
+    assert list(config.masks) == ["*"]
+    assert config.outlier_plan is not None
+    assert config.outlier_plan.mask_for("another") == config.outlier_plan.schedule
 
 
 @pytest.mark.parametrize("count", [1, 13, 4.0, True])

@@ -9,7 +9,7 @@ import torch
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import ModelError
 from samovar.lab.fitting import Products
-from samovar.lab.trajectory import RunWatch, Trajectory, watched_exact
+from samovar.lab.trajectory import WATCHED, RunWatch, Trajectory
 
 
 def test_errors_are_those_of_the_predictions_themselves() -> None:
@@ -27,11 +27,10 @@ def test_a_run_is_watched_without_a_trace(make_session: MakeSession) -> None:
     session = make_session(steps=6)
     scheduler = session.runner.pipeline.scheduler
     before = set(vars(scheduler))
-    watched = watched_exact()
-    row = session.exact(watched)
+    row = session.exact(WATCHED)
     assert "step" not in vars(scheduler)
     assert before <= set(vars(scheduler))
-    trajectory = Trajectory.read(session.notes(watched))
+    trajectory = Trajectory.read(session.notes(WATCHED))
     assert len(trajectory.images) == len(TASKS)
     products = trajectory.products
     assert len(products.sizes) == 6
@@ -50,7 +49,7 @@ def test_a_scheduler_that_cannot_be_watched_keeps_nothing(make_session: MakeSess
     run = RunWatch(scheduler)
     run.post_forward(torch.nn.Identity(), torch.ones(1, 2))
     with pytest.raises(ModelError, match="called for 0 of 2 steps"):
-        run.notes()
+        run()
     assert not run.outputs
 
 

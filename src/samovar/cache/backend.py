@@ -24,7 +24,7 @@ from .config import TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
 from .stats import CacheStats
-from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
@@ -95,7 +95,7 @@ class TeaCacheBackend:
         with contextlib.ExitStack() as undo:
             for name, module in denoisers.items():  # Pipelines that share a denoiser share its cache.
                 hook = attached.get(module) or apply_teacache_hook(module, self.config, self._agree)
-                undo.callback(self._release, module)
+                undo.callback(self._release, module, hook)
                 hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
@@ -128,10 +128,10 @@ class TeaCacheBackend:
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
 
-    def _release(self, module: torch.nn.Module) -> None:
+    def _release(self, module: torch.nn.Module, hook: TeaCacheHook) -> None:
         """Take the hook off a denoiser that no other pipeline with this cache uses."""
         if module not in self._modules():
-            remove_teacache_hook(module)
+            hook.detach()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -59,9 +59,9 @@ class AttachConfig:
                 "for itself and wait for the others forever. Use the cache 'tea_cache' or 'forecast', or one rank.",
                 param="cache",
             )
-        if self.parallel.cfg_parallel_size > 1 and config.hard is not None:
+        if self.parallel.cfg_parallel_size > 1 and config.outliers is not None:
             raise SettingError(
-                "The cache's setting 'hard' looks at one branch to decide for all, and cfg_parallel_size="
+                "The cache's setting 'outliers' looks at one branch to decide for all, and cfg_parallel_size="
                 f"{self.parallel.cfg_parallel_size} puts the branches on different ranks. Leave out one of the two.",
                 param="cache",
             )

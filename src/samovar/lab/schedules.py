@@ -17,7 +17,7 @@ from ..errors import SettingError
 from .fitting import OUTLIER_SHARE, Products, Vector, fit_outliers, fit_schedule, fit_weights, outlier_step
 from .methods import OUTLIERS, Method, cached
 from .session import Row, Session
-from .trajectory import Trajectory, watched_exact
+from .trajectory import WATCHED, Trajectory
 
 ENOUGH_IMAGES = 40
 """With fewer there are too few outliers to learn how to recognise them."""
@@ -36,9 +36,6 @@ class SchedulePlanner:
     """`Trajectory.early`, if outliers are to get their own plan."""
     fewest = 2
     """Fewest computed steps of a plan."""
-
-    def __str__(self) -> str:
-        return "fitted" if self.early is None else "fitted, more for outliers"
 
     def plan(self, computed: int) -> str:
         """The best mask with this many computed steps on average: `#` computed, `.` skipped. Outliers have another."""
@@ -80,9 +77,8 @@ def choose_planner(
     session: Session, score: Callable[[Row], float], computed: int | None = None
 ) -> tuple[SchedulePlanner, dict[str, tuple[Method, Row]]]:
     """The planner whose plan for this number of computed steps scores highest; and the plans tried, by name."""
-    watched = watched_exact()
-    session.exact(watched)
-    trajectory = Trajectory.read(session.notes(watched))
+    session.exact(WATCHED)
+    trajectory = Trajectory.read(session.notes(WATCHED))
     planners = [SchedulePlanner(trajectory.products)]
     if trajectory.early is not None and len(session.tasks) >= ENOUGH_IMAGES:
         planners.append(SchedulePlanner(trajectory.products, trajectory.early))

@@ -21,7 +21,7 @@ from ..cache.config import EVERY_BRANCH
 from ..errors import ModelError
 from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
 from .fitting import Products, Vector, outlier_step
-from .methods import EXACT, Method, Notes
+from .methods import EXACT, Method
 
 _LARGEST_MISS = 1e-2
 """Predictions that differ from a weighted sum of the branches by no more than this are such sums, but rounded."""
@@ -54,7 +54,7 @@ class Trajectory(NamedTuple):
 
     @staticmethod
     def read(notes: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """From the notes of each call of `watched_exact`."""
+        """From the notes of each call with the method `WATCHED`."""
         images = [
             Products(tuple(note["guidance"]), tuple(note["guidance"].values()), tuple(note["sizes"]), np.array(values))
             for note in notes
@@ -63,31 +63,6 @@ class Trajectory(NamedTuple):
         if any(image.branches != images[0].branches for image in images):
             images = [image.mixed() for image in images]
         return Trajectory(tuple(images))
-
-
-def watched_exact() -> Method:
-    """The exact images, with notes for `Trajectory.read`."""
-
-    @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
-        with watch(pipeline) as run:
-            yield run.notes
-
-    return Method("exact, watched", EXACT.family, {}, attached)
-
-
-@contextlib.contextmanager
-def watch(pipeline: Any) -> Iterator[RunWatch]:
-    """Watch the pipeline's scheduler and, if it has a single denoiser, its outputs."""
-    denoisers = list(find_denoisers(pipeline).values())
-    run = RunWatch(pipeline.scheduler)
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(run.on_scheduler())
-        if len(denoisers) == 1:
-            registry = HookRegistry.get_or_create(denoisers[0])
-            registry.register_hook(_HOOK, run)
-            undo.callback(registry.remove_hook, _HOOK)
-        yield run
 
 
 class RunWatch(ModelHook):
@@ -125,8 +100,8 @@ class RunWatch(ModelHook):
         outputs, self.outputs, self.predictions = self.outputs, {}, []
         return outputs
 
-    def notes(self) -> dict[str, Any]:
-        """How far each step moves the latents, and the inner products of each image."""
+    def __call__(self) -> dict[str, Any]:
+        """The notes: how far each step moves the latents, and the inner products of each image."""
         predictions, outputs = self.predictions, self.take_outputs()
         sizes = _sizes_of(self._scheduler)
         if len(predictions) != len(sizes):
@@ -143,6 +118,24 @@ class RunWatch(ModelHook):
             for i in range(len(predictions[0]))
         ]
         return {"sizes": sizes, "guidance": guidance, "products": products}
+
+
+@contextlib.contextmanager
+def watch(pipeline: Any) -> Iterator[RunWatch]:
+    """Watch the pipeline's scheduler and, if it has a single denoiser, its outputs."""
+    denoisers = list(find_denoisers(pipeline).values())
+    run = RunWatch(pipeline.scheduler)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(run.on_scheduler())
+        if len(denoisers) == 1:
+            registry = HookRegistry.get_or_create(denoisers[0])
+            registry.register_hook(_HOOK, run)
+            undo.callback(registry.remove_hook, _HOOK)
+        yield run
+
+
+WATCHED = Method("exact, watched", EXACT.family, attached=watch)
+"""The exact images, with notes for `Trajectory.read`."""
 
 
 def _guidance(outputs: Outputs, predictions: Sequence[torch.Tensor]) -> dict[str, float] | None:
