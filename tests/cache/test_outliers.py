@@ -215,9 +215,7 @@ def test_a_plan_that_skips_at_once_shows_no_outliers() -> None:
     assert usual.schedules["cond"].startswith("#.#")
     assert fit_outliers(products, usual, each, 20) is None
     for wrong in ({}, {"uncond": each["uncond"]}, {"cond": each["cond"][0]}, {"cond": each["cond"][:, :2, :2]}):
-        with pytest.raises(
-            SettingError, match=r"single runs for 'cond', .* at least the first 3 steps"
-        ):
+        with pytest.raises(SettingError, match=r"single runs for 'cond', .* at least the first 3 steps"):
             fit_outliers(products, usual, wrong, 20)
 
 

@@ -70,7 +70,7 @@ class Shadow:
             return never_compiled(self._root.__call__)(*given[0], **given[1])
 
     def close(self) -> None:
-        """Free everything."""
+        """Free the shadow at once: its classes form cycles that only the garbage collector would find."""
         del self._root
 
 
