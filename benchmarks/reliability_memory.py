@@ -159,17 +159,17 @@ CONTROL_MINUTES, LEAK_KIB = 0.5, 256
 LEAK = f"""
 import samovar.engine.worker as worker
 
-make, kept = worker.Worker.make, []
+run, kept = worker.Worker.run, []
 
 
 def leaking(self, *args, **kwargs):
     import torch
 
     kept.append(torch.ones({LEAK_KIB * 256}, device=self._device))
-    return make(self, *args, **kwargs)
+    return run(self, *args, **kwargs)
 
 
-worker.Worker.make = leaking
+worker.Worker.run = leaking
 """
 """What Python runs when it starts, if it is found: nothing in the server knows of it."""
 

@@ -36,7 +36,6 @@ MOST_LINES_OF_THE_SOURCE = 25_000
 MOST_CAUGHT = 4
 """Types that one `except` may name."""
 WIDE_EXCEPTS = {
-    "samovar.engine.inside", "samovar.engine.previews", "samovar.engine.worker",
     "samovar.omni", "samovar.parallel.candidates", "samovar.parallel.cfg",
     "samovar.parallel.enable", "samovar.parallel.inside", "samovar.parallel.launch",
 }  # fmt: skip

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     )
     from .cache import TeaCacheConfig, make_cache_backend
     from .compose import AttachConfig, Attached, attach, detach
-    from .engine import GeneratedPictures, OmniDiffusionConfig, OmniDiffusionSamplingParams
+    from .engine import GenerationResult, OmniDiffusionConfig, OmniDiffusionSamplingParams
     from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
     from .offload import OffloadConfig, apply_offload
@@ -31,7 +31,7 @@ __all__ = [
     "AttachConfig",
     "Attached",
     "BlockDeclaration",
-    "GeneratedPictures",
+    "GenerationResult",
     "HookRegistry",
     "ModelHook",
     "ModuleDiscovery",

@@ -112,11 +112,11 @@ def test_a_path_that_is_not_there_is_named(declaration: BlockDeclaration) -> Non
         (BlockDeclaration(stacks=("inner.steps",) * 2), r"names the stack 'inner.steps' twice"),
         (
             BlockDeclaration(stacks=("inner.steps",), leader="inner"),
-            r"has 'inner' as its leader, which is no stack of blocks. Did you mean 'inner.steps'\?",
+            r"has 'inner' as its leader, which is not a stack of blocks. Did you mean 'inner.steps'\?",
         ),
         (
             BlockDeclaration(stacks=("inner.steps",), carried={"adapters": (None,)}),
-            r"has 'adapters' as a key of carried, which is no stack of blocks",
+            r"has 'adapters' as a key of carried, which is not a stack of blocks",
         ),
     ],
 )

@@ -19,14 +19,14 @@ from samovar import cli
         (["--port", "70000"], "port must be a number from 0 to 65535, not 70000"),
         (["emoji", "--model", "other"], "Two models are given: 'emoji' and --model 'other'"),
         (["--cache-config", "{"], "--cache-config '{' cannot be read"),
-        (["--cors-origin", "*"], "'*' is no origin"),
-        (["--api-key", ""], "The API key must be printable ASCII and not empty"),
-        (["--allowed-host", "http://a"], "'http://a' is no host"),
-        (["--request-timeout", "0"], "--request-timeout must be a number of seconds above 0"),
-        (["--max-pixels", "0"], "--max-pixels must be a whole number from 1 on, not 0"),
-        (["--max-queue", "0"], "--max-queue must be a whole number from 1 on, not 0"),
-        (["--step-timeout", "0"], "--step-timeout must be a number of seconds above 0"),
-        (["--load-timeout", "-1"], "--load-timeout must be a number of seconds above 0"),
+        (["--cors-origin", "*"], "'*' is not an origin"),
+        (["--api-key", ""], "must be printable ASCII"),
+        (["--allowed-host", "http://a"], "'http://a' is not a host name"),
+        (["--request-timeout", "0"], "--request-timeout must be a number of seconds"),
+        (["--max-pixels", "0"], "--max-pixels must be a whole number"),
+        (["--max-queue", "0"], "--max-queue must be a whole number"),
+        (["--step-timeout", "0"], "--step-timeout must be a number of seconds"),
+        (["--load-timeout", "-1"], "--load-timeout must be a number of seconds"),
         (["--enable-cpu-offload", "--enable-layerwise-offload"], "exclude each other"),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", "--device", "cpu", "--port", port]) == 2
-    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
+    assert f"Cannot bind to 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_without_the_extra_it_says_what_to_install() -> None:

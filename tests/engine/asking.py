@@ -14,13 +14,14 @@ from samovar.engine import (
     Done,
     Event,
     Failed,
-    GeneratedPictures,
+    GenerationResult,
+    Job,
     OmniDiffusionSamplingParams,
     Progress,
     Request,
     Supervisor,
+    Worker,
 )
-from samovar.engine.waiting import Entry
 
 LIMIT_S = 300.0
 """How long anything may take on a busy machine before a test gives up."""
@@ -35,7 +36,7 @@ class Asked:
         rest = {name: how.pop(name) for name in ("priority", "deadline_s") if name in how}
         extra = {name: how.pop(name) for name in ("image", "num_previews") if name in how}
         request = Request(prompt, OmniDiffusionSamplingParams(**{"seed": 3, **how}), **extra)
-        self.entry: Entry = supervisor.submit(request, self._queue.put, **rest)
+        self.job: Job = supervisor.submit(request, self._queue.put, **rest)
 
     def until(self, is_it: Callable[[Event], bool]) -> Event:
         """The first event of a kind, or the last one of all."""
@@ -45,7 +46,7 @@ class Asked:
             if is_it(event) or isinstance(event, (Done, Failed)):
                 return event
 
-    def result(self) -> GeneratedPictures:
+    def result(self) -> GenerationResult:
         end = self.until(lambda event: False)
         if isinstance(end, Failed):
             raise end.error
@@ -53,7 +54,15 @@ class Asked:
         return end.result
 
 
-def pixels(result: GeneratedPictures) -> Any:
+def generate(worker: Worker, prompt: str, params: OmniDiffusionSamplingParams) -> GenerationResult:
+    """Images of one prompt; raises the error if there are none."""
+    (outcome,) = worker.run([Request(prompt, params)])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def pixels(result: GenerationResult) -> Any:
     return np.asarray(result.images[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,16 +35,16 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
     ("facts", "request_", "message"),
     [
         (TEXT, ask(height=18), "height must be a multiple of 16 for this model, not 18: try 16 or 32"),
-        (TEXT, ask(width=2), "width must be a multiple of 16 for this model, not 2: try 16 or 16"),
-        (TEXT, ask(true_cfg_scale=2.0), "TextPipeline takes no true_cfg_scale"),
-        (TEXT, ask(PICTURE), "TextPipeline takes no image: it makes pictures from text alone"),
-        (EDIT, ask("cat.png"), "image must be a picture of PIL, not 'cat.png'"),
-        (PAINT, ask(PICTURE.convert("RGB")), "must know which part of the image to change"),
+        (TEXT, ask(width=2), "width must be a multiple of 16 for this model, not 2: try 16"),
+        (TEXT, ask(true_cfg_scale=2.0), "TextPipeline does not take true_cfg_scale"),
+        (TEXT, ask(PICTURE), "TextPipeline takes no image: it only makes images from text"),
+        (PAINT, ask(PICTURE.convert("RGB")), "needs an image with an alpha channel"),
     ],
 )
 def test_what_it_does_not_take_is_refused(facts: PipelineFacts, request_: Request, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(SettingError, match=message) as refused:
         facts.check(request_)
+    assert refused.value.param in ("height", "width", "true_cfg_scale", "image")
 
 
 def test_a_picture_says_how_large_the_new_one_is() -> None:
@@ -73,7 +74,7 @@ def test_facts_are_read_off_a_pipeline() -> None:
 
     facts = facts_of(Unguided(), OmniDiffusionSamplingParams(seed=1))
     assert facts == PipelineFacts("Unguided", frozenset({"prompt", "height"}), 16, OmniDiffusionSamplingParams(seed=1))
-    with pytest.raises(SettingError, match="Unguided takes no num_inference_steps"):
+    with pytest.raises(SettingError, match="Unguided does not take num_inference_steps"):
         facts.check(ask(num_inference_steps=2))
 
 
@@ -81,5 +82,23 @@ def test_a_picture_that_is_cut_off_is_refused() -> None:
     file = io.BytesIO()
     Image.effect_noise((64, 64), 50).save(file, "PNG")
     cut = Image.open(io.BytesIO(file.getvalue()[: len(file.getvalue()) // 2]))
-    with pytest.raises(SettingError, match=r"The image cannot be read: .*\. Is its file whole\?"):
+    with pytest.raises(SettingError, match=r"The image cannot be read: .*\. Is the file complete\?"):
         EDIT.check(ask(cut))
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "multiple"),
+    [
+        ({"patch_size": 2}, {}, 16),  # SD3
+        ({"patch_size": 1}, {}, 8),  # Sana
+        ({"patch_size": (1, 2, 2)}, {}, 16),  # video models
+        ({"patch_size": 1}, {"_pack_latents": None}, 16),  # FLUX
+        ({}, {"_patchify_latents": None}, 16),  # FLUX.2
+        ({}, {}, 16),
+    ],
+)
+def test_sizes_are_multiples_of_a_token(config: dict[str, Any], extra: dict[str, Any], multiple: int) -> None:
+    transformer = SimpleNamespace(config=config)
+    pipeline = type("Pipeline", (), {"__call__": lambda self, prompt: None, "vae_scale_factor": 8, **extra})()
+    pipeline.transformer = transformer
+    assert facts_of(pipeline, OmniDiffusionSamplingParams()).multiple == multiple

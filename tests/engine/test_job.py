@@ -1,47 +1,127 @@
-"""Ranks that come to the same end, and ranks that do not."""
+"""Jobs: every reader sees everything, what is over stays over, and nothing is left of it."""
 
 from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from samovar import OmniDiffusionSamplingParams
-from samovar.engine import GeneratedPictures, Request
-from samovar.engine.job import SETTLE_S, Job
-from samovar.engine.messages import Answer
-from samovar.engine.waiting import Entry
-from samovar.engine.worker import Outcome, Usage
-from samovar.errors import CancelledRequestError, EngineError, SettingError
+from samovar.engine import Done, Event, Failed, GenerationResult, Job, Progress, Request, Started, Supervisor
+from samovar.errors import CancelledRequestError
 
-GOOD = GeneratedPictures("a cat", (), (3,), OmniDiffusionSamplingParams(), 1.0)
-USAGE = Usage(0, 0)
+NOBODY: Any = None
+"""A supervisor that is never asked."""
 
 
-def job_with(*outcomes: Outcome | None) -> Job:
-    job = Job(1, [Entry(Request("a cat"), lambda event: None)], last_heard=0.0)
-    for rank, outcome in enumerate(outcomes):
-        job.note(rank, Answer(1, (outcome,), USAGE), now=10.0)
-    return job
+def ask(steps: int) -> Request:
+    return Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=steps, seed=3))
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "can_go_on"),
-    [
-        ([GOOD], True),
-        ([EngineError("a bug")], True),
-        ([GOOD, None], True),
-        ([SettingError("no"), SettingError("no")], True),
-        ([CancelledRequestError("stop"), CancelledRequestError("stop")], True),
-        ([EngineError("a bug"), EngineError("a bug")], False),
-        ([GOOD, SettingError("no")], False),
-        ([SettingError("no"), CancelledRequestError("stop")], False),
-    ],
-)
-def test_only_ranks_at_the_same_place_go_on(outcomes: list[Outcome | None], can_go_on: bool) -> None:
-    assert job_with(*outcomes).can_go_on is can_go_on
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Only what nobody holds goes: what holds itself stays, as it may on a server for hundreds of requests."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
-def test_one_that_fails_gives_the_others_little_time_and_is_named() -> None:
-    assert job_with(GOOD).must_settle_by is None
-    job = job_with(GOOD, EngineError("a bug"))
-    assert job.must_settle_by == 10.0 + SETTLE_S
-    assert job.errors() == "rank 1: a bug"
+async def read(job: Job) -> list[Event]:
+    return [event async for event in job]
+
+
+def test_all_readers_see_everything(engine: Supervisor) -> None:
+    async def main() -> None:
+        job = engine.submit(ask(3))
+        first, second, result = await asyncio.gather(read(job), read(job), job.result())
+        assert first == second == await read(job)
+        assert isinstance(first[0], Started)
+        assert [event.step for event in first if isinstance(event, Progress)] == [1, 2, 3]
+        assert first[-1] == Done(result)
+        assert job.position == 0
+        job.cancel()
+        assert await job.result() is result
+
+    asyncio.run(main())
+
+
+def test_positions_and_cancelling(engine: Supervisor) -> None:
+    async def main() -> None:
+        running = engine.submit(ask(2000))
+        async for event in running:
+            if isinstance(event, Progress):
+                break
+        waiting = [engine.submit(ask(1)) for _ in range(3)]
+        assert [job.position for job in (running, *waiting)] == [0, 1, 2, 3]
+        assert len({job.id for job in (running, *waiting)}) == 4
+        waiting[0].cancel()
+        assert [job.position for job in waiting] == [0, 1, 2]
+        assert isinstance((await read(waiting[0]))[-1], Failed)
+        running.cancel()
+        with pytest.raises(CancelledRequestError):
+            await running.result()
+        assert [len((await job.result()).images) for job in waiting[1:]] == [1, 1]
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_is_gone_harms_nobody(engine: Supervisor) -> None:
+    async def main() -> Job:
+        return engine.submit(ask(5))
+
+    async def later() -> None:
+        assert (await engine.submit(ask(1)).result()).seeds == (3,)
+
+    asyncio.run(main())
+    asyncio.run(later())
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_images_go_with_their_job(engine: Supervisor) -> None:
+    async def made() -> list[weakref.ref[object]]:
+        job = engine.submit(ask(2))
+        result = await job.result()
+        return [weakref.ref(job), weakref.ref(result.images[0])]
+
+    async def main() -> None:
+        refs = await made()
+        await engine.submit(ask(1)).result()  # The threads have turned to another.
+        assert [ref() for ref in refs] == [None, None]
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_failed_request_goes_with_its_job(engine: Supervisor) -> None:
+    async def failed() -> list[weakref.ref[object]]:
+        job = engine.submit(ask(2000))
+        async for event in job:
+            if isinstance(event, Progress):
+                break
+        job.cancel()
+        end = await job.outcome()
+        assert isinstance(end, CancelledRequestError)
+        return [weakref.ref(job), weakref.ref(end)]
+
+    async def main() -> None:
+        refs = await failed()
+        await engine.submit(ask(1)).result()
+        assert [ref() for ref in refs] == [None, None]
+
+    asyncio.run(main())
+
+
+def test_nothing_is_told_after_the_end() -> None:
+    told: list[Event] = []
+    one = Job(NOBODY, Request("a cat"), told.append)
+    one.end(Failed(CancelledRequestError("taken back")))
+    one.tell(Done(GenerationResult("a cat", (), (), OmniDiffusionSamplingParams(), 0.0)))
+    one.end(Failed(CancelledRequestError("again")))
+    (event,) = told
+    assert isinstance(event, Failed)
+    assert str(event.error) == "taken back"

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from samovar.engine.models import check_model, fetch_model, find_model, load_pipeline, without_remote_code
+from samovar.engine.models import (
+    check_model,
+    fetch_model,
+    find_model,
+    find_variant,
+    load_pipeline,
+    resolve_dtype,
+    without_remote_code,
+)
 from samovar.errors import ModelError
 
 
@@ -22,7 +30,7 @@ def test_names_folders_and_what_is_neither(folder: Path, tmp_path: Path) -> None
     assert find_model(str(folder)) == folder
     assert find_model("black-forest-labs/FLUX.1-dev") is None, "to be had from the hub"
     for wrong in ("emojy", "../etc", "/nowhere/at/all", str(tmp_path), "a/b/c", "", "http://x/y"):
-        with pytest.raises(ModelError, match="is neither a model that comes with Samovar"):
+        with pytest.raises(ModelError, match="is not a built-in model"):
             find_model(wrong)
     with pytest.raises(ModelError, match="must be a name or a folder, not 3"):
         find_model(3)  # type: ignore[arg-type]
@@ -30,7 +38,7 @@ def test_names_folders_and_what_is_neither(folder: Path, tmp_path: Path) -> None
 
 def test_a_name_of_the_hub_without_a_network_is_a_clear_error() -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is no folder here and could not be had from the hub"):
+    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is not a folder here and could not be downloaded"):
         fetch_model("nobody/no-such-model")
 
 
@@ -84,7 +92,7 @@ def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"copy cannot be loaded: .* Check its files\."):
         load_pipeline(tmp_path / "copy", torch.float32)
     (tmp_path / "copy" / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
-    with pytest.raises(ModelError, match=r"is of class 'NoPipeline', which diffusers .* does not have"):
+    with pytest.raises(ModelError, match=r"names the class 'NoPipeline', which diffusers .* does not have"):
         load_pipeline(tmp_path / "copy", torch.float32)
 
 
@@ -108,3 +116,37 @@ def test_remote_code_is_switched_off_while_what_is_not_trusted_is_loaded(
     index = json.loads((copy / "model_index.json").read_text()) | {"_class_name": ["own", "Own"]}
     (copy / "model_index.json").write_text(json.dumps(index))
     assert type(load_pipeline(copy, torch.float32, trust_remote_code=True)).__name__ == "Own"
+
+
+def renamed(folder: Path, parts: tuple[str, ...], variant: str) -> None:
+    for part in parts:
+        for file in (folder / part).glob("*.safetensors"):
+            file.rename(file.with_name(f"{file.stem}.{variant}.safetensors"))
+
+
+def test_a_folder_that_only_has_a_variant_is_loaded(folder: Path, tmp_path: Path) -> None:
+    assert find_variant(folder) is None
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    renamed(copy, ("transformer", "text_encoder_2"), "fp16")
+    assert find_variant(copy) == "fp16", "the other parts have no variant, and are loaded as they are"
+    ours, theirs = (load_pipeline(each, torch.float32).transformer.state_dict() for each in (copy, folder))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    renamed(copy, ("vae",), "bf16")
+    with pytest.raises(ModelError, match="mixes the variants bf16, fp16"):
+        find_variant(copy)
+
+
+def test_sharded_variants_are_known_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    name = tmp_path / "transformer" / "diffusion_pytorch_model.fp16-00001-of-00002.safetensors"
+    name.touch()
+    assert find_variant(tmp_path) == "fp16"
+    (tmp_path / "transformer" / "diffusion_pytorch_model-00001-of-00002.safetensors").touch()
+    assert find_variant(tmp_path) is None
+
+
+def test_auto_is_bfloat16_on_gpus() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [resolve_dtype("auto", device) for device in (cpu, gpu)] == [torch.float32, torch.bfloat16]
+    assert resolve_dtype("float16", cpu) == torch.float16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
-from samovar.engine.previews import clean, decoded
+from samovar.engine.previews import decode_latents, predict_clean
 
 
 def run(name: str) -> tuple[Any, list[torch.Tensor], Any]:
@@ -29,22 +29,23 @@ def run(name: str) -> tuple[Any, list[torch.Tensor], Any]:
 def test_the_last_latents_are_the_picture(name: str) -> None:
     pipe, latents, picture = run(name)
     height, width = (PIPELINES[name].settings[side] for side in ("height", "width"))
-    (preview,) = decoded(pipe, latents[-1], height, width)
+    (preview,) = decode_latents(pipe, latents[-1], height, width)
     assert preview.size == (width, height)
     assert np.abs(np.asarray(preview) / 255 - picture[0]).max() <= 0.51 / 255
-    assert decoded(pipe, torch.cat([latents[0]] * 2), height, width)[1].size == (width, height)
-    (ahead,) = decoded(pipe, clean(pipe.scheduler, latents[-3], latents[-2], len(latents) - 2), height, width)
-    (as_is,) = decoded(pipe, latents[-2], height, width)
+    assert decode_latents(pipe, torch.cat([latents[0]] * 2), height, width)[1].size == (width, height)
+    clean = predict_clean(pipe.scheduler, latents[-3], latents[-2], len(latents) - 2)
+    (ahead,) = decode_latents(pipe, clean, height, width)
+    (as_is,) = decode_latents(pipe, latents[-2], height, width)
     apart = [np.abs(np.asarray(each) / 255 - picture[0]).mean() for each in (ahead, as_is)]
     assert apart[0] < apart[1], "where it is heading is nearer to the end than where it is"
 
 
 def test_latents_of_an_unknown_kind_have_no_preview() -> None:
     pipe, latents, _ = run("flux")
-    assert decoded(pipe, latents[0], 16, 16) == [], "of another size"
-    assert decoded(pipe, latents[0][0], 16, 24) == []
-    assert decoded(pipe, torch.zeros(1, 9, 8, 12), 16, 24) == [], "of other channels"
-    assert decoded(object(), latents[0], 16, 24) == []
+    assert decode_latents(pipe, latents[0], 16, 16) == [], "of another size"
+    assert decode_latents(pipe, latents[0][0], 16, 24) == []
+    assert decode_latents(pipe, torch.zeros(1, 9, 8, 12), 16, 24) == [], "of other channels"
+    assert decode_latents(object(), latents[0], 16, 24) == []
 
 
 def test_without_a_step_before_or_a_straight_line_the_latents_stand_for_themselves() -> None:
@@ -53,9 +54,9 @@ def test_without_a_step_before_or_a_straight_line_the_latents_stand_for_themselv
     latents = torch.ones(1, 4, 2, 2)
     flow = FlowMatchEulerDiscreteScheduler()
     flow.set_timesteps(4)
-    assert clean(flow, None, latents, 0) is latents
-    assert clean(DDIMScheduler(), latents, latents, 0) is latents
-    assert clean(flow, latents[:, :2], latents, 0) is latents
+    assert predict_clean(flow, None, latents, 0) is latents
+    assert predict_clean(DDIMScheduler(), latents, latents, 0) is latents
+    assert predict_clean(flow, latents[:, :2], latents, 0) is latents
     noise, target = torch.randn(1, 4, 2, 2), torch.randn(1, 4, 2, 2)
     before, after = (sigma * noise + (1 - sigma) * target for sigma in flow.sigmas[1:3])
-    assert torch.allclose(clean(flow, before, after, 1), target, atol=1e-5)
+    assert torch.allclose(predict_clean(flow, before, after, 1), target, atol=1e-5)

@@ -13,7 +13,7 @@ import pytest
 from asking import LIMIT_S, is_alive, wait_for
 
 from samovar.engine import OmniDiffusionConfig
-from samovar.engine.messages import Drop, Refused
+from samovar.engine.messages import Cancel, Fatal
 from samovar.engine.process import WorkerGroup, _environment, _open_store
 from samovar.errors import ModelError
 
@@ -27,7 +27,7 @@ def test_a_group_is_heard_to_its_end(tmp_path: Path) -> None:
     (process_id,) = group.process_ids
     who, rank, message = heard.get(timeout=LIMIT_S)
     assert (who, rank) == (group, 0)
-    assert isinstance(message, Refused)
+    assert isinstance(message, Fatal)
     assert isinstance(message.error, ModelError)
     assert "own.py" in str(message.error)
     assert heard.get(timeout=LIMIT_S) == (group, 0, None)
@@ -58,11 +58,11 @@ def test_ranks_end_if_one_of_them_cannot_be_started(folder: Path, monkeypatch: p
     start = WorkerGroup._start
     started: list[int] = []
 
-    def start_one(group: WorkerGroup, config: OmniDiffusionConfig, rank: int, num_ranks: int) -> None:
+    def start_one(group: WorkerGroup, config: OmniDiffusionConfig, rank: int) -> None:
         if rank == 1:
             started.extend(group.process_ids)
             raise OSError("no more processes")
-        start(group, config, rank, num_ranks)
+        start(group, config, rank)
 
     monkeypatch.setattr(WorkerGroup, "_start", start_one)
     with pytest.raises(OSError, match="no more processes"):
@@ -75,13 +75,13 @@ def test_a_rank_that_is_not_understood_or_cannot_be_told_is_lost() -> None:
     here, there = multiprocessing.Pipe()
     group = WorkerGroup.__new__(WorkerGroup)
     heard: list[Any] = []
-    group._hear = lambda *news: heard.append(news)
+    group._on_message = lambda *news: heard.append(news)
     group._pipes, group._processes = [here], [multiprocessing.current_process()]
     there.send_bytes(b"\0nonsense")
     with pytest.raises(pickle.UnpicklingError):
-        group._listen(0)
+        group._read(0)
     group._outbox = queue.SimpleQueue()
-    group._outbox.put(Drop(1, lambda: None))  # type: ignore[arg-type]
+    group._outbox.put(Cancel(1, lambda: None))  # type: ignore[arg-type]
     with pytest.raises((pickle.PicklingError, AttributeError)):
-        group._speak()
+        group._write()
     assert heard == [(group, 0, None)] * 2

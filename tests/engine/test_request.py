@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samovar import OmniDiffusionSamplingParams
-from samovar.engine import GeneratedPictures, Request
-from samovar.engine.request import read_defaults
-from samovar.errors import ModelError, SettingError
+from samovar.engine import Failed, GenerationResult, Listener, Progress, Request, Started
+from samovar.engine.request import SILENT, read_defaults
+from samovar.errors import ModelError, NanLatentsError, SettingError
 
 
 @pytest.mark.parametrize(
@@ -69,13 +71,14 @@ def test_broken_defaults_are_refused(tmp_path: Path, content: str, message: str)
 
 def test_a_request_is_checked_as_far_as_it_can_be_without_a_model() -> None:
     for wrong, message in (
-        ({"prompt": 3}, "A prompt must be text, not 3"),
+        ({"prompt": 3}, "prompt must be text, not 3"),
         ({"prompt": "a", "params": {"seed": 1}}, "params must be OmniDiffusionSamplingParams"),
-        ({"prompt": "a", "num_previews": -1}, "num_previews must be a whole number from 0 on, not -1"),
+        ({"prompt": "a", "num_previews": -1}, "num_previews must be a whole number, 0 or more, not -1"),
+        ({"prompt": "a", "image": "cat.png"}, "image must be a PIL image, not 'cat.png'"),
     ):
         with pytest.raises(SettingError, match=message):
             Request(**wrong)  # type: ignore[arg-type]
-    assert Request("a").num_pictures == 1
+    assert Request("a").num_images == 1
 
 
 def test_requests_go_together_if_only_prompt_and_seed_differ() -> None:
@@ -87,7 +90,7 @@ def test_requests_go_together_if_only_prompt_and_seed_differ() -> None:
 
 def test_no_pictures_and_why() -> None:
     error = SettingError("no")
-    failed = GeneratedPictures.failed(Request("a cat"), error)
+    failed = GenerationResult.failed(Request("a cat"), error)
     assert (failed.prompt, failed.images, failed.error) == ("a cat", (), error)
 
 
@@ -95,3 +98,18 @@ def test_the_last_of_several_seeds_is_still_a_seed() -> None:
     assert OmniDiffusionSamplingParams(seed=2**64 - 2, num_outputs_per_prompt=2).seed == 2**64 - 2
     with pytest.raises(SettingError, match=r"seed \+ num_outputs_per_prompt - 1 must be at most 18446744073709551615"):
         OmniDiffusionSamplingParams(seed=2**64 - 2).over(OmniDiffusionSamplingParams(num_outputs_per_prompt=3))
+
+
+def test_events_cannot_be_changed_and_travel_whole() -> None:
+    for event in (Started(0.5), Progress(1, 4, 0, 2, 0.1, None), Progress(2, 4, 1, 2, 0.1, False)):
+        assert pickle.loads(pickle.dumps(event)) == event
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            event.step = 3  # type: ignore[union-attr,misc]
+    copy = pickle.loads(pickle.dumps(Failed(NanLatentsError("no numbers", 3, "forecast: #.#"))))
+    assert (str(copy.error), copy.error.step, copy.error.cache) == ("no numbers", 3, "forecast: #.#")
+
+
+def test_nobody_hears_and_nobody_stops() -> None:
+    assert isinstance(SILENT, Listener)
+    SILENT.on_event(0, Started(0.0))
+    assert not SILENT.is_cancelled(0)

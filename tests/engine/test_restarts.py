@@ -6,7 +6,7 @@ from samovar.engine import Restarts
 
 
 def test_the_first_is_replaced_at_once_and_the_next_ones_later_and_later() -> None:
-    restarts = Restarts(most=10)
+    restarts = Restarts(max_crashes=10)
     assert restarts.next_start(5.0) == 5.0
     delays = []
     for now in (10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asking import generate
 
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import Event, Listener, OmniDiffusionConfig, Preview, Progress, Request, Worker
@@ -30,10 +31,10 @@ def worker(request: pytest.FixtureRequest, folder: Path) -> Iterator[Worker]:
 
 
 def test_every_step_is_told_with_what_the_cache_did(worker: Worker) -> None:
-    plain = worker.generate("a cat", REQUEST.params)
+    plain = generate(worker, "a cat", REQUEST.params)
     before = set(vars(worker._pipeline.transformer))
     events: list[Event] = []
-    (result,) = worker.make([REQUEST], Listener(lambda index, event: events.append(event), lambda index: False))
+    (result,) = worker.run([REQUEST], Listener(lambda index, event: events.append(event), lambda index: False))
     assert not isinstance(result, SamovarError)
     steps = [event for event in events if isinstance(event, Progress)]
     assert [(step.step, step.num_steps) for step in steps] == [(step, 6) for step in range(1, 7)]
@@ -59,12 +60,12 @@ def test_a_request_that_is_taken_back_stops_after_the_step(worker: Worker) -> No
 
     registry = HookRegistry.get_or_create(worker._pipeline.transformer)
     registry.register_hook("zz counted", Counted())
-    (error,) = worker.make([REQUEST], Listener(tell, lambda index: len(steps) >= 3))
+    (error,) = worker.run([REQUEST], Listener(tell, lambda index: len(steps) >= 3))
     registry.remove_hook("zz counted")
     assert isinstance(error, CancelledRequestError)
     assert steps == [1, 2, 3]
     assert len(calls) <= 4, "at most one forward more than steps that were told"
-    (error,) = worker.make([REQUEST], Listener(tell, lambda index: True))
+    (error,) = worker.run([REQUEST], Listener(tell, lambda index: True))
     assert isinstance(error, CancelledRequestError)
     assert steps == [1, 2, 3], "nothing is begun for nobody"
 
@@ -80,7 +81,7 @@ def test_numbers_are_checked_at_every_step(worker: Worker) -> None:
 
     registry = HookRegistry.get_or_create(worker._pipeline.transformer)
     registry.register_hook("spoiled", Spoiled())
-    (error,) = worker.make([REQUEST])
+    (error,) = worker.run([REQUEST])
     registry.remove_hook("spoiled")
     assert isinstance(error, NanLatentsError)
     assert error.step == 4

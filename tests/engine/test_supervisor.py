@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import Asked, children_of, is_alive, is_step, pixels, wait_for
+from asking import Asked, children_of, generate, is_alive, is_step, pixels, wait_for
 
 from samovar.engine import (
     Failed,
-    GeneratedPictures,
+    GenerationResult,
     OmniDiffusionConfig,
     OmniDiffusionSamplingParams,
     PipelineFacts,
@@ -29,7 +29,7 @@ from samovar.engine import (
     Supervisor,
     Worker,
 )
-from samovar.engine.messages import Answer, Drop, Make, Ready, Refused
+from samovar.engine.messages import Cancel, Fatal, Finished, Ready, Run
 from samovar.engine.worker import Usage
 from samovar.errors import (
     CancelledRequestError,
@@ -54,14 +54,14 @@ def test_a_request_is_told_about_from_start_to_end(engine: Supervisor, folder: P
     result = asked.result()
     assert isinstance(asked.events[0], Started)
     steps = [event for event in asked.events if isinstance(event, Progress)]
-    assert [(step.picture, step.step) for step in steps] == [(p, s) for p in (0, 1) for s in (1, 2, 3, 4)]
-    assert {(step.num_steps, step.num_pictures, step.is_computed) for step in steps} == {(4, 2, None)}
+    assert [(step.image_index, step.step) for step in steps] == [(p, s) for p in (0, 1) for s in (1, 2, 3, 4)]
+    assert {(step.num_steps, step.num_images, step.is_computed) for step in steps} == {(4, 2, None)}
     previews = [event for event in asked.events if isinstance(event, Preview)]
-    assert [(preview.picture, preview.step, preview.image.size) for preview in previews] == [
+    assert [(preview.image_index, preview.step, preview.image.size) for preview in previews] == [
         (0, 2, (32, 16)),
         (1, 2, (32, 16)),
     ]
-    alone = Worker(engine.config).generate("a cat", result.params)
+    alone = generate(Worker(engine.config), "a cat", result.params)
     assert result.seeds == (3, 4)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(result.images, alone.images, strict=True))
     after = engine.status()
@@ -69,7 +69,7 @@ def test_a_request_is_told_about_from_start_to_end(engine: Supervisor, folder: P
     assert after.is_alive
     assert (after.queued, after.running) == (0, 0)
     assert (after.steps_computed - before.steps_computed, after.step_count - before.step_count) == (8, 8)
-    assert after.pictures - before.pictures == 2
+    assert after.images - before.images == 2
     assert after.memory_bytes > 10_000_000
     assert len(after.worker_ids) == 1
 
@@ -77,7 +77,7 @@ def test_a_request_is_told_about_from_start_to_end(engine: Supervisor, folder: P
 def test_what_the_model_does_not_take_is_refused_at_once(engine: Supervisor) -> None:
     with pytest.raises(SettingError, match="height must be a multiple of 4 for this model, not 18"):
         Asked(engine, height=18)
-    with pytest.raises(SettingError, match="FluxPipeline takes no strength"):
+    with pytest.raises(SettingError, match="FluxPipeline does not take strength"):
         Asked(engine, strength=0.5)
     late = Asked(engine, max_sequence_length=1000)
     with pytest.raises(SettingError, match="FluxPipeline refuses these settings"):
@@ -91,19 +91,19 @@ def test_the_queue_ends_and_has_an_order_and_deadlines(engine: Supervisor) -> No
     impatient = Asked(engine, deadline_s=0.05)
     last = Asked(engine, "an owl", num_inference_steps=1)
     first = Asked(engine, "a dog", priority=1, num_inference_steps=1)
-    assert engine.place(running.entry) == 0
-    with pytest.raises(QueueTimeoutError, match=r"was to be started within 0\.1 s|within 0\.0 s"):
+    assert engine.position(running.job) == 0
+    with pytest.raises(QueueTimeoutError, match=r"did not start within 0\.1 s|within 0\.0 s"):
         impatient.result()
-    assert [engine.place(each.entry) for each in (first, last)] == [1, 2]
+    assert [engine.position(each.job) for each in (first, last)] == [1, 2]
     more = [Asked(engine, num_inference_steps=1) for _ in range(4)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):
         Asked(engine)
     assert (engine.status().queued, engine.status().running) == (6, 1)
     for each in more[1:]:
-        engine.cancel(each.entry)
+        engine.cancel(each.job)
         with pytest.raises(CancelledRequestError):
             each.result()
-    engine.cancel(running.entry)
+    engine.cancel(running.job)
     assert first.result().prompt == "a dog"
     assert last.result().prompt == "an owl"
     assert more[0].result().prompt == "a cat"
@@ -120,14 +120,14 @@ def test_what_is_taken_back_stops_at_its_step_and_leaves_no_trace(engine: Superv
         for _ in range(stop_at):
             running.until(is_step)
         told = engine.status().step_count - before
-        engine.cancel(running.entry)
+        engine.cancel(running.job)
         with pytest.raises(CancelledRequestError):
             running.result()
         after = Asked(engine, num_inference_steps=3)
         assert np.array_equal(pixels(after.result()), expected)
         # Those that were told before, the one under way, and what was on its way in the pipe meanwhile.
         assert engine.status().step_count - before - 3 <= told + 10
-        engine.cancel(after.entry)  # Over already: nothing happens.
+        engine.cancel(after.job)  # Over already: nothing happens.
 
 
 def test_requests_do_not_touch_each_other(engine: Supervisor) -> None:
@@ -136,7 +136,7 @@ def test_requests_do_not_touch_each_other(engine: Supervisor) -> None:
     solo = {case: pixels(Asked(engine, case[0], num_inference_steps=case[1]).result()) for case in cases}
     dropped = Asked(engine, num_inference_steps=LONG)
     dropped.until(is_step)
-    engine.cancel(dropped.entry)
+    engine.cancel(dropped.job)
     refused = Asked(engine, max_sequence_length=1000)
     mixed = [(case, Asked(engine, case[0], num_inference_steps=case[1])) for case in reversed(cases)]
     with pytest.raises(SettingError):
@@ -169,8 +169,8 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_only_its_request_fails
     os.kill(stopped, signal.SIGSTOP)
     try:
         engine.config = replace(patience, step_timeout_s=0.5)
-        engine.cancel(Asked(engine).entry)  # Whatever it wakes up for, it looks at the clock.
-        with pytest.raises(StepTimeoutError, match=r"said nothing for 0\.5 s, after step \d+"):
+        engine.cancel(Asked(engine).job)  # Whatever it wakes up for, it looks at the clock.
+        with pytest.raises(StepTimeoutError, match=r"sent nothing for 0\.5 s, after step \d+"):
             running.result()
     finally:
         engine.config = patience
@@ -220,7 +220,7 @@ def test_closing_refuses_what_waits_and_lets_what_runs_finish(config: OmniDiffus
 
 @pytest.mark.slow
 def test_the_circuit_opens_after_five_crashes_and_closes_again(config: OmniDiffusionConfig) -> None:
-    supervisor = Supervisor(config, Restarts(window_s=600.0, rest_s=20.0, first_delay_s=0.01))
+    supervisor = Supervisor(config, Restarts(window_s=600.0, pause_s=20.0, first_delay_s=0.01))
     supervisor.start()
     for number in range(5):
         wait_for(lambda: supervisor.status().is_ready)
@@ -244,7 +244,7 @@ def test_the_circuit_opens_after_five_crashes_and_closes_again(config: OmniDiffu
 
 @pytest.mark.slow
 def test_twenty_kills_in_a_row_leave_no_request_hanging_and_no_process(config: OmniDiffusionConfig) -> None:
-    restarts = Restarts(most=1000, first_delay_s=0.0)
+    restarts = Restarts(max_crashes=1000, first_delay_s=0.0)
     supervisor = Supervisor(config, restarts)
     supervisor.start()
     expected = pixels(Asked(supervisor).result())
@@ -269,7 +269,7 @@ def test_five_hundred_that_are_taken_back_leave_no_memory_behind(engine: Supervi
             running = Asked(engine, num_inference_steps=LONG)
             for _ in range(1 + number % 5):
                 running.until(is_step)
-            engine.cancel(running.entry)
+            engine.cancel(running.job)
             assert isinstance(running.until(lambda event: False), Failed)
         Asked(engine).result()
         return engine.status().memory_bytes
@@ -281,27 +281,27 @@ def test_five_hundred_that_are_taken_back_leave_no_memory_behind(engine: Supervi
 # ------------------------------------------------------------------------------------------------ without a process
 
 READY = Ready(PipelineFacts("Pipeline", frozenset({"prompt"}), 4), 0.0, Usage(0, 0), 1)
-GOOD = GeneratedPictures("a cat", (), (3,), OmniDiffusionSamplingParams(), 1.0)
+GOOD = GenerationResult("a cat", (), (3,), OmniDiffusionSamplingParams(), 1.0)
 
 
 class Puppet:
     """A group of no processes. `does` is told of each group and each order, and may speak or raise."""
 
-    does: Callable[[Puppet, Make | Drop | None], Any]
+    does: Callable[[Puppet, Run | Cancel | None], Any]
     num_made = 0
     num_ranks = 1
     process_ids = (1,)
 
-    def __init__(self, config: OmniDiffusionConfig, hear: Callable[..., None]) -> None:
+    def __init__(self, config: OmniDiffusionConfig, on_message: Callable[..., None]) -> None:
         type(self).num_made += 1
         self.since = time.monotonic()
-        self._hear = hear
+        self._on_message = on_message
         type(self).does(self, None)
 
     def say(self, message: Any) -> None:
-        self._hear(self, 0, message)
+        self._on_message(self, 0, message)
 
-    def send(self, order: Make | Drop) -> None:
+    def send(self, order: Run | Cancel) -> None:
         type(self).does(self, order)
 
     def describe_end(self) -> str:
@@ -313,11 +313,11 @@ class Puppet:
 @pytest.fixture
 def puppets(monkeypatch: pytest.MonkeyPatch) -> type[Puppet]:
     class Obedient(Puppet):
-        def does(self, order: Make | Drop | None) -> None:
+        def does(self, order: Run | Cancel | None) -> None:
             if order is None:
                 self.say(READY)
-            elif isinstance(order, Make):
-                self.say(Answer(order.job, (GOOD,), Usage(0, 0)))
+            elif isinstance(order, Run):
+                self.say(Finished(order.batch, (GOOD,), Usage(0, 0)))
 
     monkeypatch.setattr("samovar.engine.supervisor.WorkerGroup", Obedient)
     return Obedient
@@ -336,16 +336,16 @@ def ask(supervisor: Supervisor, **how: Any) -> Asked:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError("no process"), "No worker process could be started, for OSError: no process"),
+        (OSError("no process"), "No worker process could be started: OSError: no process"),
         (SettingError("the file is gone"), "the file is gone"),
-        (ZeroDivisionError("a bug"), "The engine failed and is over, for ZeroDivisionError: a bug"),
+        (ZeroDivisionError("a bug"), "The engine failed with ZeroDivisionError: a bug"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_cannot_be_started_is_told_to_who_starts_it(
     puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    def fail(self: Puppet, order: Make | Drop | None) -> None:
+    def fail(self: Puppet, order: Run | Cancel | None) -> None:
         raise error
 
     monkeypatch.setattr(puppets, "does", fail)
@@ -358,9 +358,9 @@ def test_a_worker_that_cannot_be_started_is_told_to_who_starts_it(
 def test_workers_that_can_no_more_be_started_are_crashes(
     puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor = start(Restarts(most=3, first_delay_s=0.0))
+    supervisor = start(Restarts(max_crashes=3, first_delay_s=0.0))
 
-    def fail(self: Puppet, order: Make | Drop | None) -> None:
+    def fail(self: Puppet, order: Run | Cancel | None) -> None:
         if order is None:
             raise SettingError("the file is gone")
         self.say(None)
@@ -381,7 +381,7 @@ def test_a_bug_of_the_supervisor_leaves_nobody_waiting(puppets: type[Puppet], mo
     supervisor = start()
     is_asked = threading.Event()
 
-    def fail(self: Puppet, order: Make | Drop | None) -> None:
+    def fail(self: Puppet, order: Run | Cancel | None) -> None:
         assert is_asked.wait(10.0) is False, "the lock is held here, so that both wait"
 
     monkeypatch.setattr(puppets, "does", fail)
@@ -389,7 +389,7 @@ def test_a_bug_of_the_supervisor_leaves_nobody_waiting(puppets: type[Puppet], mo
         running, behind = ask(supervisor), ask(supervisor)
         is_asked.set()
     for each in (running, behind):
-        with pytest.raises(EngineError, match="The engine failed and is over, for AssertionError"):
+        with pytest.raises(EngineError, match="The engine failed with AssertionError"):
             each.result()
     with pytest.raises(EngineError, match="AssertionError"):
         ask(supervisor)
@@ -417,7 +417,7 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up(puppets: type[Puppet], m
 def test_times_may_be_long_but_not_endless(puppets: type[Puppet]) -> None:
     supervisor = start(step_timeout_s=1e300, load_timeout_s=10**300)
     for wrong in (float("inf"), float("nan"), 0, -1.0, True, "3", 10**400):
-        with pytest.raises(SettingError, match="deadline_s must be a number of seconds above 0"):
+        with pytest.raises(SettingError, match="deadline_s must be a positive number of seconds"):
             ask(supervisor, deadline_s=wrong)
     for _ in range(2):
         assert ask(supervisor, deadline_s=1e300).result() is GOOD
@@ -432,7 +432,7 @@ def test_only_a_picture_closes_the_circuit_and_a_worker_may_give_up(
     monkeypatch.setattr(restarts, "note_success", lambda: noted.append(True))
     noted: list[bool] = []
     supervisor = start(restarts)
-    does, answers = puppets.does, [Answer(1, (SettingError("no"),), Usage(0, 0)), Refused(EngineError("unsound"))]
+    does, answers = puppets.does, [Finished(1, (SettingError("no"),), Usage(0, 0)), Fatal(EngineError("unsound"))]
     monkeypatch.setattr(puppets, "does", lambda self, order: self.say(answers.pop(0)))
     with pytest.raises(SettingError, match="no"):
         ask(supervisor).result()

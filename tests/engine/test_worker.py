@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import generate
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
@@ -40,24 +41,24 @@ def pixels(image: Any) -> Any:
 
 
 def test_defaults_of_the_model_are_used_and_can_be_overridden(tiny: Worker) -> None:
-    result = tiny.generate("a cat", OmniDiffusionSamplingParams(seed=4))
+    result = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=4))
     assert result.images[0].size == (32, 16)
     assert result.params.num_inference_steps == 2
     assert result.seeds == (4,)
-    assert tiny.generate("a cat", OmniDiffusionSamplingParams(width=16, seed=4)).images[0].size == (16, 16)
+    assert generate(tiny, "a cat", OmniDiffusionSamplingParams(width=16, seed=4)).images[0].size == (16, 16)
 
 
 def test_a_seed_gives_the_same_picture_alone_and_among_others(tiny: Worker) -> None:
-    several = tiny.generate("a cat", OmniDiffusionSamplingParams(seed=4, num_outputs_per_prompt=3))
+    several = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=4, num_outputs_per_prompt=3))
     assert several.seeds == (4, 5, 6)
-    alone = tiny.generate("a cat", OmniDiffusionSamplingParams(seed=5))
+    alone = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=5))
     assert np.array_equal(pixels(several.images[1]), pixels(alone.images[0]))
     assert not np.array_equal(pixels(several.images[0]), pixels(several.images[1]))
 
 
 def test_without_a_seed_one_is_drawn_and_named(tiny: Worker) -> None:
-    result = tiny.generate("a cat", OmniDiffusionSamplingParams(num_inference_steps=1))
-    again = tiny.generate("a cat", OmniDiffusionSamplingParams(num_inference_steps=1, seed=result.seeds[0]))
+    result = generate(tiny, "a cat", OmniDiffusionSamplingParams(num_inference_steps=1))
+    again = generate(tiny, "a cat", OmniDiffusionSamplingParams(num_inference_steps=1, seed=result.seeds[0]))
     assert np.array_equal(pixels(result.images[0]), pixels(again.images[0]))
 
 
@@ -65,38 +66,54 @@ def test_without_a_seed_one_is_drawn_and_named(tiny: Worker) -> None:
     ("params", "message"),
     [
         ({"height": 18}, "height must be a multiple of 4 for this model, not 18: try 16 or 20"),
-        ({"width": 2}, "width must be a multiple of 4 for this model, not 2: try 4 or 4"),
+        ({"width": 2}, "width must be a multiple of 4 for this model, not 2: try 4"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(tiny: Worker, params: dict[str, int], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        tiny.generate("a cat", OmniDiffusionSamplingParams(**params))
+        generate(tiny, "a cat", OmniDiffusionSamplingParams(**params))
+
+
+def test_a_pipeline_that_is_already_loaded_is_taken_as_it_is(folder: Path, tiny: Worker) -> None:
+    from diffusers import FluxPipeline
+
+    pipeline = FluxPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    before = set(vars(pipeline.transformer))
+    worker = Worker(OmniDiffusionConfig(device="cpu", cache_backend="tea_cache"), pipeline)
+    assert worker.facts.defaults == OmniDiffusionSamplingParams(), "those of the pipeline"
+    params = generate(tiny, "a cat", FAST).params
+    assert np.array_equal(
+        pixels(generate(worker, "a cat", params).images[0]), pixels(generate(tiny, "a cat", params).images[0])
+    )
+    worker.close()
+    assert set(vars(pipeline.transformer)) - {"_diffusers_hook"} == before
 
 
 def test_a_prompt_that_is_no_text_is_refused(tiny: Worker) -> None:
-    with pytest.raises(SettingError, match="A prompt must be text, not 3"):
-        tiny.generate(3, FAST)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="prompt must be text, not 3"):
+        generate(tiny, 3, FAST)  # type: ignore[arg-type]
 
 
 def test_a_long_prompt_is_cut_and_the_user_is_told(tiny: Worker) -> None:
-    assert tiny.generate("a cat", FAST).notes == ()
-    (note,) = tiny.generate("a " * 5000, FAST).notes
-    assert note.endswith("tokens long, and the model read the first 8")
+    assert generate(tiny, "a cat", FAST).notes == ()
+    (note,) = generate(tiny, "a " * 5000, FAST).notes
+    assert note.endswith("tokens, and the model read the first 8")
 
 
 def test_what_the_pipeline_refuses_is_a_setting_error(tiny: Worker) -> None:
     with pytest.raises(SettingError, match=r"FluxPipeline refuses these settings: .*max_sequence_length"):
-        tiny.generate("a cat", OmniDiffusionSamplingParams(max_sequence_length=1000))
+        generate(tiny, "a cat", OmniDiffusionSamplingParams(max_sequence_length=1000))
 
 
 def test_guidance_that_has_no_effect_is_noted(tiny: Worker) -> None:
-    (note,) = tiny.generate("a cat", OmniDiffusionSamplingParams(guidance_scale=9.0, num_inference_steps=1)).notes
+    (note,) = generate(tiny, "a cat", OmniDiffusionSamplingParams(guidance_scale=9.0, num_inference_steps=1)).notes
     assert note == "guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale"
 
 
 def test_a_class_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
-    with pytest.raises(ModelError, match=r"is of class 'NoPipeline', which diffusers .* does not have"):
+    with pytest.raises(ModelError, match=r"names the class 'NoPipeline', which diffusers .* does not have"):
         Worker(OmniDiffusionConfig(str(tmp_path)))
 
 
@@ -112,12 +129,12 @@ OFFLOADED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("cache", [{}, CACHE], ids=["bare", "cached"])
 def test_offload_changes_no_bit(folder: Path, cache: dict[str, Any]) -> None:
     params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=2)
-    resident = Worker(OmniDiffusionConfig(str(folder), progress=False, **cache)).generate("a cat", params)
+    resident = generate(Worker(OmniDiffusionConfig(str(folder), progress=False, **cache)), "a cat", params)
     assert len(resident.cache) == len(cache) // 2
     for settings in OFFLOADED:
         worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache, **settings))
         assert worker._attached.offloaded is not None
-        result = worker.generate("a cat", params)
+        result = generate(worker, "a cat", params)
         assert np.array_equal(pixels(result.images[0]), pixels(resident.images[0])), settings
         assert [stats.to_dict() for stats in result.cache] == [stats.to_dict() for stats in resident.cache]
         worker.close()
@@ -160,21 +177,21 @@ def test_latents_that_are_no_numbers_are_an_error_and_the_next_request_is_clean(
     folder: Path, value: float, cache: dict[str, Any]
 ) -> None:
     worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache))
-    (clean,) = worker.make([ask()])
+    (clean,) = worker.run([ask()])
     assert not isinstance(clean, SamovarError)
     registry = HookRegistry.get_or_create(worker._pipeline.transformer)
     registry.register_hook("spoiled", Spoiled(3, value))
-    (error,) = worker.make([ask()])
+    (error,) = worker.run([ask()])
     registry.remove_hook("spoiled")
     assert isinstance(error, NanLatentsError)
     assert error.step == 3
-    assert str(error).startswith("After step 3 of 5 the latents hold values that are infinite or no numbers.")
+    assert str(error).startswith("After step 3 of 5 the latents contain NaN or infinity.")
     assert (error.cache is None) == (not cache)
     if cache:
         assert error.cache is not None
         assert "3 computed, 0 skipped" in error.cache
-        assert "Try it without the cache" in str(error)
-    (again,) = worker.make([ask()])
+        assert "Try without the cache" in str(error)
+    (again,) = worker.run([ask()])
     assert not isinstance(again, SamovarError)
     assert np.array_equal(pixels(again.images[0]), pixels(clean.images[0]))
     assert [stats.to_dict() for stats in again.cache] == [stats.to_dict() for stats in clean.cache]
@@ -182,11 +199,11 @@ def test_latents_that_are_no_numbers_are_an_error_and_the_next_request_is_clean(
 
 
 def test_too_little_memory_names_the_size_and_the_worker_goes_on(tiny: Worker) -> None:
-    before = tiny.generate("a cat", FAST)
+    before = generate(tiny, "a cat", FAST)
     side = 2**22
-    with pytest.raises(OutOfMemoryError, match=f"not enough memory for 1 picture of {side} x {side} pixels: .+"):
-        tiny.generate("a cat", OmniDiffusionSamplingParams(height=side, width=side, num_inference_steps=1, seed=1))
-    assert np.array_equal(pixels(tiny.generate("a cat", FAST).images[0]), pixels(before.images[0]))
+    with pytest.raises(OutOfMemoryError, match=f"not enough memory for 1 image of {side} x {side} pixels: .+"):
+        generate(tiny, "a cat", OmniDiffusionSamplingParams(height=side, width=side, num_inference_steps=1, seed=1))
+    assert np.array_equal(pixels(generate(tiny, "a cat", FAST).images[0]), pixels(before.images[0]))
 
 
 def test_what_breaks_inside_a_pipeline_is_an_error_of_the_request(tiny: Worker) -> None:
@@ -197,9 +214,9 @@ def test_what_breaks_inside_a_pipeline_is_an_error_of_the_request(tiny: Worker) 
     registry = HookRegistry.get_or_create(tiny._pipeline.transformer)
     registry.register_hook("broken", Broken())
     with pytest.raises(EngineError, match="FluxPipeline failed: RuntimeError: shapes do not fit"):
-        tiny.generate("a cat", FAST)
+        generate(tiny, "a cat", FAST)
     registry.remove_hook("broken")
-    assert tiny.generate("a cat", FAST).seeds == (1,)
+    assert generate(tiny, "a cat", FAST).seeds == (1,)
 
 
 # ------------------------------------------------------------------------------------------------ several at once
@@ -213,10 +230,10 @@ def batching(folder: Path) -> Worker:
 def test_pictures_made_at_once_are_those_made_alone(batching: Worker, tiny: Worker) -> None:
     requests = [ask("a cat", seed=3), ask("an owl with a hat", seed=9), ask("a dog", seed=3, num_outputs_per_prompt=2)]
     told: list[tuple[int, Event]] = []
-    together = batching.make(requests, Listener(lambda index, event: told.append((index, event)), lambda index: False))
+    together = batching.run(requests, Listener(lambda index, event: told.append((index, event)), lambda index: False))
     for request, result in zip(requests, together, strict=True):
         assert not isinstance(result, SamovarError)
-        alone = tiny.generate(request.prompt, request.params)
+        alone = generate(tiny, request.prompt, request.params)
         assert result.seeds == alone.seeds
         for ours, theirs in zip(result.images, alone.images, strict=True):
             assert np.abs(pixels(ours).astype(int) - pixels(theirs)).max() <= 1
@@ -225,18 +242,18 @@ def test_pictures_made_at_once_are_those_made_alone(batching: Worker, tiny: Work
 
 
 def test_one_that_fails_among_others_fails_alone(batching: Worker) -> None:
-    outcomes = batching.make([ask("a cat", height=18), ask("a dog"), ask("an owl")])
+    outcomes = batching.run([ask("a cat", height=18), ask("a dog"), ask("an owl")])
     assert isinstance(outcomes[0], SettingError)
-    assert [type(outcome).__name__ for outcome in outcomes[1:]] == ["GeneratedPictures"] * 2
+    assert [type(outcome).__name__ for outcome in outcomes[1:]] == ["GenerationResult"] * 2
     # Too long for the pipeline, which only says so when it is called: together it refuses all, alone each.
-    outcomes = batching.make([ask("a cat", max_sequence_length=999), ask("a dog", max_sequence_length=999)])
+    outcomes = batching.run([ask("a cat", max_sequence_length=999), ask("a dog", max_sequence_length=999)])
     assert [type(outcome).__name__ for outcome in outcomes] == ["SettingError"] * 2
 
 
 def test_a_call_goes_on_as_long_as_somebody_waits(batching: Worker) -> None:
     steps: list[int] = []
     listener = Listener(lambda index, event: steps.append(event.step), lambda index: index == 0 or len(steps) >= 4)  # type: ignore[union-attr]
-    outcomes = batching.make([ask("a cat", seed=1), ask("a dog", seed=2)], listener)
+    outcomes = batching.run([ask("a cat", seed=1), ask("a dog", seed=2)], listener)
     assert steps == [1, 1, 2, 2], "one waits until the second step has been told to both"
     assert all(isinstance(outcome, CancelledRequestError) for outcome in outcomes)
 
@@ -249,9 +266,9 @@ def test_a_cache_decides_for_one_picture_at_a_time(folder: Path) -> None:
 def test_previews_change_no_bit_and_come_nearer(tiny: Worker) -> None:
     events: list[Event] = []
     request = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=9, seed=3), num_previews=3)
-    (seen,) = tiny.make([request], Listener(lambda index, event: events.append(event), lambda index: False))
+    (seen,) = tiny.run([request], Listener(lambda index, event: events.append(event), lambda index: False))
     assert not isinstance(seen, SamovarError)
-    plain = tiny.generate("a cat", request.params)
+    plain = generate(tiny, "a cat", request.params)
     assert np.array_equal(pixels(seen.images[0]), pixels(plain.images[0]))
     previews = [event for event in events if isinstance(event, Preview)]
     assert [preview.step for preview in previews] == [2, 4, 7]
@@ -285,15 +302,15 @@ def test_a_picture_can_be_drawn_anew(folder: Path, tmp_path: Path, tiny: Worker)
         events: list[Event] = []
         params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=3, strength=strength)
         listener = Listener(lambda index, event, events=events: events.append(event), lambda index: False)  # type: ignore[misc]
-        (result,) = worker.make([Request("a cat", params, start)], listener)
+        (result,) = worker.run([Request("a cat", params, start)], listener)
         assert not isinstance(result, SamovarError)
         assert result.images[0].size == (40, 24), "as large as what it was made of"
         made[strength] = pixels(result.images[0])
         assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, int(5 * strength) + 1))
     assert not np.array_equal(made[0.4], made[1.0])
-    (error,) = worker.make([Request("a cat")])
+    (error,) = worker.run([Request("a cat")])
     assert isinstance(error, SamovarError), "it needs a picture"
-    (error,) = tiny.make([Request("a cat", image=start)])
+    (error,) = tiny.run([Request("a cat", image=start)])
     assert "FluxPipeline takes no image" in str(error)
 
 
@@ -304,13 +321,13 @@ def test_what_is_transparent_says_where_to_paint(folder: Path, tmp_path: Path) -
     for box in ((0, 0, 16, 16), (0, 0, 16, 16), (16, 0, 32, 16)):
         start = Image.new("RGBA", (32, 16), (200, 30, 30, 255))
         start.putalpha(Image.composite(Image.new("L", start.size, 0), start.getchannel("A"), boxed(start.size, box)))
-        (result,) = worker.make([Request("a cat", params, start)])
+        (result,) = worker.run([Request("a cat", params, start)])
         assert not isinstance(result, SamovarError)
         made.append(pixels(result.images[0]))
     assert np.array_equal(made[0], made[1])
     assert not np.array_equal(made[0], made[2])
-    (error,) = worker.make([Request("a cat", params, Image.new("RGB", (32, 16)))])
-    assert "must know which part of the image to change" in str(error)
+    (error,) = worker.run([Request("a cat", params, Image.new("RGB", (32, 16)))])
+    assert "needs an image with an alpha channel" in str(error)
 
 
 def boxed(size: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:
@@ -325,12 +342,12 @@ def test_an_exact_picture_is_that_without_a_cache(folder: Path, tiny: Worker) ->
     worker = Worker(OmniDiffusionConfig(str(folder), progress=False, cache_backend="tea_cache", cache_config=settings))
     events: list[Event] = []
     listener = Listener(lambda _, event: events.append(event), lambda _: False)
-    (exact,) = worker.make([Request("a cat", params, exact=True)], listener)
+    (exact,) = worker.run([Request("a cat", params, exact=True)], listener)
     assert not isinstance(exact, SamovarError)
-    assert np.array_equal(pixels(exact.images[0]), pixels(tiny.generate("a cat", params).images[0]))
+    assert np.array_equal(pixels(exact.images[0]), pixels(generate(tiny, "a cat", params).images[0]))
     assert exact.cache == ()
     assert {event.is_computed for event in events if isinstance(event, Progress)} == {None}
-    cached = worker.generate("a cat", params)
+    cached = generate(worker, "a cat", params)
     assert cached.cache[0].skipped > 0
     assert not np.array_equal(pixels(exact.images[0]), pixels(cached.images[0]))
     worker.close()
@@ -342,10 +359,10 @@ def test_an_exact_picture_is_that_without_a_cache(folder: Path, tiny: Worker) ->
 def test_threads_take_turns(tiny: Worker) -> None:
     cases = {"a cat": 3, "a dog": 5, "an owl": 4}
     params = {prompt: OmniDiffusionSamplingParams(num_inference_steps=steps, seed=1) for prompt, steps in cases.items()}
-    alone = {prompt: tiny.generate(prompt, params[prompt]) for prompt in cases}
+    alone = {prompt: generate(tiny, prompt, params[prompt]) for prompt in cases}
     made: dict[str, Any] = {}
     threads = [
-        threading.Thread(target=lambda prompt=prompt: made.update({prompt: tiny.generate(prompt, params[prompt])}))
+        threading.Thread(target=lambda prompt=prompt: made.update({prompt: generate(tiny, prompt, params[prompt])}))
         for prompt in cases
     ]
     for thread in threads:
@@ -372,12 +389,12 @@ def test_a_gpu_that_no_longer_obeys_is_noticed(tiny: Worker, monkeypatch: pytest
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    assert tiny.is_sound()
+    assert tiny.is_healthy()
     monkeypatch.setattr(tiny, "_device", torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.synchronize", fail)
-    assert not tiny.is_sound()
+    assert not tiny.is_healthy()
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    assert tiny.is_sound()
+    assert tiny.is_healthy()
 
 
 def test_a_library_without_memory_is_out_of_memory(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +403,7 @@ def test_a_library_without_memory_is_out_of_memory(tiny: Worker, monkeypatch: py
 
     monkeypatch.setattr(tiny._pipeline, "encode_prompt", lambda *args, **kwargs: fail())
     with pytest.raises(OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
-        tiny.generate("a cat", FAST)
+        generate(tiny, "a cat", FAST)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +425,7 @@ def test_a_rank_makes_nothing_again_that_others_may_not(
         calls.append(len(jobs))
         raise error
 
-    monkeypatch.setattr(batching, "_make_together", fail)
+    monkeypatch.setattr(batching, "_run_batch", fail)
     monkeypatch.setattr(batching, "_attached", SimpleNamespace(config=SimpleNamespace(num_ranks=num_ranks)))
-    assert batching.make([ask("a cat"), ask("a dog")]) == [error, error]
+    assert batching.run([ask("a cat"), ask("a dog")]) == [error, error]
     assert len(calls) == num_calls

@@ -15,7 +15,7 @@ from samovar.lab.fitting import Products
 from samovar.lab.methods import cached
 from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
 from samovar.lab.session import Session
-from samovar.lab.trajectory import Trajectory, watched_exact
+from samovar.lab.trajectory import WATCHED, Trajectory
 
 
 def test_refining_moves_computed_steps_to_where_they_help() -> None:
@@ -37,9 +37,8 @@ def places(mask: str) -> list[int]:
 
 
 def watched_run(session: Session) -> Trajectory:
-    watched = watched_exact()
-    session.exact(watched)
-    return Trajectory.read(session.notes(watched))
+    session.exact(WATCHED)
+    return Trajectory.read(session.notes(WATCHED))
 
 
 def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
@@ -82,7 +81,7 @@ def test_outliers_have_a_plan_that_the_others_pay_for(make_session: MakeSession)
     more = settings["outliers"]["schedule"]["cond"]
     assert (mask.count("#"), more.count("#")) == (7, 12), "at most all"
     assert mask.startswith("###")
-    assert (str(SchedulePlanner(seen.products)), str(planner)) == ("fitted", "fitted, more for outliers")
+    assert planner.method(mask).name.endswith("(fitted, more for outliers)")
     few = planner.plan(5)
     assert few == SchedulePlanner(seen.products).plan(5), "of so few none can be spared"
     assert TeaCacheConfig.read(settings).outlier_plan is not None

@@ -13,16 +13,16 @@ import httpx
 import pytest
 
 from samovar.omni import AsyncOmni
-from samovar.server import House, ServerConfig, create_app
+from samovar.server import AppState, ServerConfig, create_app
 
 from .running import PROMPT, RunningServer, running
 
 GENERATE = "/v1/images/generations"
 
 
-def ask(*requests: tuple[str, str], house: House | None = None, **more: Any) -> list[httpx.Response]:
+def ask(*requests: tuple[str, str], state: AppState | None = None, **more: Any) -> list[httpx.Response]:
     """Answers of a server whose engine was never started."""
-    app = create_app(house or House(AsyncOmni("emoji", device="cpu"), ServerConfig()))
+    app = create_app(state or AppState(AsyncOmni("emoji", device="cpu"), ServerConfig()))
 
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -43,9 +43,9 @@ def test_a_server_that_loads_says_so() -> None:
 
 
 def test_a_server_that_ends_before_it_has_loaded_says_so() -> None:
-    house = House(AsyncOmni("emoji", device="cpu"), ServerConfig(), phase="draining")
+    state = AppState(AsyncOmni("emoji", device="cpu"), ServerConfig(), phase="draining")
     body = {"prompt": PROMPT}
-    for answer in ask(("GET", "/v1/samovar/status"), ("POST", GENERATE), house=house, json=body):
+    for answer in ask(("GET", "/v1/samovar/status"), ("POST", GENERATE), state=state, json=body):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
 
 
@@ -144,7 +144,7 @@ def malformed() -> list[bytes]:
 def test_malformed_bodies_get_an_error_and_nothing_else(server: RunningServer, record_property: Any) -> None:
     bodies = malformed()
     assert len(bodies) >= 150
-    made = server.status()["pictures"]
+    made = server.status()["images"]
     with server.client(headers={"Content-Type": "application/json"}) as http:
         for body in bodies:
             answer = http.post(GENERATE, content=body)
@@ -154,7 +154,7 @@ def test_malformed_bodies_get_an_error_and_nothing_else(server: RunningServer, r
             assert error["message"]
             assert "Traceback" not in answer.text
             assert len(answer.content) < 2000
-    assert server.status()["pictures"] == made
+    assert server.status()["images"] == made
     assert "Traceback" not in server.text
     record_property("count", f"malformed bodies refused: {len(bodies)}")
 
@@ -224,7 +224,7 @@ def test_schemathesis_finds_nothing(folder: Path) -> None:
     """Requests made up from /openapi.json, good ones and bad ones, NUL and all."""
     import schemathesis
 
-    with running(folder, "--max-steps", "4", "--max-pictures", "2", "--max-pixels", "4096", "--quiet") as server:
+    with running(folder, "--max-steps", "4", "--max-images", "2", "--max-pixels", "4096", "--quiet") as server:
         schema = schemathesis.openapi.from_url(f"{server.address}/openapi.json")
         for operation in schema.get_all_operations():
             for mode in schemathesis.GenerationMode:

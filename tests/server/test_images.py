@@ -20,9 +20,9 @@ import openai
 import PIL.Image
 import pytest
 
-from samovar.engine import OmniDiffusionSamplingParams, Ticket
+from samovar.engine import Job, OmniDiffusionSamplingParams
 from samovar.omni import AsyncOmni
-from samovar.server import House, ServerConfig, create_app
+from samovar.server import AppState, ServerConfig, create_app
 
 from .conftest import KEY
 from .running import PATIENCE_S, PROMPT, RunningServer, until
@@ -124,14 +124,14 @@ def test_errors_have_their_types(server: RunningServer, guarded: RunningServer) 
     with pytest.raises(openai.BadRequestError, match="must be a multiple of 4") as bad:
         images.generate(prompt=PROMPT, size="1023x1023")
     assert bad.value.param == "size"
-    with pytest.raises(openai.BadRequestError, match="is no known field"):
+    with pytest.raises(openai.BadRequestError, match="is not a known field"):
         images.generate(prompt=PROMPT, extra_body={"strength": 0.5})
     with pytest.raises(openai.NotFoundError) as missing:
         images.generate(prompt=PROMPT, model="../../etc/passwd")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         client(guarded, "wrong").images.generate(prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match="makes pictures from text alone"):
+    with pytest.raises(openai.BadRequestError, match="only makes images from text"):
         images.edit(image=png(), prompt=PROMPT)
 
 
@@ -288,16 +288,16 @@ def test_nothing_is_left_of_requests_that_are_over(folder: Path) -> None:
 
     async def main() -> None:
         async with AsyncOmni(str(folder), device="cpu") as omni:
-            house = House(omni, ServerConfig())
-            house.open()
-            transport = httpx.ASGITransport(create_app(house))
+            state = AppState(omni, ServerConfig())
+            state.open()
+            transport = httpx.ASGITransport(create_app(state))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE_S) as http:
 
-                async def ask(status: int, values: dict[str, Any], others: list[Ticket]) -> None:
+                async def ask(status: int, values: dict[str, Any], others: list[Job]) -> None:
                     answer = await http.post(GENERATE, json={"prompt": PROMPT, **values})
                     assert answer.status_code == status, answer.text
                     await asyncio.sleep(0)  # What was cancelled ends in the loop's next turn.
-                    assert [item for item in gc.get_objects() if type(item) is Ticket] == others, values
+                    assert [item for item in gc.get_objects() if type(item) is Job] == others, values
 
                 for status, values in ((200, made), (200, streamed), (400, refused), (200, made)):
                     await ask(status, values, [])

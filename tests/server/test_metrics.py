@@ -11,7 +11,7 @@ from .running import RunningServer
 
 STATUS = EngineStatus(
     model="/models/tiny", is_ready=True, is_alive=True, queued=3, running=1, restarts=2, steps_computed=10,
-    steps_skipped=5, bytes_moved=1000, memory_bytes=2000, step_seconds=1.5, step_count=15, pictures=4,
+    steps_skipped=5, bytes_moved=1000, memory_bytes=2000, step_seconds=1.5, images=4,
     failures={"cancelled": 6}, worker_ids=(1,),
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_all_figures_are_told() -> None:
         "samovar_ready": 1, "samovar_requests_queued": 3, "samovar_requests_running": 1, "samovar_memory_bytes": 2000,
         "samovar_worker_restarts_total": 2, "samovar_steps_computed_total": 10, "samovar_steps_skipped_total": 5,
         "samovar_step_seconds_total": 1.5, "samovar_steps_total": 15, "samovar_bytes_moved_total": 1000,
-        "samovar_pictures_total": 4, "samovar_failures_total cancelled": 6,
+        "samovar_images_total": 4, "samovar_failures_total cancelled": 6,
         "samovar_requests_total POST /v1/images/generations 200": 1,
         "samovar_requests_total POST /v1/images/generations 429": 1,
         "samovar_requests_total other other 405": 1,
@@ -49,7 +49,7 @@ def test_a_real_server_tells_what_it_does(server: RunningServer) -> None:
         assert http.post("/v1/images/generations", json={"prompt": "a cat", "n": 2}).status_code == 200
         after = values(http.get("/metrics").text)
     grown = {name: after[name] - before.get(name, 0) for name in after}
-    assert grown["samovar_pictures_total"] == 2
+    assert grown["samovar_images_total"] == 2
     assert grown["samovar_steps_total"] == 6
     assert grown["samovar_steps_computed_total"] + grown["samovar_steps_skipped_total"] == 6
     assert grown["samovar_step_seconds_total"] > 0

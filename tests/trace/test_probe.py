@@ -399,7 +399,19 @@ def test_a_bfloat16_folder_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     report = survey_by_running("~/model")
     assert (report.source, report.dtype) == ("~/model", "bfloat16")
-    assert report.components[0].anatomy.is_probed
+    assert {stack.evidence for stack in report.components[0].anatomy.stacks} == {"probe"}
+
+
+def test_a_quantised_component_cannot_be_offloaded(tmp_path: Path) -> None:
+    pipe = tiny_flux_pipeline()
+    pipe.transformer.register_to_config(quantization_config={"quant_method": "bitsandbytes"})
+    pipe.save_pretrained(tmp_path)
+    for report in (survey(str(tmp_path)), survey_pipeline(pipe)):
+        features = {feature.name: feature for feature in report.features}
+        for name in ("layerwise offload", "model offload"):
+            assert not features[name].works
+            assert features[name].reason.startswith("quantised weights cannot be moved: transformer (bitsandbytes)")
+        assert features["step cache"].works
 
 
 def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,8 +448,9 @@ def test_a_denoiser_that_two_steps_do_not_call_stays_as_structure_shows_it(
     pipe = tiny_flux_pipeline()
     pipe.transformer_2 = copy.deepcopy(pipe.transformer)
     first, second, *_ = run_in_place_of_a_folder(pipe, tmp_path, monkeypatch).components
-    assert (first.name, first.anatomy.is_probed) == ("transformer", True)
-    assert (second.name, second.anatomy.is_probed) == ("transformer_2", False)
+    assert (first.name, second.name) == ("transformer", "transformer_2")
+    assert {stack.evidence for stack in first.anatomy.stacks} == {"probe"}
+    assert {stack.evidence for stack in second.anatomy.stacks} == {"structure"}
     assert len(second.anatomy.stacks) == 2
 
 

@@ -17,7 +17,7 @@ import torch
 
 from .. import tree
 from ..hooks import Roles
-from ..hooks.roles import positional_names
+from ..hooks.roles import named_arguments, positional_names
 
 _MOST_COMPARED = 16384
 """Number of elements compared to see how much a tensor has changed."""
@@ -44,7 +44,7 @@ class Inputs:
         """Conditioning of other types; containers among them are empty."""
         self._form: list[Any] = []
         numbers: list[float] = []
-        for name, value in self._named():
+        for name, value in named_arguments(names, args, kwargs):
             if isinstance(value, torch.Tensor):
                 self._read(name, value, numbers)
             else:
@@ -52,9 +52,6 @@ class Inputs:
                     self._read(path, leaf, numbers)
         self.numbers = tuple(numbers)
         """Floats among the arguments other than the time: a change of one changes what the blocks do."""
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return [*zip(positional_names(self._names, len(self.args)), self.args, strict=False), *self.kwargs.items()]
 
     def _read(self, path: str, leaf: Any, numbers: list[float]) -> None:
         if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
@@ -108,12 +105,13 @@ class Inputs:
         """Arguments with another sample, and at another time. Where no argument is known to be the sample, it is what
         has the form of the output, or else everything but the time."""
         of = self.roles.of
-        leaves = [leaf for name, value in self._named() for leaf in tree.leaves(value, name)]
+        given = named_arguments(self._names, self.args, self.kwargs)
+        leaves = [leaf for name, value in given for leaf in tree.leaves(value, name)]
         tensors = [(of(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shapes = {tensor.shape for tensor in tree.tensors(output)}
+        shapes = {tree.shape(tensor) for tensor in tree.tensors(output)}
         sample = {id(leaf) for role, leaf in tensors if role == "residual"} | (
             {id(leaf) for role, leaf in tensors if role == "sample"}
-            or {id(leaf) for _, leaf in tensors if leaf.shape in shapes}
+            or {id(leaf) for _, leaf in tensors if tree.shape(leaf) in shapes}
             or {id(leaf) for role, leaf in tensors if role != "time"}
         )
         time = {id(leaf) for role, leaf in tensors if with_time and role == "time"}
@@ -126,9 +124,9 @@ class Inputs:
                 return type(value)(_later(torch.tensor(value)).item())
             return tree.map_tensors(other, value)
 
-        values = [moved(name, value) for name, value in self._named()]
-        count = len(values) - len(self.kwargs)
-        return tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True))
+        names = positional_names(self._names, len(self.args))
+        args = tuple(moved(name, value) for name, value in zip(names, self.args, strict=False))
+        return args, {name: moved(name, value) for name, value in self.kwargs.items()}
 
 
 def is_on_host(time: torch.Tensor) -> bool:
@@ -216,9 +214,9 @@ def _change_of_all(tensor: torch.Tensor, known: Watched) -> Pair:
     held = known.held
     is_kept = held is not None and held is not tensor and tree.version(held) == known.version is not None
     one, other = (tensor, held) if is_kept else (some(tensor) if tree.is_comparable(tensor) else None, known.some)
-    if one is None or other is None or (one.shape, one.device) != (other.shape, other.device):
+    if one is None or other is None or not tree.is_comparable(one):
         return _infinite(tensor)
-    if not tree.is_comparable(one):
+    if (one.shape, one.device) != (tree.shape(other), other.device):
         return _infinite(tensor)
     return [(one != other).any().float(), torch.zeros((), device=tensor.device)]
 

@@ -9,66 +9,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .options import (
-    add_command,
-    add_engine_options,
-    add_image_options,
-    add_output_options,
-    engine_settings,
-    given,
-    use_saved_steps,
-)
+from . import arguments
 from .terminal import Status
 
 if TYPE_CHECKING:
-    from ..engine import GeneratedPictures
+    from ..engine import GenerationResult
     from ..omni import Omni
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 def add_generate(commands: Any) -> None:
-    generate = add_command(
-        commands,
-        "generate",
-        _generate,
-        help="make images from text",
-        description="Make images from text with the built-in model, or with any model in diffusers format. The "
-        "built-in one knows emoji by name, in three styles: noto, 3d and flat. Settings that are not given take the "
-        "model's defaults.",
-        examples='  samovar generate "a grinning cat, 3d style" -o cat.png\n'
-        '  samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png\n'
-        '  samovar generate "pizza, noto style" --steps 50 --cache forecast\n'
-        '  samovar generate "a samovar" --model ./flux --gpu-memory 12GiB\n'
-        '  torchrun --nproc-per-node 2 -m samovar generate "a samovar" --model ./flux --ulysses-degree 2',
-    )
-    generate.add_argument("prompt", help="what to draw")
-    generate.add_argument("--model", help="a built-in model, a folder in diffusers format, or a hub name (emoji)")
-    generate.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
-    add_output_options(generate)
-    group = generate.add_argument_group("image")
-    add_image_options(group)
+    parser = arguments.add_command(commands, _generate)
+    parser.add_argument("prompt", help="what to draw")
+    arguments.add_model(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
+    arguments.add_output_options(parser)
+    group = parser.add_argument_group("image")
+    arguments.add_image_options(group)
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same image")
     group.add_argument("--image", metavar="FILE", help="an image to start from, for models that edit")
     group.add_argument("--strength", type=float, metavar="X", help="how much of that image to redraw, from 0 to 1")
-    group.add_argument(
-        "-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many: out-1.png, out-2.png ..."
-    )
-    add_engine_options(generate)
+    group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many images")
+    arguments.add_engine_options(parser)
 
 
 def _generate(options: argparse.Namespace) -> int:
+    """Make images from text.
+
+    Make images from text with the built-in model, or with any model in diffusers format. The built-in one knows
+    emoji by name, in three styles: noto, 3d and flat. Settings that are not given take the model's defaults.
+
+    examples:
+      samovar generate "a grinning cat, 3d style" -o cat.png
+      samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png      (rocket-1.png, rocket-2.png ...)
+      samovar generate "pizza, noto style" --steps 50 --cache forecast
+      samovar generate "a samovar" ./flux --gpu-memory 12GiB
+      torchrun --nproc-per-node 2 -m samovar generate "a samovar" ./flux --parallel ulysses
+    """
     from ..engine import OmniDiffusionSamplingParams, is_under_torchrun
 
     _check_prompt(options.prompt)
-    use_saved_steps(options, [options.cache, options.cache_config])
-    params = OmniDiffusionSamplingParams(**given(options, OmniDiffusionSamplingParams))
+    options.model = arguments.model_of(options)
+    arguments.use_saved_steps(options, [options.cache, options.cache_config])
+    params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
     image = None if options.image is None else _read_image(options.image)
     # All ranks make the image, and the first one writes it.
     is_first = not is_under_torchrun() or os.environ["RANK"] == "0"
     quiet = options.quiet or not is_first
     files = _output_files(options.output, params.num_outputs_per_prompt or 1) if is_first else []
-    settings = engine_settings(options) | {"progress": False}
+    settings = arguments.engine_settings(options) | {"progress": False}
     with Status("loading the model", quiet) as status:
         from ..omni import Omni
 
@@ -99,22 +89,21 @@ def _check_prompt(prompt: str) -> None:
         )
 
 
-def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GeneratedPictures:
+def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GenerationResult:
     from ..engine import Done, Failed, Progress
 
     status.update("generating")
     for event in omni.generate(prompt, params, image=image, stream=True):
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Done):
-            break
         if isinstance(event, Progress):
-            number = f"image {event.picture + 1}/{event.num_pictures}, " if event.num_pictures > 1 else ""
+            number = f"image {event.image_index + 1}/{event.num_images}, " if event.num_images > 1 else ""
             status.update(f"{number}step {event.step}/{event.num_steps}")
+    assert isinstance(event, Done)  # The last event, if it is not a failure.
     return event.result
 
 
-def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -> dict[str, Any]:
+def _report(files: list[Path], result: GenerationResult, load_seconds: float) -> dict[str, Any]:
     return {
         "images": [{"file": str(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)],
         "seconds": result.seconds,
@@ -125,7 +114,7 @@ def _report(files: list[Path], result: GeneratedPictures, load_seconds: float) -
     }
 
 
-def _print_result(files: list[Path], result: GeneratedPictures, load_seconds: float) -> None:
+def _print_result(files: list[Path], result: GenerationResult, load_seconds: float) -> None:
     for file, seed in zip(files, result.seeds, strict=True):
         print(f"{file}  seed {seed}")
     steps = result.params.num_inference_steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -14,138 +13,94 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
 from ..files import read_json
-from .options import (
-    add_command,
-    add_device_options,
-    add_image_options,
-    add_output_options,
-    given,
-    model_of,
-    read_setting,
-    use_saved_steps,
-)
+from . import arguments
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
+    from ..lab.image_runner import Task
     from ..lab.methods import Method
     from ..lab.session import Session
-    from ..lab.tasks import Task
 
 _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
-Run = Callable[[argparse.Namespace], int]
 
 
 def add_compare(commands: Any) -> None:
-    compare = _add_command(
-        commands,
-        "compare",
-        _compare,
-        "show what settings do to images, beside the exact ones",
-        "Make the same images exactly, with each setting, and with as many plain steps as take the same time. Writes a "
-        "contact sheet, a page with a slider, and JSON.",
-        "  samovar compare --cache forecast --cache '{\"rel_l1_thresh\": 0.2}' --num-prompts 4\n"
-        "  samovar compare ./flux --prompts prompts.txt --cache tuned/setting.json",
-    )
-    compare.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
-    _add_prompts(compare, "testing", 4)
+    parser = _add_command(commands, _compare)
+    parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
+    _add_prompts(parser, "testing", 4)
 
 
 def add_calibrate(commands: Any) -> None:
-    calibrate = _add_command(
-        commands,
-        "calibrate",
-        _calibrate,
-        "fit TeaCache's coefficients to a model",
-        "Make images without skipping, measure how well the signal predicts the change of the output, and fit the "
-        "polynomial. Also measures the error of reusing an output, for every pair of steps.",
-        "  samovar calibrate ./my-model --prompts prompts.txt --steps 50",
-    )
-    _add_prompts(calibrate, "tuning", 16, batch=False)
+    _add_prompts(_add_command(commands, _calibrate), "tuning", 16)
 
 
 def add_tune(commands: Any) -> None:
-    tune = _add_command(
-        commands,
-        "tune",
-        _tune,
-        "find the fastest setting that keeps a promise",
-        "Search thresholds, forecasts and schedules for the fastest setting with which 95 of 100 images keep a "
-        "promise, and check it on other prompts. Writes setting.json, which --cache takes.",
-        "  samovar tune --target-psnr 30 --steps 50\n"
-        "  samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt",
-    )
-    target = tune.add_mutually_exclusive_group(required=True)
+    parser = _add_command(commands, _tune)
+    target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--target-psnr", type=float, metavar="DB", help="at least this close to the exact images")
     target.add_argument("--target-lpips", type=float, metavar="X", help="at most this different from them")
     target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
-    _add_prompts(tune, "tuning", 48)
-    _add_test_prompts(tune, 48)
+    _add_refine(parser)
+    _add_prompts(parser, "tuning", 48)
+    _add_prompts(parser, "testing", 48, test="test-")
 
 
 def add_bench(commands: Any) -> None:
-    bench = _add_command(
-        commands,
-        "bench",
-        _bench,
-        "compare our curves with those of other caches",
-        "Measure our settings and, if installed, diffusers' caches and cache-dit: the same prompts, seeds and "
-        "attention in one process. Schedules are planned on other prompts. Writes bench.json and bench.png.",
-        "  samovar bench --steps 50 --device cuda --dtype float32 --batch 64\n  samovar bench --plot-from bench.json",
+    parser = _add_command(commands, _bench)
+    parser.add_argument("--plot-from", type=Path, metavar="FILE", help="only plot the curves of a saved bench.json")
+    parser.add_argument(
+        "--only", metavar="WORDS", action="append", default=[], help="methods with this name; repeatable"
     )
-    bench.add_argument("--plot-from", type=Path, metavar="FILE", help="only plot the curves of a saved bench.json")
-    bench.add_argument("--only", metavar="WORDS", action="append", default=[],
-                       help="only methods whose name contains this; may be repeated")  # fmt: skip
-    bench.add_argument("--cache", action="append", metavar="SETTING", default=[], help=_CACHE_HELP)
-    bench.add_argument("--alone", type=int, default=8, metavar="N",
-                       help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
-    _add_prompts(bench, "tuning", 48)
-    _add_test_prompts(bench, 64, seeds=4)
+    parser.add_argument("--cache", action="append", metavar="SETTING", help=_CACHE_HELP)
+    parser.add_argument("--alone", type=int, default=8, metavar="N",
+                        help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
+    _add_refine(parser)
+    _add_prompts(parser, "tuning", 48)
+    _add_prompts(parser, "testing", 64, seeds=4, test="test-")
 
 
-def _add_command(commands: Any, name: str, run: Run, help: str, description: str, examples: str) -> Any:
-    parser = add_command(
-        commands,
-        name,
-        run,
-        help,
-        description,
-        f"{examples}\n\nAfter an interruption, the same command resumes.",
-        model="a built-in model, a folder in diffusers format, or a hub name",
-    )
+def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
+    parser = arguments.add_command(commands, run)
+    arguments.add_model(parser)
+    name = run.__name__.lstrip("_")
     parser.set_defaults(command=name)
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"({name})")
-    add_output_options(parser)
+    arguments.add_output_options(parser)
     group = parser.add_argument_group("images")
-    add_image_options(group)
-    add_device_options(group)
+    arguments.add_image_options(group)
+    arguments.add_device_options(group)
+    group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
+    group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
     return parser
 
 
-def _add_prompts(parser: Any, prompts: str, num_prompts: int, batch: bool = True) -> None:
-    group = parser.add_argument_group("prompts")
-    group.add_argument("--prompts", default=prompts, metavar="FILE",
-                       help=f"one per line; or tuning or testing, which are shipped ({prompts})")  # fmt: skip
-    group.add_argument("--num-prompts", type=int, metavar="N", help=f"use the first N (at most {num_prompts})")
-    group.add_argument("--seeds", type=int, default=1, metavar="N", help="images per prompt (1)")
-    group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
-    if batch:
-        group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
-    parser.set_defaults(most_prompts=num_prompts)
+def _add_prompts(parser: Any, source: str, most: int, seeds: int = 1, test: str = "") -> None:
+    """Options for the prompts to use, or with `test="test-"` for those that are kept for testing."""
+    group = parser.add_argument_group("prompts for testing, which are not used to choose" if test else "prompts")
+    text = f"one per line; or tuning or testing, which are shipped ({source})"
+    group.add_argument(f"--{test}prompts", default=source, metavar="FILE", help=text)
+    group.add_argument(f"--num-{test}prompts", type=int, metavar="N", help=f"use the first N (at most {most})")
+    group.add_argument(f"--{test}seeds", type=int, default=seeds, metavar="N", help=f"images per prompt ({seeds})")
+    parser.set_defaults(**{f"most_{test.replace('-', '_')}prompts": most})
 
 
-def _add_test_prompts(parser: Any, num_prompts: int, seeds: int = 1) -> None:
+def _add_refine(parser: Any) -> None:
     parser.add_argument("--refine", type=int, default=0, metavar="N", help="changes of a schedule to try on images (0)")
-    group = parser.add_argument_group("prompts for testing, which are not used to choose")
-    group.add_argument("--test-prompts", default="testing", metavar="FILE", help="likewise (testing)")
-    group.add_argument("--num-test-prompts", type=int, metavar="N", help=f"likewise (at most {num_prompts})")
-    group.add_argument("--test-seeds", type=int, default=seeds, metavar="N", help=f"likewise ({seeds})")
-    parser.set_defaults(most_test_prompts=num_prompts)
 
 
 # ------------------------------------------------------------------------------------------------ the commands
 
 
 def _compare(options: argparse.Namespace) -> int:
+    """Show what settings do to images, beside the exact ones.
+
+    Make the same images exactly, with each setting, and with as many plain steps as take the same time. Write a contact
+    sheet, a page with a slider, and JSON. After an interruption, the same command resumes.
+
+    examples:
+      samovar compare --cache forecast --cache '{"rel_l1_thresh": 0.2}' --num-prompts 4
+      samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
+    """
     from ..lab.compare import compare, contact_sheet, figures, page
     from ..lab.methods import cached
 
@@ -159,12 +114,20 @@ def _compare(options: argparse.Namespace) -> int:
         (lab.folder / "compare.html").write_text(page(found, title), encoding="utf-8")
         lab.finish("compare.json", found.to_dict())
     lines = [figures(row.to_dict()) for row in found.rows]
-    _say(options, *_table([list(lines[0]), *(list(line.values()) for line in lines)]))
-    _say(options, f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
+    table = _table([list(lines[0]), *(list(line.values()) for line in lines)])
+    lab.say(*table, f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
     return 0
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    """Fit TeaCache's coefficients to a model.
+
+    Make images without skipping, measure how well the signal predicts the change of the output, and fit the polynomial.
+    After an interruption, the same command resumes.
+
+    examples:
+      samovar calibrate ./my-model --prompts prompts.txt --steps 50
+    """
     from ..lab.calibrate import calibrate, check_tasks
 
     tasks = _tasks(options)
@@ -174,45 +137,65 @@ def _calibrate(options: argparse.Namespace) -> int:
         lab.finish("calibration.json", found.to_dict(lab.origin(tasks)))
     fit = found.fit
     values = ", ".join(f"{value:.6g}" for value in fit.coefficients)
-    _say(options, f"degree {fit.degree}: {fit.verdict}")
-    _say(options, f"coefficients: [{values}], for signals from {fit.signal_from:.4f} to {fit.signal_to:.4f}")
-    _say(options, str(lab.folder / "calibration.json"))
+    lab.say(
+        f"degree {fit.degree}: {fit.verdict}",
+        f"coefficients: [{values}], for signals from {fit.signal_from:.4f} to {fit.signal_to:.4f}",
+        str(lab.folder / "calibration.json"),
+    )
     return 0
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from ..lab.tune import Promise, tune
+    """Find the fastest setting that meets a quality target.
 
-    (target,) = given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
-    promise = Promise(target[0].removeprefix("target_"), target[1])  # type: ignore[arg-type]
+    Search thresholds, forecasts and schedules for the fastest setting with which 95 of 100 images meet a target, and
+    check it on other prompts. Write setting.json, which --cache takes. After an interruption, the same command resumes.
+
+    examples:
+      samovar tune --target-psnr 30 --steps 50
+      samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt
+    """
+    from ..lab.tune import Target, tune
+
+    ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
+    target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
     tasks, test_tasks = _disjoint_tasks(options)
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
-        found = tune(tuning, testing, promise, refinements=options.refine)
+        found = tune(tuning, testing, target, refinements=options.refine)
         setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks))}
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})
     rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
-             f"{promise.bound(r.images):.5g}", "yes" if promise.is_kept(r) else "no")
+             f"{target.bound(r.images):.5g}", "yes" if target.is_met(r) else "no")
             for r in found.tried]  # fmt: skip
-    _say(options, *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "keeps it"), *rows]))
     held_out, plain = found.held_out, found.plain
-    _say(
-        options,
+    lab.say(
+        *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "meets it"), *rows]),
         f"\nchosen: {found.row.method}",
         f"on {len(held_out.images)} held-out images: {held_out.computed:g} of {held_out.steps} steps computed, "
-        f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {promise}: kept "
-        f"by {found.share_kept:.1%}{'' if found.is_kept else ', WHICH IS TOO FEW'}",
+        f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {target}: met "
+        f"by {found.share_met:.1%}{'' if found.is_met else ', WHICH IS TOO FEW'}",
         f"{plain.steps} plain steps: {plain.quality.psnr:.2f} dB, LPIPS {plain.quality.lpips:.5f}"
         f"{'' if found.is_worth_it else ': closer, so use these and no cache'}",
         str(file),
     )
-    return 0 if found.is_kept else 1
+    return 0 if found.is_met else 1
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from ..lab.bench import all_methods, bench, check_only
+    """Compare our curves with those of other caches.
+
+    Measure our settings and, if installed, diffusers' caches and cache-dit: the same prompts, seeds and attention in
+    one process. Schedules are planned on other prompts. Write bench.json and bench.png. After an interruption, the same
+    command resumes.
+
+    examples:
+      samovar bench --steps 50 --device cuda --dtype float32 --batch 64
+      samovar bench --plot-from bench.json
+    """
+    from ..lab.bench import all_methods, bench
     from ..lab.compare import figures
 
     if options.plot_from is not None:
@@ -221,22 +204,17 @@ def _bench(options: argparse.Namespace) -> int:
         return 0
     extra = _methods(options)
     tasks, test_tasks = _disjoint_tasks(options)
-    check_only(options.only, extra)
     settings = {"alone": options.alone, "refine": options.refine}
     with _experiment(options, tasks=tasks, test_tasks=test_tasks, **settings) as lab:
-        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine)
-        chosen = [m for m in methods if not options.only or any(w.lower() in m.name.lower() for w in options.only)]
-        if not chosen:
-            names = ", ".join(method.name for method in methods)
-            raise SettingError(f"only={options.only} matches none of: {names}.", param="only")
+        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine, options.only)
         alone = None
         if options.alone and lab.runner.batch > 1:
             alone = lab.session(test_tasks[: options.alone], "alone", batch=1)
-        rows = bench(lab.session(test_tasks), chosen, alone)
+        rows = bench(lab.session(test_tasks), methods, alone)
         lab.finish("bench.json", {"tasks": [task._asdict() for task in test_tasks], "rows": rows})
     best = [", ".join(name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")) for row in rows]
     lines = [[*figures(row).values(), row.get("problem", text)] for row, text in zip(rows, best, strict=True)]
-    _say(options, *_table([[*figures(rows[0]), "best by"], *lines]), str(lab.folder / "bench.json"))
+    lab.say(*_table([[*figures(rows[0]), "best by"], *lines]), str(lab.folder / "bench.json"))
     if find_spec("matplotlib") is not None:  # Otherwise it can be plotted elsewhere, from the file.
         _plot(lab.folder / "bench.json", lab.folder)
     return 0
@@ -250,12 +228,13 @@ def _plot(file: Path, folder: Path) -> Path:
         raise SettingError(f"plot_from={str(file)!r} is not a file. Give the bench.json of a bench.", param="plot_from")
     report = read_json(file)
     about = report.get("about", {})
-    if not isinstance(report.get("rows"), list) or "num_images" not in about:
+    if not report.get("rows") or "settings" not in about:
         raise SettingError(f"plot_from={str(file)!r} was not written by a bench. Give a bench.json.", param="plot_from")
-    words = f"{about['model']}, {about['num_images']} images, {about['settings']['num_inference_steps']} steps"
+    count, steps = len(report["rows"][0]["each"]["psnr"]), about["settings"]["num_inference_steps"]
     folder.mkdir(parents=True, exist_ok=True)
     image = folder / f"{file.stem}.png"
-    draw(report["rows"], image, f"{words}, {about['dtype']}, {about['device']}, batch {about['batch']}")
+    words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
+    draw(report["rows"], image, f"{words}, batch {about['batch']}")
     return image
 
 
@@ -268,23 +247,21 @@ class _Experiment:
     def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
         from ..engine import OmniDiffusionSamplingParams
         from ..lab.image_runner import ImageRunner
-        from ..lab.journal import Journal
+        from ..lab.session import Journal
 
-        params = OmniDiffusionSamplingParams(**given(options, OmniDiffusionSamplingParams))
-        settings = given(options, ("batch", "dtype", "device"))
-        self.runner = ImageRunner(model_of(options) or "emoji", params, **settings)
+        params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
+        settings = arguments.given(options, ("batch", "dtype", "device"))
+        self.runner = ImageRunner(arguments.model_of(options) or "emoji", params, **settings)
         self.folder: Path = options.output or Path(options.command)
         self._options, self._status = options, status
         self._about = self.runner.about() | {"date": date.today().isoformat()}
         self._journal = Journal(self.folder / "state", self.runner.about() | depends)
-        if len(self._journal) and not options.quiet:
-            text = f"samovar: resuming with {len(self._journal)} measurements from {self._journal.folder}"
-            print(text, file=sys.stderr)
+        if len(self._journal):
+            status.note(f"resuming with {len(self._journal)} measurements from {self._journal.folder}")
 
     def session(self, tasks: Sequence[Task], name: str = "", batch: int | None = None) -> Session:
         from ..lab.session import Session
 
-        self._about["num_images"] = len(tasks)
         runner = self.runner if batch is None else self.runner.one_at_a_time()
         return Session(runner, tasks, self._journal, name, self._status.update)
 
@@ -297,11 +274,14 @@ class _Experiment:
 
     def finish(self, name: str, result: dict[str, Any]) -> None:
         """Write the result, and only then delete the journal."""
-        text = json.dumps({"about": self._about, **result})
-        (self.folder / name).write_text(text + "\n", encoding="utf-8")
+        self._result = json.dumps({"about": self._about, **result})
+        (self.folder / name).write_text(self._result + "\n", encoding="utf-8")
         self._journal.delete()
-        if self._options.json:
-            print(text)
+
+    def say(self, *lines: str) -> None:
+        """Print the result for programs, or these lines for people."""
+        if self._options.json or not self._options.quiet:
+            print(self._result if self._options.json else "\n".join(lines))
 
 
 @contextmanager
@@ -315,12 +295,12 @@ def _methods(options: argparse.Namespace) -> list[Method]:
     from ..lab.methods import read_method
 
     caches = options.cache or []
-    use_saved_steps(options, caches)
-    return [read_method(read_setting("cache", text)) for text in caches]
+    arguments.use_saved_steps(options, caches)
+    return [read_method(arguments.read_setting("cache", text)) for text in caches]
 
 
 def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
-    from ..lab.tasks import make_tasks, read_prompts
+    from ..lab.image_runner import make_tasks, read_prompts
 
     count = getattr(options, f"num_{which}prompts")
     prompts = read_prompts(getattr(options, f"{which}prompts"), count)
@@ -332,16 +312,11 @@ def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
 
 def _disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
     """Tasks for tuning, and others for testing."""
-    from ..lab.tasks import check_disjoint
+    from ..lab.image_runner import check_disjoint
 
     tasks, test_tasks = _tasks(options), _tasks(options, "test_")
     check_disjoint(tasks, test_tasks)
     return tasks, test_tasks
-
-
-def _say(options: argparse.Namespace, *lines: str) -> None:
-    if not (options.json or options.quiet):
-        print("\n".join(lines))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

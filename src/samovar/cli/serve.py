@@ -9,28 +9,19 @@ import sys
 from typing import Any
 
 from ..errors import SettingError
-from .options import add_command, add_engine_options, engine_settings, given, model_of
+from . import arguments
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 KEY_VARIABLE = "SAMOVAR_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
-    serve = add_command(
-        commands,
-        "serve",
-        _serve,
-        help="serve images over HTTP, compatible with OpenAI's clients, with a page to try it",
-        description="Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, "
-        "/metrics, and a page at /. Only this machine can reach it unless --host says otherwise.",
-        examples="  samovar serve\n  samovar serve ./flux --offload model --cache '{\"rel_l1_thresh\": 0.2}'\n"
-        "  SAMOVAR_API_KEY=secret samovar serve ./flux --host 0.0.0.0 --gpu-memory 12GiB",
-        model="a built-in model, a folder in diffusers format, or a hub name",
-    )
-    serve.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
-    _add_address_options(serve.add_argument_group("address"))
-    _add_limit_options(serve.add_argument_group("limits"))
-    add_engine_options(serve)
+    parser = arguments.add_command(commands, _serve)
+    arguments.add_model(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
+    _add_address_options(parser.add_argument_group("address"))
+    _add_limit_options(parser.add_argument_group("limits"))
+    arguments.add_engine_options(parser)
 
 
 def _add_address_options(group: Any) -> None:
@@ -52,7 +43,7 @@ def _add_limit_options(group: Any) -> None:
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (16)")
     group.add_argument("--max-pixels", type=int, metavar="N", help="per image (4194304)")
     group.add_argument("--max-steps", type=int, metavar="N", help="per image (200)")
-    group.add_argument("--max-images", type=int, dest="max_pictures", metavar="N", help="per request (10)")
+    group.add_argument("--max-images", type=int, metavar="N", help="per request (10)")
     for name, default, text in (
         ("step", 60, "until a step counts as hung"),
         ("load", 1800, "until loading counts as hung"),
@@ -65,6 +56,16 @@ def _add_limit_options(group: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    """Serve images over HTTP, compatible with OpenAI's clients, with a page to try it.
+
+    Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, /metrics, and a
+    page at /. Only this machine can reach it unless --host says otherwise.
+
+    examples:
+      samovar serve
+      samovar serve ./flux --offload model --cache '{"rel_l1_thresh": 0.2}'
+      SAMOVAR_API_KEY=secret samovar serve ./flux --host 0.0.0.0 --gpu-memory 12GiB
+    """
     import asyncio
     import logging
 
@@ -74,39 +75,41 @@ def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("samovar.server").setLevel(logging.WARNING if options.quiet else logging.INFO)
     # Before the event loop, which handles Ctrl-C: the imports take seconds and could not be interrupted.
-    house = _house(options)
-    return asyncio.run(_run(options, house))
+    state = _app_state(options)
+    return asyncio.run(_run(options, state))
 
 
-async def _run(options: argparse.Namespace, house: Any) -> int:
+async def _run(options: argparse.Namespace, state: Any) -> int:
     from ..server import serve
 
     def on_listening(address: str) -> None:
         if not options.quiet:
-            text = f"samovar: loading {house.model_name!r}; {address}/ready answers when it is done"
+            text = f"samovar: loading {state.model_name!r}; {address}/ready answers when it is done"
             print(text, file=sys.stderr, flush=True)
 
-    return await serve(house, on_listening, lambda address: _announce(address, house))
+    return await serve(state, on_listening, lambda address: _announce(address, state))
 
 
-def _house(options: argparse.Namespace) -> Any:
+def _app_state(options: argparse.Namespace) -> Any:
     """Everything checked, nothing loaded."""
     from ..omni import AsyncOmni
-    from ..server import House, Limits, ServerConfig
+    from ..server import AppState, Limits, ServerConfig
 
-    options.model = model_of(options)
+    options.model = arguments.model_of(options)
     if options.api_key is None:
         options.api_key = os.environ.get(KEY_VARIABLE)
-    settings = {name: tuple(v) if isinstance(v, list) else v for name, v in given(options, ServerConfig).items()}
-    config = ServerConfig(**settings, limits=Limits(**given(options, Limits)))
-    return House(AsyncOmni(config=options.config, **engine_settings(options)), config)
+    settings = arguments.given(options, ServerConfig) | {"limits": Limits(**arguments.given(options, Limits))}
+    for name in ("cors_origins", "allowed_hosts"):
+        settings[name] = tuple(settings.get(name, ()))
+    config = ServerConfig(**settings)
+    return AppState(AsyncOmni(config=options.config, **arguments.engine_settings(options)), config)
 
 
-def _announce(address: str, house: Any) -> None:
+def _announce(address: str, state: Any) -> None:
     """Print where the server is and how to ask it, ready to paste."""
-    key = "" if house.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+    key = "" if state.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
     print(
-        f"samovar serves {house.model_name!r} at {address}\n"
+        f"samovar serves {state.model_name!r} at {address}\n"
         f"  page   {address}/\n"
         f"  try    curl -s {address}/v1/images/generations -H 'Content-Type: application/json'{key} "
         '-d \'{"prompt": "a grinning cat, 3d style"}\'\n'

@@ -1,36 +1,47 @@
-"""One request in, one picture out."""
+"""How does a request become an image?"""
 
-from .events import Done, Event, Failed, Listener, Preview, Progress, Started
 from .facts import PipelineFacts
-from .ranked import PictureMaker, RankedWorkers, is_under_torchrun, start_worker
-from .request import GeneratedPictures, OmniDiffusionSamplingParams, Request
+from .job import Job
+from .multirank import ImageWorker, MultirankWorker, is_under_torchrun, start_worker
+from .request import (
+    Done,
+    Event,
+    Failed,
+    GenerationResult,
+    Listener,
+    OmniDiffusionSamplingParams,
+    Preview,
+    Progress,
+    Request,
+    Started,
+)
 from .restarts import Restarts
 from .settings import OmniDiffusionConfig
 from .status import EngineStatus
 from .supervisor import Supervisor
-from .ticket import Ticket
-from .worker import Worker
+from .worker import Worker, call_pipeline
 
 __all__ = [
     "Done",
     "EngineStatus",
     "Event",
     "Failed",
-    "GeneratedPictures",
+    "GenerationResult",
+    "ImageWorker",
+    "Job",
     "Listener",
+    "MultirankWorker",
     "OmniDiffusionConfig",
     "OmniDiffusionSamplingParams",
-    "PictureMaker",
     "PipelineFacts",
     "Preview",
     "Progress",
-    "RankedWorkers",
     "Request",
     "Restarts",
     "Started",
     "Supervisor",
-    "Ticket",
     "Worker",
+    "call_pipeline",
     "is_under_torchrun",
     "start_worker",
 ]

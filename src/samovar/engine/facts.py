@@ -1,4 +1,4 @@
-"""What can be asked of this pipeline? Known once it is loaded, and small: whoever takes requests can check them."""
+"""Which requests can this pipeline serve? Known once it is loaded, and small enough to send to other processes."""
 
 from __future__ import annotations
 
@@ -9,87 +9,90 @@ from typing import Any
 from ..errors import SettingError, nearest
 from .request import OmniDiffusionSamplingParams, Request
 
-_OURS = ("seed", "num_outputs_per_prompt")
-"""Settings that are no arguments of a pipeline: each picture has a generator, and a place in the batch."""
+_NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt")
+"""Each image has its own generator and its own place in the batch."""
 
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """What a pipeline takes."""
+    """What a pipeline accepts."""
 
     class_name: str
     takes: frozenset[str]
     """The names of its arguments."""
     multiple: int
-    """What height and width must be multiples of."""
+    """Height and width must be multiples of this."""
     defaults: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
 
     @property
     def can_edit(self) -> bool:
-        """Whether it takes a picture to start from."""
         return "image" in self.takes
 
     def check(self, request: Request) -> dict[str, Any]:
-        """The arguments for a request, which is refused if it has any that the pipeline does not take."""
-        pictures = self._pictures(request)
+        """The pipeline's arguments for a request; SettingError if it does not take one of them."""
         params = self.completed(request)
         for name in ("height", "width"):
             size = getattr(params, name)
             if size is not None and size % self.multiple:
-                below = max(self.multiple, size // self.multiple * self.multiple)
-                raise SettingError(
-                    f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {below} or "
-                    f"{size // self.multiple * self.multiple + self.multiple}."
-                )
-        call = {name: value for name, value in params.given().items() if name not in _OURS}
+                below = self._rounded(size)
+                above = self._rounded(size + self.multiple)
+                near = f"{below} or {above}" if below < size else f"{below}"
+                message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
+                raise SettingError(message, param=name)
+        call = {name: value for name, value in params.given().items() if name not in _NOT_ARGUMENTS}
         for name in call:
             if name not in self.takes:
-                raise SettingError(f"{self.class_name} takes no {name}. {nearest(name, self.takes)}")
-        return call | pictures
+                raise SettingError(f"{self.class_name} does not take {name}. {nearest(name, self.takes)}", param=name)
+        return call | self._images(request)
 
     def completed(self, request: Request) -> OmniDiffusionSamplingParams:
-        """The settings of a request and the model's defaults; a picture that is given says how large the new one is,
-        or which shape it has where one side is given."""
+        """The request's settings over the model's defaults. An image to edit sets the size, or the aspect ratio if one
+        side is given."""
         params = request.params.over(self.defaults)
-        if request.image is None or not {"height", "width"} <= self.takes:
+        if request.image is None or not self.can_edit or not {"height", "width"} <= self.takes:
             return params
-        width, height = request.image.size
-        wide, high = request.params.width, request.params.height
-        if wide is None and high is None:
-            return replace(params, height=self._fitting(height), width=self._fitting(width))
-        if high is None and wide is not None:
-            return replace(params, height=self._fitting(height * wide // max(1, width)))
-        if wide is None and high is not None:
-            return replace(params, width=self._fitting(width * high // max(1, height)))
-        return params
+        image_width, image_height = request.image.size
+        width, height = request.params.width, request.params.height
+        if width is None:
+            width = self._rounded(image_width if height is None else image_width * height // max(1, image_height))
+        if height is None:
+            given = request.params.width
+            height = self._rounded(image_height if given is None else image_height * given // max(1, image_width))
+        return replace(params, height=height, width=width)
 
-    def _fitting(self, side: int) -> int:
+    def _rounded(self, side: int) -> int:
         return max(self.multiple, side // self.multiple * self.multiple)
 
-    def _pictures(self, request: Request) -> dict[str, Any]:
-        """The picture to start from, and where it may be changed: where it is transparent."""
-        if request.image is None:
+    def _images(self, request: Request) -> dict[str, Any]:
+        """The image to edit, and a mask of its transparent part if the pipeline takes one."""
+        image = request.image
+        if image is None:
             return {}
         if not self.can_edit:
-            raise SettingError(f"{self.class_name} takes no image: it makes pictures from text alone. Leave it out.")
-        if not hasattr(request.image, "convert"):
-            raise SettingError(f"image must be a picture of PIL, not {request.image!r}.")
+            raise SettingError(f"{self.class_name} takes no image: it only makes images from text.", param="image")
         try:
-            pictures: dict[str, Any] = {"image": request.image.convert("RGB")}
-        except (EOFError, OSError, SyntaxError, ValueError) as error:  # How PIL says it of its various formats.
-            raise SettingError(f"The image cannot be read: {error}. Is its file whole?") from error
+            images: dict[str, Any] = {"image": image.convert("RGB")}
+        except (EOFError, OSError, SyntaxError, ValueError) as error:  # Which one depends on the format.
+            raise SettingError(f"The image cannot be read: {error}. Is the file complete?", param="image") from error
         if "mask_image" in self.takes:
-            if "A" not in request.image.getbands():
-                raise SettingError(
-                    f"{self.class_name} must know which part of the image to change. Give one with an alpha channel: "
-                    "what is transparent is drawn anew."
-                )
-            pictures["mask_image"] = request.image.getchannel("A").point(lambda alpha: 255 - alpha)
-        return pictures
+            if "A" not in image.getbands():
+                message = f"{self.class_name} needs an image with an alpha channel: it redraws what is transparent."
+                raise SettingError(message, param="image")
+            images["mask_image"] = image.getchannel("A").point(lambda alpha: 255 - alpha)
+        return images
 
 
 def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFacts:
-    """What a loaded pipeline takes."""
-    takes = inspect.signature(pipeline.__call__).parameters
-    scale: int = getattr(pipeline, "vae_scale_factor", 4)
-    return PipelineFacts(type(pipeline).__name__, frozenset(takes), 2 * scale, defaults)
+    """The facts of a loaded pipeline."""
+    takes = frozenset(inspect.signature(pipeline.__call__).parameters)
+    return PipelineFacts(type(pipeline).__name__, takes, _size_multiple(pipeline), defaults)
+
+
+def _size_multiple(pipeline: Any) -> int:
+    """Pixels of one token: the VAE's scale times the patch size. Pipelines that pack latents do so in 2x2 patches,
+    whatever their transformer's config says."""
+    scale = getattr(pipeline, "vae_scale_factor", None) or getattr(pipeline, "vae_scale_factor_spatial", 4)
+    patch = getattr(getattr(pipeline, "transformer", None), "config", {}).get("patch_size", 2)
+    if hasattr(pipeline, "_pack_latents") or hasattr(pipeline, "_patchify_latents"):
+        patch = 2
+    return int(scale * (patch[-1] if isinstance(patch, (list, tuple)) else patch))

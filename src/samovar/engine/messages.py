@@ -1,37 +1,44 @@
-"""What do a worker's process and the one that started it say to each other?"""
+"""What do a worker process and its parent say to each other, and how does it travel?
+
+Messages are pickled through a private pipe; images travel in shared memory. The memory has no name: its file descriptor
+is handed over, so nothing is left behind if either side dies, and no other process can reach it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import io
+import os
+import pickle
+import tempfile
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from PIL import Image
 
 from ..errors import SamovarError
-from .events import Event
 from .facts import PipelineFacts
-from .request import Request
+from .request import Event, Request
 from .worker import Outcome, Usage
 
-# ------------------------------------------------------------------------------------------------ to the worker
 
+class Run(NamedTuple):
+    """To the worker: serve these requests together."""
 
-class Make(NamedTuple):
-    """Make the pictures of these requests, together."""
-
-    job: int
+    batch: int
     requests: tuple[Request, ...]
 
 
-class Drop(NamedTuple):
-    """Nobody waits for this request any more."""
+class Cancel(NamedTuple):
+    """To the worker: nobody waits for this request any more."""
 
-    job: int
+    batch: int
     request: int
-
-
-# ------------------------------------------------------------------------------------------------ from the worker
+    """Its index in the batch."""
 
 
 class Ready(NamedTuple):
-    """The model is loaded."""
+    """From the worker: the model is loaded."""
 
     facts: PipelineFacts
     load_seconds: float
@@ -39,26 +46,92 @@ class Ready(NamedTuple):
     max_batch: int
 
 
-class Refused(NamedTuple):
-    """The model cannot be loaded, or this process can make no more pictures."""
+class Fatal(NamedTuple):
+    """From the worker: the model cannot be loaded, or this process cannot go on."""
 
     error: SamovarError
 
 
-class Told(NamedTuple):
-    """Something happened to a request; of several ranks, the first one tells."""
+class Update(NamedTuple):
+    """From rank 0: something happened to a request."""
 
-    job: int
+    batch: int
     request: int
     event: Event
 
 
-class Answer(NamedTuple):
-    """The end of a job, from each rank. Pictures come from the first one; the others say None for what went well."""
+class Finished(NamedTuple):
+    """From each rank: the end of a batch. Rank 0 sends results; for these the others send None."""
 
-    job: int
+    batch: int
     outcomes: tuple[Outcome | None, ...]
     usage: Usage
 
 
-FromWorker = Ready | Refused | Told | Answer
+FromWorker = Ready | Fatal | Update | Finished
+
+_RAW_MODES = ("L", "RGB", "RGBA")
+"""Images that are their bytes; others are pickled."""
+_PLAIN, _WITH_IMAGES = b"\0", b"\1"
+
+
+def send(pipe: Connection, message: Any, process_id: int) -> None:
+    """Send a message to the process at the other end."""
+    body, pixels = io.BytesIO(), io.BytesIO()
+    _Pickler(body, pixels).dump(message)
+    if not pixels.tell():
+        pipe.send_bytes(_PLAIN + body.getvalue())
+        return
+    handle = _shared_memory()
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            file.write(pixels.getbuffer())
+        pipe.send_bytes(_WITH_IMAGES + body.getvalue())
+        reduction.send_handle(pipe, handle, process_id)
+    finally:
+        os.close(handle)
+
+
+def receive(pipe: Connection) -> Any:
+    """The next message; EOFError or OSError at the end of the pipe."""
+    data = pipe.recv_bytes()
+    pixels = b""
+    if data[:1] == _WITH_IMAGES:
+        with open(reduction.recv_handle(pipe), "rb") as file:
+            file.seek(0)
+            pixels = file.read()
+    return _Unpickler(io.BytesIO(data[1:]), pixels).load()
+
+
+def _shared_memory() -> int:
+    """Anonymous memory, or an anonymous file on systems without it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("samovar")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class _Pickler(pickle.Pickler):
+    """Puts pixels aside."""
+
+    def __init__(self, body: io.BytesIO, pixels: io.BytesIO) -> None:
+        super().__init__(body, protocol=pickle.HIGHEST_PROTOCOL)
+        self._pixels = pixels
+
+    def persistent_id(self, item: Any) -> tuple[str, tuple[int, int], int, int] | None:
+        if not isinstance(item, Image.Image) or item.mode not in _RAW_MODES:
+            return None
+        first = self._pixels.tell()
+        return item.mode, item.size, first, first + self._pixels.write(item.tobytes())
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts them back."""
+
+    def __init__(self, body: io.BytesIO, pixels: bytes) -> None:
+        super().__init__(body)
+        self._pixels = memoryview(pixels)
+
+    def persistent_load(self, found: tuple[str, tuple[int, int], int, int]) -> Image.Image:
+        mode, size, first, last = found
+        return Image.frombytes(mode, size, bytes(self._pixels[first:last]))

@@ -1,7 +1,7 @@
 """Where is a model, is it safe to load, and how is it loaded?
 
-Weights are read from safetensors alone: the other formats can run code. So can a model that brings Python files; they
-are used only if the user says `trust_remote_code=True`.
+Samovar only reads safetensors: other weight formats can run code. Python files that come with a model run only with
+`trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ INDEX = "model_index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOADING = threading.Lock()
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.([A-Za-z]\w*))?(?:-\d+-of-\d+)?\.safetensors")
+"""Names of weight files; the group is the variant, such as fp16."""
 
 
 def find_model(model: str) -> Path | None:
-    """The folder of a model, which comes with Samovar or is here in diffusers format; None for a name of the hub."""
+    """The folder of a model that is built in or here in diffusers format; None for a model of the hub."""
     if not isinstance(model, str):
         raise ModelError(f"model must be a name or a folder, not {model!r}.")
     if model in BUILTIN_MODELS:
@@ -39,29 +41,28 @@ def find_model(model: str) -> Path | None:
     if _HUB_NAME.fullmatch(model) and not folder.is_dir():
         return None
     raise ModelError(
-        f"{model!r} is neither a model that comes with Samovar, nor a folder with a {INDEX}, nor a name of the hub, "
-        f"such as 'owner/name'. {nearest(model, BUILTIN_MODELS)}"
+        f"{model!r} is not a built-in model, a folder with a {INDEX}, or a model of the hub such as 'owner/name'. "
+        f"{nearest(model, BUILTIN_MODELS)}"
     )
 
 
 def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:
-    """The folder of a model; one of the hub is taken from the local cache, or downloaded."""
+    """The folder of a model. One of the hub comes from the local cache, or is downloaded."""
     folder = find_model(model)
     if folder is not None:
         return folder
-    diffusers = load_diffusers()
+    download = load_diffusers().DiffusionPipeline.download
     try:
-        found = diffusers.DiffusionPipeline.download(model, use_safetensors=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:  # How the hub's client says that it is not there, or cannot be reached.
+        return Path(download(model, use_safetensors=True, trust_remote_code=trust_remote_code))
+    except (OSError, ValueError) as error:  # Not there, or no network.
         raise ModelError(
-            f"{model!r} is no folder here and could not be had from the hub: {_first_line(error)} Check the name and "
-            f"the network, or download it elsewhere: hf download {model} --local-dir FOLDER"
+            f"{model!r} is not a folder here and could not be downloaded from the hub: {_first_line(error)} Check the "
+            f"name and the network, or download it elsewhere: hf download {model} --local-dir FOLDER"
         ) from error
-    return Path(found)
 
 
 def check_model(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The index of a model, if it can be loaded without running what it brings."""
+    """The model's index, if the model can be loaded without running code from its folder."""
     index = read_json(folder / INDEX)
     if not trust_remote_code:
         _refuse_code(folder, index)
@@ -70,8 +71,7 @@ def check_model(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
         if weights and not any(file.suffix == ".safetensors" for file in weights):
             raise ModelError(
                 f"{weights[0]} is a pickle, which can run code when it is read, and there are no .safetensors beside "
-                "it. Samovar reads nothing else: convert the model, for example with save_pretrained of a pipeline "
-                "that you trust."
+                "it. Convert the model, for example with save_pretrained of a pipeline that you trust."
             )
     return index
 
@@ -79,27 +79,24 @@ def check_model(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
 def _refuse_code(folder: Path, index: dict[str, Any]) -> None:
     """Refuse classes that are defined in the folder itself."""
     named = index.get("_class_name")
-    own = [str(folder / f"{named[0]}.py")] if isinstance(named, list) and named else []
-    own += [
-        str(folder / name / f"{value[0]}.py")
-        for name, value in index.items()
-        if isinstance(value, list) and value and (folder / name / f"{value[0]}.py").is_file()
-    ]
-    if own:
+    files = [folder / f"{named[0]}.py"] if isinstance(named, list) and named else []
+    parts = {name: value for name, value in index.items() if isinstance(value, list) and value}
+    own = [folder / name / f"{value[0]}.py" for name, value in parts.items()]
+    files += [file for file in own if file.is_file()]
+    if files:
         raise ModelError(
-            f"{folder / INDEX} asks for code that comes with the model: {', '.join(own)}. Read it, and if you trust "
-            "it, say so: trust_remote_code=True."
+            f"{folder / INDEX} asks for code that comes with the model: {', '.join(map(str, files))}. Read it, and if "
+            "you trust it, pass trust_remote_code=True."
         )
 
 
 @contextlib.contextmanager
 def without_remote_code() -> Iterator[None]:
-    """As if DIFFUSERS_DISABLE_REMOTE_CODE were set. The variable itself is read once, when diffusers is imported, and
-    would hold for everything else that this process ever loads."""
+    """Set DIFFUSERS_DISABLE_REMOTE_CODE for now. diffusers reads the variable itself only once, on import."""
     from diffusers.utils import dynamic_modules_utils as switches
 
     name = "DIFFUSERS_DISABLE_REMOTE_CODE"
-    with _LOADING:  # What another thread restores must be what was there before.
+    with _LOADING:  # Otherwise one thread could restore another's value.
         before = getattr(switches, name, False)
         setattr(switches, name, True)
         try:
@@ -109,7 +106,7 @@ def without_remote_code() -> Iterator[None]:
 
 
 def load_diffusers() -> Any:
-    """diffusers, with its advice and its bars off, which are for people who load models by hand."""
+    """diffusers, without its progress bars and its advice for people who load models by hand."""
     import diffusers
     import transformers
 
@@ -120,17 +117,17 @@ def load_diffusers() -> Any:
 
 
 def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The class that a folder's index names. Importing it takes most of the time until the first picture."""
+    """The class that the folder's index names. Importing it takes most of the time until the first image."""
     index = check_model(folder, trust_remote_code=trust_remote_code)
     diffusers = load_diffusers()
     name = index.get("_class_name")
-    loader = getattr(diffusers, name, None) if isinstance(name, str) else None
     if isinstance(name, list):
-        loader = diffusers.DiffusionPipeline  # It finds the class in the folder.
+        return diffusers.DiffusionPipeline  # It finds the class in the folder.
+    loader = getattr(diffusers, name, None) if isinstance(name, str) else None
     if loader is None:
         raise ModelError(
-            f"{folder / INDEX} is of class {name!r}, which diffusers {diffusers.__version__} does not have. Upgrade "
-            "diffusers, or check the file."
+            f"{folder / INDEX} names the class {name!r}, which diffusers {diffusers.__version__} does not have. "
+            "Upgrade diffusers, or check the file."
         )
     return loader
 
@@ -141,13 +138,34 @@ def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool =
     given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
     with guard, warnings.catch_warnings():
-        # diffusers renamed the argument; both names work from 0.42 on, and only the old one before.
+        # diffusers 0.42 renamed the argument, and older versions only know this name.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         try:
-            return loader.from_pretrained(folder, torch_dtype=dtype, **given)
+            return loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)
         except (OSError, ValueError) as error:  # A part that is missing or does not fit.
             raise ModelError(f"{folder} cannot be loaded: {_first_line(error)} Check its files.") from error
 
 
-def _first_line(error: BaseException) -> str:
+def find_variant(folder: Path) -> str | None:
+    """The variant to load, such as "fp16", if some part of the model comes in no other; else None."""
+    found: dict[Path, set[str | None]] = {}
+    for file in folder.glob("*/*.safetensors"):
+        if match := _WEIGHTS.fullmatch(file.name):
+            found.setdefault(file.parent, set()).add(match.group(1))
+    only = {min(variants, key=str) for variants in found.values() if None not in variants}
+    if len(only) > 1:
+        raise ModelError(f"{folder} mixes the variants {', '.join(sorted(map(str, only)))}. Keep one of them.")
+    return only.pop() if only else None
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a setting; "auto" is bfloat16 on GPUs."""
+    import torch
+
+    auto = "float32" if device.type == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, auto if name == "auto" else name)
+    return dtype
+
+
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".") + "."

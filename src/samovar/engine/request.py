@@ -1,12 +1,16 @@
-"""What is asked for, and what comes back?"""
+"""What is asked for, what happens meanwhile, and what comes back?
+
+A request that runs yields `Started`, `Progress` for each step, `Preview` as often as asked, and one `Done` or `Failed`.
+A request that is refused or cancelled in the queue yields only `Failed`.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError, SamovarError, SettingError, nearest
 from ..files import read_json
@@ -14,20 +18,20 @@ from ..files import read_json
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_LEAST = {"num_inference_steps": 1, "height": 1, "width": 1, "num_outputs_per_prompt": 1, "max_sequence_length": 1}
-_WHOLE = (*_LEAST, "seed")
-_NUMBERS = ("guidance_scale", "true_cfg_scale", "strength")
-_MOST: dict[str, int] = {"strength": 1, "seed": 2**64 - 1} | dict.fromkeys(_LEAST, 2**31 - 1)
-"""What is more than a generator, or any tensor, can have."""
+_MAX_INT, _MAX_SEED = 2**31 - 1, 2**64 - 1
+_INTEGERS = {"num_inference_steps": (1, _MAX_INT), "height": (1, _MAX_INT), "width": (1, _MAX_INT),
+             "num_outputs_per_prompt": (1, _MAX_INT), "max_sequence_length": (1, _MAX_INT),
+             "seed": (0, _MAX_SEED)}  # fmt: skip
+_NUMBERS = {"guidance_scale": (0, sys.float_info.max), "true_cfg_scale": (0, sys.float_info.max), "strength": (0, 1)}
 
 
 @dataclass(frozen=True)
 class OmniDiffusionSamplingParams:
-    """How a picture is sampled. What is None is the model's own default, or else its pipeline's."""
+    """How an image is sampled. None means the model's default, or else its pipeline's."""
 
     num_inference_steps: int | None = None
     seed: int | None = None
-    """None draws one, which the result names. Picture i of a prompt is that of seed + i."""
+    """None draws one, which the result names. Image i of a prompt uses seed + i."""
     height: int | None = None
     width: int | None = None
     guidance_scale: float | None = None
@@ -35,36 +39,36 @@ class OmniDiffusionSamplingParams:
     negative_prompt: str | None = None
     num_outputs_per_prompt: int | None = None
     max_sequence_length: int | None = None
-    """Tokens of text that the model reads."""
+    """Number of text tokens the model reads."""
     strength: float | None = None
-    """How much of a given picture is drawn anew, from 0 to 1."""
+    """How much of a given image is redrawn, from 0 to 1."""
 
     def __post_init__(self) -> None:
-        for name in (*_WHOLE, *_NUMBERS):
-            value = getattr(self, name)
-            if value is None:
+        for name, value in self.given().items():
+            if name == "negative_prompt":
+                if not isinstance(value, str):
+                    raise SettingError(f"negative_prompt must be text, not {value!r}.", param=name)
                 continue
-            is_number = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
-            if not (is_number and (name in _WHOLE or abs(value) <= sys.float_info.max)):
-                kind = "a whole number" if name in _WHOLE else "a finite number"
-                raise SettingError(f"{name} must be {kind}, not {_shown(value)}.")
-            if value < _LEAST.get(name, 0):
-                raise SettingError(f"{name} must be at least {_LEAST.get(name, 0)}, not {_shown(value)}.")
-            if value > _MOST.get(name, value):
-                raise SettingError(f"{name} must be at most {_MOST[name]}, not {_shown(value)}.")
+            kind, types = ("a whole number", int) if name in _INTEGERS else ("a finite number", (int, float))
+            is_number = isinstance(value, types) and not isinstance(value, bool)
+            if not is_number or (name in _NUMBERS and not abs(value) <= sys.float_info.max):
+                raise SettingError(f"{name} must be {kind}, not {_shown(value)}.", param=name)
+            least, most = _INTEGERS.get(name) or _NUMBERS[name]
+            if not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most}"
+                raise SettingError(f"{name} must be {bound}, not {_shown(value)}.", param=name)
         last = (self.seed or 0) + (self.num_outputs_per_prompt or 1) - 1
-        if last > _MOST["seed"]:
-            raise SettingError(f"seed + num_outputs_per_prompt - 1 must be at most {_MOST['seed']}, not {last}.")
-        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
-            raise SettingError(f"negative_prompt must be text, not {self.negative_prompt!r}.")
+        if last > _MAX_SEED:
+            message = f"seed + num_outputs_per_prompt - 1 must be at most {_MAX_SEED}, not {last}."
+            raise SettingError(message, param="seed")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> OmniDiffusionSamplingParams:
-        """Settings by name; an unknown name is refused with the nearest known one."""
+        """Settings by name. An unknown name is refused with the nearest known one."""
         known = [field.name for field in fields(cls)]
         for name in settings:
             if name not in known:
-                raise SettingError(f"{name!r} is no setting of a picture. {nearest(name, known)}")
+                raise SettingError(f"{name!r} is not a sampling parameter. {nearest(name, known)}", param=name)
         return cls(**settings)
 
     def given(self) -> dict[str, Any]:
@@ -72,83 +76,146 @@ class OmniDiffusionSamplingParams:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, other: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
-        """These settings, and those of another where these leave them open."""
+        """These settings, completed by another's."""
         return OmniDiffusionSamplingParams(**other.given() | self.given())
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, where a number of a thousand digits has no place, and Python writes none."""
+    """A value for a message. Python refuses to print integers of thousands of digits."""
     return f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
 
 
 def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:
-    """A model's own defaults, which lie in its folder as `samovar.json`; none where there is no such file."""
+    """The model's defaults, from `samovar.json` in its folder if there is one."""
     file = folder / "samovar.json"
     if not file.is_file():
         return OmniDiffusionSamplingParams()
     try:
         return OmniDiffusionSamplingParams.from_dict(read_json(file))
     except SettingError as error:
-        raise ModelError(
-            f"{file} does not hold the model's defaults: {error} Correct the file or remove it."
-        ) from error
+        raise ModelError(f"{file} has invalid defaults: {error} Correct the file or remove it.") from error
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how its pictures are made."""
+    """One prompt and how to make its images."""
 
     prompt: str
     params: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
     image: Image | None = None
-    """What to start from, for pipelines that edit."""
+    """The image to edit, for pipelines that take one."""
     num_previews: int = 0
     exact: bool = False
-    """Whether every step is computed, cache or not."""
+    """Compute every step, whatever the cache would skip."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
-            raise SettingError(f"A prompt must be text, not {self.prompt!r}.")
+            raise SettingError(f"prompt must be text, not {self.prompt!r}.", param="prompt")
         if not isinstance(self.params, OmniDiffusionSamplingParams):
-            raise SettingError(f"params must be OmniDiffusionSamplingParams, not {self.params!r}.")
+            raise SettingError(f"params must be OmniDiffusionSamplingParams, not {self.params!r}.", param="params")
+        if self.image is not None and not hasattr(self.image, "convert"):
+            raise SettingError(f"image must be a PIL image, not {self.image!r}.", param="image")
         if type(self.num_previews) is not int or self.num_previews < 0:
-            raise SettingError(f"num_previews must be a whole number from 0 on, not {self.num_previews!r}.")
+            message = f"num_previews must be a whole number, 0 or more, not {self.num_previews!r}."
+            raise SettingError(message, param="num_previews")
         if not isinstance(self.exact, bool):
-            raise SettingError(f"exact must be True or False, not {self.exact!r}.")
+            raise SettingError(f"exact must be True or False, not {self.exact!r}.", param="exact")
 
     @property
-    def num_pictures(self) -> int:
+    def num_images(self) -> int:
         return self.params.num_outputs_per_prompt or 1
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        first = self.params.seed or 0
+        return tuple(range(first, first + self.num_images))
+
     def fits_with(self, other: Request) -> bool:
-        """Whether one call of the pipeline can make the pictures of both."""
-        is_plain = self.image is None and other.image is None and self.exact == other.exact
-        return is_plain and _shared(self.params) == _shared(other.params)
-
-
-def _shared(params: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
-    return replace(params, seed=None, num_outputs_per_prompt=None)
+        """Whether one pipeline call can make the images of both."""
+        if self.image is not None or other.image is not None or self.exact != other.exact:
+            return False
+        ours, theirs = (replace(one.params, seed=None, num_outputs_per_prompt=None) for one in (self, other))
+        return ours == theirs
 
 
 @dataclass(frozen=True)
-class GeneratedPictures:
-    """What came of one prompt."""
+class GenerationResult:
+    """The images of one prompt."""
 
     prompt: str
     images: tuple[Image, ...]
     seeds: tuple[int, ...]
-    """The seed that makes each picture again, alone."""
+    """The seed that makes each image again, alone."""
     params: OmniDiffusionSamplingParams
     """The settings used."""
     seconds: float
     notes: tuple[str, ...] = ()
-    """What the user should know, such as a prompt that was too long."""
+    """Warnings, such as a prompt that was truncated."""
     cache: tuple[Any, ...] = ()
-    """What the cache did for each picture, if there is one: its `stats()`."""
+    """The cache's `stats()` for each pipeline call; empty without a cache."""
     error: SamovarError | None = None
-    """Why there are no pictures, for a prompt of a list; a single prompt that fails raises it instead."""
+    """Why there are no images, for a prompt of a list. A single prompt that fails raises it instead."""
 
     @classmethod
-    def failed(cls, request: Request, error: SamovarError) -> GeneratedPictures:
-        """No pictures, and why."""
+    def failed(cls, request: Request, error: SamovarError) -> GenerationResult:
         return cls(request.prompt, (), (), request.params, 0.0, error=error)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker has begun."""
+
+    seconds_queued: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step has ended."""
+
+    step: int
+    """Counted from 1."""
+    num_steps: int
+    image_index: int
+    """Counted from 0; the request's first one in this pipeline call if it makes several."""
+    num_images: int
+    seconds: float
+    """Duration of the step."""
+    is_computed: bool | None
+    """False if the cache skipped it; None without a cache."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What the image looks like after a step."""
+
+    step: int
+    num_steps: int
+    image_index: int
+    image: Image
+
+
+@dataclass(frozen=True)
+class Done:
+    """The images are ready."""
+
+    result: GenerationResult
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request failed."""
+
+    error: SamovarError
+
+
+Event = Started | Progress | Preview | Done | Failed
+
+
+class Listener(NamedTuple):
+    """Hears of events, and may cancel. Both take the request's index among those that are made together."""
+
+    on_event: Callable[[int, Event], None]
+    is_cancelled: Callable[[int], bool]
+
+
+SILENT = Listener(lambda index, event: None, lambda index: False)

@@ -1,65 +1,56 @@
-"""What happens between two steps? The latents are checked, progress is told, and a request that was taken back stops.
+"""What happens after each step? The latents are checked, progress is reported, and cancelled requests stop.
 
-Most pipelines call back at the end of a step. On those that do not, hooks on the denoisers see a step end when the
-next one begins.
+Most pipelines call back after a step. On the others, hooks on the denoisers see a step end when the next one begins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from ..arch import find_denoisers
 from ..cache import CacheBackend, PipelineStats
 from ..errors import CancelledRequestError, NanLatentsError
 from ..hooks import HookRegistry, ModelHook, Run
-from .events import Listener, Preview, Progress
-from .previews import clean, decoded
+from .previews import decode_latents, predict_clean
+from .request import Listener, Preview, Progress, Request
 
 HOOK_NAME = "samovar_steps"
 CALLBACK = "callback_on_step_end"
-
-
-class Shot(NamedTuple):
-    """One picture of a call of the pipeline."""
-
-    request: int
-    """Whose it is, among the requests that are made together."""
-    picture: int
-    num_pictures: int
-    seed: int
-    num_previews: int
+Slot = tuple[int, int]
+"""One image of a pipeline call: the index of its request in the batch, and its index within the request."""
 
 
 class StepWatch:
-    """Follows one call of a pipeline."""
+    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share."""
 
     def __init__(
         self,
         pipeline: Any,
         cache: CacheBackend | None,
-        shots: Sequence[Shot],
+        batch: Mapping[int, Request],
+        slots: Sequence[Slot],
         listener: Listener,
         agree: Callable[[bool], bool],
-        size: tuple[int | None, int | None] = (None, None),
     ) -> None:
-        """`agree` makes of this rank's word that of all, as all must stop at the same step."""
         self._pipeline = pipeline
         self._cache = cache
-        self._shots = shots
+        self._batch = batch
+        self._slots = slots
         self._listener = listener
         self._agree = agree
-        self._size = size
         self._run = Run(pipeline, None)
         self._began = time.perf_counter()
         self._before: torch.Tensor | None = None
         self._counts = (0, 0)
-        self._wants_previews = any(shot.num_previews for shot in shots)
+        self._wants_previews = any(batch[index].num_previews for index, _ in slots)
 
-    def call_back(self, pipeline: Any, step: int, when: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """What a pipeline is given as its callback."""
+    def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The callback for the pipeline."""
         self.end_step(step, tensors.get("latents"))
         return tensors
 
@@ -67,37 +58,33 @@ class StepWatch:
         """Step `step`, counted from 0, has ended with these latents."""
         total = max(self._run.total() or 0, step + 1)
         if isinstance(latents, torch.Tensor):
-            self._check(latents, step, total)  # This waits for the device, so that the time told is the true one.
-        now = time.perf_counter()
+            self._check(latents, step, total)  # Waits for the device, so the time below is right.
+        seconds = time.perf_counter() - self._began
         is_computed = self._is_computed()
-        for shot in self._first_of_each():
-            told = Progress(step + 1, total, shot.picture, shot.num_pictures, now - self._began, is_computed)
-            self._listener.tell(shot.request, told)
+        first_images = dict(reversed(self._slots))
+        for index in sorted(first_images):
+            count = self._batch[index].num_images
+            progress = Progress(step + 1, total, first_images[index], count, seconds, is_computed)
+            self._listener.on_event(index, progress)
         self.check_cancelled()
         if isinstance(latents, torch.Tensor) and self._wants_previews:
             self._preview(step, total, latents)
-            self._before = latents.clone()  # Some schedulers write into what they are given.
+            self._before = latents.clone()  # Some schedulers write into their input.
         self._began = time.perf_counter()
 
     def check_cancelled(self) -> None:
-        """Stop if nobody waits for any picture of this call."""
-        if self._agree(all(self._listener.is_cancelled(shot.request) for shot in self._shots)):
-            raise CancelledRequestError("The request was taken back.")
-
-    def _first_of_each(self) -> list[Shot]:
-        seen: dict[int, Shot] = {}
-        for shot in self._shots:
-            seen.setdefault(shot.request, shot)
-        return list(seen.values())
+        """Stop if every request of this call was cancelled."""
+        if self._agree(all(self._listener.is_cancelled(index) for index, _ in self._slots)):
+            raise CancelledRequestError("The request was cancelled.")
 
     def _check(self, latents: torch.Tensor, step: int, total: int) -> None:
         if bool(torch.isfinite(latents).all()):
             return
         cache = None if self._cache is None else str(self._cache.stats())
         raise NanLatentsError(
-            f"After step {step + 1} of {total} the latents hold values that are infinite or no numbers. "
-            f"{'Cache: ' + cache + '. Try it without the cache, or' if cache else 'Try'} another dtype, such as "
-            "float32; if that does not help, the weights may be damaged.",
+            f"After step {step + 1} of {total} the latents contain NaN or infinity. "
+            f"{f'Cache: {cache}. Try without the cache, or' if cache else 'Try'} another dtype, such as float32; if "
+            "that does not help, the weights may be damaged.",
             step + 1,
             cache,
         )
@@ -110,28 +97,46 @@ class StepWatch:
         return None if self._counts == before else self._counts[0] > before[0]
 
     def _preview(self, step: int, total: int, latents: torch.Tensor) -> None:
-        due = [i for i, shot in enumerate(self._shots) if step + 1 in preview_steps(shot.num_previews, total)]
+        counts = [self._batch[index].num_previews for index, _ in self._slots]
+        due = [i for i, count in enumerate(counts) if step + 1 in preview_steps(count, total)]
         if not due:
             return
-        images = decoded(self._pipeline, clean(self._scheduler, self._before, latents, step), *self._size)
-        if len(images) == len(self._shots):
+        scheduler = getattr(self._pipeline, "scheduler", None)
+        params = self._batch[self._slots[0][0]].params
+        clean = predict_clean(scheduler, self._before, latents, step)
+        images = decode_latents(self._pipeline, clean, params.height, params.width)
+        if len(images) == len(self._slots):
             for i in due:
-                shot = self._shots[i]
-                self._listener.tell(shot.request, Preview(step + 1, total, shot.picture, images[i]))
-
-    @property
-    def _scheduler(self) -> Any:
-        return getattr(self._pipeline, "scheduler", None)
+                index, number = self._slots[i]
+                self._listener.on_event(index, Preview(step + 1, total, number, images[i]))
 
 
 def preview_steps(num_previews: int, num_steps: int) -> set[int]:
-    """After which steps, counted from 1, there are previews: evenly spaced, and none after the last."""
+    """The steps, counted from 1, after which there is a preview: evenly spaced, and none after the last."""
     steps = (round(num_steps * number / (num_previews + 1)) for number in range(1, num_previews + 1))
     return {step for step in steps if 0 < step < num_steps}
 
 
-class StepHook(ModelHook):
-    """Sees steps end on a pipeline that does not say so itself."""
+@contextlib.contextmanager
+def follow_steps(watch: StepWatch, pipeline: Any, call: dict[str, Any], takes: Collection[str]) -> Iterator[None]:
+    """Let a watch see every step of a pipeline call that is made within."""
+    watch.check_cancelled()
+    if CALLBACK in takes:
+        call[CALLBACK] = watch.call_back
+        yield
+        return
+    hook = _StepHook(pipeline, watch)
+    with contextlib.ExitStack() as undo:
+        for denoiser in find_denoisers(pipeline).values():  # Each takes its share of the steps.
+            registry = HookRegistry.get_or_create(denoiser)
+            registry.register_hook(HOOK_NAME, hook)
+            undo.callback(registry.remove_hook, HOOK_NAME)
+        yield
+        hook.end()
+
+
+class _StepHook(ModelHook):
+    """Sees steps end on a pipeline without callbacks."""
 
     def __init__(self, pipeline: Any, watch: StepWatch) -> None:
         self._run = Run(pipeline, None)
@@ -141,7 +146,7 @@ class StepHook(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         position = self._run.position()
-        if position is None:  # The scheduler does not say where it is; a request can be taken back all the same.
+        if position is None:  # The scheduler keeps no count; a request can still be cancelled.
             self._watch.check_cancelled()
         elif self._step is None:
             self._step = self._first = position.step
@@ -151,16 +156,6 @@ class StepHook(ModelHook):
         return args, kwargs
 
     def end(self) -> None:
-        """After the run: its last step has no next one that would tell."""
+        """The last step has no next one that would show its end."""
         if self._step is not None:
             self._watch.end_step(self._step - self._first, None)
-
-    def attach(self, denoisers: Sequence[torch.nn.Module]) -> None:
-        """One hook for all denoisers of a pipeline, as each takes its share of the steps."""
-        for denoiser in denoisers:
-            HookRegistry.get_or_create(denoiser).register_hook(HOOK_NAME, self)
-
-    @staticmethod
-    def detach(denoisers: Sequence[torch.nn.Module]) -> None:
-        for denoiser in denoisers:
-            HookRegistry.get_or_create(denoiser).remove_hook(HOOK_NAME)

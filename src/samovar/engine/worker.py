@@ -1,4 +1,4 @@
-"""Who owns the pipeline? One worker: it loads a model and makes pictures with it."""
+"""How does a loaded pipeline serve requests? A worker owns it, calls it, and names what went wrong."""
 
 from __future__ import annotations
 
@@ -7,101 +7,96 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import (
-    CancelledRequestError,
-    EngineError,
-    NanLatentsError,
-    OutOfMemoryError,
-    SamovarError,
-    SettingError,
-)
-from .events import SILENT, Listener
+from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from .facts import facts_of
-from .models import fetch_model, find_loader, load_pipeline
-from .request import GeneratedPictures, OmniDiffusionSamplingParams, Request, read_defaults
+from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
+from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, read_defaults
 from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from ..cache import CacheBackend
-    from .steps import Shot
+    from .steps import Slot
 
-Outcome = GeneratedPictures | SamovarError
+Outcome = GenerationResult | SamovarError
 
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, OSError, RuntimeError,
-             TypeError)  # fmt: skip
-"""What a pipeline raises that was asked for what it cannot do, or in which something is wrong."""
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED")
-_NO_SIZE = ("Storage size calculation overflowed", "overflow")
-_SHARED = (CancelledRequestError, NanLatentsError, SettingError)
-"""What all ranks raise at the same place. After any other error the others may still be waiting for this one."""
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED",
+              "Storage size calculation overflowed", "overflow")  # fmt: skip
+RAISED_BY_ALL_RANKS = (CancelledRequestError, NanLatentsError, SettingError)
+"""All ranks raise these at the same place. After other errors, the other ranks may wait for the one that failed."""
 
 
 class Usage(NamedTuple):
-    """What a worker takes."""
+    """The resources of one worker process."""
 
     memory_bytes: int
-    """Of the GPU, or of the host where there is none."""
+    """GPU memory, or host memory without a GPU."""
     bytes_moved: int
     """Weights copied to the device so far."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A request that was found good."""
+def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any]) -> Any:
+    """The images of one pipeline call, one for each prompt and seed."""
+    import torch
 
-    request: Request
-    params: OmniDiffusionSamplingParams
-    call: dict[str, Any]
-    seeds: tuple[int, ...]
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
+    if len(prompts) == 1:
+        call |= {"prompt": prompts[0], "generator": generators[0]}
+    elif "negative_prompt" in call:
+        call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
+    try:
+        return pipeline(**call).images
+    except SettingError:
+        raise
+    except ValueError as error:  # How diffusers pipelines refuse a setting.
+        raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}") from error
 
 
 class Worker:
-    """A loaded pipeline and the model's defaults."""
+    """A pipeline with features attached, which serves one batch of requests at a time."""
 
-    def __init__(self, config: OmniDiffusionConfig) -> None:
+    def __init__(self, config: OmniDiffusionConfig, pipeline: Any = None) -> None:
+        """Load the model, or take a pipeline that is loaded already."""
         from ..compose import Attached
 
-        folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
-        defaults = read_defaults(folder)
-        find_loader(folder, trust_remote_code=config.trust_remote_code)  # Imports are not what loading takes.
-        started = time.perf_counter()
-        self._pipeline = load_pipeline(folder, _dtype(config), trust_remote_code=config.trust_remote_code)
-        if config.attach_config().offload is None:
-            # What is offloaded stays on the host, and never passes through the device whole.
-            self._pipeline.to(config.execution_device())
-        self.facts = facts_of(self._pipeline, defaults)
-        # None: shown on a terminal, not in a file.
-        shows = config.progress and _rank() == 0
-        self._pipeline.set_progress_bar_config(disable=None if shows else True, leave=False, desc="denoising")
-        self._attached = Attached(self._pipeline, config.attach_config())
         self._device = config.execution_device()
-        # A cache decides for a batch as a whole: a picture would depend on those beside it.
+        defaults = OmniDiffusionSamplingParams()
+        started = time.perf_counter()
+        if pipeline is None:
+            folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
+            defaults = read_defaults(folder)
+            find_loader(folder, trust_remote_code=config.trust_remote_code)
+            started = time.perf_counter()  # Imports do not count as loading.
+            dtype = resolve_dtype(config.dtype, self._device)
+            pipeline = load_pipeline(folder, dtype, trust_remote_code=config.trust_remote_code)
+            # A bar is shown on a terminal (None), not in a file.
+            is_shown = config.progress and _rank() == 0
+            pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
+        elif config.device is None:
+            self._device = pipeline.device  # Where its owner put it.
+        self._pipeline = pipeline
+        if config.attach_config.offload is None:  # Offloaded weights never pass through the device as a whole.
+            pipeline.to(self._device)
+        self.facts = facts_of(pipeline, defaults)
+        self._attached = Attached(pipeline, config.attach_config)
+        # A cache decides for a batch as a whole, so an image would depend on those beside it.
         self.max_batch = config.max_batch if self._attached.cache is None else 1
         self.load_seconds = time.perf_counter() - started
-        self._turn = threading.Lock()
-        """One call at a time: they share a scheduler, which counts the steps."""
+        self._lock = threading.Lock()
+        """One call at a time: they share the scheduler, which counts the steps."""
 
-    def generate(self, prompt: str, params: OmniDiffusionSamplingParams) -> GeneratedPictures:
-        """Pictures of a prompt. Every one is the same whether it is made alone or among others."""
-        (outcome,) = self.make([Request(prompt, params)])
-        if isinstance(outcome, SamovarError):
-            raise outcome
-        return outcome
+    def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
+        """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a
+        call for several fails, each is tried alone."""
+        with self._lock:
+            return self._run(requests, listener or SILENT)
 
-    def make(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
-        """Pictures for requests that fit together, in as few calls as may be; for each that fails, its error. One
-        that fails among others is made again alone, so that nobody suffers for it but itself."""
-        with self._turn:
-            return self._make(requests, listener or SILENT)
-
-    def is_sound(self) -> bool:
-        """Whether its GPU still obeys: after some errors it never does again, in this process."""
+    def is_healthy(self) -> bool:
+        """Whether the GPU still works: after some errors it never does again in this process."""
         import torch
 
         if self._device.type != "cuda":
@@ -113,7 +108,6 @@ class Worker:
         return True
 
     def usage(self) -> Usage:
-        """What is taken now."""
         import torch
 
         offloaded = self._attached.offloaded
@@ -122,133 +116,77 @@ class Worker:
         return Usage(torch.cuda.memory_allocated() if on_gpu else _resident_bytes(), moved)
 
     def close(self) -> None:
-        """Take everything off the pipeline, so that its memory is given back."""
+        """Detach everything from the pipeline, which frees its memory."""
         self._attached.detach()
 
-    # ------------------------------------------------------------------------------------------ one call, or several
-
-    def _make(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
+    def _run(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
-        jobs: dict[int, _Job] = {}
+        ready: dict[int, Request] = {}
         for index, request in enumerate(requests):
             try:
-                jobs[index] = self._job(request)
-            except SamovarError as error:
+                self.facts.check(request)
+            except SettingError as error:
                 outcomes[index] = error
-        apart: SamovarError | None = None
-        if len(jobs) > 1:
+                continue
+            params = self.facts.completed(request)
+            seed = self._from_first_rank(random.randrange(2**32)) if params.seed is None else params.seed
+            ready[index] = replace(request, params=replace(params, seed=seed))
+        for attempt in [list(ready), *([index] for index in ready)]:
+            batch = {index: ready[index] for index in attempt if index not in outcomes}
             try:
-                outcomes |= self._make_together(jobs, listener)
+                outcomes |= self._run_batch(batch, listener) if batch else {}
             except SamovarError as error:
-                apart = self._unshared(error)
-        for index, job in jobs.items():
-            if index not in outcomes:
-                outcome = apart or self._make_alone(index, job, listener)
-                outcomes[index] = outcome
-                apart = self._unshared(outcome) if isinstance(outcome, SamovarError) else None
-        return [outcomes[index] for index in range(len(requests))]
+                if self._attached.config.num_ranks > 1 and not isinstance(error, RAISED_BY_ALL_RANKS):
+                    outcomes |= dict.fromkeys(ready.keys() - outcomes.keys(), error)
+                elif len(batch) == 1:
+                    outcomes |= dict.fromkeys(batch, error)
+        return [self._with_notes(request, outcomes[index]) for index, request in enumerate(requests)]
 
-    def _unshared(self, error: SamovarError) -> SamovarError | None:
-        """An error that other ranks may not have: after it, nothing can be made in step with them."""
-        return None if self._attached.config.num_ranks == 1 or isinstance(error, _SHARED) else error
-
-    def _job(self, request: Request) -> _Job:
-        call = self.facts.check(request)
-        params = self.facts.completed(request)
-        if params.seed is None:
-            params = replace(params, seed=self._draw_seed())
-        first = params.seed or 0
-        return _Job(request, params, call, tuple(range(first, first + (params.num_outputs_per_prompt or 1))))
-
-    def _make_alone(self, index: int, job: _Job, listener: Listener) -> Outcome:
-        try:
-            return self._make_together({index: job}, listener)[index]
-        except SamovarError as error:
-            return error
-
-    def _make_together(self, jobs: dict[int, _Job], listener: Listener) -> dict[int, Outcome]:
-        from .steps import Shot
-
-        shots = [
-            Shot(index, picture, len(job.seeds), seed, job.request.num_previews)
-            for index, job in jobs.items()
-            for picture, seed in enumerate(job.seeds)
-        ]
-        images: dict[int, list[Any]] = {index: [] for index in jobs}
-        cache: list[Any] = []
+    def _run_batch(self, batch: Mapping[int, Request], listener: Listener) -> dict[int, Outcome]:
+        slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
+        images: dict[int, list[Any]] = {index: [] for index in batch}
+        cache = self._cache_for(next(iter(batch.values())))
+        stats: list[Any] = []
         started = time.perf_counter()
-        for first in range(0, len(shots), self.max_batch):
-            together = shots[first : first + self.max_batch]
-            for shot, image in zip(together, self._call(jobs, together, listener), strict=True):
-                images[shot.request].append(image)
-            backend = self._cache_for(jobs[together[0].request].request)
-            if backend is not None:
-                cache.append(backend.stats())
+        for first in range(0, len(slots), self.max_batch):
+            together = slots[first : first + self.max_batch]
+            for (index, _), image in zip(together, self._call(batch, together, listener), strict=True):
+                images[index].append(image)
+            if cache is not None:
+                stats.append(cache.stats())
         seconds = time.perf_counter() - started
-        outcomes: dict[int, Outcome] = {}
-        for index, job in jobs.items():
-            pictures, notes = tuple(images[index]), self._notes(job)
-            outcomes[index] = GeneratedPictures(
-                job.request.prompt, pictures, job.seeds, job.params, seconds, notes, tuple(cache)
+        return {
+            index: GenerationResult(
+                request.prompt, tuple(images[index]), request.seeds, request.params, seconds, cache=tuple(stats)
             )
-        return outcomes
+            for index, request in batch.items()
+        }
 
-    def _call(self, jobs: dict[int, _Job], shots: Sequence[Shot], listener: Listener) -> list[Any]:
-        """One call of the pipeline."""
-        import torch
+    def _call(self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener) -> list[Any]:
+        """One pipeline call."""
+        from .steps import StepWatch, follow_steps
 
-        lead = jobs[shots[0].request]
-        call = dict(lead.call)
-        generators = [torch.Generator("cpu").manual_seed(shot.seed) for shot in shots]
-        prompts = [jobs[shot.request].request.prompt for shot in shots]
-        if len(shots) == 1:
-            call |= {"prompt": prompts[0], "generator": generators[0]}
-        else:
-            call |= {"prompt": prompts, "generator": generators}
-            if "negative_prompt" in call:
-                call["negative_prompt"] = [call["negative_prompt"]] * len(shots)
-        problem = ""
+        lead = batch[slots[0][0]]
+        call = self.facts.check(lead)
+        prompts = [batch[index].prompt for index, _ in slots]
+        seeds = [batch[index].seeds[number] for index, number in slots]
+        cache = self._cache_for(lead)
+        watch = StepWatch(self._pipeline, cache, batch, slots, listener, lambda flag: bool(self._from_first_rank(flag)))
         try:
-            with self._watched(call, shots, listener, lead.request):
-                return list(self._pipeline(**call).images)
+            exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
+            with exactly, follow_steps(watch, self._pipeline, call, self.facts.takes):
+                return list(call_pipeline(self._pipeline, prompts, seeds, call))
         except SamovarError:
             raise
-        except ValueError as error:  # How pipelines of diffusers refuse a setting.
-            raise SettingError(f"{self.facts.class_name} refuses these settings: {error}") from error
-        except MemoryError as error:
-            problem = str(error) or "no memory is left"
-        except _FAILURES as error:
-            if not any(words in str(error) for words in (*_NO_MEMORY, *_NO_SIZE)):
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C.
+            problem = next(iter(str(error).splitlines()), type(error).__name__)
+            if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
                 raise EngineError(f"{self.facts.class_name} failed: {type(error).__name__}: {error}") from error
-            problem = str(error).splitlines()[0]
-        # Only here, where the error and with it every frame of the call is gone, can its memory be given back.
+        # The error holds every frame of the call. Memory can be freed only now that it is gone.
         self._free_memory()
-        raise OutOfMemoryError(f"There is not enough memory for {_size_of(lead.params, len(shots))}: {problem}")
-
-    @contextlib.contextmanager
-    def _watched(
-        self, call: dict[str, Any], shots: Sequence[Shot], listener: Listener, request: Request
-    ) -> Iterator[None]:
-        """A call whose steps are followed, by its callback or by hooks, and computed if that was asked for."""
-        from ..arch import find_denoisers
-        from .steps import CALLBACK, StepHook, StepWatch
-
-        size = call.get("height"), call.get("width")
-        watch = StepWatch(self._pipeline, self._cache_for(request), shots, listener, self._agree, size)
-        watch.check_cancelled()
-        with self._attached.exactly() if request.exact else contextlib.nullcontext():
-            if CALLBACK in self.facts.takes:
-                call[CALLBACK] = watch.call_back
-                yield
-                return
-            denoisers = list(find_denoisers(self._pipeline).values())
-            hook = StepHook(self._pipeline, watch)
-            hook.attach(denoisers)
-            try:
-                yield
-                hook.end()
-            finally:
-                hook.detach(denoisers)
+        raise OutOfMemoryError(f"There is not enough memory for {_described(lead.params, len(slots))}: {problem}")
 
     def _cache_for(self, request: Request) -> CacheBackend | None:
         return None if request.exact else self._attached.cache
@@ -260,58 +198,32 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # ------------------------------------------------------------------------------------------ with other ranks
-
-    def _agree(self, word: bool) -> bool:
-        """What the first rank says, which alone hears of requests that are taken back."""
+    def _from_first_rank(self, value: int) -> int:
+        """Rank 0's value, on all ranks. It draws seeds, and alone hears of cancelled requests."""
         if self._attached.config.num_ranks == 1:
-            return word
+            return value
         import torch
         import torch.distributed as dist
 
-        said = torch.tensor([int(word)], device=self._device)
-        dist.broadcast(said, src=0)
-        return bool(said.item())
+        shared = torch.tensor([value], dtype=torch.int64, device=self._device)
+        dist.broadcast(shared, src=0)
+        return int(shared.item())
 
-    def _draw_seed(self) -> int:
-        """A seed by chance, the same on all ranks."""
-        drawn = random.randrange(2**32)
-        if self._attached.config.num_ranks == 1:
-            return drawn
-        import torch
-        import torch.distributed as dist
-
-        said = torch.tensor([drawn], dtype=torch.int64, device=self._device)
-        dist.broadcast(said, src=0)
-        return int(said.item())
-
-    # ------------------------------------------------------------------------------------------ what had no effect
-
-    def _notes(self, job: _Job) -> tuple[str, ...]:
-        """Words beyond those that the model reads, and guidance that it does not know."""
-        notes = self._length_notes(job.request.prompt, job.params)
-        config = getattr(getattr(self._pipeline, "transformer", None), "config", {})
-        if job.request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
-            notes += ("guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale",)
-        return notes
-
-    def _length_notes(self, prompt: str, params: OmniDiffusionSamplingParams) -> tuple[str, ...]:
+    def _with_notes(self, request: Request, outcome: Outcome) -> Outcome:
+        """Add notes on a prompt that was truncated and on guidance without effect."""
+        if not isinstance(outcome, GenerationResult):
+            return outcome
+        notes = []
         tokenizer = getattr(self._pipeline, "tokenizer_2", None) or getattr(self._pipeline, "tokenizer", None)
-        if tokenizer is None:
-            return ()
-        limit = params.max_sequence_length or tokenizer.model_max_length
-        length = len(tokenizer(prompt, truncation=False, verbose=False).input_ids)
-        if length <= limit:
-            return ()
-        return (f"the prompt is {length} tokens long, and the model read the first {limit}",)
-
-
-def _dtype(config: OmniDiffusionConfig) -> torch.dtype:
-    import torch
-
-    auto = "float32" if config.execution_device().type == "cpu" else "bfloat16"
-    dtype: torch.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
-    return dtype
+        if tokenizer is not None:
+            limit = outcome.params.max_sequence_length or tokenizer.model_max_length
+            length = len(tokenizer(request.prompt, truncation=False, verbose=False).input_ids)
+            if length > limit:
+                notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
+        config = getattr(getattr(self._pipeline, "transformer", None), "config", {})
+        if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
+            notes.append("guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale")
+        return replace(outcome, notes=tuple(notes))
 
 
 def _rank() -> int:
@@ -321,12 +233,12 @@ def _rank() -> int:
 
 
 def _resident_bytes() -> int:
-    """The memory of this process, where the system says so."""
+    """The memory of this process, on Linux."""
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * 4096
     return 0
 
 
-def _size_of(params: OmniDiffusionSamplingParams, count: int) -> str:
-    size = f" of {params.width} x {params.height} pixels" if params.width and params.height else " of the default size"
-    return f"{count} picture{'s' * (count > 1)}{size}"
+def _described(params: OmniDiffusionSamplingParams, count: int) -> str:
+    size = f"{params.width} x {params.height} pixels" if params.width and params.height else "the default size"
+    return f"{count} image{'s' * (count > 1)} of {size}"

@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.polynomial import Polynomial
 
 from ..arch.modules import unwrapped
 from ..cache import TeaCacheBackend
 from ..errors import ModelError, SettingError
+from .image_runner import Task
 from .methods import EXACT, Method, Notes
 from .session import Session
-from .tasks import Task
-from .trajectory import RunWatch, Trajectory, watch
+from .trajectory import Outputs, watch
 
 _FEWEST_STEPS = 2
 _HIGHEST_DEGREE = 4
@@ -62,21 +63,16 @@ class Calibration:
     model_class: str
     num_steps: int
     fit: Fit
-    trajectory: Trajectory | None
-    """None if the pipeline's scheduler cannot be watched."""
 
     def to_dict(self, origin: str) -> dict[str, Any]:
         """For JSON. `cache` has the settings, `coefficients` an entry for coefficients.json."""
         values = [float(f"{value:.9g}") for value in self.fit.coefficients] if self.fit.is_useful else None
-        errors = None if self.trajectory is None else np.round(self.trajectory.reuse_errors(), 5).tolist()
         return {
             "cache": {"backend": "tea_cache"} | ({"coefficients": values} if values else {}),
             "num_inference_steps": self.num_steps,
             "coefficients": {self.model_class: {"coefficients": values, "origin": origin}} if values else {},
             "verdict": self.fit.verdict,
             "fit": asdict(self.fit),
-            "reuse_errors": errors,
-            "places": None if self.trajectory is None else self.trajectory.places,
         }
 
 
@@ -87,7 +83,7 @@ def check_tasks(tasks: Sequence[Task]) -> None:
 
 
 def calibrate(session: Session) -> Calibration:
-    """Fit the polynomial, and measure the error of reusing an output, on a session's tasks."""
+    """Fit the polynomial on a session's tasks."""
     check_tasks(session.tasks)
     runner = session.runner
     if runner.batch != 1:
@@ -103,35 +99,26 @@ def calibrate(session: Session) -> Calibration:
             f"There are several denoisers ({', '.join(runner.denoisers)}), and coefficients belong to one. Use a "
             "schedule instead: samovar tune."
         )
-    method = watched_signals()
-    session.exact(method)
-    notes = session.notes(method)
-    runs = [note["trajectory"] for note in notes if note["trajectory"] is not None]
+    session.exact(WITH_SIGNALS)
     (denoiser,) = runner.denoisers.values()
-    return Calibration(
-        type(unwrapped(denoiser)).__name__,
-        runner.steps,
-        fit([(note["signal"], note["output"]) for note in notes]),
-        Trajectory.read(runs) if runs else None,
-    )
+    return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(WITH_SIGNALS)))
 
 
-def watched_signals() -> Method:
-    """The exact images, with notes on how much signal and output changed at each step."""
-
-    @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
-        backend = TeaCacheBackend(_NEVER_SKIPS)
-        with watch(pipeline) as run, backend.enable(pipeline):
-            yield lambda: _notes(backend, run)
-
-    return Method("exact, with signals", EXACT.family, {}, attached)
+@contextlib.contextmanager
+def _with_signals(pipeline: Any) -> Iterator[Notes]:
+    backend = TeaCacheBackend(_NEVER_SKIPS)
+    with watch(pipeline) as run, backend.enable(pipeline):
+        yield lambda: _changes(backend, run.take_outputs())
 
 
-def _notes(backend: TeaCacheBackend, run: RunWatch) -> dict[str, Any]:
+WITH_SIGNALS = Method("exact, with signals", EXACT.family, attached=_with_signals)
+"""The exact images, with notes on how much signal and output changed at each step."""
+
+
+def _changes(backend: TeaCacheBackend, outputs: Outputs) -> Changes:
     (denoiser,) = backend.stats().denoisers.values()
     leader, branch = next(iter(denoiser.branches.items()))
-    pairs = itertools.pairwise(output.float() for output in run.outputs.get(leader, []))
+    pairs = itertools.pairwise(output.float() for output in outputs.get(leader, []))
     # As the cache measures its signal: mean absolute difference relative to the mean absolute value.
     changes = [float((new - old).abs().mean() / old.abs().mean().clamp_min(1e-30)) for old, new in pairs]
     known = [(r.distance, c) for r, c in zip(branch.steps[1:], changes, strict=False) if r.distance is not None]
@@ -141,11 +128,7 @@ def _notes(backend: TeaCacheBackend, run: RunWatch) -> dict[str, Any]:
             "nothing to calibrate. Use a schedule instead: samovar tune."
         )
     signal, output = zip(*known, strict=True)
-    try:
-        trajectory = run.notes()
-    except ModelError:  # Coefficients do not need it.
-        trajectory = None
-    return {"signal": signal, "output": output, "trajectory": trajectory}
+    return signal, output
 
 
 def fit(images: Sequence[Changes], num_folds: int = 4) -> Fit:
@@ -154,7 +137,7 @@ def fit(images: Sequence[Changes], num_folds: int = 4) -> Fit:
     explained = {degree: _explained(images, degree, folds) for degree in range(_HIGHEST_DEGREE + 1)}
     degree = max(explained, key=lambda d: (explained[d], -d))
     x, y = _joined(images)
-    powers = _polynomial(x, y, degree)
+    powers = Polynomial.fit(x, y, degree).convert().coef.tolist()
     coefficients = [0.0] * (_HIGHEST_DEGREE + 1 - len(powers)) + powers[::-1]
     return Fit(tuple(coefficients), degree, explained[degree], len(x), float(x.min()), float(x.max()))
 
@@ -167,17 +150,9 @@ def _explained(images: Sequence[Changes], degree: int, folds: int) -> float:
         left_x, left_y = _joined(images[fold::folds])
         if len(set(x.tolist())) <= degree:  # Too few points for a curve.
             return -float("inf")
-        predicted = np.polynomial.polynomial.polyval(left_x, _polynomial(x, y, degree))
-        missed += float(((left_y - predicted) ** 2).sum())
+        missed += float(((left_y - Polynomial.fit(x, y, degree)(left_x)) ** 2).sum())
         missed_by_mean += float(((left_y - y.mean()) ** 2).sum())
     return 1.0 - missed / missed_by_mean if missed_by_mean > 0 else 0.0
-
-
-def _polynomial(x: Any, y: Any, degree: int) -> list[float]:
-    """Lowest power first. Fitted between -1 and 1, where it is well conditioned, and then converted."""
-    if degree == 0:
-        return [float(y.mean())]
-    return [float(value) for value in np.polynomial.Polynomial.fit(x, y, degree).convert().coef]
 
 
 def _joined(images: Sequence[Changes]) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,6 @@ OUTLIERS = "outliers"
 """The cache setting for outliers, and the key in a cache's notes that tells which images were outliers."""
 
 
-@contextlib.contextmanager
-def _nothing(pipeline: Any) -> Iterator[Notes]:
-    yield lambda: None
-
-
 @dataclass(frozen=True, eq=False)
 class Method:
     """One point of a curve."""
@@ -35,7 +30,7 @@ class Method:
     family: str
     """The curve it belongs to."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    attached: Callable[[Any], AbstractContextManager[Notes]] = _nothing
+    attached: Callable[[Any], AbstractContextManager[Notes]] = lambda pipeline: nullcontext(lambda: None)
     """Attaches it to a pipeline for as long as the context lasts."""
     steps: int | None = None
     """Number of steps, if other than the exact image's."""

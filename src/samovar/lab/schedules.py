@@ -17,7 +17,7 @@ from ..errors import SettingError
 from .fitting import OUTLIER_SHARE, Products, Vector, fit_outliers, fit_schedule, fit_weights, outlier_step
 from .methods import OUTLIERS, Method, cached
 from .session import Row, Session
-from .trajectory import Trajectory, watched_exact
+from .trajectory import WATCHED, Trajectory
 
 ENOUGH_IMAGES = 40
 """With fewer there are too few outliers to learn how to recognise them."""
@@ -36,9 +36,6 @@ class SchedulePlanner:
     """`Trajectory.early`, if outliers are to get their own plan."""
     fewest = 2
     """Fewest computed steps of a plan."""
-
-    def __str__(self) -> str:
-        return "fitted" if self.early is None else "fitted, more for outliers"
 
     def plan(self, computed: int) -> str:
         """The best mask with this many computed steps on average: `#` computed, `.` skipped. Outliers have another."""
@@ -80,13 +77,12 @@ def choose_planner(
     session: Session, score: Callable[[Row], float], computed: int | None = None
 ) -> tuple[SchedulePlanner, dict[str, tuple[Method, Row]]]:
     """The planner whose plan for this number of computed steps scores highest; and the plans tried, by name."""
-    watched = watched_exact()
-    session.exact(watched)
-    trajectory = Trajectory.read(session.notes(watched))
+    session.exact(WATCHED)
+    trajectory = Trajectory.read(session.notes(WATCHED))
     planners = [SchedulePlanner(trajectory.products)]
     if trajectory.early is not None and len(session.tasks) >= ENOUGH_IMAGES:
         planners.append(SchedulePlanner(trajectory.products, trajectory.early))
-    count = max(computed or round(_TRIAL_SHARE * len(trajectory.places)), SchedulePlanner.fewest)
+    count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}
     scores = [score(tried[method.name][1]) for method in methods]
@@ -95,7 +91,7 @@ def choose_planner(
 
 def refine(mask: str, score: Callable[[str], float], attempts: int) -> str:
     """A mask with as many computed steps that scores higher, found by moving one of them by one step at a time."""
-    best, tried = score(mask), {mask}
+    best, tried = score(mask) if attempts else 0.0, {mask}
     place, failures = 1, 0
     while attempts > 0 and failures < 2 * len(mask):
         candidates = [moved for moved in _moves(mask, place) if moved not in tried]

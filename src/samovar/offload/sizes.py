@@ -14,6 +14,7 @@ from ..arch.modules import unwrapped
 from ..arch.skeleton import Parts, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import check_names
+from ..other_libraries import quantization
 from .weights import lay_out, shared_tensors, spans_of, tensors_of
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -70,8 +71,12 @@ class ComponentSize:
         return self.rest_bytes + sum(block.num_bytes for block in self.blocks)
 
 
-SHARED = "shared weights"
-"""The name for weights that several components or blocks share, and that therefore stay on the device."""
+class SharedWeights(torch.nn.Module):
+    """Weights that several components or blocks share, and that therefore stay on the device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._buffers.update({str(index): tensor for index, tensor in enumerate(tensors)})
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,12 @@ class Component:
         return tensors_of(self.blocks[path], self.skip)
 
 
-def find_components(pipeline: object, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
-    """The components of a pipeline, and the tensors that several of them or their blocks share."""
+def find_components(pipeline: object, exclude: Collection[str] = ()) -> list[Component]:
+    """The components of a pipeline, and last the weights that several of them or their blocks share."""
     return _split(loaded_parts(pipeline), exclude)
 
 
-def _split(parts: Parts, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
+def _split(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
     check_names(exclude, parts, "a component, so it cannot be in exclude", param="exclude")
     modules = frozenset(id(part.module) for part in parts.values())
     components = [
@@ -116,13 +121,15 @@ def _split(parts: Parts, exclude: Collection[str] = ()) -> tuple[list[Component]
         if part.module is not None and name not in exclude
     ]
     shared = shared_tensors([c.rest() for c in components] + [c.block(path) for c in components for path in c.blocks])
-    taken = frozenset(map(id, shared))
-    return [_without(component, taken) for component in components], shared
+    if not shared:
+        return components
+    own = [_without(component, frozenset(map(id, shared))) for component in components]
+    return [*own, Component("shared weights", "resident", SharedWeights(shared), {}, frozenset())]
 
 
-def _without(component: Component, taken: frozenset[int]) -> Component:
-    """A component less the tensors that it shares, and less blocks that have no others."""
-    skip = component.skip | taken
+def _without(component: Component, shared: frozenset[int]) -> Component:
+    """A component less its shared tensors, and less blocks that have no others."""
+    skip = component.skip | shared
     blocks = {path: block for path, block in component.blocks.items() if tensors_of(block, skip)}
     return replace(component, blocks=blocks, skip=skip)
 
@@ -135,15 +142,13 @@ def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module
     return dict(found.values())
 
 
-def measure_components(
-    components: Sequence[Component], shared: Sequence[torch.Tensor], *, in_phase: bool = False
-) -> tuple[ComponentSize, ...]:
-    """The sizes of components, and last that of what they share; `in_phase` as for `lay_out`."""
+def measure_components(components: Sequence[Component], *, in_phase: bool = False) -> tuple[ComponentSize, ...]:
+    """The sizes of components on the device; `in_phase` as for `lay_out`."""
 
     def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        return lay_out(spans_of(tensors), in_phase=in_phase).pieces
+        return tuple(piece.num_bytes for piece in lay_out(spans_of(tensors), in_phase=in_phase))
 
-    sizes = [
+    return tuple(
         ComponentSize(
             c.name,
             c.role,
@@ -152,10 +157,7 @@ def measure_components(
             tuple(BlockSize(path, pieces(c.block(path))) for path in c.blocks),
         )
         for c in components
-    ]
-    if shared:
-        sizes.append(ComponentSize(SHARED, "resident", "", sum(pieces(shared))))
-    return tuple(sizes)
+    )
 
 
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:
@@ -167,4 +169,11 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
             f"The size of {name} is unknown: {', '.join(unbuilt) or 'it'} depends on a checkpoint. Give a model folder "
             "instead: hf download NAME --local-dir FOLDER"
         )
-    return measure_components(*_split(parts))
+    for part_name, part in parts.items():
+        method = None if part.module is None else quantization(part.module)
+        if method is not None:
+            raise ModelError(
+                f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
+                "folder with unquantised weights."
+            )
+    return measure_components(_split(parts))

@@ -1,8 +1,8 @@
-"""How are pictures made over HTTP? An OpenAI-compatible server and its page; needs the extra `serve`."""
+"""How are images made over HTTP? An OpenAI-compatible server and its page; needs the extra `serve`."""
 
 from .app import create_app
-from .house import House
-from .listening import serve
+from .app_state import AppState
+from .http_server import serve
 from .settings import Limits, ServerConfig
 
-__all__ = ["House", "Limits", "ServerConfig", "create_app", "serve"]
+__all__ = ["AppState", "Limits", "ServerConfig", "create_app", "serve"]

@@ -1,4 +1,4 @@
-"""Who may ask, and what is kept of it? Around every request: key, origin, headers, one line in the log, one count."""
+"""Who may use the server? Key, host and origin are checked for every request, which is also logged and counted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .failures import Refusal
+from .api_errors import ApiError
 from .settings import ServerConfig
 
 OPEN_PATHS = ("/live", "/health", "/ready", "/")
-"""What is answered without the key: whether the server is well, and the page, which asks for the key itself."""
+"""No key is needed for probes, and for the page, which asks for the key itself."""
 
 _HEADERS = {
-    # The page loads nothing from elsewhere and sends nothing elsewhere; pictures come as data.
+    # The page neither loads nor sends anything elsewhere; images come as data.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -32,16 +32,16 @@ log = logging.getLogger("samovar.server")
 
 
 class Guard:
-    """The outermost part of the application."""
+    """The outermost layer of the application."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[str, str, int, float], None]) -> None:
         self._app, self._config, self._count = app, config, count
         self._digest = None if config.api_key is None else _digest(config.api_key)
         self._hosts = config.known_hosts()
-        self._inner: ASGIApp = self._ask_key
-        if config.cors_origins:  # Around the key, so that a page that may ask can read why it was refused.
+        self._inner: ASGIApp = self._check_key
+        if config.cors_origins:  # Around the key check, so that an allowed page can read why it was refused.
             self._inner = CORSMiddleware(
-                self._ask_key,
+                self._check_key,
                 allow_origins=list(config.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],  # OpenAI's client sends a dozen of its own.
@@ -54,7 +54,7 @@ class Guard:
             return
         started, status, request_id = time.perf_counter(), 499, uuid.uuid4().hex
 
-        async def send_marked(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -64,55 +64,48 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        scope["samovar_request_id"] = request_id
         try:
-            refusal = self._refusal(scope)
-            await (self._inner if refusal is None else refusal.response())(scope, receive, send_marked)
+            error = self._host_or_origin_error(Headers(scope=scope))
+            await (self._inner if error is None else error.response())(scope, receive, send_with_headers)
         finally:
             seconds = time.perf_counter() - started
-            route = getattr(scope.get("route"), "path", "other")  # Set by the router where it found one.
+            route = getattr(scope.get("route"), "path", "other")  # Set by the router if it found one.
             self._count(scope["method"], route, status, seconds)
-            # The path as it came, in ASCII, and without its query, where a careless client may have put the key.
+            # The raw path in ASCII, without its query, where a careless client may have put the key.
             path = scope.get("raw_path", b"").decode("ascii", "replace")[:200]
             log.info("%s %s %s %.0f ms %s", scope["method"][:10], path, status, 1e3 * seconds, request_id)
 
-    async def _ask_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._key_refusal(scope)
-        await (self._app if refusal is None else refusal.response())(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Refusal | None:
-        """Why nobody who asks like this is served, key or not."""
-        headers = Headers(scope=scope)
+    def _host_or_origin_error(self, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host"), headers.get("origin")
-        # No browser leaves the host out; programs that look after a server's health do.
-        if self._hosts is not None and host is not None and _name_of(host) not in self._hosts:
-            message = f"{host[:80]!r} is no name of this server. Start it with --allowed-host to be reached by another."
-            return Refusal(403, message, code="host_not_allowed")
-        if origin is not None and not self._is_welcome(origin, host or ""):
+        # Browsers always send a host; some health probes do not.
+        if self._hosts is not None and host is not None and _without_port(host) not in self._hosts:
+            message = f"This server does not know the host {host[:80]!r}. Start it with --allowed-host to allow it."
+            return ApiError(403, message, code="host_not_allowed")
+        own = (f"http://{host}", f"https://{host}")
+        if origin is not None and origin not in (*self._config.cors_origins, *own):
             message = "Pages of other sites may not use this server. Start it with --cors-origin to allow one."
-            return Refusal(403, message, code="origin_not_allowed")
+            return ApiError(403, message, code="origin_not_allowed")
         return None
 
-    def _key_refusal(self, scope: Scope) -> Refusal | None:
-        if self._digest is None or self._is_open(scope["path"]) or scope["method"] == "OPTIONS":
-            return None
+    async def _check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Digests are of one length, so that the comparison takes one time for all keys.
-        if kind.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), self._digest):
-            return None
+        # Digests have one length, so comparing them takes the same time for every key.
+        is_right = self._digest is None or hmac.compare_digest(_digest(key.strip()), self._digest)
+        is_keyed = self._digest is None or (kind.lower() == "bearer" and is_right)
+        if is_keyed or self._is_open(scope["path"]) or scope["method"] == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
         message = "The API key is missing or wrong. Send it as the header Authorization: Bearer KEY."
-        return Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-    def _is_welcome(self, origin: str, host: str) -> bool:
-        return origin in self._config.cors_origins or origin in (f"http://{host}", f"https://{host}")
+        error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        await error.response()(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
         is_open_metrics = path == "/metrics" and self._config.is_metrics_open
         return path in OPEN_PATHS or path.startswith("/page/") or is_open_metrics
 
 
-def _name_of(host: str) -> str:
-    """A Host without its port; an address of IPv6 has colons of its own, within brackets."""
+def _without_port(host: str) -> str:
+    """A Host without its port; an IPv6 address has colons of its own, within brackets."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).lower()
 

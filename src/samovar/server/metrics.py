@@ -1,4 +1,4 @@
-"""What does the server do, in numbers? For Prometheus, read when they are asked for."""
+"""What does the server do, in numbers? For Prometheus."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ..engine import EngineStatus
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class Metrics:
-    """Counts of requests, and the engine's own figures."""
+class Metrics(Collector):
+    """Counts of requests, and the engine's status when it is asked for."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, status: Callable[[], EngineStatus]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineFigures(status))
+        self._status = status
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
         labels = ("method", "route", "status")
-        self._requests = Counter("samovar_requests", "Answers, by status code", labels, registry=self._registry)
+        self._requests = Counter("samovar_requests", "Responses by status code", labels, registry=registry)
         self._seconds = Histogram(
-            "samovar_request_seconds", "Time to the end of an answer", ("route",), buckets=_SECONDS,
-            registry=self._registry,
-        )  # fmt: skip
+            "samovar_request_seconds", "Time to the end of a response", ("route",), buckets=_SECONDS, registry=registry
+        )
 
     def count(self, method: str, route: str, status: int, seconds: float) -> None:
-        """One answer. Methods and routes are those we know, so that nobody can make up labels without end."""
+        """Count a response. Only known methods and routes become labels, so clients cannot invent them without end."""
         known = method if method in ("GET", "POST", "HEAD", "OPTIONS") else "other"
         self._requests.labels(known, route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
@@ -37,35 +37,28 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-
-class _EngineFigures(Collector):
-    """The engine's figures at the time of the question."""
-
-    def __init__(self, status: Callable[[], EngineStatus]) -> None:
-        self._status = status
-
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         gauges = {
-            "samovar_ready": ("Whether pictures can be made now", float(status.is_ready)),
-            "samovar_requests_queued": ("Requests that wait", status.queued),
-            "samovar_requests_running": ("Requests at work", status.running),
+            "samovar_ready": ("Whether images can be made now", float(status.is_ready)),
+            "samovar_requests_queued": ("Requests in the queue", status.queued),
+            "samovar_requests_running": ("Requests that run", status.running),
             "samovar_memory_bytes": ("Memory of the workers", status.memory_bytes),
         }
         counters = {
             "samovar_worker_restarts": ("Workers that were replaced", status.restarts),
             "samovar_steps_computed": ("Denoising steps that were computed", status.steps_computed),
             "samovar_steps_skipped": ("Denoising steps that the cache skipped", status.steps_skipped),
-            "samovar_step_seconds": ("Time in denoising steps, over samovar_steps: the mean", status.step_seconds),
+            "samovar_step_seconds": ("Time in denoising steps; divide by samovar_steps", status.step_seconds),
             "samovar_steps": ("Denoising steps", status.step_count),
             "samovar_bytes_moved": ("Bytes of weights moved by offload", status.bytes_moved),
-            "samovar_pictures": ("Pictures made", status.pictures),
+            "samovar_images": ("Images made", status.images),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
-        failures = CounterMetricFamily("samovar_failures", "Requests that failed, by code", labels=["code"])
+        failures = CounterMetricFamily("samovar_failures", "Failed requests by error code", labels=["code"])
         for code, number in status.failures.items():
             failures.add_metric([code], number)
         yield failures

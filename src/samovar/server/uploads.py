@@ -1,4 +1,4 @@
-"""How is a body taken in? Byte by byte up to a limit, and pictures by their headers before any pixel."""
+"""How is a body received? Up to a size limit, and images by their headers before any pixel is decoded."""
 
 from __future__ import annotations
 
@@ -12,41 +12,33 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 
-from .failures import Refusal
+from .api_errors import ApiError
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_MOST_FIELDS = 40
 
-# We have our own limit, below. For the whole process: to change it for a moment is not safe among threads.
+# Our own limit is below. This one is per process, and changing it for a moment is not thread-safe.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """A body that is no longer than it may be. One that says it is longer is not read at all."""
-    limited = _limited(request, most_bytes)
-    chunks = []
-    async for chunk in limited.stream():
-        chunks.append(chunk)
-    return b"".join(chunks)
+async def receive_json(request: Request, max_bytes: int) -> bytes:
+    """The body of a JSON request."""
+    # A page of another site could send other types without a preflight.
+    _check_type(request, "application/json")
+    return await _limited(request, max_bytes).body()
 
 
-async def read_form(request: Request, most_bytes: int) -> tuple[dict[str, str], dict[str, UploadFile]]:
-    """The texts and the files of a form. Large files wait on the disk, not in memory."""
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "multipart/form-data":
-        raise Refusal(
-            415, f"Content-Type must be multipart/form-data, not {kind[:80]!r}.", code="unsupported_media_type"
-        )
-    limited = _limited(request, most_bytes)
+async def receive_form(request: Request, max_bytes: int) -> tuple[dict[str, str], dict[str, UploadFile]]:
+    """The texts and files of a form. Large files are kept on disk."""
+    _check_type(request, "multipart/form-data")
     try:
-        form = await limited.form(max_files=4, max_fields=_MOST_FIELDS, max_part_size=most_bytes)
+        form = await _limited(request, max_bytes).form(max_files=4, max_fields=40, max_part_size=max_bytes)
     except MultiPartException as error:
-        raise Refusal(400, f"The form cannot be read: {error.message}", code="invalid_form") from error
+        raise ApiError(400, f"The form cannot be read: {error.message}", code="invalid_form") from error
     texts: dict[str, str] = {}
     files: dict[str, UploadFile] = {}
     for name, value in form.multi_items():
         if name in texts or name in files:
-            raise Refusal(400, f"The field {name[:50]!r} is given twice.", param=name[:100], code="invalid_form")
+            raise ApiError(400, f"The field {name[:50]!r} is given twice.", param=name[:100], code="invalid_form")
         if isinstance(value, UploadFile):
             files[name] = value
         else:
@@ -54,69 +46,70 @@ async def read_form(request: Request, most_bytes: int) -> tuple[dict[str, str], 
     return texts, files
 
 
-def picture_in(files: Mapping[str, UploadFile], most_pixels: int) -> Image:
-    """The one picture of a form, its size read from its header. Pixels are decoded by `decode`, later."""
-    names = ("image", "image[]")
+def find_image(files: Mapping[str, UploadFile], max_pixels: int) -> Image:
+    """The one image of a form, with its size but not decoded."""
     for name in files:
         if name == "mask":
-            message = "A mask of its own is not read. Make transparent in the image itself what is to be drawn anew."
-            raise Refusal(400, message, param="mask", code="unsupported_value")
-        if name not in names:
-            raise Refusal(400, f"{name[:50]!r} is no file that is known.", param=name[:100], code="unknown_field")
-    found = [files[name] for name in names if name in files]
-    if len(found) != 1:
-        raise Refusal(400, f"One image was expected, not {len(found)}.", param="image", code="invalid_value")
-    return open_picture(found[0].file, most_pixels)
+            message = "A separate mask is not supported. Make transparent in the image itself what is to be redrawn."
+            raise ApiError(400, message, param="mask", code="unsupported_value")
+        if name not in ("image", "image[]"):
+            raise ApiError(400, f"{name[:50]!r} is not a known file.", param=name[:100], code="unknown_field")
+    if len(files) != 1:
+        raise ApiError(400, f"One image was expected, not {len(files)}.", param="image", code="invalid_value")
+    (file,) = files.values()
+    return open_image(file.file, max_pixels)
 
 
-def open_picture(file: BinaryIO, most_pixels: int) -> Image:
-    """A picture that is no larger than it may be, not decoded yet."""
+def open_image(file: BinaryIO, max_pixels: int) -> Image:
+    """An image that is not too large, not decoded yet."""
     try:
         image = PIL.Image.open(file, formats=_FORMATS)
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
-        raise _too_large("a decompression bomb", most_pixels) from error
-    except (OSError, ValueError, SyntaxError) as error:  # The three ways of Pillow to say that it is no picture.
-        message = "image is no PNG, JPEG or WebP that can be read. Send one of these."
-        raise Refusal(400, message, param="image", code="invalid_image") from error
-    if image.width * image.height > most_pixels:
-        raise _too_large(f"{image.width}x{image.height}", most_pixels)
+        raise _too_large("a decompression bomb", max_pixels) from error
+    except (OSError, ValueError, SyntaxError) as error:  # Which one depends on the format.
+        message = "image is not a readable PNG, JPEG or WebP file."
+        raise ApiError(400, message, param="image", code="invalid_image") from error
+    if image.width * image.height > max_pixels:
+        raise _too_large(f"{image.width}x{image.height}", max_pixels)
     return image
 
 
 def decode(image: Image) -> Image:
-    """The pixels of a picture, with its transparency if it has any: some models draw anew what is transparent. Takes a
-    while: call it in a thread."""
+    """The pixels of an image; transparency is kept, as some models redraw what is transparent. Slow: use a thread."""
+    is_transparent = "A" in image.getbands() or "transparency" in image.info
     try:
-        is_transparent = "A" in image.getbands() or "transparency" in image.info
         return image.convert("RGBA" if is_transparent else "RGB")
     except (OSError, ValueError, SyntaxError) as error:
-        raise Refusal(
-            400, "image is damaged: its pixels cannot be read.", param="image", code="invalid_image"
-        ) from error
+        message = "image is damaged: its pixels cannot be decoded."
+        raise ApiError(400, message, param="image", code="invalid_image") from error
 
 
-def _too_large(what: str, most_pixels: int) -> Refusal:
-    message = f"image is {what}; at most {most_pixels:,} pixels are read. Send it smaller."
-    return Refusal(400, message, param="image", code="image_above_limit")
+def _too_large(what: str, max_pixels: int) -> ApiError:
+    message = f"image is {what}; the limit is {max_pixels:,} pixels. Send a smaller one."
+    return ApiError(400, message, param="image", code="image_above_limit")
 
 
-def _limited(request: Request, most_bytes: int) -> Request:
-    """The request, with an end to what it may bring."""
-    said = request.headers.get("content-length", "0")
-    if said.isdecimal() and int(said) > most_bytes:
-        raise _too_long(most_bytes)
-    seen = 0
+def _check_type(request: Request, expected: str) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != expected:
+        message = f"Content-Type must be {expected}, not {kind[:80]!r}."
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+def _limited(request: Request, max_bytes: int) -> Request:
+    """The request, which may not send more than this."""
+    error = ApiError(413, f"The body is longer than {max_bytes:,} bytes.", code="body_too_large")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise error
+    received = 0
 
     async def receive() -> Any:
-        nonlocal seen
+        nonlocal received
         message = await request.receive()
-        seen += len(message.get("body", b""))
-        if seen > most_bytes:
-            raise _too_long(most_bytes)
+        received += len(message.get("body", b""))
+        if received > max_bytes:
+            raise error
         return message
 
     return Request(request.scope, receive)
-
-
-def _too_long(most_bytes: int) -> Refusal:
-    return Refusal(413, f"The body is longer than {most_bytes:,} bytes. Send less.", code="body_too_large")

@@ -16,15 +16,14 @@ from typing import Any, get_args
 
 import torch
 
-from ..arch.blocks import Anatomy, BlockStack, Kind, find_anatomy
+from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_anatomy
 from ..arch.components import Role
-from ..arch.coverage import Coverage, coverage
 from ..arch.declarations import declaration_for
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
-from ..other_libraries import declared_plans
+from ..other_libraries import declared_plans, quantization
 from .forward import filled
 from .watch import Gate, Gates, Watcher
 
@@ -332,6 +331,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
     unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
     planned = [name for name, part in parts.items() if declared_plans(part.cls)]
+    quantised = _quantised(parts)
     unknown = f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
 
     def without_stacks(name: str, reason: str) -> FeatureReport:
@@ -344,15 +344,15 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         found = f"{blocks} blocks in {len(stacks)} stack{plural}; steps are judged at {leaders}"
         streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
         yield FeatureReport("step cache", True, found)
-        yield FeatureReport(
-            "layerwise offload", True, f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of the denoiser"
-        )
+        held = f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of the denoiser"
+        yield FeatureReport("layerwise offload", not quantised, quantised or held)
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"
         yield without_stacks("step cache", nothing)
         yield without_stacks("layerwise offload", nothing)
     if denoisers and encoders:
-        yield FeatureReport("model offload", True, f"the denoiser takes turns with {encoders}")
+        turns = f"the denoiser takes turns with {encoders}"
+        yield FeatureReport("model offload", not quantised, quantised or turns)
     else:
         yield FeatureReport("model offload", False, "a denoiser and an encoder that can take turns are needed")
     if planned:
@@ -361,3 +361,10 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         yield FeatureReport("sequence parallel", True, "a plan is derived from the stacks and checked before use")
     else:
         yield without_stacks("sequence parallel", "there is no plan, and no stack to derive one from")
+
+
+def _quantised(parts: Parts) -> str:
+    """Why the components cannot all be offloaded: quantised tensors are more than their memory."""
+    methods = {name: quantization(part.module) for name, part in parts.items() if part.module is not None}
+    found = [f"{name} ({method})" for name, method in methods.items() if method]
+    return f"quantised weights cannot be moved: {', '.join(found)}; leave them out with exclude" if found else ""

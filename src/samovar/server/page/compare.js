@@ -1,4 +1,4 @@
-// How near are two pictures? Side by side under a slider, and as a number.
+// How near are two images? Side by side under a slider, and as a number.
 
 export class Compare {
   constructor() {
@@ -15,7 +15,7 @@ export class Compare {
 
   working(is) { this.canvas.classList.toggle("is-working", is); }
 
-  // One picture: a preview on its way, or the only one.
+  // One image: a preview on its way, or the only one.
   showOne(source, alt) {
     this.canvas.classList.remove("is-empty");
     this.put(this.first, source, alt);

@@ -55,7 +55,7 @@ export class History {
       const item = document.createElement("li");
       const button = document.createElement("button");
       const image = document.createElement("img");
-      image.src = entry.cached.picture;
+      image.src = entry.cached.image;
       image.alt = entry.request.prompt;
       image.loading = "lazy";
       button.type = "button";

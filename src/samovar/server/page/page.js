@@ -44,7 +44,7 @@ function showServer() {
   $("compare").disabled = !canCompare;
   if (!canCompare) $("compare").checked = false;
   $("compare-hint").hidden = canCompare;
-  $("compare-hint").textContent = "This server runs without a cache, so every picture is exact.";
+  $("compare-hint").textContent = "This server runs without a cache, so every image is exact.";
   drawSnippet();
 }
 
@@ -129,11 +129,11 @@ $("copy").addEventListener("click", async () => {
 
 // ---------------------------------------------------------------------------------------------- a run
 
-// One picture; its events move the stage. Resolves to what is kept of it.
+// One image; its events move the stage. Resolves to what is kept of it.
 async function run(request, name, signal) {
   const steps = request.num_inference_steps || server?.defaults.num_inference_steps || 1;
   const timeline = new Timeline($("timelines"), name, steps);
-  const made = { states: timeline.states, picture: null, seconds: null, memory: null, seed: null, notes: [] };
+  const made = { states: timeline.states, image: null, seconds: null, memory: null, seed: null, notes: [] };
   const asked = { ...request, stream: true, partial_images: 3, progress: true };
   await generate(asked, signal, (event) => {
     if (event.type === "samovar.progress") {
@@ -142,15 +142,15 @@ async function run(request, name, signal) {
     } else if (event.type.endsWith(".partial_image")) {
       compare.showOne(`data:image/png;base64,${event.b64_json}`, `${request.prompt} (on its way)`);
     } else if (event.type.endsWith(".completed")) {
-      made.picture = `data:image/png;base64,${event.b64_json}`;
+      made.image = `data:image/png;base64,${event.b64_json}`;
       made.seconds = event.samovar.seconds;
       made.memory = event.samovar.memory_bytes;
       made.notes = event.samovar.notes;
       made.seed = event.seed;
-      compare.showOne(made.picture, request.prompt);
+      compare.showOne(made.image, request.prompt);
     }
   });
-  if (!made.picture) throw new Error("The stream ended before the picture came.");
+  if (!made.image) throw new Error("The stream ended before the image came.");
   return made;
 }
 
@@ -179,17 +179,17 @@ async function start() {
   }
 }
 
-// The other half of a comparison. If it fails or is cancelled, the picture that is there stays.
+// The other half of a comparison. If it fails or is cancelled, the image that is there stays.
 async function addExact(entry) {
   const { cached, request } = entry;
   try {
     const exact = await run({ ...request, cache: false }, "exact", running.signal);
-    entry.psnr = await psnr(cached.picture, exact.picture);
+    entry.psnr = await psnr(cached.image, exact.image);
     entry.exact = exact;
-    compare.showBoth(cached.picture, exact.picture, request.prompt);
+    compare.showBoth(cached.image, exact.image, request.prompt);
     showFigures(entry);
   } catch (error) {
-    compare.showOne(cached.picture, request.prompt);
+    compare.showOne(cached.image, request.prompt);
     showError(error);
   }
 }
@@ -226,8 +226,8 @@ function recall(entry) {
   new Timeline($("timelines"), entry.exact || entry.cached.states.includes("skipped") ? "cached" : "steps", 1).show(entry.cached.states);
   if (entry.exact) {
     new Timeline($("timelines"), "exact", 1).show(entry.exact.states);
-    compare.showBoth(entry.cached.picture, entry.exact.picture, entry.request.prompt);
-  } else compare.showOne(entry.cached.picture, entry.request.prompt);
+    compare.showBoth(entry.cached.image, entry.exact.image, entry.request.prompt);
+  } else compare.showOne(entry.cached.image, entry.request.prompt);
   showFigures(entry);
   drawSnippet();
 }

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import is_alive, wait_for
+from asking import generate, is_alive, wait_for
 
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import (
     Event,
     Failed,
-    GeneratedPictures,
+    GenerationResult,
     Listener,
+    MultirankWorker,
     OmniDiffusionConfig,
     Progress,
-    RankedWorkers,
     Request,
     Worker,
     is_under_torchrun,
@@ -41,25 +41,25 @@ def ask(**changes: Any) -> Request:
 
 
 @pytest.fixture(scope="module")
-def workers(folder: Path) -> Iterator[RankedWorkers]:
+def workers(folder: Path) -> Iterator[MultirankWorker]:
     config = OmniDiffusionConfig(
         str(folder), device="cpu", progress=False, cfg_parallel_size=2, enable_layerwise_offload=True, **CACHE
     )
     started = start_worker(config)
-    assert isinstance(started, RankedWorkers)
+    assert isinstance(started, MultirankWorker)
     yield started
     started.close()
 
 
-def one(workers: RankedWorkers, request: Request, listener: Listener | None = None) -> GeneratedPictures:
-    (outcome,) = workers.make([request], listener)
+def one(workers: MultirankWorker, request: Request, listener: Listener | None = None) -> GenerationResult:
+    (outcome,) = workers.run([request], listener)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def test_branches_on_two_ranks_give_the_picture_of_one(workers: RankedWorkers, folder: Path) -> None:
-    alone = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **CACHE)).generate("a cat", PARAMS)
+def test_branches_on_two_ranks_give_the_picture_of_one(workers: MultirankWorker, folder: Path) -> None:
+    alone = generate(Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **CACHE)), "a cat", PARAMS)
     steps: list[Event] = []
     result = one(workers, ask(), Listener(lambda index, event: steps.append(event), lambda index: False))
     apart = np.asarray(result.images[0]).astype(float) - np.asarray(alone.images[0])
@@ -71,7 +71,7 @@ def test_branches_on_two_ranks_give_the_picture_of_one(workers: RankedWorkers, f
     assert workers.load_seconds > 0
 
 
-def test_what_is_refused_is_refused_as_by_one_and_the_ranks_go_on(workers: RankedWorkers) -> None:
+def test_what_is_refused_is_refused_as_by_one_and_the_ranks_go_on(workers: MultirankWorker) -> None:
     processes = workers.process_ids
     with pytest.raises(SettingError, match="height must be a multiple of 4 for this model, not 18"):
         one(workers, ask(height=18))
@@ -81,14 +81,14 @@ def test_what_is_refused_is_refused_as_by_one_and_the_ranks_go_on(workers: Ranke
     assert workers.process_ids == processes
 
 
-def test_a_seed_by_chance_is_that_of_all_ranks(workers: RankedWorkers) -> None:
+def test_a_seed_by_chance_is_that_of_all_ranks(workers: MultirankWorker) -> None:
     unseeded = OmniDiffusionSamplingParams(**{**PARAMS.given(), "seed": None})
     result = one(workers, Request("a cat", unseeded))
     again = one(workers, ask(seed=result.seeds[0]))
     assert np.array_equal(np.asarray(result.images[0]), np.asarray(again.images[0]))
 
 
-def test_all_ranks_stop_at_the_same_step(workers: RankedWorkers) -> None:
+def test_all_ranks_stop_at_the_same_step(workers: MultirankWorker) -> None:
     processes = workers.process_ids
     steps: list[Event] = []
     listener = Listener(lambda index, event: steps.append(event), lambda index: len(steps) >= 2)
@@ -98,19 +98,19 @@ def test_all_ranks_stop_at_the_same_step(workers: RankedWorkers) -> None:
     assert workers.process_ids == processes
 
 
-def test_a_rank_that_dies_is_named_and_all_end(workers: RankedWorkers) -> None:
+def test_a_rank_that_dies_is_named_and_all_end(workers: MultirankWorker) -> None:
     assert not any(map(is_alive, kill_one_of(workers)))
 
 
 @pytest.mark.slow
-def test_the_next_request_finds_new_ranks(workers: RankedWorkers) -> None:
+def test_the_next_request_finds_new_ranks(workers: MultirankWorker) -> None:
     expected = np.asarray(one(workers, ask()).images[0])
     before = kill_one_of(workers)
     assert np.array_equal(np.asarray(one(workers, ask()).images[0]), expected)
     assert not set(before) & set(workers.process_ids)
 
 
-def kill_one_of(workers: RankedWorkers) -> tuple[int, ...]:
+def kill_one_of(workers: MultirankWorker) -> tuple[int, ...]:
     first, second = workers.process_ids
     killed: list[int] = []
 
@@ -127,6 +127,12 @@ def kill_one_of(workers: RankedWorkers) -> tuple[int, ...]:
 
 def test_a_process_alone_needs_no_ranks(folder: Path) -> None:
     assert isinstance(start_worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False)), Worker)
+
+
+def test_a_loaded_pipeline_cannot_go_to_other_processes(folder: Path) -> None:
+    config = OmniDiffusionConfig(str(folder), device="cpu", cfg_parallel_size=2)
+    with pytest.raises(SettingError, match="A loaded pipeline stays in this process, and these settings need 2"):
+        start_worker(config, pipeline=object())
 
 
 def test_degrees_must_make_up_the_world_of_torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +153,13 @@ def test_a_request_is_taken_back_while_nothing_happens() -> None:
         def submit(self, request: Request, deliver: Any) -> Any:
             return deliver
 
-        def cancel(self, entry: Any) -> None:
-            entry(Failed(CancelledRequestError("The request was taken back.")))
+        def cancel(self, job: Any) -> None:
+            job(Failed(CancelledRequestError("The request was taken back.")))
 
-    workers = RankedWorkers.__new__(RankedWorkers)
+    workers = MultirankWorker.__new__(MultirankWorker)
     workers._supervisor = Silent()  # type: ignore[assignment]
     glances: queue.SimpleQueue[bool] = queue.SimpleQueue()
     for is_left in (False, False, True):
         glances.put(is_left)
-    (outcome,) = workers.make([ask()], Listener(lambda index, event: None, lambda index: glances.get(timeout=1.0)))
+    (outcome,) = workers.run([ask()], Listener(lambda index, event: None, lambda index: glances.get(timeout=1.0)))
     assert isinstance(outcome, CancelledRequestError)

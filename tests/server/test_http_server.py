@@ -23,7 +23,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from samovar.server.listening import PatientProtocol, _bind
+from samovar.server.http_server import TimeoutProtocol, _bind
 
 from .conftest import KEY
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
@@ -79,7 +79,7 @@ def test_a_body_that_dribbles_is_closed(guarded: RunningServer) -> None:
 
 
 @asynccontextmanager
-async def connection(num_bytes: int, timeout_s: float) -> AsyncIterator[tuple[PatientProtocol, socket.socket]]:
+async def connection(num_bytes: int, timeout_s: float) -> AsyncIterator[tuple[TimeoutProtocol, socket.socket]]:
     """A connection in this process, whose answers are that long."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -89,10 +89,10 @@ async def connection(num_bytes: int, timeout_s: float) -> AsyncIterator[tuple[Pa
         await send({"type": "http.response.body"})
 
     config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
-    made: list[PatientProtocol] = []
+    made: list[TimeoutProtocol] = []
 
-    def protocol() -> PatientProtocol:
-        made.append(PatientProtocol(config, server_state=state, app_state={}, timeout_s=timeout_s))
+    def protocol() -> TimeoutProtocol:
+        made.append(TimeoutProtocol(config, server_state=state, app_state={}, timeout_s=timeout_s))
         return made[-1]
 
     loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ async def connection(num_bytes: int, timeout_s: float) -> AsyncIterator[tuple[Pa
     await asyncio.gather(*state.tasks)
 
 
-async def is_closed_within(protocol: PatientProtocol, seconds: float) -> bool:
+async def is_closed_within(protocol: TimeoutProtocol, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while protocol.connections and time.monotonic() < end:
         await asyncio.sleep(0.01)
@@ -218,14 +218,14 @@ def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
 
 OLD_GARBAGE = """
 import gc, weakref
-from samovar.server.listening import _set_libraries_aside
+from samovar.server.http_server import _freeze_libraries
 
 class Connection:
     def __init__(self):
         self.itself = self
 
 libraries = [[] for _ in range(400_000)]
-_set_libraries_aside()
+_freeze_libraries()
 connection = Connection()
 gc.collect(1)
 gc.collect(1)

@@ -17,15 +17,22 @@ import torch
 from asking import LIMIT_S, is_alive, wait_for
 
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Worker
-from samovar.engine.inside import EXIT_DEAF, EXIT_UNSOUND, Orders, Place, _answer, _prepare_world, work_once
-from samovar.engine.messages import Answer, Drop, Make, Refused, Told
-from samovar.engine.wire import receive, send
+from samovar.engine.messages import Cancel, Fatal, Finished, Run, Update, receive, send
 from samovar.engine.worker import Usage
+from samovar.engine.worker_main import (
+    EXIT_BAD_MESSAGE,
+    EXIT_GPU_LOST,
+    Inbox,
+    Place,
+    _answer,
+    rank_environment,
+    serve_batch,
+)
 from samovar.errors import CancelledRequestError, EngineError
 
 CHILD = """
 import os, signal, sys
-from samovar.engine.inside import die_with
+from samovar.engine.worker_main import die_with
 
 die_with(os.getppid())
 print(os.getpid(), flush=True)
@@ -48,11 +55,11 @@ def test_it_dies_with_a_parent_that_is_killed() -> None:
 
 
 def obey(pipe: multiprocessing.connection.Connection) -> None:
-    orders = Orders(pipe)
+    orders = Inbox(pipe)
     job = orders.next()
-    while not orders.is_dropped(job.job, 1):
+    while not orders.is_cancelled(job.batch, 1):
         pass
-    pipe.send_bytes(str((job.requests[0].prompt, orders.is_dropped(job.job, 0))).encode())
+    pipe.send_bytes(str((job.requests[0].prompt, orders.is_cancelled(job.batch, 0))).encode())
     orders.next()
 
 
@@ -62,9 +69,9 @@ def test_orders_are_heard_while_it_works_and_the_end_of_the_pipe_is_the_end() ->
     process = context.Process(target=obey, args=(there,), daemon=True)
     process.start()
     there.close()
-    send(here, Make(7, (Request("a cat"), Request("a dog"))), os.getpid())
-    send(here, Drop(6, 0), os.getpid())
-    send(here, Drop(7, 1), os.getpid())
+    send(here, Run(7, (Request("a cat"), Request("a dog"))), os.getpid())
+    send(here, Cancel(6, 0), os.getpid())
+    send(here, Cancel(7, 1), os.getpid())
     assert here.poll(LIMIT_S)
     assert here.recv_bytes().decode() == "('a cat', False)"
     here.close()
@@ -84,7 +91,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         codes.append(code)
         raise Exited
 
-    monkeypatch.setattr("samovar.engine.inside.os._exit", leave)
+    monkeypatch.setattr("samovar.engine.worker_main.os._exit", leave)
     return codes
 
 
@@ -92,46 +99,46 @@ def test_an_order_that_is_not_understood_is_the_end_and_old_drops_are_forgotten(
     exits: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = multiprocessing.Pipe()
-    orders = Orders.__new__(Orders)
-    orders._pipe, orders._dropped, orders._jobs = there, set(), SimpleNamespace(put=lambda job: None)  # type: ignore
-    for order in (Drop(6, 0), Drop(7, 1), Make(7, (Request("a cat"),))):
+    orders = Inbox.__new__(Inbox)
+    orders._pipe, orders._cancelled, orders._batches = there, set(), SimpleNamespace(put=lambda job: None)  # type: ignore
+    for order in (Cancel(6, 0), Cancel(7, 1), Run(7, (Request("a cat"),))):
         send(here, order, os.getpid())
     here.send_bytes(b"\0nonsense")
     with pytest.raises(Exited):
-        orders._listen()
-    assert exits == [EXIT_DEAF]
+        orders._read()
+    assert exits == [EXIT_BAD_MESSAGE]
     assert "UnpicklingError" in capsys.readouterr().err
-    assert orders._dropped == {(7, 1)}
+    assert orders._cancelled == {(7, 1)}
 
 
-@pytest.mark.parametrize("is_sound", [True, False])
-def test_a_process_whose_gpu_is_lost_says_why_and_ends(exits: list[int], is_sound: bool) -> None:
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_a_process_whose_gpu_is_lost_says_why_and_ends(exits: list[int], is_healthy: bool) -> None:
     here, there = multiprocessing.Pipe()
     worker: Any = SimpleNamespace(
-        make=lambda requests, listener: [EngineError("an illegal access")],
-        is_sound=lambda: is_sound,
+        run=lambda requests, listener: [EngineError("an illegal access")],
+        is_healthy=lambda: is_healthy,
         usage=lambda: Usage(0, 0),
     )
     try:
-        _answer(worker, Make(1, (Request("a cat"),)), Orders.__new__(Orders), there, Place(0, 1, os.getpid(), None))
+        _answer(worker, Run(1, (Request("a cat"),)), Inbox.__new__(Inbox), there, Place(0, 1, os.getpid(), None))
     except Exited:
-        assert exits == [EXIT_UNSOUND]
+        assert exits == [EXIT_GPU_LOST]
     message = receive(here)
-    assert isinstance(message, Refused) is not is_sound
+    assert isinstance(message, Fatal) is not is_healthy
     assert "an illegal access" in str(message)
-    assert len(exits) == (not is_sound)
+    assert len(exits) == (not is_healthy)
 
 
 class Dropping:
-    """Orders of which the first is taken back after its first step."""
+    """Inbox of which the first is taken back after its first step."""
 
-    def __init__(self, order: Make) -> None:
+    def __init__(self, order: Run) -> None:
         self._order, self._asked = order, 0
 
-    def next(self) -> Make:
+    def next(self) -> Run:
         return self._order
 
-    def is_dropped(self, job: int, index: int) -> bool:
+    def is_cancelled(self, job: int, index: int) -> bool:
         self._asked += 1
         return self._asked > 1
 
@@ -147,11 +154,11 @@ def test_nothing_is_left_of_a_request_that_was_taken_back(folder: Path) -> None:
 
     def drop_one() -> None:
         request = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=9, seed=3))
-        orders: Any = Dropping(Make(1, (request,)))
-        work_once(worker, orders, there, place)
-        assert isinstance(receive(here), Told)
+        orders: Any = Dropping(Run(1, (request,)))
+        serve_batch(worker, orders, there, place)
+        assert isinstance(receive(here), Update)
         answer = receive(here)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, Finished)
         assert isinstance(answer.outcomes[0], CancelledRequestError)
 
     drop_one()
@@ -167,23 +174,23 @@ def test_nothing_is_left_of_a_request_that_was_taken_back(folder: Path) -> None:
 
 
 def test_ranks_of_one_machine_talk_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samovar.engine.inside.os.environ", {"NCCL_SOCKET_IFNAME": "eth7"})
-    _prepare_world(Place(1, 2, os.getpid(), 4321))
-    assert os.environ["MASTER_PORT"] == "4321"
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+    monkeypatch.setattr("samovar.engine.worker_main.os.environ", {"NCCL_SOCKET_IFNAME": "eth7"})
+    variables = rank_environment(Place(1, 2, os.getpid(), 4321))
+    assert variables["MASTER_PORT"] == "4321"
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
 
 
 HOLES = """
 import os
 import psutil
-from samovar.engine.inside import _give_back_heap
+from samovar.engine.worker_main import _trim_heap
 
 resident = psutil.Process(os.getpid()).memory_info
 parts = [bytearray(20_000) for _ in range(5_000)]
 kept = parts[::50]  # What is between them is free, and stays with the process.
 del parts
 before = resident().rss
-_give_back_heap()
+_trim_heap()
 print((before - resident().rss) // 2**20)
 """
 

@@ -11,33 +11,25 @@ import pytest
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import EngineError, ModelError, SettingError
 from samovar.omni import AsyncOmni
-from samovar.server import House, Limits, ServerConfig
-from samovar.server.failures import Refusal
-from samovar.server.protocol import ImageRequest
+from samovar.server import AppState, Limits, ServerConfig
+from samovar.server.api_errors import ApiError
 
 
-def house(**settings: Any) -> House:
-    return House(AsyncOmni("emoji", device="cpu", **settings), ServerConfig())
-
-
-def asked(**values: Any) -> ImageRequest:
-    return ImageRequest.from_values({"prompt": "a cat", **values}, Limits())
-
-
-def refusal(of: House, **values: Any) -> Refusal:
-    with pytest.raises(Refusal) as refused:
-        of.engine_for(asked(**values))
-    return refused.value
+def state(**settings: Any) -> AppState:
+    return AppState(AsyncOmni("emoji", device="cpu", **settings), ServerConfig())
 
 
 def test_nothing_is_taken_while_the_model_loads() -> None:
-    one = house()
+    one = state()
     assert one.problem() == "loading"
-    assert (refusal(one).status, refusal(one).code, refusal(one).headers) == (503, "loading", {"Retry-After": "2"})
+    with pytest.raises(ApiError) as refused:
+        one.check_open()
+    assert (refused.value.status, refused.value.code) == (503, "loading")
+    assert refused.value.headers == {"Retry-After": "2"}
 
 
 def test_an_engine_that_is_not_alive_is_told() -> None:
-    one = house()
+    one = state()
     one.phase = "serving"
     assert one.problem() == "dead"
     one.phase = "draining"
@@ -46,34 +38,37 @@ def test_an_engine_that_is_not_alive_is_told() -> None:
 
 @pytest.mark.parametrize("name", ["other", "../emoji", "/etc/passwd", "emoji/", "emoji\x00", "%2e%2e", "EMOJI"])
 def test_only_the_model_that_is_served_is_known(name: str) -> None:
-    found = refusal(house(), model=name)
-    assert (found.status, found.param, found.code) == (404, "model", "model_not_found")
+    with pytest.raises(ApiError) as refused:
+        state().check_model(name)
+    assert (refused.value.status, refused.value.param, refused.value.code) == (404, "model", "model_not_found")
 
 
-def test_the_engine_is_asked_with_or_without_a_cache() -> None:
-    one = house()
+def test_the_model_that_is_served_needs_no_name() -> None:
+    one = state()
     one.phase = "serving"
-    assert one.engine_for(asked(model="emoji", cache=False)) is one.omni
+    one.check_open()
+    one.check_model("emoji")
+    one.check_model(None)
 
 
 def test_a_cache_of_the_environment_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not house().is_cached
+    assert not state().is_cached
     monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "forecast")
-    assert house().is_cached
-    assert not house(cache_backend="none").is_cached
+    assert state().is_cached
+    assert not state(cache_backend="none").is_cached
 
 
 def test_errors_that_are_not_for_clients_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert house().refusal_of(ModelError("/secret/folder")).status == 500
+    assert state().api_error(ModelError("/secret/folder")).status == 500
     assert "/secret/folder" in caplog.text
-    assert "deep inside" not in house().refusal_of(EngineError("deep inside")).message
+    assert "deep inside" not in state().api_error(EngineError("deep inside")).message
     assert "deep inside" in caplog.text
 
 
 def test_a_folder_has_its_name_wherever_it_is_called_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flux" / "inside").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "flux" / "inside")
-    named = [House(SimpleNamespace(config=SimpleNamespace(model=model)), ServerConfig()).model_name  # type: ignore[arg-type]
+    named = [AppState(SimpleNamespace(config=SimpleNamespace(model=model)), ServerConfig()).model_name  # type: ignore[arg-type]
              for model in (".", "..", "../inside", "org/name")]  # fmt: skip
     assert named == ["inside", "flux", "inside", "name"]
 
@@ -81,7 +76,7 @@ def test_a_folder_has_its_name_wherever_it_is_called_from(tmp_path: Path, monkey
 def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flux").mkdir()
     monkeypatch.chdir(tmp_path / "flux")
-    one = House(SimpleNamespace(config=SimpleNamespace(model=".")), ServerConfig())  # type: ignore[arg-type]
+    one = AppState(SimpleNamespace(config=SimpleNamespace(model=".")), ServerConfig())  # type: ignore[arg-type]
     assert one.model_name == "flux"
     monkeypatch.chdir(tmp_path)
     assert one.model_name == "flux"
@@ -95,14 +90,14 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
             "max_pixels is 1000, and the model's own default, size 40x30, is 1200. Raise --max-p",
         ),
         (Limits(max_steps=4), "max_steps is 4, and the model's own default, num_inference_steps, is 5"),
-        (Limits(max_pictures=1), "max_pictures is 1"),
+        (Limits(max_images=1), "max_images is 1"),
     ],
 )
 def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
     defaults = OmniDiffusionSamplingParams(width=40, height=30, num_inference_steps=5, num_outputs_per_prompt=2)
     omni: Any = SimpleNamespace(defaults=defaults)
     with pytest.raises(SettingError, match=says):
-        House(omni, ServerConfig(limits=limits)).open()
-    opened = House(omni, ServerConfig())
+        AppState(omni, ServerConfig(limits=limits)).open()
+    opened = AppState(omni, ServerConfig())
     opened.open()
     assert (opened.phase, opened.is_loaded) == ("serving", True)

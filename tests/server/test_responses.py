@@ -11,20 +11,19 @@ import PIL.Image
 import pytest
 from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, ImagesResponse
 
-from samovar.engine import GeneratedPictures, OmniDiffusionSamplingParams
-from samovar.engine.events import Preview, Progress, Started
+from samovar.engine import GenerationResult, OmniDiffusionSamplingParams, Preview, Progress, Started
 from samovar.server import Limits
-from samovar.server.protocol import ImageRequest
-from samovar.server.replies import completed_events, images_body, partial_event, progress_event, started_event
+from samovar.server.bodies import GenerationBody, read_body
+from samovar.server.responses import completed_events, images_response, preview_event, step_event
 
 PICTURE = PIL.Image.effect_mandelbrot((40, 24), (-2, -1.5, 1, 1.5), 50).convert("RGB")
-RESULT = GeneratedPictures(
+RESULT = GenerationResult(
     "a grey cat", (PICTURE, PICTURE), (7, 8), OmniDiffusionSamplingParams(num_inference_steps=4), 1.5, ("a note",)
 )
 
 
-def asked(**values: Any) -> ImageRequest:
-    return ImageRequest.from_values({"prompt": "a grey cat", **values}, Limits())
+def asked(**values: Any) -> GenerationBody:
+    return read_body(GenerationBody, {"prompt": "a grey cat", **values}, Limits())
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -39,7 +38,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 def test_pictures_come_in_the_format_asked_for(kind: str) -> None:
-    body = json.loads(images_body(asked(output_format=kind), RESULT, {"memory_bytes": 5}))
+    body = json.loads(images_response(asked(output_format=kind), RESULT, {"memory_bytes": 5}))
     answer = ImagesResponse.model_validate(body)
     assert answer.data is not None
     assert answer.usage is not None
@@ -55,23 +54,23 @@ def test_pictures_come_in_the_format_asked_for(kind: str) -> None:
 
 
 def test_compression_is_obeyed() -> None:
-    sizes = [len(images_body(asked(output_format="jpeg", output_compression=q), RESULT, {})) for q in (0, 50, 100)]
+    sizes = [len(images_response(asked(output_format="jpeg", output_compression=q), RESULT, {})) for q in (0, 50, 100)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[2]
 
 
 def test_events_are_openais() -> None:
-    (partial,) = events(partial_event("image_generation", asked(), Preview(1, 4, 0, PICTURE), 0))
+    (partial,) = events(preview_event("image_generation", asked(), Preview(1, 4, 0, PICTURE), 0))
     ImageGenPartialImageEvent.model_validate(partial, strict=True)
     completed = events(completed_events("image_generation", asked(), RESULT, {}))
     assert [ImageGenCompletedEvent.model_validate(body, strict=True).size for body in completed] == ["40x24"] * 2
-    assert [(body["seed"], body["picture"]) for body in completed] == [(7, 0), (8, 1)]
+    assert [(body["seed"], body["image_index"]) for body in completed] == [(7, 0), (8, 1)]
 
 
 def test_steps_are_told_in_our_words() -> None:
-    assert events(started_event(Started(0.25))) == [{"type": "samovar.started", "seconds_queued": 0.25}]
-    (told,) = events(progress_event(Progress(2, 4, 0, 1, 0.5, False)))
+    assert events(step_event(Started(0.25))) == [{"type": "samovar.started", "seconds_queued": 0.25}]
+    (told,) = events(step_event(Progress(2, 4, 0, 1, 0.5, False)))
     assert told == {
-        "type": "samovar.progress", "step": 2, "num_steps": 4, "picture": 0, "num_pictures": 1, "seconds": 0.5,
+        "type": "samovar.progress", "step": 2, "num_steps": 4, "image_index": 0, "num_images": 1, "seconds": 0.5,
         "is_computed": False,
     }  # fmt: skip

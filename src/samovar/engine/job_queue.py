@@ -1,0 +1,116 @@
+"""Which jobs run next, and is the batch that runs still alive? Nothing here knows of threads, processes or clocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import EngineError, OutOfMemoryError, QueueFullError, SamovarError, StepTimeoutError, WorkerLostError
+from .job import Job
+from .messages import Finished
+from .settings import OmniDiffusionConfig
+from .worker import RAISED_BY_ALL_RANKS
+
+SETTLE_S = 5.0
+"""How long the other ranks have to answer after one has failed. They may be waiting for it forever."""
+
+
+@dataclass
+class JobQueue:
+    """A bounded queue, by priority and then by arrival."""
+
+    max_jobs: int
+    jobs: list[Job] = field(default_factory=list)
+    """The next one first."""
+
+    def add(self, job: Job, seconds_each: float) -> None:
+        """Insert a job; QueueFullError if there is no room."""
+        count = len(self.jobs)
+        if count >= self.max_jobs:
+            retry_after_s = max(1.0, seconds_each * (count + 1))
+            message = f"{count} requests are waiting, which is the limit. Try again in {retry_after_s:.0f} s."
+            raise QueueFullError(message, retry_after_s)
+        self.jobs.insert(next((i for i, other in enumerate(self.jobs) if other.priority < job.priority), count), job)
+
+    def position(self, job: Job) -> int:
+        """1 is next; 0 if it does not wait."""
+        return self.jobs.index(job) + 1 if job in self.jobs else 0
+
+    def remove(self, jobs: list[Job]) -> None:
+        self.jobs = [job for job in self.jobs if job not in jobs]
+
+    def pop_overdue(self, now: float) -> list[Job]:
+        """Remove and return the jobs that have waited too long."""
+        late = [job for job in self.jobs if job.deadline is not None and job.deadline <= now]
+        self.remove(late)
+        return late
+
+    def next_deadline(self) -> float | None:
+        return min((job.deadline for job in self.jobs if job.deadline is not None), default=None)
+
+    def pop_batch(self, max_images: int) -> list[Job]:
+        """Remove and return the next job, with others that fit into the same pipeline call."""
+        chosen = self.jobs[:1]
+        for job in self.jobs[1:]:
+            count = sum(each.request.num_images for each in chosen) + job.request.num_images
+            if count <= max_images and chosen[0].request.fits_with(job.request):
+                chosen.append(job)
+        self.remove(chosen)
+        return chosen
+
+
+@dataclass
+class Batch:
+    """The jobs that the worker runs together, and what its ranks have said."""
+
+    number: int
+    jobs: list[Job]
+    last_heard: float
+    step: str = "before its first step"
+    answers: dict[int, Finished] = field(default_factory=dict)
+    """By rank."""
+    must_settle_by: float | None = None
+
+    def note(self, rank: int, answer: Finished, now: float) -> None:
+        """A rank has finished."""
+        self.answers[rank] = answer
+        if self.must_settle_by is None and any(isinstance(outcome, SamovarError) for outcome in answer.outcomes):
+            self.must_settle_by = now + SETTLE_S
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether all ranks, which have all finished, are at the same place."""
+        endings = [
+            [type(outcome) if isinstance(outcome, SamovarError) else None for outcome in answer.outcomes]
+            for answer in self.answers.values()
+        ]
+        if len(endings) == 1:
+            return True
+        shared = (*RAISED_BY_ALL_RANKS, OutOfMemoryError)
+        are_shared = all(kind is None or issubclass(kind, shared) for kind in endings[0])
+        return are_shared and all(ending == endings[0] for ending in endings)
+
+    def errors(self) -> str:
+        """What went wrong, and on which rank."""
+        errors = {
+            rank: outcome
+            for rank, answer in sorted(self.answers.items())
+            for outcome in answer.outcomes
+            if isinstance(outcome, SamovarError)
+        }
+        return "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
+
+    def next_timeout(self, config: OmniDiffusionConfig) -> float:
+        """When the next message must have come."""
+        timeout = self.last_heard + config.step_timeout_s
+        return timeout if self.must_settle_by is None else min(timeout, self.must_settle_by)
+
+    def timeout_error(self, config: OmniDiffusionConfig, now: float) -> EngineError | None:
+        """The error if the worker hangs, else None."""
+        if self.must_settle_by is not None and now >= self.must_settle_by:
+            return WorkerLostError(f"Other ranks did not follow {self.errors()}. All were ended: try again.")
+        if now - self.last_heard < config.step_timeout_s:
+            return None
+        return StepTimeoutError(
+            f"The worker sent nothing for {config.step_timeout_s:g} s, {self.step}, and was ended. Try again; if steps "
+            "do take that long, raise step_timeout_s."
+        )

@@ -1,0 +1,121 @@
+"""Where does the worker of a Python program live? In this process if one is enough, else in one process per rank."""
+
+from __future__ import annotations
+
+import os
+import queue
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ..errors import SamovarError, SettingError
+from .facts import PipelineFacts
+from .job import Job
+from .request import SILENT, Done, Event, Failed, Listener, Request, Started
+from .settings import OmniDiffusionConfig
+from .supervisor import Supervisor
+from .worker import Outcome, Worker
+
+_POLL_S = 0.1
+"""How often cancellation is checked while no event arrives."""
+
+
+class ImageWorker(Protocol):
+    """What `Omni` needs of a worker."""
+
+    facts: PipelineFacts
+    load_seconds: float
+    max_batch: int
+
+    def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
+        """Serve requests that fit together; an error for each that fails."""
+
+    def close(self) -> None: ...
+
+
+class MultirankWorker:
+    """Worker processes that act as one worker. If one of them dies, all are replaced."""
+
+    def __init__(self, config: OmniDiffusionConfig) -> None:
+        supervisor = Supervisor(replace(config, max_queue=max(config.max_queue, config.max_batch)))
+        supervisor.start()
+        self._supervisor = supervisor
+        self.close = weakref.finalize(self, supervisor.close)
+        self.facts = supervisor.facts
+        self.load_seconds = supervisor.load_seconds
+        self.max_batch = supervisor.max_batch
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """In the order of ranks; empty while they are being replaced."""
+        return self._supervisor.status().worker_ids
+
+    def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
+        """As by one worker."""
+        listener = listener or SILENT
+        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        outcomes: dict[int, Outcome] = {}
+        jobs: dict[int, Job] = {}
+        for index, request in enumerate(requests):
+            try:
+                jobs[index] = self._supervisor.submit(request, lambda event, i=index: events.put((i, event)))  # type: ignore[misc]
+            except SamovarError as error:
+                outcomes[index] = error
+        try:
+            while len(outcomes) < len(requests):
+                for index in jobs.keys() - outcomes.keys():
+                    if listener.is_cancelled(index):
+                        self._supervisor.cancel(jobs[index])
+                try:
+                    index, event = events.get(timeout=_POLL_S)
+                except queue.Empty:
+                    continue
+                if isinstance(event, Failed):
+                    outcomes[index] = event.error
+                elif isinstance(event, Done):
+                    outcomes[index] = event.result
+                elif not isinstance(event, Started):
+                    listener.on_event(index, event)
+        finally:
+            for job in jobs.values():
+                self._supervisor.cancel(job)  # Does nothing if it is over.
+        return [outcomes[index] for index in range(len(requests))]
+
+
+def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWorker:
+    """A worker in this process if one rank is enough or torchrun started the others; else a process for each rank. A
+    pipeline that is already loaded cannot be sent to other processes."""
+    import torch.distributed as dist
+
+    from ..parallel import join_world
+
+    if not dist.is_initialized() and not is_under_torchrun():
+        if config.num_ranks == 1:
+            return Worker(config, pipeline)
+        if pipeline is not None:
+            raise SettingError(
+                f"A loaded pipeline stays in this process, and these settings need {config.num_ranks}. Give the "
+                "model's name or folder, or start this script with torchrun.",
+                param="model",
+            )
+        return MultirankWorker(config)
+    world_size = dist.get_world_size() if dist.is_initialized() else _world_size()
+    if config.num_ranks != world_size and (config.num_ranks > 1 or not dist.is_initialized()):
+        raise SettingError(
+            f"{world_size} ranks are running, and parallel={config.parallel!r} needs {config.num_ranks}. The product "
+            "of its degrees must be the number of ranks.",
+            param="parallel",
+        )
+    if not dist.is_initialized():
+        join_world(backend=config.backend)
+    return Worker(config, pipeline)
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process as one of several ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and _world_size() > 1
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))

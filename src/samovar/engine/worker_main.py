@@ -1,0 +1,164 @@
+"""What does a worker process do? It loads the model and serves requests until its pipe closes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+from ..errors import EngineError, SamovarError
+from .messages import Cancel, Fatal, Finished, Ready, Run, Update, receive, send
+from .request import Event, Listener
+from .settings import OmniDiffusionConfig
+from .worker import Worker
+
+EXIT_ORPHANED, EXIT_BAD_MESSAGE, EXIT_GPU_LOST = 3, 4, 5
+_PR_SET_PDEATHSIG = 1
+
+
+class Place(NamedTuple):
+    """Which process this is."""
+
+    rank: int
+    num_ranks: int
+    parent_id: int
+    store_port: int | None
+    """Where ranks meet."""
+
+
+def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> None:
+    """The whole life of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides.
+    die_with(place.parent_id)
+    # tqdm's own lock is a named semaphore, which stays behind when this process is killed.
+    tqdm.set_lock(threading.RLock())
+    inbox = Inbox(pipe)
+    try:
+        if place.num_ranks > 1:
+            _join_ranks(config, place)
+        worker = Worker(config)
+    except SamovarError as error:
+        send(pipe, Fatal(error), place.parent_id)
+        return
+    except BaseException as error:
+        send(pipe, Fatal(EngineError(f"Loading failed: {type(error).__name__}: {error}")), place.parent_id)
+        raise
+    send(pipe, Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch), place.parent_id)
+    gc.collect()
+    gc.freeze()  # Otherwise each collection would search the whole model, for a sixth of a second.
+    while True:
+        serve_batch(worker, inbox, pipe, place)
+
+
+def die_with(parent_id: int) -> None:
+    """End when the parent does, even if it is killed. Other systems than Linux notice by the end of the pipe."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_id:  # It has already ended.
+        os._exit(EXIT_ORPHANED)
+
+
+class Inbox:
+    """Reads what the parent sends, also while a batch runs."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._batches: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        self._cancelled: set[tuple[int, int]] = set()
+        """Only the reading thread writes this, so no cancellation is lost."""
+        threading.Thread(target=self._read, daemon=True, name="samovar inbox").start()
+
+    def next(self) -> Run:
+        """The next batch; waits for it."""
+        return self._batches.get()
+
+    def is_cancelled(self, batch: int, index: int) -> bool:
+        return (batch, index) in self._cancelled
+
+    def _read(self) -> None:
+        code = EXIT_BAD_MESSAGE  # Better a new process than one that hears nothing.
+        try:
+            while True:
+                message = receive(self._pipe)
+                if isinstance(message, Run):
+                    self._cancelled = {each for each in self._cancelled if each[0] >= message.batch}
+                    self._batches.put(message)
+                elif isinstance(message, Cancel):
+                    self._cancelled = {*self._cancelled, (message.batch, message.request)}
+        except (EOFError, OSError):
+            code = 0  # The parent is gone. The system cleans up.
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(code)
+
+
+def _join_ranks(config: OmniDiffusionConfig, place: Place) -> None:
+    """Join the other ranks as under torchrun. The parent holds the store, so it outlives every rank."""
+    import torch
+
+    from ..parallel import join_world
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // place.num_ranks))
+    os.environ |= rank_environment(place)
+    join_world(backend=config.backend)
+
+
+def rank_environment(place: Place) -> dict[str, str]:
+    """The variables that torchrun would set."""
+    variables = {
+        "TORCHELASTIC_RUN_ID": "samovar",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(place.store_port),
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.rank),
+        "WORLD_SIZE": str(place.num_ranks),
+        "LOCAL_WORLD_SIZE": str(place.num_ranks),
+    }
+    if sys.platform == "linux":  # All ranks are on this machine, and no other machine should reach them.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            variables[name] = os.environ.get(name, "lo")
+    return variables
+
+
+def serve_batch(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
+    """Serve one batch and free everything it used."""
+    _answer(worker, inbox.next(), inbox, pipe, place)
+    # An error is in a cycle with its frames, whose tensors may fill a GPU.
+    gc.collect()
+    _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Return free memory to the system. Batches of all sizes fragment the heap, which would grow for days."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # Not in every libc.
+        trim(0)
+
+
+def _answer(worker: Worker, run: Run, inbox: Inbox, pipe: Connection, place: Place) -> None:
+    def on_event(index: int, event: Event) -> None:
+        if place.rank == 0:
+            send(pipe, Update(run.batch, index, event), place.parent_id)
+
+    try:
+        outcomes = worker.run(run.requests, Listener(on_event, lambda index: inbox.is_cancelled(run.batch, index)))
+    except BaseException as error:
+        send(pipe, Fatal(EngineError(f"The worker failed: {type(error).__name__}: {error}")), place.parent_id)
+        raise
+    broken = [outcome for outcome in outcomes if isinstance(outcome, EngineError)]
+    if broken and not worker.is_healthy():
+        send(pipe, Fatal(broken[0]), place.parent_id)
+        os._exit(EXIT_GPU_LOST)  # A regular exit would wait for the GPU, which may never answer.
+    sent = [outcome if place.rank == 0 or isinstance(outcome, SamovarError) else None for outcome in outcomes]
+    send(pipe, Finished(run.batch, tuple(sent), worker.usage()), place.parent_id)

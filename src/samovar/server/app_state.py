@@ -1,0 +1,94 @@
+"""Does the server take requests now? What all routes share: the engine, the settings and the server's phase."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from ..errors import SamovarError, SettingError
+from ..omni import AsyncOmni
+from .api_errors import ApiError, api_error, is_internal
+from .settings import ServerConfig
+
+log = logging.getLogger("samovar.server")
+
+
+@dataclass
+class AppState:
+    omni: AsyncOmni
+    config: ServerConfig
+    phase: Literal["loading", "serving", "draining"] = "loading"
+    is_loaded: bool = False
+    """Whether the model's facts are known. A server may drain before it has loaded."""
+
+    def open(self) -> None:
+        """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
+        defaults, limits = self.omni.defaults, self.config.limits
+        pixels = (defaults.width or 0) * (defaults.height or 0)
+        for what, value, option, most in (
+            (f"size {defaults.width}x{defaults.height}", pixels, "max_pixels", limits.max_pixels),
+            ("num_inference_steps", defaults.num_inference_steps or 0, "max_steps", limits.max_steps),
+            ("num_outputs_per_prompt", defaults.num_outputs_per_prompt or 0, "max_images", limits.max_images),
+        ):
+            if value > most:
+                raise SettingError(
+                    f"{option} is {most}, and the model's own default, {what}, is {value}. "
+                    f"Raise --{option.replace('_', '-')}, or set a smaller default in the model's samovar.json.",
+                    param=option,
+                )
+        self.is_loaded, self.phase = True, "serving"
+
+    @cached_property
+    def model_name(self) -> str:
+        """The model's name for clients: of a folder its name, never its path."""
+        path = Path(self.omni.config.model)
+        return path.resolve().name if path.name in ("", "..") else path.name
+
+    @cached_property
+    def is_cached(self) -> bool:
+        """Whether the engine skips steps; a cache may also come from the environment."""
+        return self.omni.config.attach_config.cache is not None
+
+    def problem(self) -> str | None:
+        """Why no request is taken now, or None."""
+        if self.phase != "serving":
+            return self.phase
+        status = self.omni.status()
+        return None if status.is_ready and status.is_alive else "restarting" if status.is_alive else "dead"
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model than the one that is served."""
+        if name not in (None, self.model_name):
+            message = f"The model {(name or '')[:80]!r} is not served here. Known: {self.model_name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_open(self) -> None:
+        """Refuse while the model loads."""
+        if self.phase == "loading":
+            raise ApiError(503, "The model is still loading.", code="loading", headers={"Retry-After": "2"})
+        self.check_not_draining()
+
+    def check_not_draining(self) -> None:
+        """Refuse what needs a model, if it will never be loaded."""
+        if self.phase == "draining" and not self.is_loaded:
+            message = "The server is shutting down before its model was loaded."
+            raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
+
+    def check_can_edit(self) -> None:
+        """Refuse edits early, before pixels are decoded. The queue has the last word on its length."""
+        if self.phase == "serving" and not self.omni.can_edit:
+            message = f"The model {self.model_name!r} only makes images from text; it cannot edit."
+            raise ApiError(400, message, param="image", code="unsupported_model")
+        most = self.omni.config.max_queue
+        if self.omni.status().queued >= most:
+            message = f"{most} requests are already waiting. Try again later."
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+    def api_error(self, error: SamovarError) -> ApiError:
+        """What the client sees of an error; internal errors are logged instead."""
+        if is_internal(error):
+            log.error("the engine failed: %s: %s", type(error).__name__, error)
+        return api_error(error)
