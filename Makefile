@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-gpu test-ray test-browser test-foreign reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-gpu test-ray test-browser test-foreign test-versions reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -52,6 +52,11 @@ test-foreign: $(READY)
 	@test -n "$(FOREIGN)" || { echo 'make test-foreign FOREIGN=folder: a folder of checkouts is needed.' >&2; exit 2; }
 	$(BIN)/pip install --quiet --no-deps einops timm x-transformers einx loguru frozendict torch-einops-utils einops-exts easydict ftfy
 	SAMOVAR_FOREIGN="$(FOREIGN)" $(PYTEST) -m foreign tests/foreign
+
+# The oldest versions of diffusers, transformers and the rest that pyproject.toml allows, then the newest, in environments
+# under .envs; ARGS=torch==2.14.1 tries another torch, a download of gigabytes. Writes docs/reference/versions.md.
+test-versions: $(READY)
+	$(BIN)/python benchmarks/versions.py $(ARGS) --write docs/reference/versions.md
 
 # What would be published: a source distribution and a wheel, in dist/.
 package: $(READY)

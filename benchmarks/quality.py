@@ -3,7 +3,7 @@
     python benchmarks/quality.py --device cuda --dtype float32 --json benchmarks/results/quality.json
 
 One process: settings are planned and tuned on 128 captions, then everything is measured on 64 others with 4 seeds each,
-50 steps. A promise is tuned for at three levels each of PSNR, LPIPS and speed, and checked on those others. What is
+50 steps. A setting is tuned for three levels each of PSNR, LPIPS and speed, and checked on those others. What is
 done is kept in `--state` until the end, so that an interrupted run goes on.
 """
 
@@ -23,33 +23,33 @@ from samovar.errors import SettingError
 from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
 from samovar.lab.bench import all_methods, bench
 from samovar.lab.tasks import check_disjoint
-from samovar.lab.tune import Promise, tune
+from samovar.lab.tune import Target, tune
 
-PROMISES = [("psnr", 35.0), ("psnr", 40.0), ("psnr", 45.0), ("lpips", 0.02), ("lpips", 0.01), ("lpips", 0.005),
-            ("speedup", 2.0), ("speedup", 3.0), ("speedup", 5.0)]  # fmt: skip
+TARGETS = [("psnr", 35.0), ("psnr", 40.0), ("psnr", 45.0), ("lpips", 0.02), ("lpips", 0.01), ("lpips", 0.005),
+           ("speedup", 2.0), ("speedup", 3.0), ("speedup", 5.0)]  # fmt: skip
 
 
 def tuned(tuning: Session, testing: Session, refinements: int) -> list[dict[str, Any]]:
-    """Each promise, what was chosen for it, and how often it is kept on captions that had no say in it."""
+    """Each target, the setting chosen for it, and how many images meet it on captions that were not used to choose."""
     rows = []
-    for target, value in PROMISES:
-        promise = Promise(target, value)  # type: ignore[arg-type]
+    for metric, value in TARGETS:
+        target = Target(metric, value)  # type: ignore[arg-type]
         try:
-            found = tune(tuning, testing, promise, refinements=refinements)
+            found = tune(tuning, testing, target, refinements=refinements)
         except SettingError as error:
-            rows.append({"promise": str(promise), "problem": str(error)})
+            rows.append({"promise": str(target), "problem": str(error)})
             continue
         held_out = {name: value for name, value in found.held_out.to_dict().items() if name != "each"}
         plain = found.plain.quality
         rows.append(
             {
-                "promise": str(promise), "setting": found.setting("benchmarks/quality.py"), "held_out": held_out,
-                "share_kept": found.share_kept, "num_tried": len(found.tried),
+                "promise": str(target), "setting": found.setting("benchmarks/quality.py"), "held_out": held_out,
+                "share_kept": found.share_met, "num_tried": len(found.tried),
                 "worst": found.to_dict()["held_out"]["worst"], "plain_steps": plain._asdict(),
             }
         )  # fmt: skip
         print(
-            f"{promise}: {held_out['computed']} computed, {held_out['psnr']} dB, kept by {found.share_kept:.1%}",
+            f"{target}: {held_out['computed']} computed, {held_out['psnr']} dB, met by {found.share_met:.1%}",
             flush=True,
         )
     return rows
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows = bench(testing, methods, alone)
     print(f"measured after {time.perf_counter() - started:.0f} s", flush=True)
     promises = [] if options.no_tune else tuned(tuning, testing, options.refine)
-    about = runner.about() | {"date": date.today().isoformat(), "images": len(judging), "captions": options.captions}
+    about = runner.about() | {"date": date.today().isoformat(), "pictures": len(judging), "captions": options.captions}
     return {"about": about, "seconds": round(time.perf_counter() - started), "rows": rows, "promises": promises}
 
 

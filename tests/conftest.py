@@ -8,15 +8,47 @@ illegal instruction that ends the process. Nothing that is tested here depends o
 from __future__ import annotations
 
 import os
+import re
+import traceback
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+LOCK = Path(__file__).parents[1] / "requirements.lock"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """Tests of what an older diffusers than the locked one lacks are skipped (benchmarks/versions.py)."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        if lacking := _lacking(error):
+            pytest.skip(lacking)
+        raise
+
+
+def _lacking(error: Exception) -> str:
+    import diffusers
+    from packaging.version import Version
+
+    (locked,) = re.findall(r"^diffusers==(.*)", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
+    if Version(diffusers.__version__) >= Version(locked):
+        return ""
+    if re.search(r"diffusers.*has no attribute|cannot import name .* from 'diffusers", str(error)):
+        return f"diffusers {diffusers.__version__}: {error}"
+    if "group_offloading" in traceback.extract_tb(error.__traceback__)[-1].filename:
+        return "before 0.41, diffusers' group offload needed an accelerator"
+    return ""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

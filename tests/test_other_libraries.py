@@ -16,7 +16,7 @@ def test_a_plain_module_has_no_marks() -> None:
     assert others.accelerate_hook(module) is None
     assert others.accelerate_weights(module) is None
     assert others.diffusers_hooks(module) == {}
-    assert others.compute_dtype(module) is None
+    assert others.compute_dtype(module) is others.quantization(module) is None
     assert others.attention_backend(module) is None
     assert others.declared_plans(module) == {}
     assert not others.has_cache_dit(module)

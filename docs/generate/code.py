@@ -83,7 +83,7 @@ def commands(_: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from samovar.cli.entry import _parser as make
+    from samovar.cli.entry import make_parser as make
 
     return make()
 

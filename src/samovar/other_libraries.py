@@ -88,6 +88,17 @@ def pipeline_steps(pipeline: Any) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
+def quantization(model: torch.nn.Module) -> str | None:
+    """How a model of diffusers or transformers is quantised, as its configuration says; None if it is not."""
+    settings = _entry(getattr(model, "config", None), "quantization_config")
+    method = _entry(settings, "quant_method")
+    return None if settings is None else str(getattr(method, "value", method))
+
+
+def _entry(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
 # ------------------------------------------------------------------------------------------------ cache-dit, peft
 
 

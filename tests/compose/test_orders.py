@@ -37,7 +37,7 @@ def put_on(pipe: Any, feature: str) -> Callable[[], None]:
         handle = backend.enable(pipe)
         return lambda: handle.detach()
     if feature == "offload":
-        return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).remove
+        return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).detach
     return enable_sequence_parallel_for_model(pipe.transformer, RING).detach
 
 
@@ -102,7 +102,7 @@ def test_other_pipelines_are_indifferent_to_the_order_too(name: str) -> None:
 
 def put_on_alone(pipe: Any, feature: str) -> Callable[[], None]:
     if feature == "offload":
-        return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).remove
+        return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).detach
     backend = TeaCacheBackend(SCHEDULE)
     handle = backend.enable(pipe)
     return lambda: handle.detach()

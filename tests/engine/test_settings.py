@@ -31,7 +31,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "message"),
     [
         ({"dtype": "bfloat61"}, r"dtype must be one of .*, not 'bfloat61'. Did you mean 'bfloat16'\?"),
-        ({"device": "foo"}, "'foo' is no device"),
+        ({"device": "foo"}, "device='foo' is not a device"),
         ({"cache_backend": "tee_cache"}, r"Did you mean 'tea_cache'\?"),
         ({"cache": {"backend": "none", "rel_l1_thresh": 1}}, "for the cache 'none'"),
         ({"cach": "forecast"}, r"'cach' is not a setting of OmniDiffusionConfig. Did you mean 'cache'\?"),
@@ -56,7 +56,7 @@ def test_what_is_no_model_is_refused() -> None:
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SettingError, match="'cuda:9' cannot be used"):
+    with pytest.raises(SettingError, match="device='cuda:9' cannot be used"):
         OmniDiffusionConfig("emoji", device="cuda:9")
 
 

@@ -219,6 +219,7 @@ def test_replacing_detaches_the_old_before_the_new_begins() -> None:
     assert events[-2:] == ["old ends", "new begins"]
 
 
+@pytest.mark.filterwarnings("error")
 def test_where_warnings_are_errors_nothing_is_replaced() -> None:
     module, registry = hooked(("1", Around("1")))
     with pytest.raises(UserWarning, match="is replaced"):

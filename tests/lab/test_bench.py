@@ -14,7 +14,7 @@ from PIL import Image
 
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import ModelError, SettingError
-from samovar.lab.bench import KINDS, all_methods, bench, draw, mark_best, our_methods
+from samovar.lab.bench import all_methods, bench, draw, mark_best
 from samovar.lab.methods import Method, Notes, cached, plain
 from samovar.lab.tasks import Task
 
@@ -78,14 +78,17 @@ def test_the_best_are_marked() -> None:
     assert [row.get("is_best_by_lpips") for row in rows] == [None, False, True, False, None]
 
 
-def test_our_schedules_are_planned_on_other_prompts(make_session: MakeSession) -> None:
+def test_schedules_are_planned_on_other_prompts_if_they_are_chosen(make_session: MakeSession) -> None:
     tuning = make_session(steps=10, tasks=[Task("a hat", 50)], name="tuning")
-    methods = our_methods(tuning)
+    methods = all_methods(tuning, only=["schedule", "plain"])
+    assert [m.steps for m in methods if m.family == "plain steps"] == [7, 5, 4, 3, 2]
     schedules = [method for method in methods if "schedule" in method.settings]
     assert [method.name.split(" (")[0] for method in schedules] == [f"schedule, {n} computed" for n in (2, 3, 4, 5)]
     assert not any(method.is_adaptive for method in schedules)
     row = tuning.measure(schedules[2])
     assert row.computed == 4
+    with pytest.raises(SettingError, match=r"only='nosuch' matches no method\. Methods: plain 7 steps, "):
+        all_methods(tuning, only=["nosuch"])
 
 
 @pytest.mark.slow
@@ -93,8 +96,6 @@ def test_everything_at_once(make_session: MakeSession) -> None:
     session, tuning = make_session(steps=12), make_session(steps=12, tasks=[Task("a hat", 50)], name="tuning")
     methods = all_methods(tuning)
     assert len({method.name for method in methods}) == len(methods)
-    assert {method.name.split()[0] for method in methods} == {kind.split()[0] for kind in KINDS}
-    assert {method.family for method in methods if method.is_peer} <= set(KINDS)
     rows = bench(session, methods)
     assert {row["family"] for row in rows if "problem" in row} <= {"diffusers SeaCache"}
 

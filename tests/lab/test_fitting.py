@@ -61,6 +61,10 @@ def drifts(outputs: Outputs, plan: FittedPlan, guidance: Mapping[str, float] = G
     return found
 
 
+def forwards_of(plan: FittedPlan) -> int:
+    return sum(mask.count("#") for mask in plan.schedules.values())
+
+
 def rms(tensor: torch.Tensor) -> float:
     return float(tensor.pow(2).mean().sqrt())
 
@@ -116,7 +120,7 @@ def test_the_drift_is_that_of_the_tensors() -> None:
     plan = fit_weights(watched(outputs), {"cond": "##.#..#...#.", "uncond": "#...#....#.."})
     assert plan.drift == pytest.approx(rms(drifts(outputs, plan)[-1]), rel=1e-6)
     assert plan.drift > 0
-    assert plan.forwards == 8
+    assert forwards_of(plan) == 8
     assert set(plan.weights["cond"]) == {2, 4, 5, 7, 8, 9, 11}
 
 
@@ -156,14 +160,14 @@ def test_the_schedule_is_the_best_of_all(forwards: int) -> None:
         fit_weights(products, {"cond": [step == 0 or step in chosen for step in range(7)]})
         for chosen in itertools.combinations(range(1, 7), forwards - 1)
     ]
-    assert found.forwards == forwards
+    assert forwards_of(found) == forwards
     assert cost(outputs, found) == pytest.approx(min(cost(outputs, plan) for plan in every), rel=0.05)
 
 
 @pytest.mark.parametrize("forwards", [2, 3, 9, 15, 24])
 def test_so_many_forwards_are_computed_as_were_asked_for(forwards: int) -> None:
     plan = fit_schedule(watched(curves(12)), forwards)
-    assert plan.forwards == forwards
+    assert forwards_of(plan) == forwards
     assert all(mask.startswith("#") and len(mask) == 12 for mask in plan.schedules.values())
 
 
@@ -178,7 +182,7 @@ def test_a_branch_that_stays_as_it_is_is_left_alone() -> None:
 def test_branches_may_be_kept_together() -> None:
     plan = fit_schedule(watched(curves(10)), 8, together=True)
     assert plan.schedules["cond"] == plan.schedules["uncond"]
-    assert plan.forwards == 8
+    assert forwards_of(plan) == 8
 
 
 # ------------------------------------------------------------------------------------------------ products
@@ -230,7 +234,7 @@ def test_any_number_of_forwards_can_be_planned_after_any_beginning(steps: int) -
             if exact <= computed <= steps:
                 begin = {"cond": "#" * exact, "uncond": "#" * exact}
                 plan = fit_schedule(products, 2 * computed, together=True, begin=begin)
-                assert plan.forwards == 2 * computed
+                assert forwards_of(plan) == 2 * computed
                 assert plan.schedules["cond"].startswith("#" * exact)
 
 

@@ -1,4 +1,4 @@
-"""Promises are about single images, the search ends at the fastest that keeps them, and held-out prompts judge."""
+"""Targets are about single images, the search ends at the fastest that meets them, and held-out prompts judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samovar.lab.methods import read_method
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row
 from samovar.lab.tasks import Task
-from samovar.lab.tune import Promise, Tuned, denoiser_speedup, lower_bound, tune, values_below
+from samovar.lab.tune import Target, Tuned, denoiser_speedup, lower_bound, tune, values_below
 
 
 def row(psnrs: list[float], computed: float = 10, lpips: float = 0.01) -> Row:
@@ -48,25 +48,25 @@ def test_the_bound_holds_where_a_few_images_are_of_another_kind() -> None:
     assert lower_bound([40.0] * 31 + [20.0]) <= 20.0, "few images: no higher than the lowest"
 
 
-def test_promises() -> None:
-    promise = Promise("psnr", 30)
-    assert promise.keeps(Quality(30.0, 0, 1))
-    assert not promise.keeps(Quality(29.9, 1, 0))
-    assert promise.is_kept(row([40, 41, 42, 43]))
-    assert not promise.is_kept(row([28, 41, 55, 60])), "the mean is not what is promised"
-    assert Promise("lpips", 0.011).is_kept(row([1, 2, 3]))
-    assert not Promise("lpips", 0.009).is_kept(row([1, 2, 3]))
+def test_targets() -> None:
+    target = Target("psnr", 30)
+    assert target.is_met_by(Quality(30.0, 0, 1))
+    assert not target.is_met_by(Quality(29.9, 1, 0))
+    assert target.is_met(row([40, 41, 42, 43]))
+    assert not target.is_met(row([28, 41, 55, 60])), "the mean is not the target"
+    assert Target("lpips", 0.011).is_met(row([1, 2, 3]))
+    assert not Target("lpips", 0.009).is_met(row([1, 2, 3]))
     assert denoiser_speedup(row([1.0], computed=10)) == 2.0
-    assert Promise("speedup", 2.0).is_kept(row([1.0], computed=10)), "forwards are counted"
-    assert not Promise("speedup", 2.1).is_kept(row([1.0], computed=10))
-    assert str(promise) == "PSNR of at least 30 dB"
+    assert Target("speedup", 2.0).is_met(row([1.0], computed=10)), "forwards are counted"
+    assert not Target("speedup", 2.1).is_met(row([1.0], computed=10))
+    assert str(target) == "PSNR of at least 30 dB"
 
 
-def test_a_promised_speed_is_judged_on_held_out_prompts() -> None:
+def test_a_speedup_is_judged_on_held_out_prompts() -> None:
     chosen = row([40.0], computed=8)
     for computed, share in ((8, 1.0), (12, 0.0)):
-        found = Tuned(Promise("speedup", 2.0), chosen, row([40.0], computed=computed), chosen, [chosen], 20)
-        assert (found.share_kept, found.is_kept) == (share, share == 1.0)
+        found = Tuned(Target("speedup", 2.0), chosen, row([40.0], computed=computed), chosen, [chosen], 20)
+        assert (found.share_met, found.is_met) == (share, share == 1.0)
 
 
 @pytest.mark.parametrize(
@@ -77,53 +77,53 @@ def test_a_promised_speed_is_judged_on_held_out_prompts() -> None:
         ("speedup", float("nan"), "target_speedup=nan"),
         ("speedup", 0.5, "target_speedup=0.5"),
         ("psnr", True, "target_psnr=True"),
-        ("pnsr", 30, "'pnsr' cannot be promised.*'psnr'"),
+        ("pnsr", 30, "'pnsr' cannot be a target.*'psnr'"),
     ],
 )
-def test_promises_that_make_no_sense_are_refused(target: Any, value: Any, message: str) -> None:
+def test_targets_that_make_no_sense_are_refused(target: Any, value: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        Promise(target, value)
+        Target(target, value)
 
 
 TESTING = [Task("a horse", 100), Task("a tree", 101), Task("a hat", 102)]
 
 
-def test_the_fastest_that_keeps_a_promise(make_session: MakeSession) -> None:
+def test_the_fastest_that_meets_a_target(make_session: MakeSession) -> None:
     tuning, testing = make_session(tasks=TASKS, batch=3), make_session(tasks=TESTING, batch=3, name="testing")
     # What is asked for lies between what few and many computed steps give on this random model.
     target = tuning.measure(read_method({"backend": "tea_cache", "schedule": "##.#.#.#.#"})).quality.psnr - 8
-    found = tune(tuning, testing, Promise("psnr", target))
-    assert found.promise.is_kept(found.row)
+    found = tune(tuning, testing, Target("psnr", target))
+    assert found.target.is_met(found.row)
     assert found.row.computed < 10
     faster = [tried for tried in found.tried if tried.computed < found.row.computed]
-    assert not any(found.promise.is_kept(tried) for tried in faster)
+    assert not any(found.target.is_met(tried) for tried in faster)
     assert [task.prompt for task in testing.tasks] == ["a horse", "a tree", "a hat"]
-    assert found.share_kept == sum(q.psnr >= target for q in found.held_out.images) / 3
+    assert found.share_met == sum(q.psnr >= target for q in found.held_out.images) / 3
     assert found.plain.steps == round(found.row.computed)
     saved = found.setting("a test")
     assert saved["num_inference_steps"] == 10
     assert read_method(saved["cache"]).settings == found.row.settings
     report = found.to_dict()
     assert len(report["tried"]) == len(found.tried) > 6
-    assert any(tried["keeps"] for tried in report["tried"])
+    assert any(tried["meets_target"] for tried in report["tried"])
 
 
 @pytest.mark.slow
-def test_a_promised_speed_is_reached(make_session: MakeSession) -> None:
+def test_a_speedup_is_reached(make_session: MakeSession) -> None:
     tuning, testing = make_session(tasks=TASKS[:2]), make_session(tasks=TESTING[:1], name="testing")
-    found = tune(tuning, testing, Promise("speedup", 2.0), refinements=3)
+    found = tune(tuning, testing, Target("speedup", 2.0), refinements=3)
     assert denoiser_speedup(found.row) >= 2
     rivals = [tried for tried in found.tried if denoiser_speedup(tried) >= 2]
     assert found.row.quality.psnr == max(tried.quality.psnr for tried in rivals)
     assert len(found.tried) >= 6
 
 
-def test_what_cannot_be_kept_is_said(make_session: MakeSession) -> None:
+def test_a_target_out_of_reach_is_reported(make_session: MakeSession) -> None:
     tuning, testing = make_session(tasks=TASKS[:1]), make_session(tasks=TESTING[:1], name="testing")
     with pytest.raises(
-        SettingError, match=r"No setting that skips steps keeps a PSNR of at least 99 dB\. The best"
+        SettingError, match=r"No setting that skips steps reaches a PSNR of at least 99 dB\. The best"
     ) as said:
-        tune(tuning, testing, Promise("psnr", 99.0))
+        tune(tuning, testing, Target("psnr", 99.0))
     computed = re.search(r"with ([\d.]+) of 10 steps computed; its 1 images show .* reach [\d.]+ dB\.", str(said.value))
     assert computed is not None
     assert float(computed[1]) < 10, "what skips nothing is not the best that skips"
@@ -134,11 +134,11 @@ def test_what_cannot_be_kept_is_said(make_session: MakeSession) -> None:
 def test_a_setting_that_plain_steps_beat_is_not_worth_it(target: Any, value: float) -> None:
     near, far = row([40, 41, 42], lpips=0.001), row([30, 31, 32])
     for held_out, plain_row, is_worth_it in ((near, far, True), (far, near, False)):
-        found = Tuned(Promise(target, value), held_out, held_out, plain_row, [held_out], 20)
+        found = Tuned(Target(target, value), held_out, held_out, plain_row, [held_out], 20)
         assert found.is_worth_it is is_worth_it
         assert found.to_dict()["is_worth_it"] is is_worth_it
 
 
 def test_prompts_are_kept_apart(make_session: MakeSession) -> None:
     with pytest.raises(SettingError, match="'a cat' is in both lists"):
-        tune(make_session(), make_session(name="testing"), Promise("psnr", 30))
+        tune(make_session(), make_session(name="testing"), Target("psnr", 30))

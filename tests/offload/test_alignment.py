@@ -24,6 +24,7 @@ from samovar.offload.weights import ALIGNMENT, LEAST_PIECE, LINE, tensors_of
 
 CASES = {case.model: case for case in zoo.load() if not case.variant and case.model in zoo.exported_classes()}
 FEW = ["FluxTransformer2DModel", "HunyuanDiT2DModel", "Krea2Transformer2DModel", "WanTransformer3DModel"]
+FEW = [name for name in FEW if name in CASES]
 MODES = ["layerwise", "model", "auto"]
 """The last has all the room there is: everything goes to the device and stays."""
 
@@ -171,7 +172,7 @@ def test_in_a_ring_too() -> None:
     before, content = phases(module), [tensor.detach().clone() for tensor in tensors_of(module)]
     group = group_of(module, stage)
     group.prepare()
-    memory = stage.allocate(group.num_bytes + ALIGNMENT)
+    memory = stage.allocate(sum(group.pieces) + ALIGNMENT)
     offsets = [ALIGNMENT + sum(group.pieces[:piece]) for piece in range(len(group.pieces))]
     for piece, offset in enumerate(offsets):
         group.send(piece, memory, offset)

@@ -19,7 +19,7 @@ CASES = {case.id: case for case in zoo.load()}
 def test_without_a_gpu_it_is_refused_by_name() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(SettingError, match=r"cuda cannot be used: .*finds no GPU here"):
+    with pytest.raises(SettingError, match=r"device='cuda' cannot be used: .*finds no GPU here"):
         CudaStage(torch.device("cuda"))
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from samovar.offload.ring import Ring, RingSpace, Timeline, least_capacity
+from samovar.offload.ring import OffloadStats, Ring, RingSpace, Timeline, least_capacity
 
 
 class Block:
@@ -185,3 +185,10 @@ def test_the_two_clocks_wait_for_each_other_only_where_told() -> None:
     timeline.compute(2.0)
     timeline.copies_wait(timeline.mark_computed())
     assert (timeline.copied_s, timeline.computed_s) == (7.0, 7.0)
+
+
+def test_stats_are_one_line_and_name_late_blocks_only_if_there_are_any() -> None:
+    stats = OffloadStats(sent_bytes=2**30, block_loads=9, peak_held_bytes=2**20, setup_s=1.25)
+    assert str(stats) == "1.00 GiB sent in 9 block loads; at most 1.00 MiB of weights on the device; 1.2 s to set up"
+    stats.late_blocks = 2
+    assert "9 block loads, 2 of them late;" in str(stats)

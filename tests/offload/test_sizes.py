@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -44,6 +47,14 @@ def test_a_skeleton_of_full_size_weighs_what_the_model_does() -> None:
 def test_what_depends_on_a_checkpoint_is_refused() -> None:
     with pytest.raises(ModelError, match="depends on a checkpoint"):
         read_sizes("StableDiffusionPipeline")
+
+
+def test_a_quantised_folder_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    file = tmp_path / "text_encoder" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ModelError, match=r"text_encoder of FluxPipeline is quantised \(gptq\)"):
+        read_sizes(str(tmp_path))
 
 
 def test_components_of_a_pipeline_and_its_skeleton_agree(tmp_path: object) -> None:

@@ -235,9 +235,10 @@ def check(on_ranks: OnRanks, names: list[str]) -> str:
     inside = {model for model in derived if sources[model].startswith("derived inside")}
     wrong = {name: error for name, (error, _) in found.items() if error is not None and not error <= 1e-5}
     assert wrong == {}, "what runs is right; what is not right is refused"
-    assert len(derived) >= LEAST_CLASSES
-    assert len(derived - inside) >= LEAST_WHOLE
     classes = {CASES[name].model for name in names}
+    missing = len({case.model for case in CASES.values()} - zoo.exported_classes())  # in an older diffusers
+    assert len(derived) >= LEAST_CLASSES - missing
+    assert len(derived - inside) >= LEAST_WHOLE - missing
     return (
         f"parallel: {len(derived)} of {len(classes)} transformer classes run by a derived plan, {len(inside)} of them "
         f"split inside their blocks: {', '.join(sorted(inside))}; attention only: "

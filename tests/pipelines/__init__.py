@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
@@ -62,8 +63,8 @@ def tiny_flux_pipeline(seed: int = 0) -> Any:
 
 
 def _build(make: Callable[[], Any], seed: int) -> Any:
-    """The pipeline in float32 and eval mode, with nothing left at zero: a zero gate would hide errors."""
-    with torch.random.fork_rng(devices=[]):
+    """The pipeline in float32 and eval mode, with nothing left at zero or uninitialised, as `zoo.Case.build` does."""
+    with torch.random.fork_rng(devices=[]), mock.patch("torch.empty", torch.zeros):
         torch.manual_seed(seed)
         pipe = make()
         for component in pipe.components.values():

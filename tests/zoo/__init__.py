@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -89,10 +90,13 @@ class Case:
         return f"{self.model}-{self.variant}" if self.variant else self.model
 
     def build(self, seed: int = 0) -> torch.nn.Module:
-        """The model in float32 and eval mode, with nothing left at zero: a zero gate would hide errors."""
+        """The model in float32 and eval mode, with nothing left at zero: a zero gate would hide errors.
+
+        Nor is anything left uninitialised, as some classes of older diffusers do.
+        """
         import diffusers.models.transformers as transformers
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), mock.patch("torch.empty", torch.zeros):
             torch.manual_seed(seed)
             model: torch.nn.Module = getattr(transformers, self.model)(**self.config)
             for parameter in model.parameters():

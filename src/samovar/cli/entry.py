@@ -9,23 +9,23 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import EngineError, SamovarError
-from .completion import add_completion, complete
 from .generate import add_generate
-from .inspect import add_inspect
+from .inspect import add_inspect, add_plan
 from .lab import add_bench, add_calibrate, add_compare, add_tune
-from .options import in_options
-from .plan import add_plan
+from .options import add_command, in_options
 from .serve import add_serve
 
+SHELLS = ("bash", "zsh", "fish")
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
-COMMANDS = (add_generate, add_serve, add_inspect, add_plan, add_compare, add_calibrate, add_tune, add_bench,
-            add_completion)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 the engine failed, 2 bad input, 130 interrupted."""
     parser = make_parser()
-    complete(parser)
+    if "_ARGCOMPLETE" in os.environ:  # The shell asks for completions.
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     options = parser.parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its advice on image processors is not for our users.
     # Two processes whose waiting threads spin for long starve each other: an image took over 60 s instead of 16.
@@ -53,6 +53,23 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"samovar {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in COMMANDS:
+    for add in (add_generate, add_serve, add_inspect, add_plan, add_compare, add_calibrate, add_tune, add_bench):
         add(commands)
+    add_command(commands, _completion).add_argument("shell", choices=SHELLS, help="the shell")
     return parser
+
+
+def _completion(options: argparse.Namespace) -> int:
+    """Print a completion script for the shell.
+
+    Print a script that lets the shell complete commands and options.
+
+    examples:
+      eval "$(samovar completion bash)"       in ~/.bashrc
+      eval "$(samovar completion zsh)"        in ~/.zshrc, after compinit
+      samovar completion fish > ~/.config/fish/completions/samovar.fish
+    """
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["samovar"], shell=options.shell))
+    return 0

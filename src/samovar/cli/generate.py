@@ -13,9 +13,11 @@ from .options import (
     add_command,
     add_engine_options,
     add_image_options,
+    add_model,
     add_output_options,
     engine_settings,
     given,
+    model_of,
     use_saved_steps,
 )
 from .terminal import Status
@@ -28,39 +30,37 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 def add_generate(commands: Any) -> None:
-    generate = add_command(
-        commands,
-        "generate",
-        _generate,
-        help="make images from text",
-        description="Make images from text with the built-in model, or with any model in diffusers format. The "
-        "built-in one knows emoji by name, in three styles: noto, 3d and flat. Settings that are not given take the "
-        "model's defaults.",
-        examples='  samovar generate "a grinning cat, 3d style" -o cat.png\n'
-        '  samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png\n'
-        '  samovar generate "pizza, noto style" --steps 50 --cache forecast\n'
-        '  samovar generate "a samovar" --model ./flux --gpu-memory 12GiB\n'
-        '  torchrun --nproc-per-node 2 -m samovar generate "a samovar" --model ./flux --ulysses-degree 2',
-    )
-    generate.add_argument("prompt", help="what to draw")
-    generate.add_argument("--model", help="a built-in model, a folder in diffusers format, or a hub name (emoji)")
-    generate.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
-    add_output_options(generate)
-    group = generate.add_argument_group("image")
+    parser = add_command(commands, _generate)
+    parser.add_argument("prompt", help="what to draw")
+    add_model(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
+    add_output_options(parser)
+    group = parser.add_argument_group("image")
     add_image_options(group)
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same image")
     group.add_argument("--image", metavar="FILE", help="an image to start from, for models that edit")
     group.add_argument("--strength", type=float, metavar="X", help="how much of that image to redraw, from 0 to 1")
-    group.add_argument(
-        "-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many: out-1.png, out-2.png ..."
-    )
-    add_engine_options(generate)
+    group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many images")
+    add_engine_options(parser)
 
 
 def _generate(options: argparse.Namespace) -> int:
+    """Make images from text.
+
+    Make images from text with the built-in model, or with any model in diffusers format. The built-in one knows
+    emoji by name, in three styles: noto, 3d and flat. Settings that are not given take the model's defaults.
+
+    examples:
+      samovar generate "a grinning cat, 3d style" -o cat.png
+      samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png      (rocket-1.png, rocket-2.png ...)
+      samovar generate "pizza, noto style" --steps 50 --cache forecast
+      samovar generate "a samovar" ./flux --gpu-memory 12GiB
+      torchrun --nproc-per-node 2 -m samovar generate "a samovar" ./flux --parallel ulysses
+    """
     from ..engine import OmniDiffusionSamplingParams, is_under_torchrun
 
     _check_prompt(options.prompt)
+    options.model = model_of(options)
     use_saved_steps(options, [options.cache, options.cache_config])
     params = OmniDiffusionSamplingParams(**given(options, OmniDiffusionSamplingParams))
     image = None if options.image is None else _read_image(options.image)
@@ -106,11 +106,10 @@ def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) ->
     for event in omni.generate(prompt, params, image=image, stream=True):
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Done):
-            break
         if isinstance(event, Progress):
             number = f"image {event.image_index + 1}/{event.num_images}, " if event.num_images > 1 else ""
             status.update(f"{number}step {event.step}/{event.num_steps}")
+    assert isinstance(event, Done)  # The last event, if it is not a failure.
     return event.result
 
 

@@ -1,4 +1,4 @@
-"""What is a model built of? `samovar inspect`."""
+"""What is a model built of, and where would its weights be? `samovar inspect` and `samovar plan`."""
 
 from __future__ import annotations
 
@@ -6,46 +6,74 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError
-from ..files import read_json
-from .options import add_command, model_of
+from .options import add_command, add_model, model_of
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
     from ..arch.blocks import BlockStack
     from ..trace import ModelReport
-    from ..trace.survey import ComponentReport, FeatureReport
+    from ..trace.survey import ComponentReport
+
+
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))
+_MODEL = "a built-in model, a folder in diffusers format, a hub name, or a class of diffusers"
 
 
 def add_inspect(commands: Any) -> None:
-    inspect = add_command(
-        commands,
-        "inspect",
-        _inspect,
-        help="show what a model is built of and which features it supports",
-        description="Show a model's components and their sizes, its stacks of blocks and the values they carry, and "
-        "which features it supports. No weights are loaded.",
-        examples="  samovar inspect FluxTransformer2DModel\n  samovar inspect black-forest-labs/FLUX.1-dev --json\n"
-        "  samovar inspect ./my-model --probe",
-        model="a built-in model, a folder in diffusers format, a hub name, or a class",
-    )
-    inspect.add_argument("--json", action="store_true", help="print JSON for programs")
-    inspect.add_argument("--probe", action="store_true", help="load it and run two steps to see what its blocks carry")
+    parser = add_command(commands, _inspect)
+    add_model(parser, _MODEL)
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--probe", action="store_true", help="load it and run two steps to see what its blocks carry")
+
+
+def add_plan(commands: Any) -> None:
+    parser = add_command(commands, _plan)
+    add_model(parser, _MODEL)
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
+    parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
+    parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Show which weights stay on the GPU with how much memory.
+
+    Show which parts of a model would stay on the GPU, take turns or stream, and the peak memory and traffic to expect.
+    No weights are loaded. A budget that is too small is refused with the smallest that works.
+
+    examples:
+      samovar plan FluxTransformer2DModel --gpu-memory 12GiB
+      samovar plan ./my-model --mode layerwise --json
+    """
+    with Status("reading the model"):
+        from ..offload import OffloadConfig, plan_offload, read_sizes
+
+        config = OffloadConfig(options.mode, gpu_memory=options.gpu_memory, activations=options.activations)
+        plan = plan_offload(read_sizes(_find_config(options)), config)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+    return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    """Show what a model is built of and which features it supports.
+
+    Show a model's components and their sizes, its stacks of blocks and the values they carry, and which features it
+    supports. No weights are loaded.
+
+    examples:
+      samovar inspect FluxTransformer2DModel
+      samovar inspect black-forest-labs/FLUX.1-dev --json
+      samovar inspect ./my-model --probe
+    """
     with Status("reading the model"):
         from ..trace import survey, survey_by_running
 
-        source = find_config(model_of(options), with_weights=options.probe)
+        source = _find_config(options, with_weights=options.probe)
         report = (survey_by_running if options.probe else survey)(source)
-        report = replace(report, features=tuple(_features(report, Path(source))))
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -53,11 +81,11 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def find_config(model: str | None, with_weights: bool = False) -> str:
+def _find_config(options: argparse.Namespace, with_weights: bool = False) -> str:
     """The folder or class that a model is read from. A hub name is downloaded, by default without its weights."""
     from ..engine.models import fetch_model, find_model
 
-    name = model or "emoji"
+    name = model_of(options) or "emoji"
     if name.lower() in BUILTIN_MODELS:
         return str(BUILTIN_MODELS[name.lower()])
     try:
@@ -80,17 +108,6 @@ def _download_config(name: str) -> str:
             f"{str(error).strip().splitlines()[0]} Check the name and the network, or give a folder: "
             f"hf download {name} --local-dir FOLDER"
         ) from error
-
-
-def _features(report: ModelReport, folder: Path) -> Iterator[FeatureReport]:
-    """The features of a report. Quantised weights are more than their memory and cannot be moved."""
-    configs = {part.name: folder / part.name / "config.json" for part in report.components}
-    quantised = [name for name, file in configs.items() if file.is_file() and "quantization_config" in read_json(file)]
-    for feature in report.features:
-        if quantised and feature.name.endswith("offload"):
-            reason = f"{', '.join(quantised)}: quantised weights cannot be offloaded"
-            feature = replace(feature, works=False, reason=reason)
-        yield feature
 
 
 def _print_report(report: ModelReport) -> None:
@@ -135,8 +152,8 @@ def _size_of(part: ComponentReport) -> tuple[str, str]:
 
     if part.num_parameters is None or part.num_bytes is None:
         return "", "as in its checkpoint"
-    count = part.num_parameters
-    return (f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"), format_bytes(part.num_bytes)
+    size, unit = next((size, unit) for size, unit in _UNITS if part.num_parameters >= size)
+    return f"{part.num_parameters / (size or 1):.2f} {unit}", format_bytes(part.num_bytes)
 
 
 def _paint(text: str, code: int) -> str:

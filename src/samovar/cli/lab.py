@@ -18,6 +18,7 @@ from .options import (
     add_command,
     add_device_options,
     add_image_options,
+    add_model,
     add_output_options,
     given,
     model_of,
@@ -32,86 +33,45 @@ if TYPE_CHECKING:
     from ..lab.tasks import Task
 
 _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
-Run = Callable[[argparse.Namespace], int]
 
 
 def add_compare(commands: Any) -> None:
-    compare = _add_command(
-        commands,
-        "compare",
-        _compare,
-        "show what settings do to images, beside the exact ones",
-        "Make the same images exactly, with each setting, and with as many plain steps as take the same time. Writes a "
-        "contact sheet, a page with a slider, and JSON.",
-        "  samovar compare --cache forecast --cache '{\"rel_l1_thresh\": 0.2}' --num-prompts 4\n"
-        "  samovar compare ./flux --prompts prompts.txt --cache tuned/setting.json",
-    )
-    compare.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
-    _add_prompts(compare, "testing", 4)
+    parser = _add_command(commands, _compare)
+    parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
+    _add_prompts(parser, "testing", 4)
 
 
 def add_calibrate(commands: Any) -> None:
-    calibrate = _add_command(
-        commands,
-        "calibrate",
-        _calibrate,
-        "fit TeaCache's coefficients to a model",
-        "Make images without skipping, measure how well the signal predicts the change of the output, and fit the "
-        "polynomial. Also measures the error of reusing an output, for every pair of steps.",
-        "  samovar calibrate ./my-model --prompts prompts.txt --steps 50",
-    )
-    _add_prompts(calibrate, "tuning", 16, batch=False)
+    _add_prompts(_add_command(commands, _calibrate), "tuning", 16, batch=False)
 
 
 def add_tune(commands: Any) -> None:
-    tune = _add_command(
-        commands,
-        "tune",
-        _tune,
-        "find the fastest setting that keeps a promise",
-        "Search thresholds, forecasts and schedules for the fastest setting with which 95 of 100 images keep a "
-        "promise, and check it on other prompts. Writes setting.json, which --cache takes.",
-        "  samovar tune --target-psnr 30 --steps 50\n"
-        "  samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt",
-    )
-    target = tune.add_mutually_exclusive_group(required=True)
+    parser = _add_command(commands, _tune)
+    target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--target-psnr", type=float, metavar="DB", help="at least this close to the exact images")
     target.add_argument("--target-lpips", type=float, metavar="X", help="at most this different from them")
     target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
-    _add_prompts(tune, "tuning", 48)
-    _add_test_prompts(tune, 48)
+    _add_prompts(parser, "tuning", 48)
+    _add_test_prompts(parser, 48)
 
 
 def add_bench(commands: Any) -> None:
-    bench = _add_command(
-        commands,
-        "bench",
-        _bench,
-        "compare our curves with those of other caches",
-        "Measure our settings and, if installed, diffusers' caches and cache-dit: the same prompts, seeds and "
-        "attention in one process. Schedules are planned on other prompts. Writes bench.json and bench.png.",
-        "  samovar bench --steps 50 --device cuda --dtype float32 --batch 64\n  samovar bench --plot-from bench.json",
+    parser = _add_command(commands, _bench)
+    parser.add_argument("--plot-from", type=Path, metavar="FILE", help="only plot the curves of a saved bench.json")
+    parser.add_argument(
+        "--only", metavar="WORDS", action="append", default=[], help="methods with this name; repeatable"
     )
-    bench.add_argument("--plot-from", type=Path, metavar="FILE", help="only plot the curves of a saved bench.json")
-    bench.add_argument("--only", metavar="WORDS", action="append", default=[],
-                       help="only methods whose name contains this; may be repeated")  # fmt: skip
-    bench.add_argument("--cache", action="append", metavar="SETTING", default=[], help=_CACHE_HELP)
-    bench.add_argument("--alone", type=int, default=8, metavar="N",
-                       help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
-    _add_prompts(bench, "tuning", 48)
-    _add_test_prompts(bench, 64, seeds=4)
+    parser.add_argument("--cache", action="append", metavar="SETTING", help=_CACHE_HELP)
+    parser.add_argument("--alone", type=int, default=8, metavar="N",
+                        help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
+    _add_prompts(parser, "tuning", 48)
+    _add_test_prompts(parser, 64, seeds=4)
 
 
-def _add_command(commands: Any, name: str, run: Run, help: str, description: str, examples: str) -> Any:
-    parser = add_command(
-        commands,
-        name,
-        run,
-        help,
-        description,
-        f"{examples}\n\nAfter an interruption, the same command resumes.",
-        model="a built-in model, a folder in diffusers format, or a hub name",
-    )
+def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
+    parser = add_command(commands, run)
+    add_model(parser)
+    name = run.__name__.lstrip("_")
     parser.set_defaults(command=name)
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"({name})")
     add_output_options(parser)
@@ -146,6 +106,15 @@ def _add_test_prompts(parser: Any, num_prompts: int, seeds: int = 1) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    """Show what settings do to images, beside the exact ones.
+
+    Make the same images exactly, with each setting, and with as many plain steps as take the same time. Write a contact
+    sheet, a page with a slider, and JSON. After an interruption, the same command resumes.
+
+    examples:
+      samovar compare --cache forecast --cache '{"rel_l1_thresh": 0.2}' --num-prompts 4
+      samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
+    """
     from ..lab.compare import compare, contact_sheet, figures, page
     from ..lab.methods import cached
 
@@ -165,6 +134,14 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    """Fit TeaCache's coefficients to a model.
+
+    Make images without skipping, measure how well the signal predicts the change of the output, and fit the polynomial.
+    After an interruption, the same command resumes.
+
+    examples:
+      samovar calibrate ./my-model --prompts prompts.txt --steps 50
+    """
     from ..lab.calibrate import calibrate, check_tasks
 
     tasks = _tasks(options)
@@ -181,38 +158,57 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from ..lab.tune import Promise, tune
+    """Find the fastest setting that meets a quality target.
 
-    (target,) = given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
-    promise = Promise(target[0].removeprefix("target_"), target[1])  # type: ignore[arg-type]
+    Search thresholds, forecasts and schedules for the fastest setting with which 95 of 100 images meet a target, and
+    check it on other prompts. Write setting.json, which --cache takes. After an interruption, the same command resumes.
+
+    examples:
+      samovar tune --target-psnr 30 --steps 50
+      samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt
+    """
+    from ..lab.tune import Target, tune
+
+    ((name, value),) = given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
+    target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
     tasks, test_tasks = _disjoint_tasks(options)
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
-        found = tune(tuning, testing, promise, refinements=options.refine)
+        found = tune(tuning, testing, target, refinements=options.refine)
         setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks))}
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})
     rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
-             f"{promise.bound(r.images):.5g}", "yes" if promise.is_kept(r) else "no")
+             f"{target.bound(r.images):.5g}", "yes" if target.is_met(r) else "no")
             for r in found.tried]  # fmt: skip
-    _say(options, *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "keeps it"), *rows]))
+    _say(options, *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "meets it"), *rows]))
     held_out, plain = found.held_out, found.plain
     _say(
         options,
         f"\nchosen: {found.row.method}",
         f"on {len(held_out.images)} held-out images: {held_out.computed:g} of {held_out.steps} steps computed, "
-        f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {promise}: kept "
-        f"by {found.share_kept:.1%}{'' if found.is_kept else ', WHICH IS TOO FEW'}",
+        f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {target}: met "
+        f"by {found.share_met:.1%}{'' if found.is_met else ', WHICH IS TOO FEW'}",
         f"{plain.steps} plain steps: {plain.quality.psnr:.2f} dB, LPIPS {plain.quality.lpips:.5f}"
         f"{'' if found.is_worth_it else ': closer, so use these and no cache'}",
         str(file),
     )
-    return 0 if found.is_kept else 1
+    return 0 if found.is_met else 1
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from ..lab.bench import all_methods, bench, check_only
+    """Compare our curves with those of other caches.
+
+    Measure our settings and, if installed, diffusers' caches and cache-dit: the same prompts, seeds and attention in
+    one process. Schedules are planned on other prompts. Write bench.json and bench.png. After an interruption, the same
+    command resumes.
+
+    examples:
+      samovar bench --steps 50 --device cuda --dtype float32 --batch 64
+      samovar bench --plot-from bench.json
+    """
+    from ..lab.bench import all_methods, bench
     from ..lab.compare import figures
 
     if options.plot_from is not None:
@@ -221,18 +217,13 @@ def _bench(options: argparse.Namespace) -> int:
         return 0
     extra = _methods(options)
     tasks, test_tasks = _disjoint_tasks(options)
-    check_only(options.only, extra)
     settings = {"alone": options.alone, "refine": options.refine}
     with _experiment(options, tasks=tasks, test_tasks=test_tasks, **settings) as lab:
-        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine)
-        chosen = [m for m in methods if not options.only or any(w.lower() in m.name.lower() for w in options.only)]
-        if not chosen:
-            names = ", ".join(method.name for method in methods)
-            raise SettingError(f"only={options.only} matches none of: {names}.", param="only")
+        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine, options.only)
         alone = None
         if options.alone and lab.runner.batch > 1:
             alone = lab.session(test_tasks[: options.alone], "alone", batch=1)
-        rows = bench(lab.session(test_tasks), chosen, alone)
+        rows = bench(lab.session(test_tasks), methods, alone)
         lab.finish("bench.json", {"tasks": [task._asdict() for task in test_tasks], "rows": rows})
     best = [", ".join(name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")) for row in rows]
     lines = [[*figures(row).values(), row.get("problem", text)] for row, text in zip(rows, best, strict=True)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,34 +16,31 @@ from ..errors import SettingError
 from ..files import is_file_name, read_mapping
 
 
-def add_command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    help: str,
-    description: str,
-    examples: str,
-    model: str | None = None,
-) -> Any:
-    """Add a command. `model` describes its model, which is given as the first argument or by --model."""
+def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
+    """Add the command that a function runs. Its name is the command's, its docstring is the help."""
+    help, _, text = (inspect.getdoc(run) or "").partition("\n\n")
+    description, _, examples = text.partition("\n\nexamples:\n")
     parser = commands.add_parser(
-        name,
-        help=help,
-        description=description,
+        run.__name__.lstrip("_"),
+        help=help[0].lower() + help[1:].rstrip("."),
+        description=textwrap.fill(" ".join(description.split()), 80),
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(run=run, parser=parser)
-    if model is not None:
-        parser.add_argument("first_model", nargs="?", metavar="MODEL", help=f"{model} (emoji)")
-        parser.add_argument("--model", metavar="MODEL", help="another way to give it")
     return parser
+
+
+def add_model(parser: Any, what: str = "a built-in model, a folder in diffusers format, or a hub name") -> None:
+    """A model is given as an argument or by --model; `model_of` reads it."""
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=f"{what} (emoji)")
+    parser.add_argument("--model", metavar="MODEL", help="another way to give it")
 
 
 def model_of(options: argparse.Namespace) -> str | None:
     """The model, whichever way it is given."""
-    first: str | None = options.first_model
+    first: str | None = options.positional_model
     if first is not None and options.model not in (None, first):
         raise SettingError(f"Two models are given: {first!r} and --model {options.model!r}. Give one.", param="model")
     return first or options.model

@@ -9,28 +9,19 @@ import sys
 from typing import Any
 
 from ..errors import SettingError
-from .options import add_command, add_engine_options, engine_settings, given, model_of
+from .options import add_command, add_engine_options, add_model, engine_settings, given, model_of
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 KEY_VARIABLE = "SAMOVAR_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
-    serve = add_command(
-        commands,
-        "serve",
-        _serve,
-        help="serve images over HTTP, compatible with OpenAI's clients, with a page to try it",
-        description="Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, "
-        "/metrics, and a page at /. Only this machine can reach it unless --host says otherwise.",
-        examples="  samovar serve\n  samovar serve ./flux --offload model --cache '{\"rel_l1_thresh\": 0.2}'\n"
-        "  SAMOVAR_API_KEY=secret samovar serve ./flux --host 0.0.0.0 --gpu-memory 12GiB",
-        model="a built-in model, a folder in diffusers format, or a hub name",
-    )
-    serve.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
-    _add_address_options(serve.add_argument_group("address"))
-    _add_limit_options(serve.add_argument_group("limits"))
-    add_engine_options(serve)
+    parser = add_command(commands, _serve)
+    add_model(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
+    _add_address_options(parser.add_argument_group("address"))
+    _add_limit_options(parser.add_argument_group("limits"))
+    add_engine_options(parser)
 
 
 def _add_address_options(group: Any) -> None:
@@ -65,6 +56,16 @@ def _add_limit_options(group: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    """Serve images over HTTP, compatible with OpenAI's clients, with a page to try it.
+
+    Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, /metrics, and a
+    page at /. Only this machine can reach it unless --host says otherwise.
+
+    examples:
+      samovar serve
+      samovar serve ./flux --offload model --cache '{"rel_l1_thresh": 0.2}'
+      SAMOVAR_API_KEY=secret samovar serve ./flux --host 0.0.0.0 --gpu-memory 12GiB
+    """
     import asyncio
     import logging
 
@@ -97,8 +98,10 @@ def _app_state(options: argparse.Namespace) -> Any:
     options.model = model_of(options)
     if options.api_key is None:
         options.api_key = os.environ.get(KEY_VARIABLE)
-    settings = {name: tuple(v) if isinstance(v, list) else v for name, v in given(options, ServerConfig).items()}
-    config = ServerConfig(**settings, limits=Limits(**given(options, Limits)))
+    settings = given(options, ServerConfig) | {"limits": Limits(**given(options, Limits))}
+    for name in ("cors_origins", "allowed_hosts"):
+        settings[name] = tuple(settings.get(name, ()))
+    config = ServerConfig(**settings)
     return AppState(AsyncOmni(config=options.config, **engine_settings(options)), config)
 
 

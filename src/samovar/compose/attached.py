@@ -114,9 +114,8 @@ class Attached(Handle):
         config = self.config
         if self.mesh is not None:
             for denoiser in self.denoisers.values():
-                undo.callback(apply_cfg_parallel(denoiser, self.mesh).detach)
-                sharding = enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh)
-                undo.callback(sharding.detach)
+                undo.enter_context(apply_cfg_parallel(denoiser, self.mesh))
+                undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh))
         if self.cache is not None:
             self._cache_handle = self.cache.enable(self.pipe)
             undo.callback(lambda: self._cache_handle.detach())

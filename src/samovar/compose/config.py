@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from ..files import is_file_name, read_config
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
 
-OffloadMode = Literal["auto", "model", "layerwise"]
 OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | None
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | None
 CompileSetting = bool | str | Callable[..., Any]
@@ -93,11 +92,7 @@ def skipped_share(choice: CacheChoice | None) -> float | None:
 def _read_offload(offload: OffloadSetting, gpu_memory: str | int | None) -> OffloadConfig | None:
     if offload is None and gpu_memory is None:
         return None
-    if isinstance(offload, str) and not is_file_name(offload):
-        if offload not in get_args(OffloadMode):
-            raise SettingError(f"offload={offload!r}. {nearest(offload, get_args(OffloadMode))}", param="offload")
-        offload = {"mode": offload}
-    config = OffloadConfig() if offload is None else read_config(OffloadConfig, offload, "offload")
+    config = OffloadConfig.read(offload)
     if gpu_memory is None:
         return config
     if config.gpu_memory not in (None, gpu_memory):

@@ -65,7 +65,7 @@ class OmniDiffusionConfig:
             hint = nearest(str(self.dtype), _DTYPES)
             raise SettingError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}. {hint}")
         find_model(self.model)
-        _check_device(self.device)
+        self.execution_device()
         if self.attach_config().num_ranks > 1:
             self._check_gpus()
 
@@ -108,9 +108,9 @@ class OmniDiffusionConfig:
     def execution_device(self) -> torch.device:
         """Where a process computes. "cuda" is the current GPU, which on each rank is its own; asking which one that
         is would take memory of a GPU in a process that needs none."""
-        import torch
+        from ..arch.devices import read_device
 
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return read_device(self.device)
 
     def _check_gpus(self) -> None:
         """Refuse ranks that would have to share a GPU: NCCL cannot serve them."""
@@ -133,21 +133,6 @@ def is_duration(value: Any) -> bool:
     """Whether this is a time that can be waited: a finite number above 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and 0 < value <= sys.float_info.max
-
-
-def _check_device(device: str | None) -> None:
-    import torch
-
-    if device is None:
-        return
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise SettingError(f"{device!r} is no device. Give cpu, cuda, or cuda:1 for the second GPU.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise SettingError(
-            f"{device!r} cannot be used: torch {torch.__version__} finds no GPU here. Leave it out, or give cpu."
-        )
 
 
 def _reader(annotation: Any) -> Callable[[str], Any]:

@@ -25,47 +25,35 @@ SCHEDULE_SHARES = (0.54, 0.4, 0.32, 0.24, 0.2)
 _LOWEST_LPIPS = 5e-6
 """Lower values are drawn here: a logarithmic axis has no zero."""
 
-KINDS = (
-    "plain steps", "schedule, computed (fitted, more for outliers)", "forecast rel_l1_thresh",
-    "tea_cache rel_l1_thresh", "diffusers FirstBlockCache", "diffusers TaylorSeer lite", "diffusers MagCache",
-    "diffusers SeaCache", "cache-dit DBCache", "cache-dit DBCache + Taylor",
-)  # fmt: skip
-"""How the methods' names begin; numbers follow."""
 
-
-def check_only(words: Sequence[str], extra: Sequence[Method] = ()) -> None:
-    """Refuse words that no method's name will contain, before hours are spent on planning."""
-    known = [*KINDS, *(method.name for method in extra)]
-    for word in words:
-        # Names contain numbers that are not known yet.
-        is_known = any(word.lower() in name.lower() or name.split()[0].lower() in word.lower() for name in known)
-        if not is_known and not any(sign.isdigit() for sign in word):
-            raise SettingError(f"only={word!r} matches no method. Methods: {', '.join(known)}.", param="only")
-
-
-def our_methods(tuning: Session, refinements: int = 0) -> list[Method]:
-    """Schedules planned on a session's tasks, and caches with thresholds. `refinements` is the number of changes of
-    each schedule to try on the same tasks."""
-    found = []
-    counts = {max(SchedulePlanner.fewest, round(share * tuning.runner.steps)) for share in SCHEDULE_SHARES}
-    for count in sorted(counts):
-        planner, _ = choose_planner(tuning, lambda row: row.closeness, count)
-        mask = planner.plan(count)
-        if refinements:
-            mask = refine(mask, lambda m, by=planner: tuning.measure(by.method(m)).closeness, refinements)  # type: ignore[misc]
-        name = f"schedule, {count} computed ({planner})"
-        found.append(cached("tea_cache", planner.settings(mask), name, "samovar schedule"))
-    found += [cached("forecast", {"rel_l1_thresh": threshold}) for threshold in (0.2, 0.4, 0.8)]
-    return found + [cached("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)]
-
-
-def all_methods(tuning: Session, extra: Sequence[Method] = (), refinements: int = 0) -> list[Method]:
-    """Everything that the bench compares. Whatever needs figures of the model takes them from the tuning prompts."""
+def all_methods(
+    tuning: Session, extra: Sequence[Method] = (), refinements: int = 0, only: Sequence[str] = ()
+) -> list[Method]:
+    """Everything that the bench compares, or only methods whose names contain one of some words. Schedules and figures
+    of the model are taken from the tuning prompts; `refinements` is the number of changes of each schedule to try."""
     runner = tuning.runner
-    plains = [plain(max(1, round(share * runner.steps))) for share in PLAIN_SHARES]
-    others = peers(runner, runner.batches(tuning.tasks)[0])
-    unique = {method.name: method for method in [*plains, *our_methods(tuning, refinements), *extra, *others]}
-    return list(unique.values())
+    methods = [
+        *(plain(max(1, round(share * runner.steps))) for share in PLAIN_SHARES),
+        *(cached("forecast", {"rel_l1_thresh": threshold}) for threshold in (0.2, 0.4, 0.8)),
+        *(cached("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)),
+        *extra,
+        *peers(runner, runner.batches(tuning.tasks)[0]),
+    ]
+    found: dict[str, Method | int] = {method.name: method for method in methods}
+    for count in sorted({max(SchedulePlanner.fewest, round(share * runner.steps)) for share in SCHEDULE_SHARES}):
+        found[f"schedule, {count} computed"] = count  # Planned only if it is chosen.
+    for word in only:
+        if not any(word.lower() in name.lower() for name in found):
+            raise SettingError(f"only={word!r} matches no method. Methods: {', '.join(found)}.", param="only")
+    chosen = [m for name, m in found.items() if not only or any(word.lower() in name.lower() for word in only)]
+    return [method if isinstance(method, Method) else _planned(tuning, method, refinements) for method in chosen]
+
+
+def _planned(tuning: Session, count: int, refinements: int) -> Method:
+    """The best schedule for a number of computed steps."""
+    planner, _ = choose_planner(tuning, lambda row: row.closeness, count)
+    mask = refine(planner.plan(count), lambda m: tuning.measure(planner.method(m)).closeness, refinements)
+    return cached("tea_cache", planner.settings(mask), f"schedule, {count} computed ({planner})", "samovar schedule")
 
 
 def bench(session: Session, methods: Sequence[Method], alone: Session | None = None) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from ..errors import ModelError, SettingError
 from .methods import EXACT, Method, Notes
 from .session import Session
 from .tasks import Task
-from .trajectory import RunWatch, Trajectory, watch
+from .trajectory import Outputs, watch
 
 _FEWEST_STEPS = 2
 _HIGHEST_DEGREE = 4
@@ -62,21 +62,16 @@ class Calibration:
     model_class: str
     num_steps: int
     fit: Fit
-    trajectory: Trajectory | None
-    """None if the pipeline's scheduler cannot be watched."""
 
     def to_dict(self, origin: str) -> dict[str, Any]:
         """For JSON. `cache` has the settings, `coefficients` an entry for coefficients.json."""
         values = [float(f"{value:.9g}") for value in self.fit.coefficients] if self.fit.is_useful else None
-        errors = None if self.trajectory is None else np.round(self.trajectory.reuse_errors(), 5).tolist()
         return {
             "cache": {"backend": "tea_cache"} | ({"coefficients": values} if values else {}),
             "num_inference_steps": self.num_steps,
             "coefficients": {self.model_class: {"coefficients": values, "origin": origin}} if values else {},
             "verdict": self.fit.verdict,
             "fit": asdict(self.fit),
-            "reuse_errors": errors,
-            "places": None if self.trajectory is None else self.trajectory.places,
         }
 
 
@@ -87,7 +82,7 @@ def check_tasks(tasks: Sequence[Task]) -> None:
 
 
 def calibrate(session: Session) -> Calibration:
-    """Fit the polynomial, and measure the error of reusing an output, on a session's tasks."""
+    """Fit the polynomial on a session's tasks."""
     check_tasks(session.tasks)
     runner = session.runner
     if runner.batch != 1:
@@ -105,15 +100,8 @@ def calibrate(session: Session) -> Calibration:
         )
     method = watched_signals()
     session.exact(method)
-    notes = session.notes(method)
-    runs = [note["trajectory"] for note in notes if note["trajectory"] is not None]
     (denoiser,) = runner.denoisers.values()
-    return Calibration(
-        type(unwrapped(denoiser)).__name__,
-        runner.steps,
-        fit([(note["signal"], note["output"]) for note in notes]),
-        Trajectory.read(runs) if runs else None,
-    )
+    return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(method)))
 
 
 def watched_signals() -> Method:
@@ -123,15 +111,15 @@ def watched_signals() -> Method:
     def attached(pipeline: Any) -> Iterator[Notes]:
         backend = TeaCacheBackend(_NEVER_SKIPS)
         with watch(pipeline) as run, backend.enable(pipeline):
-            yield lambda: _notes(backend, run)
+            yield lambda: _changes(backend, run.take_outputs())
 
     return Method("exact, with signals", EXACT.family, {}, attached)
 
 
-def _notes(backend: TeaCacheBackend, run: RunWatch) -> dict[str, Any]:
+def _changes(backend: TeaCacheBackend, outputs: Outputs) -> Changes:
     (denoiser,) = backend.stats().denoisers.values()
     leader, branch = next(iter(denoiser.branches.items()))
-    pairs = itertools.pairwise(output.float() for output in run.outputs.get(leader, []))
+    pairs = itertools.pairwise(output.float() for output in outputs.get(leader, []))
     # As the cache measures its signal: mean absolute difference relative to the mean absolute value.
     changes = [float((new - old).abs().mean() / old.abs().mean().clamp_min(1e-30)) for old, new in pairs]
     known = [(r.distance, c) for r, c in zip(branch.steps[1:], changes, strict=False) if r.distance is not None]
@@ -141,11 +129,7 @@ def _notes(backend: TeaCacheBackend, run: RunWatch) -> dict[str, Any]:
             "nothing to calibrate. Use a schedule instead: samovar tune."
         )
     signal, output = zip(*known, strict=True)
-    try:
-        trajectory = run.notes()
-    except ModelError:  # Coefficients do not need it.
-        trajectory = None
-    return {"signal": signal, "output": output, "trajectory": trajectory}
+    return signal, output
 
 
 def fit(images: Sequence[Changes], num_folds: int = 4) -> Fit:

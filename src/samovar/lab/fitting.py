@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,10 +102,6 @@ class Products:
         mix = np.kron(np.array(self.guidance), np.eye(len(self.sizes)))
         return Products(("*",), (1.0,), self.sizes, mix @ self.values @ mix.T)
 
-    def size(self, combination: Vector) -> float:
-        """The mean square of a weighted sum of all outputs."""
-        return max(float(combination @ self.values @ combination), 0.0)
-
 
 Weights = Mapping[str, Mapping[int, Mapping[int, float]]]
 """By branch and skipped step: the weight of each computed step."""
@@ -119,11 +115,6 @@ class FittedPlan:
     weights: Weights
     drift: float
     """Expected root mean square error of the final latents, in their own unit."""
-
-    @property
-    def forwards(self) -> int:
-        """Computed forwards of all branches."""
-        return sum(mask.count("#") for mask in self.schedules.values())
 
     def settings(self) -> dict[str, Any]:
         """Settings of a cache, as plain JSON values."""
@@ -218,7 +209,9 @@ def fit_schedule(
             key = (count, *(of[-2:] for of in taken.computed))
             if key not in best or taken.cost < best[key].cost:
                 best[key] = taken
-        candidates = _narrow(best.values())
+        ordered = sorted(best.values(), key=lambda candidate: (candidate.forwards, candidate.cost))
+        groups = itertools.groupby(ordered, lambda candidate: candidate.forwards)
+        candidates = [candidate for _, group in groups for candidate in itertools.islice(group, _WIDTH)]
     chosen = min(candidates, key=lambda candidate: candidate.cost).computed
     masks = {name: [step in of for step in range(steps)] for name, of in zip(products.branches, chosen, strict=True)}
     return fit_weights(products, masks)
@@ -287,15 +280,6 @@ def _follow(products: Products, masks: Mapping[str, Sequence[bool]]) -> tuple[_C
     return candidate, weights
 
 
-def _narrow(candidates: Iterable[_Candidate]) -> list[_Candidate]:
-    """The best candidates for each number of forwards."""
-    kept: list[_Candidate] = []
-    ordered = sorted(candidates, key=lambda candidate: (candidate.forwards, candidate.cost))
-    for _, alike in itertools.groupby(ordered, lambda candidate: candidate.forwards):
-        kept += itertools.islice(alike, _WIDTH)
-    return kept
-
-
 def _take(
     products: Products, before: _Candidate, step: int, skipped: Sequence[int]
 ) -> tuple[_Candidate, dict[int, dict[int, float]]]:
@@ -317,12 +301,11 @@ def _take(
     fitted: dict[int, dict[int, float]] = {number: {} for number in skipped}
     for (number, old), weight in zip(used, weights.tolist(), strict=True):
         fitted[number][old] = weight
-    return _Candidate(computed, drift, products.size(drift), past), fitted
+    return _Candidate(computed, drift, max(float(drift @ products.values @ drift), 0.0), past), fitted
 
 
 def _solve(gram: Vector, target: Vector) -> Vector:
     """Least squares with a small ridge."""
     gram = gram.copy()
     gram[np.diag_indices(len(gram))] += _RIDGE * gram.diagonal().mean() + np.finfo(np.float64).tiny
-    solution: Vector = np.linalg.solve(gram, target)
-    return solution
+    return np.linalg.solve(gram, target).astype(np.float64)

@@ -1,13 +1,12 @@
 """What was measured before an interruption? A journal beside the output, from which the next run resumes.
 
-Each value is on the disk before the next one is measured. A journal belongs to one set of settings and refuses any
-other, whose values would be different.
+A journal belongs to one set of settings and refuses any other, whose values would be different.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
 import textwrap
 from collections.abc import Mapping
@@ -17,41 +16,45 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
+from ..files import read_json
 
 
 class Journal:
-    """Values by name, and images by name."""
+    """Values by name, and images by name, each in its own file."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         """`about` is everything that the values depend on, as plain JSON values."""
         self.folder = folder
-        self._file = folder / "journal.jsonl"
-        self._values: dict[str, Any] = {}
         about = json.loads(json.dumps(about))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingError(f"Cannot create {str(folder)!r} ({error.strerror}). Choose another output.") from error
-        entries = self._read()
-        if not entries:
-            self._append({"about": about})
+        if (folder / "about.json").is_file():
+            self._check(read_json(folder / "about.json"), about)
         else:
-            self._check(entries[0]["about"], about)
-            self._values = {entry["name"]: entry["value"] for entry in entries[1:]}
+            self._write(folder / "about.json", about)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(list(self.folder.glob("value-*.json")))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        return self._file(name).is_file()
 
     def __getitem__(self, name: str) -> Any:
-        return self._values[name]
+        return read_json(self._file(name))["value"]
 
     def record(self, name: str, value: Any) -> None:
-        """Write a value to the disk."""
-        self._append({"name": name, "value": value})
-        self._values[name] = json.loads(json.dumps(value))
+        self._write(self._file(name), {"name": name, "value": value})
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"value-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+
+    def _write(self, file: Path, content: Mapping[str, Any]) -> None:
+        """A file is there whole or not at all, whenever the process is killed."""
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(content), encoding="utf-8")
+        part.replace(file)
 
     def save_images(self, name: str, images: torch.Tensor) -> None:
         """Save images, not rounded. `record` the values that belong to them afterwards."""
@@ -70,12 +73,6 @@ class Journal:
         """Everything is done and written elsewhere."""
         shutil.rmtree(self.folder)
 
-    def _read(self) -> list[Any]:
-        lines = self._file.read_text(encoding="utf-8").split("\n") if self._file.is_file() else [""]
-        if lines[-1]:  # Cut off by the interruption; its value is measured again.
-            self._file.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
-        return [json.loads(line) for line in lines[:-1]]
-
     def _check(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if changed:
@@ -84,12 +81,6 @@ class Journal:
                 f"{str(self.folder)!r} holds an unfinished run with other settings ({shown}). Finish that run with its "
                 "settings, delete the folder, or choose another output."
             )
-
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _change(before: Any, now: Any) -> str:

@@ -46,9 +46,10 @@ def peers(runner: ImageRunner, tasks: Sequence[Task]) -> list[Method]:
     """All that are installed. MagCache needs figures of the model, which it measures on these tasks when it is used."""
     import diffusers
 
-    dtype = next(next(iter(runner.denoisers.values())).parameters()).dtype
+    dtype = functools.partial(getattr, next(next(iter(runner.denoisers.values())).parameters()), "dtype")
     ratios = functools.cache(lambda: _mag_ratios(runner, tasks))
     found: list[Method] = []
+    settings: Settings
 
     def add(family: str, config: str, name: str, settings: Settings, is_adaptive: bool = False, **more: Any) -> None:
         if config in dir(diffusers):
@@ -59,8 +60,7 @@ def peers(runner: ImageRunner, tasks: Sequence[Task]) -> list[Method]:
     for interval in (2, 3, 4, 5, 6):
         settings = {"cache_interval": interval, "disable_cache_before_step": 4, "max_order": 1, "use_lite_mode": True}
         # Factors in the model's own dtype can only help it.
-        more = {"taylor_factors_dtype": lambda: dtype}
-        add("TaylorSeer lite", "TaylorSeerCacheConfig", f"every {interval}", settings, **more)
+        add("TaylorSeer lite", "TaylorSeerCacheConfig", f"every {interval}", settings, taylor_factors_dtype=dtype)
     for threshold, most in ((0.06, 3), (0.12, 3), (0.24, 4), (0.5, 5)):
         settings = {"threshold": threshold, "max_skip_steps": most, "num_inference_steps": runner.steps}
         add("MagCache", "MagCacheConfig", f"{threshold}, at most {most}", settings, mag_ratios=ratios)

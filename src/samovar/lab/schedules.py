@@ -86,7 +86,7 @@ def choose_planner(
     planners = [SchedulePlanner(trajectory.products)]
     if trajectory.early is not None and len(session.tasks) >= ENOUGH_IMAGES:
         planners.append(SchedulePlanner(trajectory.products, trajectory.early))
-    count = max(computed or round(_TRIAL_SHARE * len(trajectory.places)), SchedulePlanner.fewest)
+    count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}
     scores = [score(tried[method.name][1]) for method in methods]
@@ -95,7 +95,7 @@ def choose_planner(
 
 def refine(mask: str, score: Callable[[str], float], attempts: int) -> str:
     """A mask with as many computed steps that scores higher, found by moving one of them by one step at a time."""
-    best, tried = score(mask), {mask}
+    best, tried = score(mask) if attempts else 0.0, {mask}
     place, failures = 1, 0
     while attempts > 0 and failures < 2 * len(mask):
         candidates = [moved for moved in _moves(mask, place) if moved not in tried]

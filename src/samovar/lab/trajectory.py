@@ -10,8 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,15 +30,11 @@ _HOOK = "lab_outputs"
 Outputs = dict[str, list[torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """Some images of one model and number of steps."""
-
-    places: tuple[float, ...]
-    """Where each step is, in the cache's terms: less noise is further on."""
-    images: tuple[Products, ...]
-    """The products of each image: by branch if the pipeline names its branches and mixes them in fixed proportions,
+class Trajectory(NamedTuple):
+    """The products of some images: by branch if the pipeline names its branches and mixes them in fixed proportions,
     otherwise of the prediction."""
+
+    images: tuple[Products, ...]
 
     @property
     def products(self) -> Products:
@@ -50,20 +45,12 @@ class Trajectory:
     def early(self) -> dict[str, Vector] | None:
         """By branch, the products of the first steps of each image: (images, steps, steps). They show outliers. None
         if the branches are not known."""
-        branches, count = self.images[0].branches, len(self.places)
+        branches, count = self.images[0].branches, len(self.images[0].sizes)
         if branches == (EVERY_BRANCH,):
             return None
         last = outlier_step(count) + 1
         own = {name: slice(number * count, number * count + last) for number, name in enumerate(branches)}
         return {name: np.stack([image.values[part, part] for image in self.images]) for name, part in own.items()}
-
-    def reuse_errors(self) -> Vector:
-        """(steps, steps): the average relative error of using step i's prediction at step j."""
-        products = np.stack([image.mixed().values for image in self.images])
-        squares = np.einsum("pii->pi", products)
-        distances = np.maximum(squares[:, :, None] + squares[:, None, :] - 2 * products, 0)
-        errors: Vector = np.sqrt(distances / np.maximum(squares[:, None, :], 1e-30)).mean(0)
-        return errors
 
     @staticmethod
     def read(notes: Sequence[Mapping[str, Any]]) -> Trajectory:
@@ -75,7 +62,7 @@ class Trajectory:
         ]
         if any(image.branches != images[0].branches for image in images):
             images = [image.mixed() for image in images]
-        return Trajectory(tuple(notes[0]["places"]), tuple(images))
+        return Trajectory(tuple(images))
 
 
 def watched_exact() -> Method:
@@ -110,7 +97,7 @@ class RunWatch(ModelHook):
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._predictions: list[torch.Tensor] = []
+        self.predictions: list[torch.Tensor] = []
         self.outputs: Outputs = {}
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
@@ -124,7 +111,7 @@ class RunWatch(ModelHook):
 
         @functools.wraps(own)
         def step(model_output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._predictions.append(model_output.detach().clone())
+            self.predictions.append(model_output.detach().clone())
             return own(model_output, *args, **kwargs)
 
         vars(self._scheduler)["step"] = step
@@ -133,14 +120,18 @@ class RunWatch(ModelHook):
         finally:
             del vars(self._scheduler)["step"]
 
+    def take_outputs(self) -> Outputs:
+        """The outputs of the run that has ended, which is then forgotten."""
+        outputs, self.outputs, self.predictions = self.outputs, {}, []
+        return outputs
+
     def notes(self) -> dict[str, Any]:
-        """The notes of the run that has ended, which is then forgotten."""
-        predictions, self._predictions = self._predictions, []
-        outputs, self.outputs = self.outputs, {}
-        places, sizes = _steps_of(self._scheduler)
-        if len(predictions) != len(places):
+        """How far each step moves the latents, and the inner products of each image."""
+        predictions, outputs = self.predictions, self.take_outputs()
+        sizes = _sizes_of(self._scheduler)
+        if len(predictions) != len(sizes):
             raise ModelError(
-                f"{type(self._scheduler).__name__}.step was called for {len(predictions)} of {len(places)} steps, so "
+                f"{type(self._scheduler).__name__}.step was called for {len(predictions)} of {len(sizes)} steps, so "
                 "the run cannot be watched: the pipeline uses a copy of its scheduler. It can be calibrated, but not "
                 "tuned."
             )
@@ -151,7 +142,7 @@ class RunWatch(ModelHook):
             Products.of({name: [o[i] for o in of] for name, of in outputs.items()}, sizes, guidance).values.tolist()
             for i in range(len(predictions[0]))
         ]
-        return {"places": places, "sizes": sizes, "guidance": guidance, "products": products}
+        return {"sizes": sizes, "guidance": guidance, "products": products}
 
 
 def _guidance(outputs: Outputs, predictions: Sequence[torch.Tensor]) -> dict[str, float] | None:
@@ -175,11 +166,10 @@ def _guidance(outputs: Outputs, predictions: Sequence[torch.Tensor]) -> dict[str
     return dict(zip(outputs, (round(value, 6) for value in found.flatten().tolist()), strict=True))
 
 
-def _steps_of(scheduler: Any) -> tuple[list[float], list[float]]:
-    """Where the steps of the last run were, and how large each was."""
+def _sizes_of(scheduler: Any) -> list[float]:
+    """How large each step of the last run was: the difference of noise levels, or 1 if the scheduler has none."""
     count = len(scheduler.timesteps)
     sigmas = getattr(scheduler, "sigmas", None)
-    if not isinstance(sigmas, torch.Tensor) or len(sigmas) != count + 1:  # A scheduler without noise levels.
-        return [float(step) for step in range(count)], [1.0] * count
-    noise = [float(sigma) for sigma in sigmas.tolist()]
-    return [-sigma for sigma in noise[:-1]], [abs(a - b) for a, b in itertools.pairwise(noise)]
+    if not isinstance(sigmas, torch.Tensor) or len(sigmas) != count + 1:
+        return [1.0] * count
+    return [abs(a - b) for a, b in itertools.pairwise(sigmas.tolist())]

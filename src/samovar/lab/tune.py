@@ -1,7 +1,7 @@
-"""Which is the fastest setting that keeps a promise? Searched on some prompts and checked on others.
+"""Which is the fastest setting that meets a quality target? Searched on some prompts and checked on others.
 
-A promise is about single images: "at least 30 dB" is kept if 95 of 100 images keep it. A setting is therefore chosen
-by the lower end of its results on the tuning prompts, with a margin if they are few.
+A target is about single images: "at least 30 dB" is met if 95 of 100 images reach it. A setting is therefore chosen by
+the lower end of its results on the tuning prompts, with a margin if they are few.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .schedules import SchedulePlanner, choose_planner, refine
 from .session import Row, Session
 from .tasks import check_disjoint
 
-Target = Literal["psnr", "lpips", "speedup"]
+Metric = Literal["psnr", "lpips", "speedup"]
 SHARE = 0.95
-"""Share of images that must keep a promise."""
+"""Share of images that must meet a target."""
 CONFIDENCE = 0.9
 """How certain that must be, given the number of images."""
 THRESHOLDS: Mapping[str, Sequence[float]] = {"tea_cache": (0.05, 0.1, 0.2, 0.4), "forecast": (0.1, 0.2, 0.4, 0.8, 1.6)}
@@ -29,52 +29,48 @@ THRESHOLDS: Mapping[str, Sequence[float]] = {"tea_cache": (0.05, 0.1, 0.2, 0.4),
 
 
 @dataclass(frozen=True)
-class Promise:
-    """What is asked for: a PSNR, an LPIPS, or how many times fewer forwards to compute."""
+class Target:
+    """A PSNR, an LPIPS, or how many times fewer forwards to compute."""
 
-    target: Target
+    metric: Metric
     value: float
 
     def __post_init__(self) -> None:
-        if self.target not in get_args(Target):
-            hint = nearest(str(self.target), get_args(Target))
-            raise SettingError(f"{self.target!r} cannot be promised. {hint}", param="target")
-        low, high = {"psnr": (1.0, 99.0), "lpips": (1e-5, 1.0), "speedup": (1.0, 50.0)}[self.target]
+        if self.metric not in get_args(Metric):
+            hint = nearest(str(self.metric), get_args(Metric))
+            raise SettingError(f"{self.metric!r} cannot be a target. {hint}", param="metric")
+        low, high = {"psnr": (1.0, 99.0), "lpips": (1e-5, 1.0), "speedup": (1.0, 50.0)}[self.metric]
         is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
         if not is_number or not low <= self.value <= high:
-            name = f"target_{self.target}"
+            name = f"target_{self.metric}"
             raise SettingError(f"{name}={self.value!r}; expected a number from {low} to {high}.", param=name)
 
     def __str__(self) -> str:
         words = {"psnr": "PSNR of at least {} dB", "lpips": "LPIPS of at most {}", "speedup": "{} times fewer forwards"}
-        return words[self.target].format(f"{self.value:g}")
+        return words[self.metric].format(f"{self.value:g}")
 
-    def _value(self, quality: Quality) -> float:
-        """Higher is better. LPIPS is distributed like its logarithm."""
-        return -math.log(max(quality.lpips, 1e-7)) if self.target == "lpips" else quality.psnr
-
-    def keeps(self, quality: Quality) -> bool:
-        """Whether one image keeps the promise."""
-        goal = -math.log(self.value) if self.target == "lpips" else self.value
-        return self.target == "speedup" or self._value(quality) >= goal
+    def is_met_by(self, quality: Quality) -> bool:
+        """Whether one image meets the target."""
+        return {"psnr": quality.psnr >= self.value, "lpips": quality.lpips <= self.value}.get(self.metric, True)
 
     def bound(self, qualities: Sequence[Quality]) -> float:
         """The PSNR, or LPIPS, that 95 of 100 images like these reach with confidence."""
-        bound = lower_bound(list(map(self._value, qualities)))
-        return math.exp(-bound) if self.target == "lpips" else bound
+        if self.metric == "lpips":  # It is distributed like its logarithm.
+            return math.exp(-lower_bound([-math.log(max(quality.lpips, 1e-7)) for quality in qualities]))
+        return lower_bound([quality.psnr for quality in qualities])
 
     def score(self, row: Row) -> float:
         """Of two settings that compute as much, the one with the higher score is better."""
-        if self.target == "speedup":
+        if self.metric == "speedup":
             return row.closeness
-        return lower_bound(list(map(self._value, row.images)))
+        return self.bound(row.images) * (-1 if self.metric == "lpips" else 1)
 
-    def is_kept(self, row: Row) -> bool:
-        """Whether a setting keeps the promise, as far as its images show."""
-        if self.target == "speedup":
+    def is_met(self, row: Row) -> bool:
+        """Whether a setting meets the target, as far as its images show."""
+        if self.metric == "speedup":
             return denoiser_speedup(row) >= self.value
         bound = self.bound(row.images)
-        return bound >= self.value if self.target == "psnr" else bound <= self.value
+        return bound >= self.value if self.metric == "psnr" else bound <= self.value
 
 
 def denoiser_speedup(row: Row) -> float:
@@ -118,7 +114,7 @@ def values_below(count: int, share: float = SHARE, confidence: float = CONFIDENC
 class Tuned:
     """The result."""
 
-    promise: Promise
+    target: Target
     row: Row
     """The chosen setting on the tuning prompts."""
     held_out: Row
@@ -129,20 +125,20 @@ class Tuned:
     num_steps: int
 
     @property
-    def share_kept(self) -> float:
-        """Share of the held-out images that keep the promise. A speedup is kept by all of them or none."""
-        if self.promise.target == "speedup":
-            return float(self.promise.is_kept(self.held_out))
-        return sum(map(self.promise.keeps, self.held_out.images)) / len(self.held_out.images)
+    def share_met(self) -> float:
+        """Share of the held-out images that meet the target. A speedup is met by all of them or none."""
+        if self.target.metric == "speedup":
+            return float(self.target.is_met(self.held_out))
+        return sum(map(self.target.is_met_by, self.held_out.images)) / len(self.held_out.images)
 
     @property
-    def is_kept(self) -> bool:
-        return self.share_kept >= SHARE
+    def is_met(self) -> bool:
+        return self.share_met >= SHARE
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it is closer than as many plain steps, by the promised metric."""
-        if self.promise.target == "lpips":
+        """Whether it is closer than as many plain steps, by the target metric."""
+        if self.target.metric == "lpips":
             return self.held_out.quality.lpips < self.plain.quality.lpips
         return self.held_out.quality.psnr > self.plain.quality.psnr
 
@@ -151,8 +147,8 @@ class Tuned:
         return {
             "cache": self.row.settings,
             "num_inference_steps": self.num_steps,
-            "promise": str(self.promise),
-            "kept_on_held_out": round(self.share_kept, 4),
+            "target": str(self.target),
+            "met_on_held_out": round(self.share_met, 4),
             "origin": origin,
         }
 
@@ -160,25 +156,25 @@ class Tuned:
         """The report, for JSON."""
         images = self.held_out.images
         return {
-            "promise": str(self.promise),
+            "target": str(self.target),
             "chosen": self.row.to_dict(),
             "held_out": {
                 **self.held_out.to_dict(),
-                "share_kept": self.share_kept,
-                "bound": None if self.promise.target == "speedup" else self.promise.bound(images),
+                "share_met": self.share_met,
+                "bound": None if self.target.metric == "speedup" else self.target.bound(images),
                 "worst": {"psnr": min(q.psnr for q in images), "lpips": max(q.lpips for q in images)},
             },
             "plain_steps_on_held_out": self.plain.to_dict(),
             "is_worth_it": self.is_worth_it,
-            "tried": [{**row.to_dict(), "keeps": self.promise.is_kept(row)} for row in self.tried],
+            "tried": [{**row.to_dict(), "meets_target": self.target.is_met(row)} for row in self.tried],
         }
 
 
-def tune(tuning: Session, testing: Session, promise: Promise, refinements: int = 0) -> Tuned:
+def tune(tuning: Session, testing: Session, target: Target, refinements: int = 0) -> Tuned:
     """Search on one session's tasks and check on another's. `refinements` is the number of changes of the best
     schedule to try on images."""
     check_disjoint(tuning.tasks, testing.tasks)
-    search = _Search(tuning, promise)
+    search = _Search(tuning, target)
     search.try_thresholds()
     planner = search.try_schedules()
     if refinements and "schedule" in search.best().settings:
@@ -186,76 +182,76 @@ def tune(tuning: Session, testing: Session, promise: Promise, refinements: int =
     best = search.best()
     held_out = testing.measure(search.methods[best.method])
     baseline = testing.measure(plain(max(1, round(best.computed))))
-    return Tuned(promise, best, held_out, baseline, list(search.tried.values()), tuning.runner.steps)
+    return Tuned(target, best, held_out, baseline, list(search.tried.values()), tuning.runner.steps)
 
 
 class _Search:
     """The settings tried so far."""
 
-    def __init__(self, session: Session, promise: Promise) -> None:
-        self._session, self._promise, self._steps = session, promise, session.runner.steps
-        self._is_speedup = promise.target == "speedup"
+    def __init__(self, session: Session, target: Target) -> None:
+        self._session, self._target, self._steps = session, target, session.runner.steps
+        self._is_speedup = target.metric == "speedup"
         self.methods: dict[str, Method] = {}
         self.tried: dict[str, Row] = {}
 
     def best(self) -> Row:
-        """The fastest setting that keeps the promise; for a promised speedup, the closest to the exact images."""
+        """The fastest setting that meets the target; for a speedup, the closest to the exact images."""
         skipping = [row for row in self.tried.values() if row.computed < self._steps]
-        kept = [row for row in skipping if self._promise.is_kept(row)]
-        if not kept:
-            raise SettingError(self._none_kept(skipping))
+        fitting = [row for row in skipping if self._target.is_met(row)]
+        if not fitting:
+            raise SettingError(self._none_meets(skipping))
         if self._is_speedup:
-            return max(kept, key=self._promise.score)
-        return min(kept, key=lambda row: (row.computed, -row.quality.psnr))
+            return max(fitting, key=self._target.score)
+        return min(fitting, key=lambda row: (row.computed, -row.quality.psnr))
 
-    def _none_kept(self, skipping: Sequence[Row]) -> str:
-        text = f"No setting that skips steps keeps a {self._promise}"
+    def _none_meets(self, skipping: Sequence[Row]) -> str:
+        text = f"No setting that skips steps reaches a {self._target}"
         if not skipping:
             return f"{text}: none of the {len(self.tried)} settings tried skips a step. Use the model without a cache."
-        best = max(skipping, key=self._promise.score)
+        best = max(skipping, key=self._target.score)
         text += (
             f". The best of {len(skipping)}, {best.method!r}, has {best.quality.psnr:.1f} dB and LPIPS "
             f"{best.quality.lpips:.5f} on average with {best.computed:g} of {self._steps} steps computed"
         )
         if not self._is_speedup:
-            unit = " dB" if self._promise.target == "psnr" else ""
-            bound = self._promise.bound(best.images)
+            unit = " dB" if self._target.metric == "psnr" else ""
+            bound = self._target.bound(best.images)
             text += f"; its {len(best.images)} images show that 95 of 100 reach {bound:.5g}{unit}"
         is_few = values_below(len(self._session.tasks)) < 0
         more = ", give more prompts (with 45 or more there is no margin)" if is_few else ""
-        return f"{text}. Promise less{more}, or use the model without a cache."
+        return f"{text}. Choose an easier target{more}, or use the model without a cache."
 
     def try_thresholds(self) -> None:
         """Higher thresholds are faster and worse: stop when a quality breaks, or when a speedup is reached."""
         for backend, thresholds in THRESHOLDS.items():
             for threshold in thresholds:
                 row = self._measure(cached(backend, {"rel_l1_thresh": threshold}))
-                if self._promise.is_kept(row) is self._is_speedup:
+                if self._target.is_met(row) is self._is_speedup:
                     break
 
     def try_schedules(self) -> SchedulePlanner:
-        """Choose a planner at one number of computed steps, then find the fewest steps that keep the promise; more
+        """Choose a planner at one number of computed steps, then find the fewest steps that meet the target; more
         steps are taken to be better."""
-        most = max(1, math.floor(self._steps / self._promise.value + 1e-9)) if self._is_speedup else None
-        planner, tried = choose_planner(self._session, self._promise.score, most)
+        most = max(1, math.floor(self._steps / self._target.value + 1e-9)) if self._is_speedup else None
+        planner, tried = choose_planner(self._session, self._target.score, most)
         for name, (method, row) in tried.items():
             self.methods[name], self.tried[name] = method, row
         low, high = planner.fewest, self._steps
         while most is None and low < high:
             middle = (low + high) // 2
-            if self._promise.is_kept(self._measure(planner.method(planner.plan(middle)))):
+            if self._target.is_met(self._measure(planner.method(planner.plan(middle)))):
                 high = middle
             else:
                 low = middle + 1
         return planner
 
     def refine(self, planner: SchedulePlanner, attempts: int) -> None:
-        """Move single computed steps of a schedule as long as images get closer; if a quality is promised, of the
+        """Move single computed steps of a schedule as long as images get closer; if the target is a quality, of the
         schedule with one step fewer than the best."""
         computed = max(planner.fewest, round(self.best().computed) - (not self._is_speedup))
 
         def score(mask: str) -> float:
-            return self._promise.score(self._measure(planner.method(mask)))
+            return self._target.score(self._measure(planner.method(mask)))
 
         refine(planner.plan(computed), score, attempts)
 

@@ -23,9 +23,9 @@ from .host import HostMemory
 from .measure import Measured
 from .moving import HOOK, MovingComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
+from .ring import OffloadStats
 from .sizes import SHARED, Component, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
-from .stats import OffloadStats
 from .streaming import Timing
 from .weight_groups import WeightGroup
 from .weights import check_movable, num_bytes_of

@@ -73,7 +73,7 @@ class HostMemory:
         for span, (piece, offset) in zip(spans, layout.places, strict=True):
             if span.num_bytes < LEAST_PIECE:
                 self._move(span, sources[0][offset:])
-            elif not pinned or _is_pinnable(span):
+            elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(_flat(span)):
                 sources[piece] = _flat(span)
             else:
                 sources[piece] = new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes]
@@ -90,24 +90,23 @@ class HostMemory:
 
     def pin(self, sources: Iterable[torch.Tensor]) -> None:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
-        storages = {storage.data_ptr(): storage for storage in (source.untyped_storage() for source in sources)}
-        wanted = [storage for start, storage in storages.items() if start in _chunks and start not in self._pinned]
+        storages = [source.untyped_storage() for source in sources if not _is_pinned(source)]
+        chunks = {storage.data_ptr(): storage for storage in storages if storage.data_ptr() in _chunks}
+        wanted = [chunk for start, chunk in chunks.items() if start not in self._pinned]
         left = float("inf")
         if self.limit_bytes is not None:
-            left = self.limit_bytes - sum(storage.nbytes() for storage in self._pinned.values())
+            left = self.limit_bytes - sum(chunk.nbytes() for chunk in self._pinned.values())
         allowed = []
-        for storage in wanted:
-            if storage.nbytes() <= left:
-                allowed.append(storage)
-                left -= storage.nbytes()
+        for chunk in wanted:
+            if chunk.nbytes() <= left:
+                allowed.append(chunk)
+                left -= chunk.nbytes()
         with ThreadPoolExecutor(_THREADS) as threads:
-            problems = list(
-                threads.map(lambda storage: self._stage.register(storage.data_ptr(), storage.nbytes()), allowed)
-            )
-        done = {s.data_ptr(): s for s, problem in zip(allowed, problems, strict=True) if problem is None}
+            problems = list(threads.map(lambda c: self._stage.register(c.data_ptr(), c.nbytes()), allowed))
+        done = {c.data_ptr(): c for c, problem in zip(allowed, problems, strict=True) if problem is None}
         self._pinned.update(done)
-        pinned_bytes = sum(storage.nbytes() for storage in done.values())
-        pageable_bytes = sum(storage.nbytes() for storage in wanted) - pinned_bytes
+        pinned_bytes = sum(chunk.nbytes() for chunk in done.values())
+        pageable_bytes = sum(chunk.nbytes() for chunk in wanted) - pinned_bytes
         self._stage.stats.pinned_bytes += pinned_bytes
         self._stage.stats.pageable_bytes += pageable_bytes
         if pageable_bytes:
@@ -132,11 +131,9 @@ def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
     pinned.clear()
 
 
-def _is_pinnable(span: Span) -> bool:
-    """Whether a span is in a chunk of ours, or pinned by torch."""
-    if span.tensors[0].untyped_storage().data_ptr() in _chunks:
-        return True
-    return torch.cuda.is_available() and _flat(span).is_pinned()
+def _is_pinned(source: torch.Tensor) -> bool:
+    """Whether memory is pinned, by anyone."""
+    return torch.cuda.is_available() and source.is_pinned()
 
 
 def _trim() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .stats import OffloadStats
+from .sizes import format_bytes
 
 Mark = Any
 """A point in the device's work that other work can wait for."""
@@ -24,6 +24,38 @@ Memory = Any
 """Device memory, as `DeviceQueues.allocate` returns it."""
 ASSUMED_BUS = 25 * 2**30
 """Bytes per second of a bus that nobody measured: that of a desktop GPU."""
+
+
+@dataclass
+class OffloadStats:
+    """Totals since the offload was attached."""
+
+    sent_bytes: int = 0
+    """Bytes of weights copied to the device."""
+    block_loads: int = 0
+    late_blocks: int = 0
+    """Blocks whose copy had not been started when they were called."""
+    dropped_blocks: int = 0
+    """Blocks that were copied ahead and not used."""
+    component_loads: dict[str, int] = field(default_factory=dict)
+    """How often each component was brought to the device."""
+    held_bytes: int = 0
+    """Device memory that our copies of weights take now."""
+    peak_held_bytes: int = 0
+    pinned_bytes: int = 0
+    pageable_bytes: int = 0
+    """Bytes of the host copy that could not be pinned."""
+    copied_bytes: int = 0
+    """Bytes copied on the host in order to be pinned; the rest is pinned in place."""
+    setup_s: float = 0.0
+
+    def __str__(self) -> str:
+        sent, held = format_bytes(self.sent_bytes), format_bytes(self.peak_held_bytes)
+        late = f", {self.late_blocks} of them late" if self.late_blocks else ""
+        return (
+            f"{sent} sent in {self.block_loads} block loads{late}; at most {held} of weights on the device; "
+            f"{self.setup_s:.1f} s to set up"
+        )
 
 
 class DeviceQueues(Protocol):

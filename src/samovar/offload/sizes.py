@@ -14,6 +14,7 @@ from ..arch.modules import unwrapped
 from ..arch.skeleton import Parts, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import check_names
+from ..other_libraries import quantization
 from .weights import lay_out, shared_tensors, spans_of, tensors_of
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -167,4 +168,11 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
             f"The size of {name} is unknown: {', '.join(unbuilt) or 'it'} depends on a checkpoint. Give a model folder "
             "instead: hf download NAME --local-dir FOLDER"
         )
+    for part_name, part in parts.items():
+        method = None if part.module is None else quantization(part.module)
+        if method is not None:
+            raise ModelError(
+                f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
+                "folder with unquantised weights."
+            )
     return measure_components(*_split(parts))

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, Timeline
-from .stats import OffloadStats
+from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, Timeline
 from .weights import ALIGNMENT
 
 

@@ -139,8 +139,7 @@ class _SimulatedBlock:
     """A streamed block whose copies only take time."""
 
     def __init__(self, pieces: Sequence[int], timeline: Timeline) -> None:
-        self.pieces = pieces
-        self._timeline = timeline
+        self.pieces, self._timeline = pieces, timeline
 
     def prepare(self) -> None:
         pass

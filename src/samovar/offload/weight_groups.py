@@ -47,10 +47,6 @@ class WeightGroup:
         self._buffer: Buffer | None = None
         """Its own device memory, if it is loaded."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.pieces)
-
     # ------------------------------------------------------------------------------------------------ on the host
 
     def adopt(self, *, pinned: bool) -> None:
@@ -126,7 +122,7 @@ class WeightGroup:
 
     def load(self) -> None:
         """Copy it to its own device memory. `compute_waits` is up to the caller."""
-        self._buffer = self._stage.allocate(self.num_bytes)
+        self._buffer = self._stage.allocate(sum(self.pieces))
         offsets = [sum(self.pieces[:piece]) for piece in range(len(self.pieces))]
         for piece, offset in enumerate(offsets):
             self.send(piece, self._buffer, offset)

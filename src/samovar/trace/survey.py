@@ -16,7 +16,7 @@ from ..arch.coverage import Coverage, coverage
 from ..arch.modules import tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
-from ..other_libraries import declared_plans
+from ..other_libraries import declared_plans, quantization
 from .probe import probe_pipeline
 
 
@@ -161,24 +161,21 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     judged = [(c.name, c.anatomy.leader) for c in denoisers if c.anatomy and c.anatomy.leader]
     leaders = [f"{name}.{leader}" if len(denoisers) > 1 else leader for name, leader in judged]
     unknown = f"not known without a checkpoint, which says how {', '.join(unbuilt)} is built; give a model's folder"
+    quantised = _quantised(parts)
     if stacks:
         found = f"{blocks} blocks in {len(stacks)} stack{'s' if len(stacks) > 1 else ''}"
         yield FeatureReport("step cache", True, f"{found}; a step is judged at {', '.join(leaders)}")
         streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
-        yield FeatureReport(
-            "layerwise offload",
-            True,
-            f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of what denoises",
-        )
+        held = f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of what denoises"
+        yield FeatureReport("layerwise offload", not quantised, quantised or held)
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"
         for name in ("step cache", "layerwise offload"):
             yield FeatureReport(name, None, unknown) if unbuilt else FeatureReport(name, False, nothing)
     encoders = [c for c in components if c.role == "encoder"]
     if denoisers and encoders:
-        yield FeatureReport(
-            "model offload", True, f"the denoiser takes turns with {', '.join(c.name for c in encoders)}"
-        )
+        turns = f"the denoiser takes turns with {', '.join(c.name for c in encoders)}"
+        yield FeatureReport("model offload", not quantised, quantised or turns)
     else:
         yield FeatureReport("model offload", False, "nothing takes turns: a denoiser and an encoder are needed")
     planned = [n for n, part in parts.items() if declared_plans(part.cls)]
@@ -190,3 +187,10 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         yield FeatureReport("sequence parallel", None, unknown)
     else:
         yield FeatureReport("sequence parallel", False, "there is no plan, and no stack to derive one from")
+
+
+def _quantised(parts: Parts) -> str:
+    """Why the components cannot all be offloaded: quantised tensors are more than their memory."""
+    methods = {name: quantization(part.module) for name, part in parts.items() if part.module is not None}
+    found = [f"{name} ({method})" for name, method in methods.items() if method]
+    return f"quantised weights cannot be moved: {', '.join(found)}; leave them out with exclude" if found else ""
