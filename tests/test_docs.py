@@ -84,6 +84,8 @@ def test_python_of_a_page_runs_from_top_to_bottom(
             block = block.replace(ADDRESS, request.getfixturevalue("address"))
         # The compiler of torch takes half a minute for what a plain one shows as well.
         exec(compile(block.replace("compile=True", 'compile="eager"'), name_of(page), "exec"), reader)
+    if page == README:
+        assert reader["result"].cache[0].skipped, "the cache of the README skips nothing"
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
