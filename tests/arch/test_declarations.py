@@ -60,7 +60,8 @@ def test_one_declaration_serves_a_foreign_model() -> None:
         probe_anatomy(model, inputs(0))
     register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",)))
     anatomy = probe_anatomy(model, inputs(0), inputs(1))
-    stack = anatomy.stack("inner.steps")
+    (stack,) = anatomy.stacks
+    assert stack.path == "inner.steps"
     assert [(stream.parameter, stream.kind) for stream in stack.streams] == [("state", "joint"), (None, None)]
     assert anatomy.side == ("adapters",)
     assert anatomy.leader == "inner.steps"

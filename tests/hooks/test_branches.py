@@ -53,7 +53,7 @@ def test_a_named_branch_and_a_request_come_first() -> None:
             with call_context(request=request):
                 model(**inputs)
     assert watch.seen[0] == CallContext(None, "cond")
-    assert watch.seen[1].branch != watch.seen[2].branch, "equal tensors of two requests are two lines of calls"
+    assert watch.seen[1].branch != watch.seen[2].branch, "equal tensors of two requests are two call sequences"
     assert current_context() == CallContext()
 
 
@@ -83,7 +83,7 @@ def test_a_new_tensor_is_never_mistaken_for_an_old_one_and_branches_are_few() ->
     # Each tensor is given up at once: its memory would be used again for the next if nobody held it.
     names = [model(0, {"text": [torch.full((64,), float(i))]}) for i in range(100)]
     assert len(set(names)) == 100
-    assert sum(len(line.branches) for line in hook._lines.values()) == hook.most_branches
+    assert sum(len(group.branches) for group in hook._groups.values()) == hook.most_branches
     kept = torch.zeros(3)
     held = weakref.ref(kept)
     first = model(0, kept)
@@ -102,7 +102,7 @@ class Denoiser(torch.nn.Module):
         return current_context().branch
 
 
-def test_tiles_with_one_text_are_lines_of_calls_of_their_own() -> None:
+def test_tiles_with_one_text_are_call_sequences_of_their_own() -> None:
     model, text = Denoiser(), torch.zeros(2)
     HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
     tiles = [torch.zeros(2), torch.ones(2)]

@@ -39,7 +39,7 @@ def watched_run(name: str) -> tuple[torch.nn.Module, Any, Watcher]:
 
 def test_the_plan_of_a_stack() -> None:
     model, anatomy, watched = watched_run("WanTransformer3DModel")
-    stack = anatomy.stack("blocks")
+    stack = {stack.path: stack for stack in anatomy.stacks}["blocks"]
     split = split_stack(model, stack, watched, 2)
     once = stack_plan(stack, split, watched, each_block=False)
     assert list(once) == ["blocks.0", "blocks.*", "blocks.2"]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from .. import tree
-from ..errors import ModelError, nearest
+from ..errors import ModelError
 from ..other_libraries import WRAPPED_MODULE
 from .declarations import BlockDeclaration, check_stacks, declaration_for
 from .lists import Blocks, blocks_of, find_lists
@@ -116,14 +116,6 @@ class Anatomy:
     """Stacks that the probing forward did not run."""
     leader: str | None = None
     """The stack by whose input a step is judged."""
-
-    def stack(self, path: str) -> BlockStack:
-        """The stack at a path."""
-        for stack in self.stacks:
-            if stack.path == path:
-                return stack
-        known = [stack.path for stack in self.stacks]
-        raise ModelError(f"{self.model_class} has no stack of blocks at {path!r}. {nearest(path, known)}")
 
 
 def output_values(output: Any) -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ def read_skeleton(source: str) -> tuple[str, Parts]:
     return _read_class(source)
 
 
-def lone_part(cls: type, module: torch.nn.Module) -> Parts:
+def _lone_part(cls: type, module: torch.nn.Module) -> Parts:
     """A model without a pipeline. Its class shows its role, or else the fact that it is built of blocks."""
     role = role_of("transformer" if find_anatomy(module).stacks else "", cls)
     name = {"denoiser": "transformer", "vae": "vae"}.get(role, "model")
@@ -65,7 +65,7 @@ def lone_part(cls: type, module: torch.nn.Module) -> Parts:
 def loaded_parts(pipeline: Any) -> Parts:
     """The components of a pipeline, or of a single model, that is loaded."""
     if is_denoiser_itself(pipeline):
-        return lone_part(type(unwrapped(pipeline)), pipeline)
+        return _lone_part(type(unwrapped(pipeline)), pipeline)
     return {
         name: Part(role, type(unwrapped(module)), module)
         for role, (names, modules) in ModuleDiscovery.discover(pipeline).roles().items()
@@ -76,7 +76,7 @@ def loaded_parts(pipeline: Any) -> Parts:
 def _read_class(name: str) -> tuple[str, Parts]:
     cls = _diffusers_class(name)
     if issubclass(cls, torch.nn.Module):
-        return name, lone_part(cls, _build_default(cls))
+        return name, _lone_part(cls, _build_default(cls))
     parts: Parts = {}
     for part, part_cls in _declared_parts(cls):
         module = None
@@ -151,7 +151,7 @@ def _read_model_folder(folder: Path) -> tuple[str, Parts]:
     if not isinstance(name, str):
         raise ModelError(f"{folder / 'config.json'} has no _class_name, so it does not describe a diffusers model.")
     cls = _diffusers_class(name)
-    return name, lone_part(cls, _build_from_folder(cls, folder))
+    return name, _lone_part(cls, _build_from_folder(cls, folder))
 
 
 def _library_class(folder: Path, name: str, library: str, class_name: str) -> type:

@@ -249,7 +249,11 @@ def apply_teacache_hook(
     module = unwrapped(module)
     registry = HookRegistry.get_or_create(module)
     if HOOK_NAME in registry:
-        raise SettingError(f"This {type(module).__name__} has TeaCache already. Detach it first.", param="module")
+        raise SettingError(
+            f"This {type(module).__name__} has a cache already, perhaps from attach() on a pipeline that shares it. "
+            "Take that off first: samovar.detach(that pipeline).",
+            param="cache",
+        )
     hook = TeaCacheHook(TeaCacheConfig.read(config), agree)
     hook.attach(registry)
     return hook

@@ -84,7 +84,7 @@ class _Branch:
         self.step, self.key, self.values, self.has_copies = current_step(), key, values, learning
 
 
-class _Line:
+class _Group:
     """The branches of one request, the one that was called last at the end."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class BranchHook(ModelHook):
     def __init__(self) -> None:
         self.roles = Roles()
         self._parameters: tuple[str, ...] = ()
-        self._lines: OrderedDict[Hashable, _Line] = OrderedDict()
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self._count = 0
         self._open = threading.local()
         self._lock = threading.RLock()
@@ -161,12 +161,12 @@ class BranchHook(ModelHook):
         running_context.reset(self._open.calls.pop()[0])
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
-        self._lines.clear()
+        self._groups.clear()
         return module
 
     def drop(self, request: Hashable) -> None:
         """Forget the branches of one request, and release their conditioning."""
-        self._lines.pop(request, None)
+        self._groups.pop(request, None)
 
     def trouble(self) -> str | None:
         """Why nothing can be reused from step to step, if so. It was logged as a warning too."""
@@ -175,38 +175,38 @@ class BranchHook(ModelHook):
     # ------------------------------------------------------------------------------------------ which branch is it?
 
     def _branch_of(self, module: torch.nn.Module, context: CallContext, leaves: Leaves, learning: bool) -> str | None:
-        line = self._lines.setdefault(context.request, _Line())
-        self._lines.move_to_end(context.request)
+        group = self._groups.setdefault(context.request, _Group())
+        self._groups.move_to_end(context.request)
         branch: _Branch | None
         if context.branch is not None:
-            branch = self._named(line, context.branch, leaves, learning)
+            branch = self._named(group, context.branch, leaves, learning)
         else:
             key = self.roles.identity(leaves)
-            known = [branch for branch in line.unnamed() if branch.key == key]
-            if len(known) == 1 and not learning and self._is_clear(line, known[0], leaves):
+            known = [branch for branch in group.unnamed() if branch.key == key]
+            if len(known) == 1 and not learning and self._is_clear(group, known[0], leaves):
                 branch = known[0]
                 branch.new_objects.clear()
                 branch.doubtful.clear()
-                self._note_known(module, line, branch)
+                self._note_known(module, group, branch)
             else:
-                branch = self._look(module, line, leaves, learning)
+                branch = self._look(module, group, leaves, learning)
         if branch is None:
             return None
         branch.keep(self.roles, leaves, self.roles.identity(leaves), learning=learning)
-        line.branches.remove(branch)
-        line.branches.append(branch)
+        group.branches.remove(branch)
+        group.branches.append(branch)
         return branch.name
 
-    def _named(self, line: _Line, name: str, leaves: Leaves, learning: bool) -> _Branch:
+    def _named(self, group: _Group, name: str, leaves: Leaves, learning: bool) -> _Branch:
         """The branch that the pipeline names; its calls are learned from."""
-        for branch in line.branches:
+        for branch in group.branches:
             if branch.name == name:
                 if learning or self.roles.identity(leaves) != branch.key:
                     self._learn(branch, leaves, learning)
                 return branch
-        return self._add(line, _Branch(name, is_named=True))
+        return self._add(group, _Branch(name, is_named=True))
 
-    def _is_clear(self, line: _Line, branch: _Branch, leaves: Leaves) -> bool:
+    def _is_clear(self, group: _Group, branch: _Branch, leaves: Leaves) -> bool:
         """Whether identity alone shows that a call is one of this branch."""
         roles, samples = self.roles, self.roles.paths(branch.values, "sample")
         is_at_once = branch.is_at_once(roles, leaves)
@@ -221,23 +221,23 @@ class BranchHook(ModelHook):
         is_same_step = is_at_once or (has_same_sample and bool(samples))
         certain = (path for path in roles.paths(leaves, "conditioning") if path not in roles.remade)
         has_tensor = any(isinstance(leaves[path], torch.Tensor) for path in certain)
-        return has_tensor and not is_same_step and line.calm >= 2 * len(line.branches)
+        return has_tensor and not is_same_step and group.calm >= 2 * len(group.branches)
 
-    def _look(self, module: torch.nn.Module, line: _Line, leaves: Leaves, learning: bool) -> _Branch | None:
+    def _look(self, module: torch.nn.Module, group: _Group, leaves: Leaves, learning: bool) -> _Branch | None:
         """The branch of a call by values, perhaps a new one; None if it cannot be known."""
-        roles, unnamed = self.roles, line.unnamed()
+        roles, unnamed = self.roles, group.unnamed()
         version, key = roles.version, roles.identity(leaves)
         apart = {branch: branch.moved(leaves, branch.conditioning(roles, leaves)) for branch in unnamed}
-        same = [branch for branch in unnamed if not apart[branch] and not self._is_other_line(branch, leaves)]
+        same = [branch for branch in unnamed if not apart[branch] and not self._is_other_sequence(branch, leaves)]
         if roles.version != version:
-            return self._look(module, line, leaves, learning)
+            return self._look(module, group, leaves, learning)
         if len(same) > 1:
             same = [branch for branch in same if branch.key == key] or same
         if len(same) == 1:
-            return self._matched(module, line, same[0], leaves, learning)
+            return self._matched(module, group, same[0], leaves, learning)
         if same:
             if same[0].has_passed(roles, leaves):
-                self._note_strange(module, line, "its calls differ in nothing but the sample and the time")
+                self._note_strange(module, group, "its calls differ in nothing but the sample and the time")
             return None
         nearest = min(unnamed, key=lambda branch: len(apart[branch]), default=None)
         if nearest is not None and apart[nearest]:
@@ -246,18 +246,18 @@ class BranchHook(ModelHook):
             obvious = roles.obvious(leaves, apart[nearest] | samples)
             if obvious or (passed and self._is_changing(nearest, apart[nearest], leaves)):
                 roles.note_changing(leaves, obvious or apart[nearest])
-                line.merge(roles)
-                return self._look(module, line, leaves, learning)
+                group.merge(roles)
+                return self._look(module, group, leaves, learning)
             if passed:
                 paths = ", ".join(sorted(apart[nearest]))
-                self._note_strange(module, line, f"there are new values at each call ({textwrap.shorten(paths, 60)})")
+                self._note_strange(module, group, f"there are new values at each call ({textwrap.shorten(paths, 60)})")
             if passed and nearest.doubtful and not any(roles.is_settled(path) for path in apart[nearest]):
                 return None
             if not passed and len(apart[nearest]) == 1:
                 roles.note_telling(*apart[nearest])
-        return self._add(line, _Branch(self._new_name(leaves)))
+        return self._add(group, _Branch(self._new_name(leaves)))
 
-    def _is_other_line(self, branch: _Branch, leaves: Leaves) -> bool:
+    def _is_other_sequence(self, branch: _Branch, leaves: Leaves) -> bool:
         """Whether a call with this branch's conditioning is not part of it: at one time there is one sample."""
         roles, step = self.roles, current_step()
         if step is not None and branch.step not in (None, step):  # A sampler of second order may stay at one time.
@@ -284,14 +284,14 @@ class BranchHook(ModelHook):
         return len(nearest.doubtful) >= (3 if any(map(self.roles.is_settled, paths)) else 2)
 
     def _matched(
-        self, module: torch.nn.Module, line: _Line, branch: _Branch, leaves: Leaves, learning: bool
+        self, module: torch.nn.Module, group: _Group, branch: _Branch, leaves: Leaves, learning: bool
     ) -> _Branch:
         branch.name = branch.name or self._new_name(leaves)
         if branch.name is not None or branch.has_passed(self.roles, leaves):
-            self._note_known(module, line, branch)
+            self._note_known(module, group, branch)
         self._learn(branch, leaves, learning)
         branch.doubtful.clear()
-        line.calm += 1
+        group.calm += 1
         return branch
 
     def _learn(self, branch: _Branch, leaves: Leaves, learning: bool) -> None:
@@ -314,27 +314,27 @@ class BranchHook(ModelHook):
         self._count += 1
         return f"conditioning {self._count}"
 
-    def _add(self, line: _Line, branch: _Branch) -> _Branch:
-        line.branches.append(branch)
-        line.calm = 0
-        while sum(len(each.branches) for each in self._lines.values()) > self.most_branches:
-            next(each for each in self._lines.values() if each.branches).branches.pop(0)
-        for request in [request for request, each in self._lines.items() if not each.branches]:
-            del self._lines[request]
+    def _add(self, group: _Group, branch: _Branch) -> _Branch:
+        group.branches.append(branch)
+        group.calm = 0
+        while sum(len(each.branches) for each in self._groups.values()) > self.most_branches:
+            next(each for each in self._groups.values() if each.branches).branches.pop(0)
+        for request in [request for request, each in self._groups.items() if not each.branches]:
+            del self._groups[request]
         return branch
 
     # ------------------------------------------------------------------------------------------ trouble
 
-    def _note_known(self, module: torch.nn.Module, line: _Line, branch: _Branch) -> None:
+    def _note_known(self, module: torch.nn.Module, group: _Group, branch: _Branch) -> None:
         if branch.name is None:
-            self._note_strange(module, line, _NOTHING)
+            self._note_strange(module, group, _NOTHING)
         else:
-            line.strange = 0
+            group.strange = 0
 
-    def _note_strange(self, module: torch.nn.Module, line: _Line, reason: str) -> None:
+    def _note_strange(self, module: torch.nn.Module, group: _Group, reason: str) -> None:
         """Note that a step looks like the first one of a request, and warn if they all do."""
-        line.strange += 1
-        if line.strange < _MOST_STRANGE:
+        group.strange += 1
+        if group.strange < _MOST_STRANGE:
             return
         is_first = self._trouble is None
         self._trouble = (

@@ -297,8 +297,8 @@ def _prepare_for_compilation() -> None:
     """Called at the first hook and not on import: torch's compiler takes seconds to load."""
     if not vars(_outside_graph):
         _outside_graph.runner = never_compiled(lambda module: attached_registry(module).run_outside_graph)  # type: ignore[union-attr]
-        _outside_graph.call = _break_graph(_call_outside_graph)
-        _outside_graph.forward = _break_graph(_forward_outside_graph)
+        _outside_graph.call = never_compiled(_call_outside_graph, recursive=False)
+        _outside_graph.forward = never_compiled(_forward_outside_graph, recursive=False)
         for function in (_call_outside_graph, _forward_outside_graph, call_bare, _call_forward):
             skip_frame(function)
         from torch._dynamo import trace_rules
@@ -318,17 +318,10 @@ def _forward_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> A
     return _outside_graph.runner(module)(module, _call_forward, args, kwargs)
 
 
-def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function outside of any graph, with everything that it calls."""
+def never_compiled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    """The function outside of any graph and, if `recursive`, everything that it calls too."""
     disable: Any = torch.compiler.disable
-    disabled: Callable[..., Any] = disable(function)
-    return disabled
-
-
-def _break_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function outside of any graph, but not what it calls."""
-    disable: Any = torch.compiler.disable
-    disabled: Callable[..., Any] = disable(function, recursive=False)
+    disabled: Callable[..., Any] = disable(function, recursive=recursive)
     return disabled
 
 

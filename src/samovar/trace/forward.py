@@ -190,7 +190,7 @@ class Tracer(Watcher):
             arguments = self._last[gate.path].arguments
             seen.shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, torch.Tensor)}
             names = gate.stack.names(given.module)
-            positional = dict(zip(names.values(), range(len(given.args)), strict=False))
+            positional: dict[Any, Any] = dict(zip(names.values(), range(len(given.args)), strict=False))
             seen.places = {**positional, **{names.get(name, name): name for name in given.kwargs}}
             seen.run = self._run_of(seen)
             if seen.key not in self._live:
