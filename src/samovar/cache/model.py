@@ -91,7 +91,7 @@ class CacheableModel:
         raise NotImplementedError
 
     def about(self) -> About:
-        """What is known about the model, in words and figures."""
+        """Facts about the model, in words and figures."""
         raise NotImplementedError
 
     def problem(self, inputs: Inputs) -> str | None:
@@ -128,7 +128,7 @@ def _remember(known: dict[Hashable, _Value], key: Hashable, value: _Value) -> _V
 
 @dataclass(eq=False)
 class _Form:
-    """What is known about one form of inputs."""
+    """A form of inputs that was traced."""
 
     trace: Trace
     reader: ModulatedInput | None = None

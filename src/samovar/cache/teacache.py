@@ -66,7 +66,7 @@ class TeaCacheHook(ModelHook, Handle):
         self._clocks: OrderedDict[Hashable, Clock] = OrderedDict()
         self._records: OrderedDict[Hashable, dict[str, list[StepRecord]]] = OrderedDict()
         self._about = About("")
-        """What is known about the model once the hook is detached."""
+        """Facts about the model once the hook is detached."""
 
     # ------------------------------------------------------------------------------------------ on and off
 
