@@ -28,9 +28,7 @@ def parse_bytes(value: str | int | None, param: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SettingError(
-            f"{param}={value!r} is not a size. Use text such as '12GiB', or bytes.", param=param
-        )
+        raise SettingError(f"{param}={value!r} is not a size. Use text such as '12GiB', or bytes.", param=param)
     return int(float(match[1]) * unit)
 
 
