@@ -161,6 +161,15 @@ def test_every_source_file_is_in_the_tree_with_a_question() -> None:
             assert re.search(rf"^\s+{file.name} +\S", tree, flags=re.MULTILINE), file
 
 
+def test_reasons_of_computed_steps_are_those_of_the_cache() -> None:
+    text = (ROOT / "docs" / "guides" / "cache.md").read_text(encoding="utf-8")
+    table = text.partition("reason in `stats()` |")[2].partition("\n\n")[0]
+    source = "".join(file.read_text(encoding="utf-8") for file in (code.SOURCE / "cache").glob("*.py"))
+    reasons = [reason for row in table.splitlines() for reason in re.findall("`(.*?)`", row.rpartition(" | ")[2])]
+    assert len(reasons) >= 6
+    assert [reason for reason in reasons if f'"{reason}"' not in source] == []
+
+
 def test_every_error_code_has_a_remedy() -> None:
     text = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     described = set(re.findall(r"^### (\w+)$", text, flags=re.MULTILINE))

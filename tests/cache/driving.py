@@ -263,7 +263,7 @@ class Gated:
         """The same, and what trying a skipped step gives."""
         watched, output = self.watched(inputs)
         rehearsal = Rehearsal(self.model, self.gates.by_module, watched, inputs.args, inputs.kwargs)
-        return watched, rehearsal.run(output, lambda with_time: inputs.at_another_step(output, with_time))
+        return watched, rehearsal.rehearse(output, lambda with_time: inputs.at_another_step(output, with_time))
 
 
 def state_of(model: torch.nn.Module) -> list[tuple[type, set[str]]]:

@@ -11,10 +11,11 @@ import torch
 from lab.tiny import PARAMS, TASKS, MakeRunner, MakeSession
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SamovarError, SettingError
+from samovar.lab.fitting import Products
 from samovar.lab.image_runner import ImageRunner, Task, check_disjoint, make_tasks, read_prompts
 from samovar.lab.methods import EXACT, cached
 from samovar.lab.schedules import SchedulePlanner
-from samovar.lab.trajectory import WATCHED, Trajectory
+from samovar.lab.trajectory import WATCHED, early_products, read_products
 
 
 def test_images_are_the_bits_of_the_pipeline(make_runner: MakeRunner, pipeline: Any) -> None:
@@ -42,8 +43,8 @@ def test_a_batch_gives_the_images_that_each_would_be_alone(make_runner: MakeRunn
 def test_in_a_batch_with_outliers_each_image_is_what_it_would_be_alone(make_session: MakeSession) -> None:
     session = make_session(steps=12, batch=3)
     session.exact(WATCHED)
-    seen = Trajectory.read(session.notes(WATCHED))
-    planner = SchedulePlanner(seen.products, seen.early)
+    images = read_products(session.notes(WATCHED))
+    planner = SchedulePlanner(Products.mean(images), early_products(images))
     settings = planner.settings(planner.plan(8))
     settings["outliers"]["error"] *= 0.98  # It is just beyond all three images: now beyond the calm one alone.
     runner = session.runner

@@ -18,7 +18,7 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (77, 77), ("0B", 0), (None, None)],
+    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (7700, 7700), ("0B", 0), (None, None)],
 )
 def test_parse_bytes(text: str | int | None, expected: int | None) -> None:
     assert parse_bytes(text, "gpu_memory") == expected

@@ -284,11 +284,10 @@ def test_the_first_stack_that_sees_the_sample_leads(name: str) -> None:
     assert segment is not None
     assert (trace.leader.gate.path, segment.stack.streams[trace.stream].parameter) == LEADERS[name]
     assert trace.leader.is_first
-    assert rehearsed.given is first_calls[segment]
-    assert rehearsed.other is not None
-    streams = [
-        trace.leader.read(given.args, given.kwargs)[trace.stream] for given in (rehearsed.given, rehearsed.other)
-    ]
+    one, other = rehearsed
+    assert one is first_calls[segment]
+    assert other is not None
+    streams = [trace.leader.read(given.args, given.kwargs)[trace.stream] for given in (one, other)]
     assert not torch.equal(*streams), "the other one has another sample"
 
 
@@ -353,7 +352,7 @@ def test_an_output_that_is_no_number_is_not_taken_for_equal() -> None:
     watched, output = gated.watched(gated.inputs(*at(0), COND))
     rehearsal = Rehearsal(gated.model, gated.gates.by_module, watched, (*at(0), COND), {})
     with pytest.raises(ModelError, match="differs from a computed one by nan"):
-        rehearsal.run(output * torch.nan, lambda with_time: ((*at(1), COND), {}))
+        rehearsal.rehearse(output * torch.nan, lambda with_time: ((*at(1), COND), {}))
 
 
 class Deaf(Plain):
@@ -405,7 +404,7 @@ def test_a_model_that_does_not_take_another_time_is_tried_at_its_own_alone() -> 
     gated = Gated(Picky())
     (trace, _, _), rehearsed = gated.rehearsed(gated.inputs(*at(0), COND))
     assert trace.leader.gate.path == "blocks"
-    assert rehearsed.other is None
+    assert rehearsed[1] is None
 
 
 class Strict(Plain):
@@ -445,7 +444,7 @@ def test_a_model_that_cannot_be_tried_is_not_skipped(monkeypatch: pytest.MonkeyP
     rehearsal = Rehearsal(gated.model, gated.gates.by_module, watched, (*at(0), COND), {})
     monkeypatch.setitem(globals(), "HOME", [False])
     with pytest.raises(ModelError, match=r"cannot be tried outside its run \(RuntimeError: not at home\)"):
-        rehearsal.run(output, lambda with_time: ((*at(1), COND), {}))
+        rehearsal.rehearse(output, lambda with_time: ((*at(1), COND), {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -467,7 +466,7 @@ def test_it_gives_what_the_model_gives_with_its_blocks_skipped_and_calls_nothing
     replay, inputs = Replay(model, gated.gates.by_module, trace), gated.of(case(name), 1)
     exact = gated.through(StepPass(trace, "skip", stored(residuals)), inputs)
     with counted(model.modules()) as calls:
-        output = replay.run(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
+        output = replay.skip(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
     assert not calls
     assert zoo.equal(output, exact)
 
@@ -478,9 +477,9 @@ def test_what_reaches_the_first_block_of_each_segment_is_copied_if_that_is_asked
     inputs = gated.of(case(name))
     (trace, residuals, first_calls), _ = gated.rehearsed(inputs)
     replay = Replay(gated.model, gated.gates.by_module, trace)
-    replay.run(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
+    replay.skip(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
     assert replay.first_calls == {}
-    replay.run(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs, keeps_calls=True)
+    replay.skip(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs, keeps_calls=True)
     assert set(replay.first_calls) == set(trace.segments)
     first = trace.segments[0]
     assert replay.first_calls[first].module is gated.model.transformer_blocks[0]
@@ -493,7 +492,7 @@ def test_a_replay_that_goes_another_way_says_so() -> None:
     (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
     gated.model.order = (0, 1)
     replay, step = Replay(gated.model, gated.gates.by_module, trace), StepPass(trace, "skip", stored(residuals))
-    replay.run(step, (*at(0), COND), {})
+    replay.skip(step, (*at(0), COND), {})
     assert step.lost == "the forward ended before 'blocks'"
 
 
@@ -502,7 +501,7 @@ def test_a_replay_that_the_model_refuses_fails_and_the_next_one_works() -> None:
     (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
     replay = Replay(gated.model, gated.gates.by_module, trace)
     with pytest.raises(TrialFailed):
-        replay.run(StepPass(trace, "skip", stored(residuals)), (torch.ones(1, 5, 99), at(0)[1], COND), {})
+        replay.skip(StepPass(trace, "skip", stored(residuals)), (torch.ones(1, 5, 99), at(0)[1], COND), {})
     step = StepPass(trace, "skip", stored(residuals))
-    assert replay.run(step, (*at(0), COND), {}).shape == (1, 5, 4)
+    assert replay.skip(step, (*at(0), COND), {}).shape == (1, 5, 4)
     assert step.lost is None

@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
-from ..files import is_file_name, read_settings
+from ..files import is_file_name, naming, read_settings
 from ..hooks import Handle, PipelineHook, Run, hook_pipeline
 from .config import TeaCacheConfig
 from .decision import Agree
@@ -28,7 +28,7 @@ from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
-CacheSetting = str | Path | TeaCacheConfig | Mapping[str, Any] | None
+CacheSetting = str | Path | TeaCacheConfig | Mapping[str, Any] | Literal[False] | None
 Hooks = dict[str, tuple[torch.nn.Module, TeaCacheHook]]
 """The denoisers of a pipeline by name."""
 
@@ -240,8 +240,11 @@ class CacheChoice:
         named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
         if cache is None:
             cache, source = {"backend": named}, ENVIRONMENT_VARIABLE
+        if cache is False:
+            cache = "none"
         if is_file_name(cache):
-            cache = read_settings(cache, "cache")  # type: ignore[arg-type]
+            with naming(cache):
+                return cls.read(read_settings(cache, "cache"))  # type: ignore[arg-type]
         if isinstance(cache, str):
             cache = {"backend": cache}
         if not isinstance(cache, Mapping):

@@ -44,7 +44,7 @@ class OutlierSchedule:
     """The weights that go with it."""
 
     def __post_init__(self) -> None:
-        _check_count("outliers: step", self.step, 1)
+        check_count("outliers: step", self.step, 1)
         _check_number("outliers: error", self.error)
         read = _read_weights({self.branch: {self.step: self.weights}}, "outliers")
         object.__setattr__(self, "weights", read[str(self.branch)][self.step])
@@ -97,9 +97,9 @@ class TeaCacheConfig:
         for name, most in {"rel_l1_thresh": math.inf, "start": 1.0, "end": 1.0, "forecast_damping": 1.0}.items():
             _check_number(name, getattr(self, name), most)
         for name, least in {"first_steps": 1, "last_steps": 0, "min_steps": 0, "forecast_order": 1}.items():
-            _check_count(name, getattr(self, name), least)
+            check_count(name, getattr(self, name), least)
         if self.max_skips is not None:
-            _check_count("max_skips", self.max_skips, 1)
+            check_count("max_skips", self.max_skips, 1)
         if self.start > self.end:
             raise SettingError(f"start={self.start} comes after end={self.end}. Swap them.", param="start")
         for name, known in {"forecast": get_args(Forecast), "forecast_of": get_args(Target)}.items():
@@ -135,7 +135,7 @@ class TeaCacheConfig:
         """Number of steps in the schedule."""
         return next((len(mask) for mask in self.masks.values()), None)
 
-    @property
+    @functools.cached_property
     def is_by_branch(self) -> bool:
         """Whether each branch follows its own schedule, whatever the first one does."""
         return isinstance(self.schedule, Mapping) or self.forecast == "fitted"
@@ -165,7 +165,7 @@ class TeaCacheConfig:
         weights = outliers.forecast_weights
         return dataclasses.replace(self, schedule=outliers.schedule, forecast_weights=weights, outliers=None)
 
-    @property
+    @functools.cached_property
     def never_skips(self) -> bool:
         """Whether every step is computed."""
         return all(map(all, self.masks.values())) if self.schedule is not None else self.rel_l1_thresh == 0
@@ -210,7 +210,8 @@ def _check_number(name: str, value: Any, most: float = math.inf) -> None:
         raise _refusal(name, value, "a number from 0 " + ("upwards, such as 0.2" if most == math.inf else "to 1"))
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, least: int) -> None:
+    """Refuse what is not a whole number from `least` upwards."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise _refusal(name, value, f"a whole number from {least} upwards")
 
@@ -269,34 +270,32 @@ def _read_weights(weights: Any, name: str) -> dict[str, dict[int, dict[int, floa
 
 def _check_fitted(config: TeaCacheConfig) -> None:
     """Weights are for one schedule: each skipped step needs some, of computed steps before it."""
-    weights = config.forecast_weights
+    weights, problem = config.forecast_weights, None
     if (config.forecast == "fitted") != (weights is not None):
-        raise SettingError(
+        problem = (
             f"forecast={config.forecast!r} {'without' if weights is None else 'with'} forecast_weights; 'fitted' and "
-            "its weights were expected together. Fit them: samovar.lab.fitting.",
-            param="forecast",
+            "its weights were expected together. Fit them: samovar.lab.fitting."
         )
-    if weights is None:
-        return
-    if config.schedule is None or config.forecast_of != "output":
-        raise SettingError(
+    elif weights is not None and (config.schedule is None or config.forecast_of != "output"):
+        problem = (
             f"forecast='fitted' with schedule={config.schedule!r} and forecast_of={config.forecast_of!r}; the schedule "
-            "that its weights were fitted for and forecast_of='output' were expected.",
-            param="forecast",
+            "that its weights were fitted for and forecast_of='output' were expected."
         )
-    if not weights or (isinstance(config.schedule, Mapping) and set(weights) != set(config.masks)):
-        raise SettingError(
+    elif weights == {} or (weights and isinstance(config.schedule, Mapping) and set(weights) != set(config.masks)):
+        problem = (
             f"forecast_weights of the branches {sorted(weights)!r} for schedules of {sorted(config.masks)!r}; the same "
-            "branches were expected.",
-            param="forecast_weights",
+            "branches were expected."
         )
-    for branch, step, row, mask in _rows(config):
-        if not row or not all(0 <= old < step and mask[old] for old in row):
-            raise SettingError(
-                f"forecast_weights of {branch!r} at step {step} combine the steps {sorted(row)!r}; computed steps "
-                "before it were expected. Fit the weights to the schedule that they are used with.",
-                param="forecast_weights",
-            )
+    else:
+        for branch, step, row, mask in _rows(config):
+            if not row or not all(0 <= old < step and mask[old] for old in row):
+                problem = (
+                    f"forecast_weights of {branch!r} at step {step} combine the steps {sorted(row)!r}; computed steps "
+                    "before it were expected. Fit the weights to the schedule that they are used with."
+                )
+                break
+    if problem is not None:
+        raise SettingError(problem, param="forecast_weights")
 
 
 def _rows(config: TeaCacheConfig) -> Iterator[tuple[str, int, Mapping[int, float], Mask]]:

@@ -20,7 +20,7 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError
 from ..other_libraries import is_compiled
 from ..trace.forward import Given, Tensors, Trace, Tracer
-from ..trace.passes import Mode, Outlook, Rehearsal, Rehearsed, Replay, StepPass
+from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
 from ..trace.shadow import Fingerprint, Generation, TrialFailed, own
 from ..trace.signal import ModulatedInput
 from ..trace.watch import Gates
@@ -91,7 +91,7 @@ class CacheableModel:
         raise NotImplementedError
 
     def about(self) -> About:
-        """What is known about the model, in words and figures."""
+        """Facts about the model, in words and figures."""
         raise NotImplementedError
 
     def problem(self, inputs: Inputs) -> str | None:
@@ -128,7 +128,7 @@ def _remember(known: dict[Hashable, _Value], key: Hashable, value: _Value) -> _V
 
 @dataclass(eq=False)
 class _Form:
-    """What is known about one form of inputs."""
+    """A form of inputs that was traced."""
 
     trace: Trace
     reader: ModulatedInput | None = None
@@ -140,18 +140,19 @@ class _Form:
     """Whether the modulated input cannot be read without running the block."""
     replay: tuple[Replay, Fingerprint] | None = None
 
-    def read(self, given: Given, other: tuple[Given, torch.Tensor] | None = None) -> Signal:
-        """The signal, from the arguments of the leading block."""
-        stream = self.stream(given)
+    def read(self, given: Given, other: Given | None = None) -> Signal:
+        """The signal, from the arguments of the leading block; `other` are those of another step."""
+        stream = self._stream(given)
         if self.is_blind:
             return Signal(stream)
         if self.reader is None or not self.reader.is_current():
             self.generation += self.reader is not None
-            self.reader = ModulatedInput(given, stream, other=other, known=self.found)
+            pair = None if other is None else (other, self._stream(other))
+            self.reader = ModulatedInput(given, stream, other=pair, known=self.found)
             self.found = self.reader.known
         return Signal(self.reader(given, stream), (self.reader.path, self.generation))
 
-    def stream(self, given: Given) -> torch.Tensor:
+    def _stream(self, given: Given) -> torch.Tensor:
         """The sample among the arguments of the leading block."""
         found: torch.Tensor = self.trace.leader.read(given.args, given.kwargs)[self.trace.stream]
         return found
@@ -232,14 +233,14 @@ class BlockModel(CacheableModel):
         try:
             watched = tracer.finish()
             rehearsal = Rehearsal(self._model, self._gates.by_module, watched, before.args, before.kwargs)
-            rehearsed = rehearsal.run(output, lambda with_time: before.at_another_step(output, with_time))
+            rehearsed = rehearsal.rehearse(output, lambda with_time: before.at_another_step(output, with_time))
         except (ModelError, TrialFailed) as error:
             return self._refuse(signature, str(error), output)
         form = _Form(watched.trace)
         evicted = _remember(self._forms, signature, form)
         if evicted is not None:
             evicted.close()
-        signal = _first_signal(form, rehearsed) if wanted.decide is not None else None
+        signal = form.read(*rehearsed) if wanted.decide is not None else None
         return Outcome(output, True, _kept(form.trace, watched.residuals, wanted.keeps), signal)
 
     # -------------------------------------------------------------------------------------- all other times
@@ -288,7 +289,7 @@ class BlockModel(CacheableModel):
         outlook = wanted.outlook if wanted.early is None else Outlook([1], [wanted.early])
         step = StepPass(form.trace, "skip", outlook, choose)
         try:
-            self._replay(form).run(step, inputs.args, inputs.kwargs)
+            self._replay(form).skip(step, inputs.args, inputs.kwargs)
         except TrialFailed as error:
             step.lost = str(error)
         mode: Mode = "skip" if skips and step.lost is None else "compute"
@@ -345,11 +346,6 @@ class BlockModel(CacheableModel):
             yield
         finally:
             handle.remove()
-
-
-def _first_signal(form: _Form, rehearsed: Rehearsed) -> Signal:
-    other = None if rehearsed.other is None else (rehearsed.other, form.stream(rehearsed.other))
-    return form.read(rehearsed.given, other)
 
 
 def _kept(trace: Trace, residuals: Tensors, keeps: bool) -> Tensors:

@@ -26,6 +26,12 @@ class StepRecord(NamedTuple):
     outliers: tuple[bool, ...] = ()
     """For each image whether it is an outlier, at the step that shows it."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, where None stands for infinity and NaN."""
+        values = self._asdict() | {"outliers": list(self.outliers)}
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+        return finite if self.outliers else {name: value for name, value in finite.items() if name != "outliers"}
+
 
 @dataclass(frozen=True)
 class BranchStats:
@@ -45,6 +51,11 @@ class BranchStats:
     def mask(self) -> str:
         """The steps as a schedule: `#` computed, `.` skipped."""
         return "".join("#" if record.computed else "." for record in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        steps = [record.to_dict() for record in self.steps]
+        return {"computed": self.computed, "skipped": self.skipped, "mask": self.mask, "steps": steps}
 
     def __repr__(self) -> str:
         return f"BranchStats({self.mask})"
@@ -76,9 +87,8 @@ class CacheStats:
     @property
     def outliers(self) -> tuple[bool, ...]:
         """For each image whether it was an outlier; empty without the setting `outliers`."""
-        return next(
-            (record.outliers for branch in self.branches.values() for record in branch.steps if record.outliers), ()
-        )
+        steps = (record for branch in self.branches.values() for record in branch.steps)
+        return next((record.outliers for record in steps if record.outliers), ())
 
     @property
     def expected_speedup(self) -> float:
@@ -97,15 +107,7 @@ class CacheStats:
             "problem": self.problem,
             "covered": None if self.coverage is None else round(self.coverage.share, 4),
             "expected_speedup": round(self.expected_speedup, 3),
-            "branches": {
-                name: {
-                    "computed": branch.computed,
-                    "skipped": branch.skipped,
-                    "mask": branch.mask,
-                    "steps": [_plain(record) for record in branch.steps],
-                }
-                for name, branch in self.branches.items()
-            },
+            "branches": {name: branch.to_dict() for name, branch in self.branches.items()},
         }
 
     def __str__(self) -> str:
@@ -130,13 +132,3 @@ class CacheStats:
 
     def __repr__(self) -> str:
         return f"CacheStats({self.model}: {self.computed} computed, {self.skipped} skipped)"
-
-
-def _plain(record: StepRecord) -> dict[str, Any]:
-    """A record for JSON, where None stands for infinity and NaN."""
-    values = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record._asdict().items()
-    }
-    outliers = values.pop("outliers")
-    return values | ({"outliers": list(outliers)} if outliers else {})

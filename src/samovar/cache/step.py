@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..hooks import CallContext, ModelHook
+from ..hooks import CallContext
 from ..trace.passes import Outlook
 from . import inputs as change
 from .config import OutlierSchedule, TeaCacheConfig
@@ -33,7 +33,7 @@ NEVER = ("settings", "min_steps")
 class Call(NamedTuple):
     """One call of the denoiser, with everything that belongs to it."""
 
-    module: torch.nn.Module
+    forward: Forward
     inputs: Inputs
     context: CallContext
     clock: Clock
@@ -49,29 +49,25 @@ class Plan(NamedTuple):
     """How much inputs other than sample and time have changed."""
 
 
-class Steps:
+class Steps(NamedTuple):
     """Takes the steps of one denoiser."""
 
-    def __init__(
-        self, config: TeaCacheConfig, model: CacheableModel, rescale: Rescale, agree: Agree | None, hook: ModelHook
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._rescale = rescale
-        self._agree = agree
-        self._hook = hook
+    config: TeaCacheConfig
+    model: CacheableModel
+    rescale: Rescale
+    agree: Agree | None
 
     def judge(self, call: Call) -> Plan:
         """What can be said before looking at the step: computed, skipped, or left to its signal."""
         clock, state, inputs = call.clock, call.state, call.inputs
-        decided = None if self._config.is_by_branch else clock.verdict
-        config = clock.plan or self._config
+        decided = None if self.config.is_by_branch else clock.verdict
+        config = clock.plan or self.config
         verdict = decided or judge(config, clock.step, state.skipped_in_a_row, call.context.branch)
         if verdict.reason in NEVER:
             return Plan(verdict)
         if clock.is_again:
             return self._computes(AGAIN, call, verdict)
-        if len(state.history) and state.generation != self._model.generation():
+        if len(state.history) and state.generation != self.model.generation():
             state.reset()
             return self._computes("weights or adapters changed", call, verdict)
         others = tuple(change.changes(inputs, state.watched)) if len(state.history) else ()
@@ -92,8 +88,8 @@ class Steps:
 
     def _computes(self, why: str, call: Call, verdict: Verdict) -> Plan:
         """Compute a step that might have been skipped. Other ranks may ask, and wait for this one."""
-        if verdict.action == "ask" and self._agree is not None:
-            measure(None, (), (), self._agree, call.inputs.device)
+        if verdict.action == "ask" and self.agree is not None:
+            measure(None, (), (), self.agree, call.inputs.device)
         return Plan(Verdict("compute", why))
 
     def _have_changed(self, others: tuple[change.Pair, ...]) -> bool:
@@ -101,29 +97,26 @@ class Steps:
         if not others:
             return False
         # The leader has decided: this concerns the branch's own inputs, on any number of ranks.
-        measured = measure(others[0], others[1:], (), self._agree, within_branch=True)
-        return max(measured.signal, measured.others) >= self._config.rel_l1_thresh
+        measured = measure(others[0], others[1:], (), self.agree, within_branch=True)
+        return max(measured.signal, measured.others) >= self.config.rel_l1_thresh
 
     def _problem(self, inputs: Inputs) -> str | None:
         """Why the model's blocks cannot be skipped, where they matter."""
-        is_ahead = self._config.schedule is not None and self._config.forecast_of == "output"
-        return None if is_ahead else self._model.problem(inputs)
+        is_ahead = self.config.schedule is not None and self.config.forecast_of == "output"
+        return None if is_ahead else self.model.problem(inputs)
 
     def _outlook(self, call: Call) -> Outlook | None:
         """What the step would give if it were skipped, if that is known."""
-        if self._config.forecast != "fitted":
+        if self.config.forecast != "fitted":
             return call.state.history.forecast(call.clock.place)
-        weights = (call.clock.plan or self._config).weights_for(call.context.branch, call.clock.index)
+        weights = (call.clock.plan or self.config).weights_for(call.context.branch, call.clock.index)
         return None if weights is None else call.state.history.weighted(weights)
 
     def take(self, call: Call, plan: Plan) -> tuple[StepRecord, Outcome]:
         """Compute the step, or skip it."""
         inputs, clock, verdict = call.inputs, call.clock, plan.verdict
-        of_output, judges = self._config.forecast_of == "output", self._config.schedule is None
+        of_output, judges = self.config.forecast_of == "output", self.config.schedule is None
         record = StepRecord(clock.index, verdict.action != "skip", verdict.reason)
-
-        def forward(args: Any, kwargs: Any) -> Any:
-            return self._hook.call_original(call.module, *args, **kwargs)
 
         def decide(signal: Signal) -> bool:
             nonlocal record
@@ -134,27 +127,27 @@ class Steps:
         if of_output and verdict.action == "skip":
             return record, Outcome(None, computed=False)
         # On another rank a branch that follows here may lead: it needs its signal of the step before.
-        may_lead = clock.verdict is None or (self._agree is not None and verdict.action == "compute")
+        may_lead = clock.verdict is None or (self.agree is not None and verdict.action == "compute")
         if of_output and not (judges and may_lead):  # The blocks do not matter.
-            return record, _computed_alone(inputs, forward)
+            return record, _computed_alone(inputs, call.forward)
         outlook = None if of_output else plan.outlook
         reads = decide if judges and may_lead else None
         wanted = Instruction(verdict.action, outlook, reads, not of_output, call.state.early)
-        outcome = self._model.run(inputs, wanted, forward)
+        outcome = self.model.run(inputs, wanted, call.forward)
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")
         return record, outcome
 
     def _decide(self, record: StepRecord, signal: Signal, call: Call, plan: Plan) -> StepRecord:
         """The record of a step that was left to its signal."""
-        state, threshold = call.state, self._config.rel_l1_thresh
+        state, threshold = call.state, self.config.rel_l1_thresh
         assert state.signal is not None
         pair = state.signal.change(signal)
-        measured = measure(pair, plan.others, _times_on_device(call), self._agree, signal.value.device)
+        measured = measure(pair, plan.others, _times_on_device(call), self.agree, signal.value.device)
         if pair is None:
             state.reset()
             return record._replace(computed=True, reason="weights or adapters changed")
-        increase = max(self._rescale(measured.signal), measured.others)
+        increase = max(self.rescale(measured.signal), measured.others)
         accumulated = state.accumulated_rel_l1_distance + increase
         record = record._replace(distance=measured.signal, accumulated=accumulated)
         if measured.others >= threshold:
@@ -187,17 +180,17 @@ class Steps:
         if not outcome.computed:
             judged = outcome.signal is not None
             state.skipped(inputs, outcome.signal, record.accumulated or 0.0, bool(plan.others) and judged)
-            if self._config.forecast_of == "residual":
+            if self.config.forecast_of == "residual":
                 return record, outcome.output
             assert plan.outlook is not None
             return record, state.forecast_output(plan.outlook)
         record = self._look_for_outliers(call, outcome.output, record)
-        state.computed(inputs, outcome.signal, self._model.generation())
+        state.computed(inputs, outcome.signal, self.model.generation())
         # Fitted weights are for the scheduled steps: another one would push one of them out.
-        if self._config.forecast != "fitted" or plan.verdict.reason == "schedule":
+        if self.config.forecast != "fitted" or plan.verdict.reason == "schedule":
             if clock.is_last or clock.is_again or record.reason == AGAIN or outcome.problem is not None:
                 state.history.clear()
-            elif self._config.forecast_of == "output":
+            elif self.config.forecast_of == "output":
                 state.store_output(clock.place, clock.index, outcome.output)
                 state.early = outcome.parts
             else:
@@ -206,12 +199,12 @@ class Steps:
 
     def _look_for_outliers(self, call: Call, output: Any, record: StepRecord) -> StepRecord:
         """At the step that shows outliers: whether the run goes on with their schedule."""
-        known = self._config.outliers
+        known = self.config.outliers
         if not isinstance(known, OutlierSchedule) or (known.branch, known.step) != (call.context.branch, record.step):
             return record
         found = find_outliers(call.state.history.weighted(known.weights), output, known.error)
         if any(found):
-            call.clock.plan = self._config.outlier_plan
+            call.clock.plan = self.config.outlier_plan
         return record._replace(outliers=found)
 
 

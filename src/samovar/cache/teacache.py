@@ -7,7 +7,6 @@ made from. The hook finds the run and the step of a call (`clock`), and takes th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -19,7 +18,7 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
-from .config import TeaCacheConfig
+from .config import TeaCacheConfig, check_count
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
@@ -47,13 +46,8 @@ class TeaCacheHook(ModelHook, Handle):
 
     order = HookOrder.CACHE
 
-    def __init__(
-        self,
-        config: TeaCacheConfig | None = None,
-        agree: Agree | None = None,
-        undo: contextlib.ExitStack | None = None,
-    ) -> None:
-        Handle.__init__(self, undo)
+    def __init__(self, config: TeaCacheConfig | None = None, agree: Agree | None = None) -> None:
+        Handle.__init__(self)
         self.config = config or TeaCacheConfig()
         self.rescale_func = rescaling(None)
         self.extractor_fn: Extractor | None = None
@@ -72,9 +66,23 @@ class TeaCacheHook(ModelHook, Handle):
         self._clocks: OrderedDict[Hashable, Clock] = OrderedDict()
         self._records: OrderedDict[Hashable, dict[str, list[StepRecord]]] = OrderedDict()
         self._about = About("")
-        """What is known about the model once the hook is detached."""
+        """Facts about the model once the hook is detached."""
 
     # ------------------------------------------------------------------------------------------ on and off
+
+    def attach(self, registry: HookRegistry) -> None:
+        """Register this hook and, unless there is one, the hook that recognises branches."""
+
+        def put(name: str, hook: ModelHook) -> None:
+            registry.register_hook(name, hook)
+            self._undo.callback(lambda: registry.remove_hook(name) if registry.get_hook(name) is hook else None)
+
+        put(HOOK_NAME, self)
+        known = registry.get_hook(BRANCH_HOOK_NAME)
+        if isinstance(known, BranchHook):
+            self.branches = known
+        else:
+            put(BRANCH_HOOK_NAME, self.branches)
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self._model_name = type(module).__name__
@@ -87,7 +95,7 @@ class TeaCacheHook(ModelHook, Handle):
             self._model = ExtractorModel(module, self.extractor_fn)
         else:
             self._model = BlockModel(module, HOOK_NAME)
-        self._steps = Steps(self.config, self._model, self.rescale_func, self._agree, self)
+        self._steps = Steps(self.config, self._model, self.rescale_func, self._agree)
         if known is None and self.config.schedule is None:
             _logger.info("No coefficients are known for %s; its signal is taken as it is.", self._model_name)
         return module
@@ -110,12 +118,8 @@ class TeaCacheHook(ModelHook, Handle):
 
     def refresh(self, module: torch.nn.Module, num_inference_steps: int | None = None) -> None:
         """Begin a run with this number of steps, in your own loop. A hooked pipeline does that itself."""
-        is_count = isinstance(num_inference_steps, int) and not isinstance(num_inference_steps, bool)
-        if num_inference_steps is not None and not (is_count and num_inference_steps >= 1):
-            raise SettingError(
-                f"num_inference_steps={num_inference_steps!r}; a whole number from 1 upwards was expected.",
-                param="num_inference_steps",
-            )
+        if num_inference_steps is not None:
+            check_count("num_inference_steps", num_inference_steps, 1)
         scheduled = self.config.scheduled_steps
         if scheduled is not None and num_inference_steps not in (None, scheduled):
             raise SettingError(
@@ -177,7 +181,7 @@ class TeaCacheHook(ModelHook, Handle):
         state = self.state_manager.state_of(context)
         if clock.has_gap or clock.is_again:
             state.reset()
-        return Call(module, inputs, context, clock, state)
+        return Call(lambda args, kwargs: self.call_original(module, *args, **kwargs), inputs, context, clock, state)
 
     def _restart(self, context: CallContext, run: Run | None, inputs: Inputs) -> Clock:
         """Begin a new run of a request."""
@@ -191,7 +195,7 @@ class TeaCacheHook(ModelHook, Handle):
     def _new_clock(self, request: Hashable) -> Clock:
         self._records[request] = {}
         self._records.move_to_end(request)
-        while len(self._records) > _MOST_RUNS:
+        if len(self._records) > _MOST_RUNS:
             self._records.popitem(last=False)
         clock = self._clocks[request] = Clock(self._announced)
         return clock
@@ -245,18 +249,11 @@ def apply_teacache_hook(
     module = unwrapped(module)
     registry = HookRegistry.get_or_create(module)
     if HOOK_NAME in registry:
-        raise SettingError(f"This {type(module).__name__} has TeaCache already. Detach it first.", param="module")
-    undo = contextlib.ExitStack()
-
-    def put(name: str, hook: ModelHook) -> None:
-        registry.register_hook(name, hook)
-        undo.callback(lambda: registry.remove_hook(name) if registry.get_hook(name) is hook else None)
-
-    hook = TeaCacheHook(TeaCacheConfig.read(config), agree, undo)
-    put(HOOK_NAME, hook)
-    known = registry.get_hook(BRANCH_HOOK_NAME)
-    if isinstance(known, BranchHook):
-        hook.branches = known
-    else:
-        put(BRANCH_HOOK_NAME, hook.branches)
+        raise SettingError(
+            f"This {type(module).__name__} has a cache already, perhaps from attach() on a pipeline that shares it. "
+            "Take that off first: samovar.detach(that pipeline).",
+            param="cache",
+        )
+    hook = TeaCacheHook(TeaCacheConfig.read(config), agree)
+    hook.attach(registry)
     return hook

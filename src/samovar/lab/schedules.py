@@ -17,7 +17,7 @@ from ..errors import SettingError
 from .fitting import OUTLIER_SHARE, Products, Vector, fit_outliers, fit_schedule, fit_weights, outlier_step
 from .methods import OUTLIERS, Method, cached
 from .session import Row, Session
-from .trajectory import WATCHED, Trajectory
+from .trajectory import WATCHED, early_products, read_products
 
 ENOUGH_IMAGES = 40
 """With fewer there are too few outliers to learn how to recognise them."""
@@ -33,7 +33,7 @@ class SchedulePlanner:
 
     products: Products
     early: Mapping[str, Vector] | None = None
-    """`Trajectory.early`, if outliers are to get their own plan."""
+    """The products of the first steps of each image, if outliers are to get their own plan."""
     fewest = 2
     """Fewest computed steps of a plan."""
 
@@ -78,10 +78,11 @@ def choose_planner(
 ) -> tuple[SchedulePlanner, dict[str, tuple[Method, Row]]]:
     """The planner whose plan for this number of computed steps scores highest; and the plans tried, by name."""
     session.exact(WATCHED)
-    trajectory = Trajectory.read(session.notes(WATCHED))
-    planners = [SchedulePlanner(trajectory.products)]
-    if trajectory.early is not None and len(session.tasks) >= ENOUGH_IMAGES:
-        planners.append(SchedulePlanner(trajectory.products, trajectory.early))
+    images = read_products(session.notes(WATCHED))
+    products, early = Products.mean(images), early_products(images)
+    planners = [SchedulePlanner(products)]
+    if early is not None and len(session.tasks) >= ENOUGH_IMAGES:
+        planners.append(SchedulePlanner(products, early))
     count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}

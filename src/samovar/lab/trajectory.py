@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,39 +30,27 @@ _HOOK = "lab_outputs"
 Outputs = dict[str, list[torch.Tensor]]
 
 
-class Trajectory(NamedTuple):
-    """The products of some images: by branch if the pipeline names its branches and mixes them in fixed proportions,
-    otherwise of the prediction."""
+def read_products(notes: Sequence[Mapping[str, Any]]) -> list[Products]:
+    """The products of each image, from the notes of each call with the method `WATCHED`: by branch if the pipeline
+    names its branches and mixes them in fixed proportions, otherwise of the prediction."""
+    images = [
+        Products(tuple(note["guidance"]), tuple(note["guidance"].values()), tuple(note["sizes"]), np.array(values))
+        for note in notes
+        for values in note["products"]
+    ]
+    is_alike = all(image.branches == images[0].branches for image in images)
+    return images if is_alike else [image.mixed() for image in images]
 
-    images: tuple[Products, ...]
 
-    @property
-    def products(self) -> Products:
-        """The average."""
-        return Products.mean(self.images)
-
-    @property
-    def early(self) -> dict[str, Vector] | None:
-        """By branch, the products of the first steps of each image: (images, steps, steps). They show outliers. None
-        if the branches are not known."""
-        branches, count = self.images[0].branches, len(self.images[0].sizes)
-        if branches == (EVERY_BRANCH,):
-            return None
-        last = outlier_step(count) + 1
-        own = {name: slice(number * count, number * count + last) for number, name in enumerate(branches)}
-        return {name: np.stack([image.values[part, part] for image in self.images]) for name, part in own.items()}
-
-    @staticmethod
-    def read(notes: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """From the notes of each call with the method `WATCHED`."""
-        images = [
-            Products(tuple(note["guidance"]), tuple(note["guidance"].values()), tuple(note["sizes"]), np.array(values))
-            for note in notes
-            for values in note["products"]
-        ]
-        if any(image.branches != images[0].branches for image in images):
-            images = [image.mixed() for image in images]
-        return Trajectory(tuple(images))
+def early_products(images: Sequence[Products]) -> dict[str, Vector] | None:
+    """By branch, the products of the first steps of each image: (images, steps, steps). They show outliers. None if the
+    branches are not known."""
+    branches, count = images[0].branches, len(images[0].sizes)
+    if branches == (EVERY_BRANCH,):
+        return None
+    last = outlier_step(count) + 1
+    own = {name: slice(number * count, number * count + last) for number, name in enumerate(branches)}
+    return {name: np.stack([image.values[part, part] for image in images]) for name, part in own.items()}
 
 
 class RunWatch(ModelHook):
@@ -135,7 +123,7 @@ def watch(pipeline: Any) -> Iterator[RunWatch]:
 
 
 WATCHED = Method("exact, watched", EXACT.family, attached=watch)
-"""The exact images, with notes for `Trajectory.read`."""
+"""The exact images, with notes for `read_products`."""
 
 
 def _guidance(outputs: Outputs, predictions: Sequence[torch.Tensor]) -> dict[str, float] | None:

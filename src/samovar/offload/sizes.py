@@ -23,12 +23,14 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 def parse_bytes(value: str | int | None, param: str) -> int | None:
     """Bytes from a number, or from text such as "12GiB" or "11.5 GB"; None stays None."""
-    if value is None or (type(value) is int and value >= 0):
+    if value is None or (type(value) is int and (value == 0 or value > 1024)):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SettingError(f"{param}={value!r} is not a size. Use bytes, or text such as '12GiB'.", param=param)
+        raise SettingError(
+            f"{param}={value!r} is not a size. Use text such as '12GiB', or bytes.", param=param
+        )
     return int(float(match[1]) * unit)
 
 

@@ -142,23 +142,14 @@ class _Seen:
     gate: Gate
     run: int = 0
     """Which run of blocks of its list it belongs to."""
-    given: tuple[Place, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str | None, Place] = field(default_factory=dict)
+    """Where each parameter of the stack was given."""
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     returned: Any = None
 
     @property
     def key(self) -> _Key:
         return self.gate.path, self.run
-
-    def place(self, parameter: str | None) -> Place | None:
-        """Where a parameter of the stack was given."""
-        positional = list(self.names.items())
-        for place in self.given:
-            name = positional[place][1] if isinstance(place, int) else self.names.get(place, place)
-            if name == parameter:
-                return place
-        return None
 
 
 class Watched(NamedTuple):
@@ -198,8 +189,9 @@ class Tracer(Watcher):
         if gate.stack is not None:
             arguments = self._last[gate.path].arguments
             seen.shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-            seen.names = gate.stack.names(given.module)
-            seen.given = (*range(len(given.args)), *given.kwargs)
+            names = gate.stack.names(given.module)
+            positional: dict[Any, Any] = dict(zip(names.values(), range(len(given.args)), strict=False))
+            seen.places = {**positional, **{names.get(name, name): name for name in given.kwargs}}
             seen.run = self._run_of(seen)
             if seen.key not in self._live:
                 self._live[seen.key], self._copies[seen.key] = given, given.copied()
@@ -265,7 +257,7 @@ class Tracer(Watcher):
             segment = segments.get(seen.key)
             if segment is not None:
                 own, streams = moments[seen.key], segment.stack.streams
-                places = tuple(seen.place(stream.parameter) for stream in streams)
+                places = tuple(seen.places.get(stream.parameter) for stream in streams)
                 passes_on = all(
                     isinstance(form, torch.Tensor) and seen.shapes.get(stream.parameter or "") == form.shape
                     for stream, form in zip(streams, output_values(seen.returned), strict=True)

@@ -12,7 +12,7 @@ residual, it shows whether that residual has any effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -198,34 +198,31 @@ def _versions(values: Sequence[Any]) -> list[int | None]:
 
 Perturb = Callable[[bool], tuple[Any, Any]]
 """Makes arguments of the model with another sample and, if asked to, at another time."""
+Rehearsed = tuple[Given, Given | None]
+"""Arguments of the leading block, and the same with another sample at another time."""
 
 
-class Replay:
+class Replay(Shadow):
     """Forwards of a model's shadow in which no block runs. The model itself is not called."""
 
     def __init__(self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], trace: Trace) -> None:
         self._gates = gates
         self._first = {call.gate: call.segment for call in trace.calls if call.is_first and call.segment is not None}
         self._step: StepPass | None = None
+        self._keeps_calls = False
         self.first_calls: dict[Segment, Given] = {}
         """The arguments of the first block of each segment in the last forward, as copies, if they were kept."""
-        self._keeps_calls = False
-        self._shadow = Shadow(model, dict.fromkeys(gates, self._answer))
+        super().__init__(model, dict.fromkeys(gates, self._answer))
 
-    def run(self, step: StepPass, args: Any, kwargs: Any, *, keeps_calls: bool = False) -> Any:
+    def skip(self, step: StepPass, args: Any, kwargs: Any, *, keeps_calls: bool = False) -> Any:
         """The output of a forward through this pass; TrialFailed if the model raises."""
-        self._step, self._keeps_calls = step, keeps_calls
-        self.first_calls = {}
+        self._step, self._keeps_calls, self.first_calls = step, keeps_calls, {}
         try:
-            output = self._shadow.run(args, kwargs)
+            output = self.run(args, kwargs)
         finally:
             self._step = None
         step.finish()
         return output
-
-    def close(self) -> None:
-        """Free the shadow at once: its classes form cycles that only the garbage collector would find."""
-        self._shadow.close()
 
     def _answer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self._step is None:
@@ -237,26 +234,18 @@ class Replay:
         return self._step.enter(gate, module, args, kwargs)
 
 
-class Rehearsed(NamedTuple):
-    """Arguments of the leading block, to find its signal with."""
-
-    given: Given
-    other: Given | None
-    """The same with another sample at another time."""
-
-
-class Rehearsal:
+class Rehearsal(Replay):
     """Tries skipped steps on a model's shadow."""
 
     def __init__(
         self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], watched: Watched, args: Any, kwargs: Any
     ) -> None:
-        self._trace, self._residuals, self._first_calls = watched
+        self._trace, self._residuals, self._calls = watched
         self._outlook = Outlook([1], [watched.residuals])
         self._given = args, kwargs
-        self._replay = Replay(model, gates, watched.trace)
+        super().__init__(model, gates, watched.trace)
 
-    def run(self, output: Any, perturb: Perturb) -> Rehearsed:
+    def rehearse(self, output: Any, perturb: Perturb) -> Rehearsed:
         """Complete the trace: the leader, and which residuals are idle. ModelError says why nothing can be skipped."""
         try:
             same, skipped = self._same(output)
@@ -268,13 +257,13 @@ class Rehearsal:
                 slot for slot, residual in enumerate(self._residuals)
                 if residual is not None and residual.is_floating_point() and self._is_idle(slot, segment, expected)
             )  # fmt: skip
-            return Rehearsed(self._first_calls[segment], self._at_another_time(perturb, segment))
+            return self._calls[segment], self._at_another_time(perturb, segment)
         finally:
-            self._replay.close()
+            self.close()
 
     def _skip(self, args: Any, kwargs: Any, poison: tuple[int, float] | None = None) -> tuple[StepPass, Any]:
         step = StepPass(self._trace, "skip", self._outlook, poison=poison)
-        return step, self._replay.run(step, args, kwargs, keeps_calls=True)
+        return step, self.skip(step, args, kwargs, keeps_calls=True)
 
     def _same(self, output: Any) -> tuple[StepPass, Any]:
         """The step that was just computed, skipped, if that gives what it gave."""
@@ -320,7 +309,7 @@ class Rehearsal:
             self._elsewhere(perturb, with_time=True)
         except ModelError:
             return None
-        return self._replay.first_calls.get(segment)
+        return self.first_calls.get(segment)
 
     def _is_idle(self, slot: int, segment: Segment, expected: tuple[Any, Any]) -> bool:
         """Whether neither the output nor the signal changes with a residual."""

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import torch
 
+from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_anatomy
 from ..arch.components import Role
 from ..arch.declarations import declaration_for
@@ -101,7 +102,9 @@ def _with_kinds(
 ) -> Anatomy:
     """The anatomy with the kind of every stream. `returned`: the form of each block's output."""
     changes = ((), *_sample_and_conditioning(inputs, later_inputs))
-    versions = [{name: _other(v) if name in change else v for name, v in inputs.items()} for change in changes]
+    versions = [
+        {name: tree.map_tensors(_other, v) if name in change else v for name, v in inputs.items()} for change in changes
+    ]
     stacks = passing = anatomy.stacks
     while passing:
         passes = [_PassingOn({stack.path for stack in passing}, returned) for _ in versions]
@@ -182,20 +185,15 @@ def _moved(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return isinstance(other, type(one)) and len(one) == len(other) and all(map(_same, one, other))
-    return True
+    ones, others = list(tree.tensors(one)), list(tree.tensors(other))
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
-def _other(value: Any) -> Any:
-    """Another value of the same form: other numbers, or the same token ids in another order."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            return value + torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-        return value if value.dtype == torch.bool or value.ndim == 0 else value.roll(1, -1)
-    return type(value)(map(_other, value)) if type(value) in (list, tuple) else value
+def _other(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same form: other numbers, or the same token ids in another order."""
+    if tensor.is_floating_point():
+        return tensor + torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+    return tensor if tensor.dtype == torch.bool or tensor.ndim == 0 else tensor.roll(1, -1)
 
 
 @dataclass(frozen=True)

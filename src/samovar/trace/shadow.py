@@ -70,7 +70,7 @@ class Shadow:
             return never_compiled(self._root.__call__)(*given[0], **given[1])
 
     def close(self) -> None:
-        """Free everything."""
+        """Free the shadow at once: its classes form cycles that only the garbage collector would find."""
         del self._root
 
 
@@ -302,7 +302,7 @@ class Fingerprint:
             all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
             and [tensor._version for tensor in self._tensors] == self._versions
             and all(adapter_settings(module) == adapter for module, adapter in self._adapters)
-            and all(_count(hooks) == count for hooks, count in self._hooks)
+            and all((_count(hooks) if hooks else 0) == count for hooks, count in self._hooks)
             and all(
                 vars(module).get("processor") is processor and _settings(processor) == settings
                 for module, processor, settings in self._processors
@@ -340,7 +340,7 @@ def _adapters(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module,
 
 
 def _count(hooks: Mapping[int, Any]) -> int:
-    return sum(hook not in _own for hook in hooks.values()) if hooks else 0
+    return sum(hook not in _own for hook in hooks.values())
 
 
 def _settings(processor: Any) -> dict[str, Any]:
