@@ -73,15 +73,13 @@ class _Branch:
 
     def keep(self, roles: Roles, leaves: Leaves, key: tuple[Hashable, ...], *, learning: bool) -> None:
         """Remember the call. Of a sample only the identity is kept, unless roles are still being learned."""
-        known = {} if learning or self.has_copies or key != self.key else self.values
-        values: dict[str, Snapshot] = {}
+        if learning or self.has_copies or key != self.key:
+            self.values = {}
         for path, value in leaves.items():
             role = roles.of(path)
-            if role == "conditioning" and path in known:
-                values[path] = known[path]
-            else:
-                values[path] = Snapshot(value, hold=role in ("conditioning", "time"), copy=learning)
-        self.step, self.key, self.values, self.has_copies = current_step(), key, values, learning
+            if role != "conditioning" or path not in self.values:
+                self.values[path] = Snapshot(value, hold=role in ("conditioning", "time"), copy=learning)
+        self.step, self.key, self.has_copies = current_step(), key, learning
 
 
 class _Group:
@@ -178,10 +176,10 @@ class BranchHook(ModelHook):
         group = self._groups.setdefault(context.request, _Group())
         self._groups.move_to_end(context.request)
         branch: _Branch | None
+        key, version = self.roles.identity(leaves), self.roles.version
         if context.branch is not None:
-            branch = self._named(group, context.branch, leaves, learning)
+            branch = self._named(group, context.branch, leaves, key, learning)
         else:
-            key = self.roles.identity(leaves)
             known = [branch for branch in group.unnamed() if branch.key == key]
             if len(known) == 1 and not learning and self._is_clear(group, known[0], leaves):
                 branch = known[0]
@@ -192,16 +190,18 @@ class BranchHook(ModelHook):
                 branch = self._look(module, group, leaves, learning)
         if branch is None:
             return None
-        branch.keep(self.roles, leaves, self.roles.identity(leaves), learning=learning)
+        if self.roles.version != version:
+            key = self.roles.identity(leaves)
+        branch.keep(self.roles, leaves, key, learning=learning)
         group.branches.remove(branch)
         group.branches.append(branch)
         return branch.name
 
-    def _named(self, group: _Group, name: str, leaves: Leaves, learning: bool) -> _Branch:
+    def _named(self, group: _Group, name: str, leaves: Leaves, key: tuple[Hashable, ...], learning: bool) -> _Branch:
         """The branch that the pipeline names; its calls are learned from."""
         for branch in group.branches:
             if branch.name == name:
-                if learning or self.roles.identity(leaves) != branch.key:
+                if learning or key != branch.key:
                     self._learn(branch, leaves, learning)
                 return branch
         return self._add(group, _Branch(name, is_named=True))

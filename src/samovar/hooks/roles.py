@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,6 +69,7 @@ def parameter_names(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple("*" + p.name if p.kind is p.VAR_POSITIONAL else p.name for p in parameters)
 
 
+@functools.cache
 def positional_names(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
     """The names of the first `count` positional arguments."""
     place = next((place for place, name in enumerate(parameters) if name.startswith("*")), None)
@@ -114,12 +115,24 @@ class _Evidence:
         return self.moved + self.stayed >= _ENOUGH
 
 
+class _Judged(dict[str, Role]):
+    """The roles that have been judged, by path."""
+
+    def __init__(self, judge: Callable[[str], Role]) -> None:
+        super().__init__()
+        self._judge = judge
+
+    def __missing__(self, path: str) -> Role:
+        role = self[path] = self._judge(path)
+        return role
+
+
 class Roles:
     """The roles of a model's arguments. They are learned over calls, and outlive runs."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Evidence] = {}
-        self._roles: dict[str, Role] = {}
+        self._roles = _Judged(self._judge)
         self._outputs: set[tuple[int, ...]] = set()
         self._batch = 1
         self.remade: set[str] = set()
@@ -131,14 +144,12 @@ class Roles:
 
     def of(self, path: str) -> Role:
         """The role of the argument, or of the part of an argument, at a dotted path."""
-        known = self._roles.get(path)
-        if known is None:
-            known = self._roles[path] = self._judge(path)
-        return known
+        return self._roles[path]
 
     def paths(self, leaves: Iterable[str], role: Role) -> list[str]:
         """Those of one role."""
-        return [path for path in leaves if self.of(path) == role]
+        known = self._roles
+        return [path for path in leaves if known[path] == role]
 
     def is_learning(self, leaves: Leaves) -> bool:
         """Whether too little has been seen of some argument."""
@@ -293,16 +304,19 @@ _MOST_COPIED = 4096
 class Snapshot:
     """A value as it was at a call, to be compared with that of a later one."""
 
-    __slots__ = ("_form", "_id", "_sampled", "_version", "held")
+    __slots__ = ("_form", "_id", "_is_tensor", "_sampled", "_version", "held")
 
     def __init__(self, value: Any, *, hold: bool, copy: bool) -> None:
-        """`hold` keeps a tensor alive; `copy` keeps some of its elements, in case it is changed in place."""
-        is_tensor = isinstance(value, torch.Tensor)
-        self.held: Any = value if hold or not is_tensor else None
+        """`hold` keeps a tensor alive; `copy` keeps some of its elements, in case it is changed in place. With neither,
+        only the identity of a tensor is known."""
+        self._is_tensor = isinstance(value, torch.Tensor)
         self._id = id(value)
-        self._version = tree.version(value) if is_tensor else None
-        self._form = tree.signature(value) if is_tensor else None
-        self._sampled = _sampled(value).clone() if is_tensor and copy and _is_comparable(value) else None
+        self.held: Any = value if hold or not self._is_tensor else None
+        self._version = self._form = self._sampled = None
+        if self._is_tensor and (hold or copy):
+            self._version, self._form = tree.version(value), tree.signature(value)
+            if copy and _is_comparable(value):
+                self._sampled = _sampled(value).clone()
 
     def is_object(self, value: Any) -> bool:
         """Whether this is the very same object, changed or not."""
@@ -316,8 +330,10 @@ class Snapshot:
 
     def equals(self, value: Any) -> bool:
         """Whether the value is the same. This may wait for the device."""
-        if not isinstance(value, torch.Tensor) or self._form is None:
-            return self._form is None and not isinstance(value, torch.Tensor) and tree.equal(self.held, value)
+        if not self._is_tensor and not isinstance(value, torch.Tensor):
+            return tree.equal(self.held, value)
+        if self._form is None:
+            return self.is_object(value)
         if self.is_surely_same(value):
             return True
         if tree.signature(value) != self._form:
