@@ -224,7 +224,7 @@ class Ours:
     def swap(self, offloaded: Offloaded) -> dict[str, Any]:
         """The whole model in and out, as when it takes turns with an encoder."""
         offloaded.replan(gpu_memory=1024 * GIB)
-        moving = offloaded._moving["transformer"]
+        moving = offloaded._components["transformer"]
         times: dict[str, list[float]] = {"in_s": [], "out_s": []}
         for _ in range(4):
             times["out_s"].append(self.bench.seconds(moving.unload))

@@ -158,7 +158,7 @@ def contestants(degrees: dict[str, dict[str, int]], given: dict[str, Any]) -> tu
             def sent(model: Any = model, traffic: Any = traffic) -> int:
                 traffic.reset()
                 model(**given)
-                return int(traffic.total_bytes)
+                return int(traffic.sent_bytes.total())
 
             enter(f"{name}, {plan}", model, sent)
     for name, sizes in {"ulysses": (dist.get_world_size(), 1), "ring": (1, dist.get_world_size())}.items():

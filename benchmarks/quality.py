@@ -22,7 +22,7 @@ from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SettingError
 from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
 from samovar.lab.bench import all_methods, bench
-from samovar.lab.tasks import check_disjoint
+from samovar.lab.image_runner import check_disjoint
 from samovar.lab.tune import Target, tune
 
 TARGETS = [("psnr", 35.0), ("psnr", 40.0), ("psnr", 45.0), ("lpips", 0.02), ("lpips", 0.01), ("lpips", 0.005),

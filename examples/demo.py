@@ -1,11 +1,11 @@
-"""A dozen pictures by the built-in model, exact and with skipped steps, on one sheet: `make demo`."""
+"""What do skipped steps look like? Twelve images by the built-in model, exact and cached, on one sheet: `make demo`."""
 
 from __future__ import annotations
 
 import os
 import time
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # As the command line does: see there.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # Before torch is imported, as the command line does.
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ COLUMNS, SCALE, MARGIN, CAPTION, HEADER = 3, 2, 16, 26, 28
 
 
 def sheet(exact: list[Image.Image], cached: list[Image.Image], captions: list[str]) -> Image.Image:
-    """For each prompt the exact picture and, beside it, the one with skipped steps."""
+    """For each prompt the exact image and, beside it, the one with skipped steps."""
     side = exact[0].width * SCALE
     rows = -(-len(exact) // COLUMNS)
     size = (COLUMNS * (2 * side + MARGIN) + MARGIN, HEADER + rows * (side + CAPTION + MARGIN))
@@ -36,14 +36,14 @@ def sheet(exact: list[Image.Image], cached: list[Image.Image], captions: list[st
     for number, caption in enumerate(captions):
         row, column = divmod(number, COLUMNS)
         left, top = MARGIN + column * (2 * side + MARGIN), HEADER + row * (side + CAPTION + MARGIN)
-        for shift, picture in ((0, exact[number]), (side, cached[number])):
-            page.paste(picture.resize((side, side), Image.Resampling.LANCZOS), (left + shift, top))
+        for shift, image in ((0, exact[number]), (side, cached[number])):
+            page.paste(image.resize((side, side), Image.Resampling.LANCZOS), (left + shift, top))
         draw.text((left + side, top + side + 4), caption, fill="#222222", font=font, anchor="ma")
     return page
 
 
-def decibel(one: Image.Image, other: Image.Image) -> float:
-    """How near two pictures are, as PSNR."""
+def psnr(one: Image.Image, other: Image.Image) -> float:
+    """How close two images are, in dB."""
     difference = np.asarray(one.convert("RGB"), float) - np.asarray(other.convert("RGB"), float)
     return float(10 * np.log10(255**2 / max(float((difference**2).mean()), 1e-9)))
 
@@ -53,29 +53,29 @@ def main() -> None:
     started = time.perf_counter()
     from samovar import Omni
 
-    pictures: dict[str, list[Image.Image]] = {}
+    images: dict[str, list[Image.Image]] = {}
     seconds: dict[str, float] = {}
     counts = [0, 0]
-    for name, settings in {"exact": {}, "cached": {"cache_backend": "forecast"}}.items():
-        with Omni("emoji", progress=False, **settings) as omni:
+    for name, cache in {"exact": None, "cached": "forecast"}.items():
+        with Omni("emoji", cache=cache, progress=False) as omni:
             if name == "exact":
                 waited = time.perf_counter() - started
                 print(f"ready after {waited:.1f} s, {omni.load_seconds:.1f} s of it for the weights")
-            results = [omni.generate(prompt, seed=7)[0] for prompt in tqdm(PROMPTS, unit="picture", desc=name)]
-        pictures[name] = [result.images[0] for result in results]
+            results = [omni.generate(prompt, seed=7)[0] for prompt in tqdm(PROMPTS, unit="image", desc=name)]
+        images[name] = [result.images[0] for result in results]
         seconds[name] = sum(result.seconds for result in results)
         for result in results:
             for stats in result.cache:
                 counts = [counts[0] + stats.computed, counts[1] + stats.skipped]
     file = Path("out") / "demo.png"
     file.parent.mkdir(exist_ok=True)
-    sheet(pictures["exact"], pictures["cached"], PROMPTS).save(file)
-    near = sorted(decibel(*pair) for pair in zip(pictures["exact"], pictures["cached"], strict=True))
+    sheet(images["exact"], images["cached"], PROMPTS).save(file)
+    closeness = sorted(psnr(*pair) for pair in zip(images["exact"], images["cached"], strict=True))
     print(
-        f"{len(PROMPTS)} pictures, every step computed: {seconds['exact']:.0f} s\n"
-        f"the same with {counts[1]} of {sum(counts)} forwards skipped: {seconds['cached']:.0f} s, "
-        f"{seconds['exact'] / seconds['cached']:.2f} times as fast; PSNR {near[len(near) // 2]:.0f} dB, "
-        f"{near[0]:.0f} at least\nthe sheet is in {file}"
+        f"{len(PROMPTS)} images, every step computed: {seconds['exact']:.0f} s\n"
+        f"{counts[1]} of {sum(counts)} forwards skipped: {seconds['cached']:.0f} s, "
+        f"{seconds['exact'] / seconds['cached']:.2f} times as fast; PSNR {closeness[len(closeness) // 2]:.0f} dB, "
+        f"at least {closeness[0]:.0f} dB\nThe sheet is in {file}."
     )
 
 

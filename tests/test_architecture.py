@@ -31,14 +31,11 @@ LAYERS = [
 """A room may import from the layers below its own, and from itself; never from a neighbour."""
 
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
-MOST_LINES_OF_THE_SOURCE = 25_000
+MOST_LINES_OF_THE_SOURCE = 23_000
 """May only shrink: new features pay with what they replace."""
 MOST_CAUGHT = 4
 """Types that one `except` may name."""
-WIDE_EXCEPTS = {
-    "samovar.omni", "samovar.parallel.candidates", "samovar.parallel.cfg",
-    "samovar.parallel.enable", "samovar.parallel.inside", "samovar.parallel.launch",
-}  # fmt: skip
+WIDE_EXCEPTS = {"samovar.omni"}
 """Files that break the rule for `except`. May only shrink."""
 LONGER: dict[str, int] = {}
 """Files and functions over the limit, with their length. May only shrink: split what you touch."""

@@ -15,19 +15,17 @@ import diffusers
 import pytest
 
 import samovar
-from docs.generate import code, diagrams, pages, tables
+from docs.generate import code, diagrams, pages, plots, tables
 from pipelines import PIPELINES
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
 from samovar.cache import EXTRACTOR_REGISTRY
-from samovar.offload import parse_bytes, plan_offload, read_sizes
+from samovar.cli.entry import make_parser
 from server.running import running
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
-GENERATED = ("plot-",)
-"""How the names of images begin that exist in the built site only."""
 ADDRESS = "http://127.0.0.1:8091"
 """Where the pages say that a server listens."""
 
@@ -99,7 +97,7 @@ def commands_of(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", pages_with("sh"))
 def test_commands_of_a_page_are_understood(page: Path) -> None:
-    parser = code._parser()
+    parser = make_parser()
     for words in commands_of(page):
         assert parser.parse_args(words).run, words
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -128,7 +126,7 @@ def test_requests_by_curl_are_answered(page: Path, address: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http") and not Path(target).name.startswith(GENERATED):
+        if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
 
 
@@ -163,6 +161,15 @@ def test_every_source_file_is_in_the_tree_with_a_question() -> None:
             assert re.search(rf"^\s+{file.name} +\S", tree, flags=re.MULTILINE), file
 
 
+def test_reasons_of_computed_steps_are_those_of_the_cache() -> None:
+    text = (ROOT / "docs" / "guides" / "cache.md").read_text(encoding="utf-8")
+    table = text.partition("reason in `stats()` |")[2].partition("\n\n")[0]
+    source = "".join(file.read_text(encoding="utf-8") for file in (code.SOURCE / "cache").glob("*.py"))
+    reasons = [reason for row in table.splitlines() for reason in re.findall("`(.*?)`", row.rpartition(" | ")[2])]
+    assert len(reasons) >= 6
+    assert [reason for reason in reasons if f'"{reason}"' not in source] == []
+
+
 def test_every_error_code_has_a_remedy() -> None:
     text = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     described = set(re.findall(r"^### (\w+)$", text, flags=re.MULTILINE))
@@ -183,17 +190,25 @@ def test_diagrams_are_as_drawn(name: str) -> None:
     assert file.read_text(encoding="utf-8") == diagrams.DIAGRAMS[name](), "run `make diagrams`"
 
 
-def test_what_is_said_about_cards_is_what_the_planner_says(flux_folder: Path) -> None:
-    sizes = read_sizes(str(flux_folder))
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_plots_are_of_the_present_results(name: str) -> None:
+    file = plots.IMAGES / f"{name}.svg"
+    assert plots.origin(plots.PLOTS[name][1]) in file.read_text(encoding="utf-8"), "run `make diagrams`"
+
+
+def test_what_is_said_about_cards_is_what_the_planner_says(
+    flux_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {("47GiB", "everything fits")}
     for page in (README, ROOT / "docs" / "guides" / "index.md"):
-        rows = re.findall(
-            r'^\| \d+ GiB \| `gpu_memory="(\w+)"`.* (\d+) of 57 blocks stream', page.read_text(), flags=re.MULTILINE
+        found = re.findall(
+            r'^\| \d+ GiB \| `gpu_memory="(\w+)"`.* (\d+ of 57 blocks stream)', page.read_text(), re.MULTILINE
         )
-        assert len(rows) == 4
-        for budget, streamed in rows:
-            plan = plan_offload(sizes, gpu_memory=parse_bytes(budget, "gpu_memory"))
-            assert f" {streamed} of 57 blocks stream" in str(plan), (page, budget)
-    assert "everything fits" in str(plan_offload(sizes, gpu_memory=parse_bytes("47GiB", "gpu_memory")))
+        assert len(found) == 4
+        rows |= set(found)
+    for budget, expected in rows:
+        assert cli.main(["plan", str(flux_folder), "--gpu-memory", budget]) == 0
+        assert expected in capsys.readouterr().out, (budget, expected)
 
 
 @pytest.fixture

@@ -124,3 +124,15 @@ def test_objects_that_hold_each_other_in_circles_are_walked_all_the_same() -> No
     assert len(list(tree.tensors(one_holder))) < 20
     assert not tree.is_transparent(one_holder)
     assert tree.signature(one_holder) == tree.signature(one_holder)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_not_comparable(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    other = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=layout)
+    assert tree.signature([nested]) == tree.signature([nested.clone()]) != tree.signature([other])
+    assert tree.equal([nested], [nested])
+    assert not tree.equal([nested], [nested.clone()])
+    assert tree.difference(nested, nested.clone()) == float("inf")
+    assert not tree.is_comparable(nested)

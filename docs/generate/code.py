@@ -75,17 +75,13 @@ def api(path: str) -> str:
 
 def commands(_: str) -> str:
     """The help of every command."""
-    parser = _parser()
+    from samovar.cli.entry import make_parser
+
+    parser = make_parser()
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     parts = [f"```text\n{_help(parser)}\n```"]
     parts += [f"## samovar {name}\n\n```text\n{_help(command)}\n```" for name, command in subparsers.choices.items()]
     return "\n\n".join(parts)
-
-
-def _parser() -> argparse.ArgumentParser:
-    from samovar.cli.entry import make_parser as make
-
-    return make()
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
@@ -122,15 +118,27 @@ def _descendants(cls: type) -> list[type]:
 
 
 def codes() -> set[str]:
-    """Every error code that a client or caller can see: those of the classes, and literals in the server."""
+    """Every error code that a client or caller can see: those of the classes, and those that the server names."""
     from samovar import errors
 
     found = {cls.code for cls in _descendants(errors.EngineError)}
     for file in (SOURCE / "server").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
-                found.add(node.value.value)
-    return {code for code in found if isinstance(code, str)}
+            match node:
+                case ast.keyword(arg="code", value=value):
+                    found |= _texts(value)
+                case ast.Assign(targets=[target], value=value) if "code" in ast.unparse(target).lower():
+                    found |= _texts(value)
+                case ast.Call(func=ast.Name(id="_bad"), args=[_, _, value]):
+                    found |= _texts(value)
+    return {code for code in found if re.fullmatch(r"[a-z]+(_[a-z]+)*", code)}
+
+
+def _texts(node: ast.expr) -> set[str]:
+    """The strings that an expression may be; of a mapping, its values."""
+    nodes = node.values if isinstance(node, ast.Dict) else [node]
+    inner = [child for one in nodes for child in ast.walk(one) if not isinstance(child, ast.Compare)]
+    return {child.value for child in inner if isinstance(child, ast.Constant) and isinstance(child.value, str)}
 
 
 def source_tree(_: str = "") -> str:

@@ -55,13 +55,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the results, and the plots drawn from them."""
+    """Add the results, which pages link to."""
     from mkdocs.structure.files import File
 
-    from docs.generate import plots
-
-    for name, draw in plots.PLOTS.items():
-        files.append(File.generated(config, f"images/{name}.svg", content=plots.to_svg(draw())))
     for file in sorted(results.RESULTS.glob("*.json")):
         files.append(File.generated(config, f"results/{file.name}", abs_src_path=str(file)))
     return files

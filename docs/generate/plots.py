@@ -5,16 +5,19 @@ python -m docs.generate.plots    # writes docs/images/headline.svg, which the RE
 
 from __future__ import annotations
 
+import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from docs.generate.results import read
+from docs.generate import tables
+from docs.generate.results import RESULTS, read
 
+IMAGES = Path(__file__).parents[1] / "images"
 OURS, OURS_TOO, PEERS = "#e64a19", "#ffab91", ("#455a64", "#78909c", "#5c6bc0", "#8d6e63", "#26a69a", "#9e9d24")
 _STYLE = {
     "font.size": 10,
@@ -58,11 +61,13 @@ def quality() -> Figure:
     ours = [family for family in families if family.startswith("samovar")]
     peers = [family for family in families if family not in (*ours, "exact", "diffusers SeaCache")]
     with rc_context(_STYLE):
-        figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+        figure = Figure(figsize=(10.5, 5.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         _psnr(left, peers=peers, ours=ours)
         _psnr(right, peers=peers, ours=ours, metric="lpips")
+        left.get_legend().remove()
         right.get_legend().remove()
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return figure
 
 
@@ -97,7 +102,9 @@ def combined() -> Figure:
             is_cached = name.startswith("cache")
             axes.scatter(row["peak_gib"], row["s"], s=55, color=OURS if is_cached else PEERS[0], zorder=3)
             shift = -10 if name.endswith("+ compile") else 3  # Beside the same without compile.
-            axes.annotate(name, (row["peak_gib"], row["s"]), (7, shift), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                tables.titled(name), (row["peak_gib"], row["s"]), (7, shift), textcoords="offset points", fontsize=8
+            )
         axes.set_xlim(0, 40)
         axes.set_ylim(0)
         axes.set_xlabel("peak GPU memory, GiB")
@@ -162,21 +169,31 @@ def _psnr(axes: Any, *, peers: Any, ours: Any, metric: str = "psnr") -> None:
     axes.legend()
 
 
-def to_svg(figure: Figure) -> str:
+PLOTS: dict[str, tuple[Callable[[], Figure], tuple[str, ...]]] = {
+    "headline": (headline, ("gpu_offload", "quality")),
+    "plot-budget": (budget, ("gpu_offload",)),
+    "plot-quality": (quality, ("quality",)),
+    "plot-skipped": (skipped, ("gpu_cache",)),
+    "plot-combined": (combined, ("gpu_compose",)),
+}
+"""Each plot by the name of its file, with the results that it shows."""
+
+
+def origin(names: Sequence[str]) -> str:
+    """What a plot's file says about the results that it was drawn from."""
+    digest = hashlib.sha256(b"".join((RESULTS / f"{name}.json").read_bytes() for name in names))
+    return f"{', '.join(names)}: {digest.hexdigest()[:16]}"
+
+
+def to_svg(name: str) -> str:
     """The plot on white, so that it is readable on a dark page too."""
+    draw, names = PLOTS[name]
     text = io.StringIO()
     with rc_context(_STYLE):
-        figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
+        draw().savefig(text, format="svg", facecolor="white", metadata={"Date": None, "Source": origin(names)})
     return text.getvalue()
 
 
-PLOTS: dict[str, Callable[[], Figure]] = {
-    "plot-budget": budget,
-    "plot-quality": quality,
-    "plot-skipped": skipped,
-    "plot-combined": combined,
-}
-HEADLINE = Path(__file__).parents[1] / "images" / "headline.svg"
-
 if __name__ == "__main__":
-    HEADLINE.write_text(to_svg(headline()), encoding="utf-8")
+    for plot in PLOTS:
+        (IMAGES / f"{plot}.svg").write_text(to_svg(plot), encoding="utf-8")

@@ -162,7 +162,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}
     close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)]
-    parts = [candidate for candidate in names if name.lower()[:5] in candidate.lower()]
+    parts = [candidate for candidate in names if len(name) > 2 and name.lower()[:5] in candidate.lower()]
     parts.sort(key=lambda candidate: (not candidate.lower().startswith(name.lower()[:5]), len(candidate)))
     close = close or parts[:4]
     if close:

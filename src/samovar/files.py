@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,8 @@ def read_config(cls: type[Config], value: Any, param: str) -> Config:
     if isinstance(value, cls):
         return value
     if is_file_name(value):
-        value = read_settings(value, param)
+        with naming(value):
+            return read_config(cls, read_settings(value, param), param)
     if not isinstance(value, Mapping):
         raise SettingError(
             f"{param}={value!r}; a {cls.__name__}, a mapping of its settings, or a file with them was expected.",
@@ -39,6 +41,17 @@ def read_config(cls: type[Config], value: Any, param: str) -> Config:
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     check_names(value, known, f"a setting of {param}")
     return cls(**value)
+
+
+@contextlib.contextmanager
+def naming(file: Any) -> Iterator[None]:
+    """Name the file in errors about settings that were read from it."""
+    try:
+        yield
+    except SettingError as error:
+        if str(file) in str(error):
+            raise
+        raise SettingError(f"In {str(file)!r}: {error}", param=error.param) from error
 
 
 def check_names(given: Iterable[str], known: Iterable[str], what: str, param: str | None = None) -> None:

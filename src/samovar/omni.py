@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 import weakref
@@ -37,47 +38,51 @@ __all__ = ["AsyncOmni", "Job", "Omni"]
 
 
 class Omni:
-    """A model, ready to make pictures.
+    """A model, ready to generate images.
 
-        with Omni("emoji") as omni:
+        with Omni("emoji", cache="forecast") as omni:
             omni.generate("a grinning cat, 3d style", seed=7)[0].images[0].save("cat.png")
 
-    `model` is the name of one that comes with Samovar, a folder in diffusers format, or a name of the hub. The other
-    settings are those of `OmniDiffusionConfig`, by name. `cache_backend` skips steps that would change little
-    ("forecast", "tea_cache", or another by its name), with the settings in `cache_config`; what it did is in the
-    results. What is not given is taken from the file `config` (YAML or JSON), or else from the environment
-    (SAMOVAR_CACHE_BACKEND and so on). Instead of all this, `od_config` may be a whole OmniDiffusionConfig.
+    Args:
+        model: The name of a built-in model, a folder in diffusers format, a name on the hub, or a loaded pipeline. A
+            loaded pipeline is used where it is, and is what it was before after `close`.
+        config: A YAML or JSON file with settings.
+        od_config: All settings at once, in place of the others.
+        settings: The settings of `OmniDiffusionConfig` by name, among them those of `attach`: `cache`, `offload`,
+            `parallel`, `compile` and `gpu_memory`. What is not given is taken from the file, then from environment
+            variables such as SAMOVAR_CACHE. vllm-omni's spellings are understood.
 
-    `gpu_memory="12GiB"` offloads as little as that much memory demands; `enable_cpu_offload` lets components take
-    turns on the GPU, `enable_layerwise_offload` streams their blocks. With `ulysses_degree`, `ring_degree` or
-    `cfg_parallel_size`, several processes make each picture, on as many GPUs, or on the CPU: their number is the
-    product of the three. They are started here and end with `close`; a script that starts them needs the guard
-    `if __name__ == "__main__":`, as each of them imports it. Under torchrun they are there already.
+    With `parallel`, one process per rank is started; they end with `close`. A script that starts them needs the guard
+    `if __name__ == "__main__":`, because each process imports it. Under torchrun the processes are there already.
     """
 
     def __init__(
         self,
-        model: str | None = None,
+        model: Any = None,
         *,
         od_config: OmniDiffusionConfig | None = None,
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        self._worker: ImageWorker | None = start_worker(_read(model, od_config, config, settings))
+        pipeline = None if model is None or isinstance(model, (str, Path)) else model
+        if pipeline is not None and not callable(pipeline):
+            raise SettingError(f"model={model!r}; a name, a folder or a loaded pipeline was expected.", param="model")
+        name = None if pipeline is not None else model
+        self._worker: ImageWorker | None = start_worker(_read(name, od_config, config, settings), pipeline)
 
     @property
     def defaults(self) -> OmniDiffusionSamplingParams:
-        """What is used where neither the parameters nor the overrides say anything."""
+        """The values of parameters that a call does not give."""
         return self._open().facts.defaults
 
     @property
     def can_edit(self) -> bool:
-        """Whether the model takes a picture to start from, as `image`."""
+        """Whether the model takes an image to start from, as `image`."""
         return self._open().facts.can_edit
 
     @property
     def load_seconds(self) -> float:
-        """How long the weights took to load."""
+        """Time that loading the weights took."""
         return self._open().load_seconds
 
     @overload
@@ -117,13 +122,20 @@ class Omni:
         stream: bool = False,
         **overrides: Any,
     ) -> list[GenerationResult] | Iterator[Event]:
-        """Pictures for one prompt or several, in their order. Overrides are settings by name, for this call.
+        """Generate images for one prompt or several; results are in the order of the prompts.
 
-        A prompt that fails raises its error. Among several, it has a result without pictures in its place, with the
-        error in `error`, and the others are made all the same. With `exact=True` every step is computed, whatever the
-        cache would skip. With `stream=True`, what happens is told while it
-        happens: for each prompt in turn `Started`, `Progress` for each step, `num_previews` times `Preview`, and
-        `Done` or `Failed`. To leave the loop early is to take the request back.
+        Args:
+            prompt: One prompt or a list.
+            sampling_params: Parameters for all prompts.
+            image: The image to start from, for models that edit.
+            num_previews: Number of previews per prompt, with `stream`.
+            exact: Compute every step, whatever the cache would skip.
+            stream: Return events as they happen: for each prompt `Started`, `Progress` for each step, `Preview`,
+                and `Done` or `Failed`. Leaving the loop early cancels the request.
+            overrides: Parameters of `OmniDiffusionSamplingParams` by name, which win over `sampling_params`.
+
+        A single prompt that fails raises its error. Among several, it has a result without images and with the error in
+        `error`; the others are generated all the same.
         """
         worker = self._open()
         params = OmniDiffusionSamplingParams.from_dict(overrides).over(sampling_params or OmniDiffusionSamplingParams())
@@ -131,7 +143,7 @@ class Omni:
         if stream:
             return self._stream([Request(one, params, image, num_previews, exact) for one in prompts])
         if isinstance(prompt, str):
-            (result,) = _made(worker, [Request(prompt, params, image, exact=exact)])
+            (result,) = _run(worker, [Request(prompt, params, image, exact=exact)])
             if result.error is not None:
                 raise result.error
             return [result]
@@ -141,23 +153,22 @@ class Omni:
                 requests.append(Request(one, params, image, exact=exact))
             except SettingError as error:
                 requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
-        made = iter(_made(worker, [request for request in requests if isinstance(request, Request)]))
-        return [next(made) if isinstance(request, Request) else request for request in requests]
+        results = iter(_run(worker, [request for request in requests if isinstance(request, Request)]))
+        return [next(results) if isinstance(request, Request) else request for request in requests]
 
     def close(self) -> None:
-        """Let the model go, and end its processes. A closed Omni makes no more pictures."""
+        """Release the model and end its processes."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     def _stream(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """One prompt after the other, each in a thread of its own: a pipeline cannot be left half-way, only told."""
         for request in requests:
-            yield from _followed(self._open(), request)
+            yield from _events(self._open(), request)
 
     def _open(self) -> ImageWorker:
         if self._worker is None:
-            raise SettingError("This Omni is closed. Make a new one.")
+            raise SettingError("This Omni is closed. Create a new one.")
         return self._worker
 
     def __enter__(self) -> Omni:
@@ -174,52 +185,58 @@ class AsyncOmni:
 
         omni = AsyncOmni("emoji", max_queue=16)
         await omni.start()
-        pictures = await omni.generate("a grinning cat, 3d style")
+        result = await omni.generate("a grinning cat, 3d style")
         await omni.close()
 
-    The settings are those of `Omni`, and `max_queue`, `max_batch`, `step_timeout_s` and `load_timeout_s`. All are
-    checked here, and nothing is loaded before `start`.
+    The settings are those of `Omni`, and also `max_queue`, `max_batch`, `step_timeout_s` and `load_timeout_s`. They are
+    checked here; nothing is loaded before `start`.
     """
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         *,
         od_config: OmniDiffusionConfig | None = None,
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
+        if model is not None and not isinstance(model, (str, Path)):
+            raise SettingError(
+                f"AsyncOmni loads the model in a worker process, so it takes a name or a folder, not a "
+                f"{type(model).__name__}. Use Omni for a pipeline that is loaded already.",
+                param="model",
+            )
         self.config = replace(_read(model, od_config, config, settings), progress=False)
         self._supervisor = Supervisor(self.config)
         self._finalizer = weakref.finalize(self, self._supervisor.close)
 
     async def start(self) -> None:
-        """Start the worker and load the model; raises ModelError or SettingError if that cannot be."""
+        """Start the worker and load the model. Raises ModelError or SettingError if it cannot be loaded."""
         try:
             await asyncio.to_thread(self._supervisor.start)
-        except asyncio.CancelledError:  # The thread would go on waiting, and the worker loading.
+        except asyncio.CancelledError:  # Otherwise the thread would keep waiting and the worker loading.
             self._supervisor.abandon()
             raise
 
     @property
     def defaults(self) -> OmniDiffusionSamplingParams:
-        """What is used where a request says nothing."""
+        """The values of parameters that a request does not give."""
         return self._supervisor.facts.defaults
 
     @property
     def can_edit(self) -> bool:
-        """Whether the model takes a picture to start from."""
+        """Whether the model takes an image to start from."""
         return self._supervisor.facts.can_edit
 
     @property
     def load_seconds(self) -> float:
-        """How long the weights took to load."""
+        """Time that loading the weights took."""
         return self._supervisor.load_seconds
 
     def check(
         self, prompt: str, params: OmniDiffusionSamplingParams | None = None, *, image: Image | None = None
     ) -> None:
-        """Raise SettingError if the model cannot make this."""
+        """Raise SettingError if the model cannot serve this request."""
         self._supervisor.facts.check(Request(prompt, params or OmniDiffusionSamplingParams(), image))
 
     def submit(
@@ -233,28 +250,28 @@ class AsyncOmni:
         num_previews: int = 0,
         exact: bool = False,
     ) -> Job:
-        """Put a request into the queue. Those of a higher priority go first; one that is not started within
-        `deadline_s` fails with QueueTimeoutError. Refused at once: settings that the model does not take, a full
-        queue, an engine that is closing or down."""
+        """Queue a request. A higher priority goes first; a request that has not started within `deadline_s` fails with
+        QueueTimeoutError. Refused at once: parameters that the model does not take, a full queue, an engine that is
+        closing or down."""
         request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact)
         return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
 
     async def generate(
         self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any
     ) -> GenerationResult:
-        """Submit a request and wait for its pictures. To cancel the task is to take the request back."""
+        """Submit a request and wait for its result. Cancelling the task cancels the request."""
         job = self.submit(prompt, params, **how)
         try:
             return await job.result()
         finally:
-            job.cancel()  # Of one that is over, nothing is left to be taken back.
+            job.cancel()  # Does nothing if it is over.
 
     def status(self) -> EngineStatus:
-        """How the engine is now."""
+        """The state of the engine."""
         return self._supervisor.status()
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Refuse what waits, let what runs finish within `drain_s`, and end the worker."""
+        """Refuse waiting requests, let running ones finish within `drain_s`, and end the worker."""
         await asyncio.to_thread(self._supervisor.close, drain_s)
 
     async def __aenter__(self) -> AsyncOmni:
@@ -268,29 +285,29 @@ class AsyncOmni:
 
 
 def _read(
-    model: str | None, od_config: OmniDiffusionConfig | None, file: str | Path | None, settings: dict[str, Any]
+    model: str | Path | None, od_config: OmniDiffusionConfig | None, file: str | Path | None, settings: dict[str, Any]
 ) -> OmniDiffusionConfig:
     if model is not None:
-        settings = {"model": model, **settings}
+        settings = {"model": str(model), **settings}
     if od_config is None:
         return OmniDiffusionConfig.read(settings, file)
     if settings or file is not None:
         given = ", ".join(settings) or "config"
         raise SettingError(f"od_config holds all settings, and {given} was given too. Put it into od_config.")
     if not isinstance(od_config, OmniDiffusionConfig):
-        raise SettingError(f"od_config must be an OmniDiffusionConfig, not {od_config!r}.")
+        raise SettingError(f"od_config={od_config!r}; an OmniDiffusionConfig was expected.", param="od_config")
     return od_config
 
 
-def _made(worker: ImageWorker, requests: Sequence[Request]) -> list[GenerationResult]:
-    """Results in order, with errors in their places; neighbours are made together where they may be."""
+def _run(worker: ImageWorker, requests: Sequence[Request]) -> list[GenerationResult]:
+    """Results in order, with errors in their places. Neighbours that fit together share a pipeline call."""
     results: list[GenerationResult] = []
     rest = list(requests)
     while rest:
-        count, pictures = 1, rest[0].num_images
+        count, num_images = 1, rest[0].num_images
         while count < len(rest) and rest[0].fits_with(rest[count]):
-            pictures += rest[count].num_images
-            if pictures > worker.max_batch:
+            num_images += rest[count].num_images
+            if num_images > worker.max_batch:
                 break
             count += 1
         for request, outcome in zip(rest[:count], worker.run(rest[:count]), strict=True):
@@ -300,28 +317,19 @@ def _made(worker: ImageWorker, requests: Sequence[Request]) -> list[GenerationRe
     return results
 
 
-def _followed(worker: ImageWorker, request: Request) -> Iterator[Event]:
-    events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-    is_left = threading.Event()
-
-    def work() -> None:
+def _events(worker: ImageWorker, request: Request) -> Iterator[Event]:
+    """The events of a request, which runs in another thread: a pipeline cannot be left half-way."""
+    events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+    is_cancelled = threading.Event()
+    listener = Listener(lambda _, event: events.put(event), lambda _: is_cancelled.is_set())
+    with concurrent.futures.ThreadPoolExecutor(1, "samovar stream") as thread:
+        running = thread.submit(worker.run, [request], listener)
+        running.add_done_callback(lambda _: events.put(None))
         try:
-            (outcome,) = worker.run([request], Listener(lambda _, event: events.put(event), lambda _: is_left.is_set()))
-            events.put(Failed(outcome) if isinstance(outcome, SamovarError) else Done(outcome))
-        except BaseException as error:  # Raised where the events are read.
-            events.put(error)
-
-    thread = threading.Thread(target=work, name="samovar stream", daemon=True)
-    thread.start()
-    try:
-        yield Started(0.0)
-        while True:
-            event = events.get()
-            if isinstance(event, BaseException):
-                raise event
-            yield event
-            if isinstance(event, (Done, Failed)):
-                return
-    finally:
-        is_left.set()
-        thread.join()
+            yield Started(0.0)
+            while (event := events.get()) is not None:
+                yield event
+            (outcome,) = running.result()
+            yield Failed(outcome) if isinstance(outcome, SamovarError) else Done(outcome)
+        finally:
+            is_cancelled.set()

@@ -1,7 +1,7 @@
 """Which tensors does a value hold, whatever it is made of?
 
 Arguments and outputs of models come as tensors, lists, tuples, named tuples, mappings, dataclasses and plain objects
-with tensors as attributes, in any nesting. Everybody who looks into them does so through this file.
+with tensors as attributes, in any nesting. All code that looks into them does so through this file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from .errors import ModelError
 
-_ATOMS: tuple[type, ...] = (
+ATOMS: tuple[type, ...] = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format
 )  # fmt: skip
 """What holds no tensor and can be compared."""
@@ -24,7 +24,7 @@ _OPAQUE: tuple[type, ...] = (
     torch.nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, functools.partial
 )  # fmt: skip
 """What may hold tensors that are not the value's own."""
-_MOST_LEVELS = 12
+_MAX_DEPTH = 12
 """How deep a value is looked into."""
 
 
@@ -60,27 +60,35 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any, above: tupl
         raise ModelError(f"an argument or output of type {type(value).__name__} cannot be copied ({error})") from error
 
 
+def sequence_like(value: Any, parts: list[Any]) -> Any:
+    """A list, tuple or named tuple like this one with other contents."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The shape of a tensor; of a nested tensor, the shapes of its parts."""
+    if tensor.is_nested and tensor.layout == torch.strided:  # It has no shape that can be read.
+        return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+    return tuple(tensor.shape)
+
+
 def signature(value: Any) -> Hashable:
-    """What two values have in common that differ in nothing but the contents of their tensors and in fractions."""
+    """Two values share it if they differ in nothing but the contents of their tensors and in fractions."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, float):
-        return float
-    if isinstance(value, _ATOMS):
-        return value
+        return shape(value), value.dtype, value.device
+    if isinstance(value, ATOMS):
+        return float if isinstance(value, float) else value
     return type(value), *[(path, signature_of_leaf(leaf)) for path, leaf in leaves(value)]
 
 
 def signature_of_leaf(leaf: Any) -> Hashable:
-    """The signature of what `leaves` gives: an object that is not looked into is known by its type alone."""
-    if isinstance(leaf, (torch.Tensor, *_ATOMS)):
-        return signature(leaf)
-    return type(leaf).__qualname__
+    """The signature of one of the `leaves`: an object that is not looked into is known by its type alone."""
+    return signature(leaf) if isinstance(leaf, (torch.Tensor, *ATOMS)) else type(leaf).__qualname__
 
 
 def is_transparent(value: Any) -> bool:
     """Whether everything in a value can be seen and compared: an object that is not looked into may hold tensors."""
-    return all(isinstance(leaf, (torch.Tensor, *_ATOMS)) or _is_empty(leaf) for _, leaf in leaves(value))
+    return all(isinstance(leaf, (torch.Tensor, *ATOMS)) or _is_empty(leaf) for _, leaf in leaves(value))
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -92,7 +100,7 @@ def equal(one: Any, other: Any) -> bool:
 def difference(one: Any, other: Any) -> float:
     """The largest relative difference (L2) of the tensors of two values of one form; infinite for other forms."""
     ones, others = list(tensors(one)), list(tensors(other))
-    if [t.shape for t in ones] != [t.shape for t in others]:
+    if [shape(t) for t in ones] != [shape(t) for t in others] or any(t.is_nested for t in ones):
         return float("inf")
     errors = [
         ((a.detach().float() - b.detach().float()).norm() / b.detach().float().norm().clamp_min(1e-12)).item()
@@ -107,19 +115,21 @@ def without_data(value: Any) -> Any:
 
 
 def is_comparable(tensor: torch.Tensor) -> bool:
-    """Whether what is in a tensor can be read as plain numbers."""
+    """Whether the contents of a tensor can be read as plain numbers."""
     return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
 def version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None where torch does not count, which is under inference mode."""
+    """How often a tensor was changed in place; None under inference mode, where torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.is_nested or other.is_nested:
+            return one is other
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    return one is other or (type(one) is type(other) and (_is_empty(one) or (isinstance(one, _ATOMS) and one == other)))
+    return one is other or (type(one) is type(other) and (_is_empty(one) or (isinstance(one, ATOMS) and one == other)))
 
 
 def _is_empty(value: Any) -> bool:
@@ -127,8 +137,8 @@ def _is_empty(value: Any) -> bool:
 
 
 def _parts(value: Any, above: tuple[int, ...]) -> list[tuple[str, Any]]:
-    """What a container holds, by name; nothing for what is no container, or is inside of itself."""
-    if isinstance(value, (torch.Tensor, *_ATOMS)) or len(above) >= _MOST_LEVELS or id(value) in above:
+    """The contents of a container, by name; nothing if the value is not a container, or is inside itself."""
+    if isinstance(value, (torch.Tensor, *ATOMS)) or len(above) >= _MAX_DEPTH or id(value) in above:
         return []
     if isinstance(value, (list, tuple)):
         return [(str(index), part) for index, part in enumerate(value)]
@@ -144,7 +154,7 @@ def _parts(value: Any, above: tuple[int, ...]) -> list[tuple[str, Any]]:
 def _with_parts(value: Any, parts: list[Any]) -> Any:
     """A container like this one with other contents."""
     if isinstance(value, (list, tuple)):
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return sequence_like(value, parts)
     if isinstance(value, types.MappingProxyType):
         return types.MappingProxyType(dict(zip(value, parts, strict=True)))
     changed = copy.copy(value)

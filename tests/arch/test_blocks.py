@@ -1,16 +1,19 @@
-"""Stacks by structure: what counts as one, what a block carries, how its output is read and rebuilt."""
+"""Stacks by structure: what counts as one, what a block carries, how its output is read, how much blocks hold."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from samovar.arch import find_anatomy
-from samovar.arch.blocks import BlockStack, Stream, output_values
+import zoo
+from samovar.arch import Coverage, coverage, find_anatomy
+from samovar.arch.blocks import Anatomy, BlockStack, Stream, output_values
 from samovar.errors import ModelError
+from samovar.trace import survey
 
 Linear, Norm, ModuleList = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.ModuleList
 
@@ -50,6 +53,10 @@ def model_of(**lists: torch.nn.Module) -> torch.nn.Module:
     for name, module in lists.items():
         model.add_module(name, module)
     return model
+
+
+def at(anatomy: Anatomy, path: str) -> BlockStack:
+    return next(stack for stack in anatomy.stacks if stack.path == path)
 
 
 def paths(model: torch.nn.Module) -> list[str]:
@@ -154,10 +161,10 @@ def test_a_block_between_two_lists_of_its_class_is_a_stack_of_one() -> None:
     model.mid_block = torch.compile(model.mid_block)
     anatomy = find_anatomy(model)
     assert [stack.path for stack in anatomy.stacks] == ["in_blocks", "mid_block", "out_blocks"]
-    middle = anatomy.stack("mid_block")
+    middle = at(anatomy, "mid_block")
     assert (len(middle), middle.block_paths, middle.pattern) == (1, ("mid_block",), "mid_block")
     assert middle.modules(model) == (model.mid_block,)
-    assert anatomy.stack("in_blocks").pattern == "in_blocks.*"
+    assert at(anatomy, "in_blocks").pattern == "in_blocks.*"
 
 
 def test_what_a_class_declares_for_other_libraries_is_read() -> None:
@@ -199,7 +206,7 @@ def test_a_stack_is_described() -> None:
     assert stack.carried == ("context", "hidden_states")
     assert stack.num_bytes == 2 * (16 + 4) * 4
     assert stack.evidence == "structure"
-    assert find_anatomy(model).stack("blocks") == stack
+    assert at(find_anatomy(model), "blocks") == stack
 
 
 def test_a_block_without_source_or_with_a_computed_result_is_left_to_the_probe() -> None:
@@ -245,12 +252,6 @@ def test_arguments_go_by_the_names_of_the_first_block() -> None:
     assert stack.arguments(Other(), (3, 1), {"ctx": 2, "extra": 4}) == {
         "temb": 3, "hidden_states": 1, "context": 2, "extra": 4,
     }  # fmt: skip
-
-
-def test_an_unknown_stack_is_refused_with_the_nearest() -> None:
-    anatomy = find_anatomy(model_of(blocks=torch.nn.ModuleList([Block(), Block()])))
-    with pytest.raises(ModelError, match=r"Module has no stack of blocks at 'bloks'. Did you mean 'blocks'\?"):
-        anatomy.stack("bloks")
 
 
 def test_functions_inside_forward_return_to_themselves() -> None:
@@ -300,3 +301,66 @@ def test_outputs_are_read_and_rebuilt_in_their_form() -> None:
         pair.rebuild((one, two, three), {})
     with pytest.raises(ModelError, match="A block returned dict; a tensor, a tuple or a list was expected"):
         output_values({"sample": one})
+
+
+# ------------------------------------------------------------------------------------------------ coverage
+
+
+class Narrow(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(10, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+class Covered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = torch.nn.Module()
+        self.trunk.blocks = torch.nn.ModuleList(Narrow() for _ in range(8))
+        self.trunk.norm = torch.nn.Linear(5, 1, bias=False)
+        self.trunk.table = torch.nn.Parameter(torch.zeros(45))
+        self.embed = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(5, 10, bias=False))
+
+
+def test_what_is_outside_is_named_the_largest_first() -> None:
+    model = Covered()
+    found = coverage(model, find_anatomy(model))
+    assert found == Coverage(3200, 4000, (("embed", 600), ("trunk.table", 180)))
+    assert found.share == 0.8
+    assert str(found) == "blocks hold 80.0 % of the weights; outside: embed 15.0 %, trunk.table 4.5 %"
+    model.trunk = torch.compile(model.trunk)
+    assert coverage(torch.compile(model), find_anatomy(model)) == found
+
+
+def test_shared_weights_count_once_and_where_they_are_in_a_block_as_covered() -> None:
+    model = Covered()
+    model.embed[0].weight = model.trunk.blocks[0].linear.weight
+    model.again = model.embed
+    found = coverage(model, find_anatomy(model))
+    assert (found.covered_bytes, found.total_bytes) == (3200, 3600)
+    assert found.uncovered == (("embed", 200), ("trunk.table", 180))
+
+
+def test_a_stack_that_did_not_run_is_outside() -> None:
+    model = Covered()
+    nothing = replace(find_anatomy(model), stacks=())
+    assert coverage(model, nothing).uncovered[0] == ("trunk", 3400)
+    assert str(coverage(torch.nn.Module(), Anatomy("Module", ()))) == "blocks hold 100.0 % of the weights"
+
+
+def test_blocks_hold_nearly_all_of_a_real_model() -> None:
+    (part,) = survey("FluxTransformer2DModel").components
+    assert part.coverage is not None
+    assert part.coverage.share > 0.98
+
+
+def test_covered_and_uncovered_make_the_whole() -> None:
+    for case in zoo.load()[::9]:
+        if case.model in zoo.exported_classes():
+            model = case.build()
+            found = coverage(model, find_anatomy(model))
+            rest = found.total_bytes - found.covered_bytes - sum(size for _, size in found.uncovered)
+            assert 0 <= rest < 0.2 * found.total_bytes, case.id

@@ -73,12 +73,12 @@ def test_a_declared_name_that_is_missing_or_no_module_is_named_and_left_out() ->
 
     pipe = Wrong()
     pipe.tokenizer = "no module"
-    with pytest.warns(UserWarning, match="It is left out") as caught:
+    with pytest.warns(UserWarning, match="It is ignored") as caught:
         found = ModuleDiscovery.discover(pipe)
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 2
-    assert "Wrong._dit_modules names 'language_model.modle', which is not there" in messages[0]
-    assert "Wrong._encoder_modules names 'tokenizer', which is no torch.nn.Module but 'no module'" in messages[1]
+    assert "Wrong._dit_modules names 'language_model.modle', which does not exist" in messages[0]
+    assert "Wrong._encoder_modules names 'tokenizer', which is 'no module', not a torch.nn.Module" in messages[1]
     assert found.dit_names == ["language_model.model"]
     assert found.encoder_names == ["vit_model"]
 

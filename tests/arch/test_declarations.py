@@ -60,7 +60,8 @@ def test_one_declaration_serves_a_foreign_model() -> None:
         probe_anatomy(model, inputs(0))
     register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",)))
     anatomy = probe_anatomy(model, inputs(0), inputs(1))
-    stack = anatomy.stack("inner.steps")
+    (stack,) = anatomy.stacks
+    assert stack.path == "inner.steps"
     assert [(stream.parameter, stream.kind) for stream in stack.streams] == [("state", "joint"), (None, None)]
     assert anatomy.side == ("adapters",)
     assert anatomy.leader == "inner.steps"
@@ -112,11 +113,11 @@ def test_a_path_that_is_not_there_is_named(declaration: BlockDeclaration) -> Non
         (BlockDeclaration(stacks=("inner.steps",) * 2), r"names the stack 'inner.steps' twice"),
         (
             BlockDeclaration(stacks=("inner.steps",), leader="inner"),
-            r"has 'inner' as its leader, which is no stack of blocks. Did you mean 'inner.steps'\?",
+            r"has 'inner' as its leader, which is not a stack of blocks. Did you mean 'inner.steps'\?",
         ),
         (
             BlockDeclaration(stacks=("inner.steps",), carried={"adapters": (None,)}),
-            r"has 'adapters' as a key of carried, which is no stack of blocks",
+            r"has 'adapters' as a key of carried, which is not a stack of blocks",
         ),
     ],
 )

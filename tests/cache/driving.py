@@ -21,9 +21,8 @@ from samovar.cache import PipelineStats, TeaCacheBackend, TeaCacheHook
 from samovar.cache.inputs import Inputs
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, Roles, call_context, running
 from samovar.trace.forward import Tracer, Watched
-from samovar.trace.gates import Gates, Pass
-from samovar.trace.passes import StepPass
-from samovar.trace.rehearsal import Rehearsal, Rehearsed
+from samovar.trace.passes import Rehearsal, Rehearsed, StepPass
+from samovar.trace.watch import Gates, Pass
 
 INFINITE = float("inf")
 UNGUARDED: Mapping[str, Any] = {"max_skips": None, "min_steps": 0, "last_steps": 0}
@@ -247,9 +246,9 @@ class Gated:
     @torch.no_grad()
     def through(self, running: Pass, inputs: Inputs) -> Any:
         """What the model gives, with its gates asking this pass."""
-        spare = inputs.spare()
+        args, kwargs = inputs.spare()
         with torch.compiler.set_stance("force_eager"), self.gates.asking(running):
-            output = self.model(*spare.args, **spare.kwargs)
+            output = self.model(*args, **kwargs)
         if isinstance(running, StepPass):
             running.finish()
         return output
@@ -264,7 +263,7 @@ class Gated:
         """The same, and what trying a skipped step gives."""
         watched, output = self.watched(inputs)
         rehearsal = Rehearsal(self.model, self.gates.by_module, watched, inputs.args, inputs.kwargs)
-        return watched, rehearsal.run(output, lambda with_time: inputs.at_another_step(output, with_time))
+        return watched, rehearsal.rehearse(output, lambda with_time: inputs.at_another_step(output, with_time))
 
 
 def state_of(model: torch.nn.Module) -> list[tuple[type, set[str]]]:

@@ -26,7 +26,6 @@ from samovar.cache import (
     cache_names,
     make_cache_backend,
     register_cache_backend,
-    remove_teacache_hook,
 )
 from samovar.cache.backend import FORECAST
 from samovar.errors import ModelError, SamovarError, SettingError
@@ -416,12 +415,12 @@ def test_two_denoisers_each_with_its_own_steps() -> None:
 def test_a_failure_on_the_second_denoiser_leaves_the_first_untouched() -> None:
     pipe = WAN.build(0)
     bare, before = WAN.run(pipe, 2), footprint(pipe)
-    apply_teacache_hook(pipe.transformer_2)
+    hook = apply_teacache_hook(pipe.transformer_2)
     second, backend = footprint(pipe.transformer_2), TeaCacheBackend(FAST)
     with pytest.raises(SettingError, match="already"):
         backend.enable(pipe)
     assert footprint(pipe.transformer_2) == second, "and the second as it was"
-    remove_teacache_hook(pipe.transformer_2)
+    hook.detach()
     assert footprint(pipe) == before
     assert torch.equal(WAN.run(pipe, 2), bare)
     backend.enable(pipe).detach()

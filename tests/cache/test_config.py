@@ -27,14 +27,14 @@ FITTED: dict[str, Any] = {
 
 OTHER_WEIGHTS: dict[str, Any] = {"cond": {}, "uncond": {}}
 EARLY = {"cond": {"1": {"0": 1.0}}, "uncond": {"1": {"0": 1.0}}}
-HARD: dict[str, Any] = {
+OUTLIERS: dict[str, Any] = {
     "branch": "cond", "step": 1, "weights": {"0": 1.0}, "error": 0.05,
     "schedule": {"cond": "####", "uncond": "####"}, "forecast_weights": OTHER_WEIGHTS,
 }  # fmt: skip
 
 
-def hard(**changes: Any) -> dict[str, Any]:
-    return FITTED | {"hard": HARD | changes}
+def outliers(**changes: Any) -> dict[str, Any]:
+    return FITTED | {"outliers": OUTLIERS | changes}
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -67,7 +67,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"end": 1.01}, ["end=1.01", "from 0 to 1"]),
     ({"start": NAN}, ["start=nan", "from 0 to 1"]),
     ({"end": "1"}, ["end='1'", "from 0 to 1"]),
-    ({"start": 0.6, "end": 0.4}, ["start=0.6", "end=0.4", "Exchange"]),
+    ({"start": 0.6, "end": 0.4}, ["start=0.6", "end=0.4", "Swap"]),
     ({"forecast": "tailor"}, ["forecast='tailor'", "'reuse', 'linear', 'taylor', 'fitted'", "Did you mean 'taylor'?"]),
     ({"forecast": None}, ["forecast=None", "'reuse', 'linear', 'taylor'"]),
     ({"forecast": ["linear"]}, ["forecast=['linear']", "'reuse', 'linear', 'taylor'"]),
@@ -87,46 +87,61 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"schedule": 12}, ["schedule=12", "one True or False"]),
     ({"schedule": ".##"}, ["schedule='.##'", "skips the first step"]),
     ({"schedule": [False, True]}, ["schedule=[False, True]", "skips the first step"]),
-    ({"schedule": {}}, ["schedule={}", "one mask each", "'*'"]),
-    ({"schedule": {"cond": "#.", "uncond": "#.."}}, ["one mask each", "as many steps"]),
+    ({"schedule": {}}, ["schedule={}", "one mask for each branch name", "'*'"]),
+    ({"schedule": {"cond": "#.", "uncond": "#.."}}, ["one mask for each branch name", "the same length"]),
     ({"schedule": {"cond": "#.", "uncond": ".#"}}, ["schedule='.#'", "skips the first step"]),
-    ({"schedule": {3: "#."}}, ["schedule={3: '#.'}", "by name of branch"]),
-    ({"forecast": "fitted"}, ["forecast='fitted' with no forecast_weights", "samovar.lab.fitting"]),
-    (FITTED | {"forecast": "linear"}, ["forecast='linear' with some forecast_weights"]),
+    ({"schedule": {3: "#."}}, ["schedule={3: '#.'}", "for each branch name"]),
+    ({"forecast": "fitted"}, ["forecast='fitted' without forecast_weights", "samovar.lab.fitting"]),
+    (FITTED | {"forecast": "linear"}, ["forecast='linear' with forecast_weights"]),
     (FITTED | {"schedule": None}, ["schedule=None", "that its weights were fitted for"]),
     (FITTED | {"forecast_of": "residual"}, ["forecast_of='residual'", "forecast_of='output'"]),
     (FITTED | {"forecast_weights": 3}, ["forecast_weights=3", "by branch and skipped step"]),
     (FITTED | {"forecast_weights": {}}, ["forecast_weights of the branches []", "['cond', 'uncond']"]),
     (FITTED | {"forecast_weights": {"cond": [1.0]}}, ["forecast_weights={'cond': [1.0]}", "by branch and skipped"]),
     (FITTED | {"forecast_weights": {"cond": WEIGHTS}}, ["['cond']", "['cond', 'uncond']", "the same branches"]),
-    (FITTED | {"schedule": "#.."}, ["'cond' at step 1 rest on []", "computed steps before it"]),
-    (FITTED | {"forecast_weights": {"*": {"1": {"0": 1.0}} | WEIGHTS}, "schedule": "#.."}, ["step 2 rest on [0, 1]"]),
-    (FITTED | {"schedule": "#.##."}, ["'cond' at step 1 rest on []", "computed steps before it"]),
-    (FITTED | {"forecast_weights": {"*": {"2": {"1": NAN}}}, "schedule": "##."}, ["'*' at step 2", "finite"]),
-    (FITTED | {"forecast_weights": {"*": {"2": {"3": 1.0}}}, "schedule": "##.#"}, ["'*' at step 2 rest on [3]"]),
-    (FITTED | {"hard": 3}, ["hard=3", "branch, step, weights, error, schedule, forecast_weights"]),
-    (FITTED | {"hard": {"step": 1}}, ["hard={'step': 1}", "a mapping with branch"]),
-    (hard(eror=1), ["hard has no setting 'eror'", "Did you mean 'error'?"]),
-    (hard(step=0), ["hard: step=0", "from 1 upwards"]),
-    (hard(step=True), ["hard: step=True", "from 1 upwards"]),
-    (hard(step=2), ["hard: step 2 of 'cond'", "that the schedule has computed", "'cond', 'uncond'"]),
-    (hard(step=9), ["hard: step 9 of 'cond'", "that the schedule has computed"]),
-    (hard(branch="third"), ["hard: step 1 of 'third'", "'cond', 'uncond'"]),
-    (hard(error=-1.0), ["hard: error=-1.0", "from 0 upwards"]),
-    (hard(error=NAN), ["hard: error=nan", "from 0 upwards"]),
-    (hard(weights=[1.0]), ["hard: weights=[1.0]", "a weight for each"]),
-    (hard(weights={}), ["hard: weights={}", "finite"]),
-    (hard(weights={"1": 1.0}), ["hard: weights of the steps [1]", "computed steps before 1"]),
-    (hard(schedule={"cond": "#..#", "uncond": "####"}), ["forecast_weights of 'cond' at step 1 rest on []"]),
-    (hard(schedule={"cond": "####"}, forecast_weights={"cond": {}}), ["hard: a schedule of ['cond']", "same branches"]),
-    (hard(schedule=dict.fromkeys(("cond", "uncond"), "#####")), ["hard: a schedule of 'cond'", "its length"]),
-    (hard(schedule=dict.fromkeys(EARLY, "#.##"), forecast_weights=EARLY), ["hard: a schedule of 'cond'", "first 2"]),
-    ({"schedule": "##.#", "hard": HARD}, ["with some forecast_weights"]),
+    (FITTED | {"schedule": "#.."}, ["'cond' at step 1 combine the steps []", "computed steps before it"]),
+    (
+        FITTED | {"forecast_weights": {"*": {"1": {"0": 1.0}} | WEIGHTS}, "schedule": "#.."},
+        ["step 2 combine the steps [0,"],
+    ),
+    (FITTED | {"schedule": "#.##."}, ["'cond' at step 1 combine the steps []", "computed steps before it"]),
+    (FITTED | {"forecast_weights": {"*": {"2": {"1": NAN}}}, "schedule": "##."}, ["{'1': nan}", "a finite weight"]),
+    (
+        FITTED | {"forecast_weights": {"*": {"2": {"3": 1.0}}}, "schedule": "##.#"},
+        ["combine the steps [3]"],
+    ),
+    (FITTED | {"outliers": 3}, ["outliers=3", "branch, step, weights, error, schedule, forecast_weights"]),
+    (FITTED | {"outliers": {"step": 1}}, ["outliers={'step': 1}", "a mapping with branch"]),
+    (outliers(eror=1), ["'eror' is not a setting of outliers", "Did you mean 'error'?"]),
+    (outliers(step=0), ["outliers: step=0", "from 1 upwards"]),
+    (outliers(step=True), ["outliers: step=True", "from 1 upwards"]),
+    (outliers(step=2), ["outliers: step 2 of 'cond'", "a computed step of one of ['cond', 'uncond']"]),
+    (outliers(step=9), ["outliers: step 9 of 'cond'", "a computed step"]),
+    (outliers(branch="third"), ["outliers: step 1 of 'third'", "'cond', 'uncond'"]),
+    (outliers(error=-1.0), ["outliers: error=-1.0", "from 0 upwards"]),
+    (outliers(error=NAN), ["outliers: error=nan", "from 0 upwards"]),
+    (outliers(weights=[1.0]), ["outliers={'cond': {1: [1.0]}}", "a finite weight for each"]),
+    (outliers(weights={}), ["outliers={'cond': {1: {}}}", "finite"]),
+    (outliers(weights={"1": 1.0}), ["outliers: weights of the steps [1]", "computed steps before 1"]),
+    (
+        outliers(schedule={"cond": "#..#", "uncond": "####"}),
+        ["'cond' at step 1 combine the steps []"],
+    ),
+    (
+        outliers(schedule={"cond": "####"}, forecast_weights={"cond": {}}),
+        ["a schedule of ['cond']", "same branches"],
+    ),
+    (outliers(schedule=dict.fromkeys(("cond", "uncond"), "#####")), ["outliers: a schedule of 5 steps", "4 steps"]),
+    (
+        outliers(schedule=dict.fromkeys(EARLY, "#.##"), forecast_weights=EARLY),
+        ["differs in its first 2 steps"],
+    ),
+    ({"schedule": "##.#", "outliers": OUTLIERS}, ["with forecast_weights"]),
     ({"rel_l1_tresh": 0.2}, ["rel_l1_tresh", "Did you mean 'rel_l1_thresh'?"]),
     ({"max_skip": 2}, ["max_skip", "Did you mean 'max_skips'?"]),
     ({"forecast_off": "output"}, ["forecast_off", "Did you mean 'forecast_of'?"]),
     ({"zzz": 1}, ["'zzz'", "'rel_l1_thresh'", "'schedule'"]),
-    ({3: 1}, ["no setting 3", "'rel_l1_thresh'"]),
+    ({3: 1}, ["3 is not a setting", "'rel_l1_thresh'"]),
 ]
 refused = pytest.mark.parametrize(("settings", "says"), REFUSED, ids=[str(settings) for settings, _ in REFUSED])
 
@@ -137,11 +152,12 @@ def test_a_refusal_names_the_value_and_what_was_expected(settings: dict[Any, Any
         TeaCacheConfig.read(settings)
     for part in says:
         assert part in str(refusal.value)
+    assert refusal.value.param
 
 
 @pytest.mark.parametrize("settings", [[("rel_l1_thresh", 0.2)], "rel_l1_thresh=0.2", 0.2, True])
 def test_only_a_mapping_is_read(settings: Any) -> None:
-    with pytest.raises(SettingError, match=r"cache_config is .*; a mapping such as"):
+    with pytest.raises(SettingError, match=r"cache=.*; a TeaCacheConfig, a mapping"):
         TeaCacheConfig.read(settings)
 
 
@@ -183,7 +199,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert (config.first_steps, config.last_steps, config.max_skips, config.min_steps) == (1, 1, 4, 8)
     assert (config.start, config.end) == (0.0, 1.0)
     assert (config.forecast, config.order, config.forecast_of, config.forecast_damping) == ("reuse", 0, "residual", 1.0)
-    assert config.mask is None
+    assert config.masks == {}
     assert not config.never_skips
 
 
@@ -215,9 +231,9 @@ def test_a_schedule_is_a_mask_however_it_is_written() -> None:
     expected = (True, False, False, True)
     for written in ("#..#", [True, False, False, True], (1, 0, 0, 1)):
         config = TeaCacheConfig(schedule=written)  # type: ignore[arg-type]
-        assert config.mask == expected
-        assert all(type(step) is bool for step in config.mask or ())
-        assert dataclasses.replace(config, max_skips=2).mask == expected
+        assert config.masks == {"*": expected}
+        assert all(type(step) is bool for step in config.masks["*"])
+        assert dataclasses.replace(config, max_skips=2).masks == config.masks
 
 
 def test_settings_do_not_change_when_the_list_that_they_came_from_does() -> None:
@@ -227,7 +243,7 @@ def test_settings_do_not_change_when_the_list_that_they_came_from_does() -> None
     mask.append(True)
     assert config.coefficients is not None
     assert list(config.coefficients) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert config.mask == (True, False)
+    assert config.schedule == (True, False)
 
 
 def test_the_order_of_a_forecast() -> None:
@@ -242,7 +258,6 @@ def test_the_order_of_a_forecast() -> None:
 def test_schedules_and_weights_are_found_by_branch() -> None:
     config = TeaCacheConfig.read(FITTED | {"schedule": {"cond": "##.#", "*": "##.."}, "forecast_weights": {
         "cond": WEIGHTS, "*": {2: {1: 1.0}, 3: {0: 2.0}}}})  # fmt: skip
-    assert config.mask is None
     assert config.mask_for("cond") == (True, True, False, True)
     assert config.mask_for("other") == config.mask_for(None) == (True, True, False, False)
     assert config.weights_for("cond", 2) == {0: -0.5, 1: 1.5}
@@ -278,7 +293,8 @@ def test_the_summary_says_what_is_not_usual() -> None:
     assert scheduled.summary() == "forecast=linear, schedule=#.#", "a schedule has no threshold and no guards"
     fitted = TeaCacheConfig.read(FITTED).summary()
     assert fitted == "forecast=fitted, forecast_of=output, schedule=cond:##.# uncond:##.#", "weights are too many"
-    assert TeaCacheConfig.read(hard()).summary() == f"{fitted}, hard=(cond:#### uncond:####)"
+    assert repr(TeaCacheConfig()) == "TeaCacheConfig(rel_l1_thresh=0.2)"
+    assert TeaCacheConfig.read(outliers()).summary() == f"{fitted}, outliers=(cond:#### uncond:####)"
 
 
 # ------------------------------------------------------------------------------------------------ of another length

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from samovar.arch import find_anatomy
-from samovar.cache import TeaCacheConfig, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from samovar.cache import TeaCacheConfig, TeaCacheHook, apply_teacache_hook
 from samovar.hooks import call_context
 
 CASES = zoo.load()
@@ -64,10 +64,10 @@ def test_every_class(case: zoo.Case) -> None:
     exact = [case.run(model, step) for step in range(3)]
     before = [(type(module), set(vars(module))) for module in model.modules()]
 
-    apply_teacache_hook(model, {"rel_l1_thresh": 0})
+    hook = apply_teacache_hook(model, {"rel_l1_thresh": 0})
     with stepped(model) as loop:
         assert [zoo.equal(run(case, loop, step), exact[step]) for step in range(3)] == [True] * 3, "neutral"
-    remove_teacache_hook(model)
+    hook.detach()
 
     hook = apply_teacache_hook(model, INFINITE)
     with stepped(model) as loop:  # It takes two steps to see which arguments change, where their names do not say.
@@ -76,7 +76,7 @@ def test_every_class(case: zoo.Case) -> None:
     hook.reset_state(model)
     with counted_blocks(case, model) as calls, stepped(model) as loop:
         _check_skips(case, loop, hook, exact, calls)
-    remove_teacache_hook(model)
+    hook.detach()
     assert [(type(module), set(vars(module))) for module in model.modules()] == before, "no trace is left"
     assert zoo.equal(case.run(model), exact[0])
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from samovar.cache.forecast import History, Outlook, take_apart
+from samovar.cache.forecast import History, take_apart
+from samovar.trace.passes import Outlook
 
 PLACES = (-1.0, -0.93, -0.7, -0.65, -0.2, 0.0)
 """Uneven, as noise levels are."""

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.cache.inputs import Inputs, Pair, Sample, changes, relative, some, watch
+from samovar.cache.decision import _relative as relative
+from samovar.cache.inputs import Inputs, Pair, Sample, changes, some, watch
 from samovar.hooks import Roles
+from samovar.hooks.roles import leaves_of
 
 NAMES = ("hidden_states", "timestep", "encoder_hidden_states", "controlnet_block_samples", "attention_kwargs")
 INFINITE = float("inf")
@@ -35,10 +37,9 @@ def relatives(pairs: list[Pair]) -> list[float]:
 
 
 def test_arguments_have_the_names_of_their_parameters() -> None:
-    given = inputs(1, 2, attention_kwargs={"scale": 3, "more": [4]})
-    assert given.leaves == [
-        ("hidden_states", 1), ("timestep", 2), ("attention_kwargs.scale", 3), ("attention_kwargs.more.0", 4)
-    ]  # fmt: skip
+    given = inputs(text(), text(), text(), attention_kwargs={"scale": text(), "more": [text()]})
+    paths = [path for path, _, _ in given.watched]
+    assert paths == ["encoder_hidden_states", "attention_kwargs.scale", "attention_kwargs.more.0"]
 
 
 def test_calls_that_differ_in_values_alone_are_alike() -> None:
@@ -103,7 +104,7 @@ def test_a_time_under_a_name_of_its_own_does_not_make_calls_unlike_once_it_is_kn
     one, other = (Inputs((torch.zeros(2), when), {}, ("img", "when"), roles) for when in (3, 2))
     assert one.signature != other.signature
     roles.note_output(torch.zeros(2))
-    roles.note_changing(dict(one.leaves), ["img", "when"])
+    roles.note_changing(leaves_of(("img", "when"), one.args, {}), ["img", "when"])
     one, other = (Inputs((torch.zeros(2), when), {}, ("img", "when"), roles) for when in (3, 2))
     assert one.signature == other.signature
     assert (one.time, one.host_time) == (3, 3)
@@ -249,14 +250,14 @@ def test_relative_changes(change: float, size: float, expected: float) -> None:
 def test_a_spare_survives_a_model_that_empties_its_lists() -> None:
     residuals = [text(), text()]
     given = inputs(text(), 1.0, text(), residuals, {"deeper": {"list": [text()]}})
-    spare = given.spare()
-    assert spare.signature == given.signature
+    args, kwargs = given.spare()
+    assert inputs(*args, **kwargs).signature == given.signature
     residuals.pop()
     given.args[4]["deeper"]["list"].clear()
     given.args[4].clear()
-    assert [len(spare.args[3]), len(spare.args[4]["deeper"]["list"])] == [2, 1]
-    assert spare.args[0] is given.args[0], "tensors are not copied"
-    assert inputs(kept=residuals).spare().kwargs["kept"] == residuals
+    assert [len(args[3]), len(args[4]["deeper"]["list"])] == [2, 1]
+    assert args[0] is given.args[0], "tensors are not copied"
+    assert inputs(kept=residuals).spare()[1]["kept"] == residuals
 
 
 def test_a_copy_is_nobody_elses() -> None:

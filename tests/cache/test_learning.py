@@ -234,7 +234,7 @@ def test_an_output_that_cannot_be_looked_into_is_never_forecast() -> None:
     model = Secretive()
     hook = apply_teacache_hook(model, SKIPPING)
     assert differing([output for output, _ in loop(model)], loop(Plain())) == []
-    assert hook.stats().problem == "its output holds objects that cannot be looked into"
+    assert hook.stats().problem == "its output holds objects that cannot be inspected"
 
 
 def test_what_a_skipped_step_leaves_out_is_told_with_its_share_of_the_weights() -> None:

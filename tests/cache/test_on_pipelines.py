@@ -34,7 +34,7 @@ from driving import (
 import zoo
 from pipelines import PIPELINES, TinyPipeline
 from samovar.arch import find_anatomy
-from samovar.cache import TeaCacheBackend, apply_teacache_hook, remove_teacache_hook
+from samovar.cache import TeaCacheBackend, apply_teacache_hook
 from samovar.hooks import call_context, pipeline_hooks, running
 
 STEPS, FEW = 6, 5
@@ -301,11 +301,11 @@ def test_two_pipelines_of_one_denoiser_step_by_step(tiny: TinyPipeline, is_warm:
             hook.end_run(one.transformer, found.request)
         return result, stats.branches
 
-    apply_teacache_hook(one.transformer, {**UNGUARDED, "rel_l1_thresh": 0.3})
+    hook = apply_teacache_hook(one.transformer, {**UNGUARDED, "rel_l1_thresh": 0.3})
     expected = [run(one), run(other)]
     assert not torch.equal(expected[0][0], expected[1][0])
     if not is_warm:
-        remove_teacache_hook(one.transformer)
+        hook.detach()
         apply_teacache_hook(one.transformer, {**UNGUARDED, "rel_l1_thresh": 0.3})
     barrier, begun = threading.Barrier(2), set()
 
@@ -539,7 +539,7 @@ def test_what_is_kept_during_a_run(name: str) -> None:
     def count(_: Any) -> None:
         for hook in hooks_of(tiny, pipe):
             for state in hook.state_manager.states().values():
-                (trace,) = hook._model._traces.values()  # type: ignore[union-attr]
+                trace = next(iter(hook._model._forms.values())).trace  # type: ignore[union-attr]
                 tokens = trace.leader.returned
                 form = tokens if isinstance(tokens, torch.Tensor) else tokens[trace.stream]
                 if not len(state.history):  # Of the last step nothing is kept.

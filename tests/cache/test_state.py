@@ -2,17 +2,334 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxImg2ImgPipeline,
+    HeunDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from driving import COND, INFINITE, UNCOND, UNGUARDED, Plain, at, case, differing, loop, tensors_in
 
-from samovar.cache import TeaCacheConfig, TeaCacheState, apply_teacache_hook
-from samovar.cache.decision import Signal
+from pipelines import PIPELINES
+from samovar.cache import TeaCacheBackend, TeaCacheConfig, TeaCacheState, apply_teacache_hook
+from samovar.cache.decision import Signal, Step, Verdict
 from samovar.cache.inputs import Inputs
-from samovar.hooks import Roles, call_context, running
+from samovar.cache.state import Clock
+from samovar.hooks import Roles, Run, call_context, running
+
+COUNTING: dict[str, Callable[[], Any]] = {
+    "flow": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
+    "unipc": lambda: UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+    "dpm": DPMSolverMultistepScheduler,
+    "heun": HeunDiscreteScheduler,
+}
+SKIP = Verdict("skip", "below the threshold")
+
+
+def call(time: Any = None, sample: torch.Tensor | None = None) -> Inputs:
+    """A call at some time, with a sample of its own unless one is given."""
+    given = (torch.ones(1) if sample is None else sample, *(() if time is None else (time,)))
+    return Inputs(given, {}, ("hidden_states", "timestep"), Roles())
+
+
+class Scheduled:
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+
+def run_of(make: Callable[[], Any]) -> tuple[Run, Any]:
+    """A run of a pipeline that is nothing but its scheduler."""
+    scheduler = make()
+    scheduler.pipeline = pipeline = Scheduled(scheduler)  # A run does not keep its pipeline alive.
+    return Run(pipeline, "request"), scheduler
+
+
+def steps_of(scheduler: Any, begin: int = 0) -> Iterator[int]:
+    """A denoising loop; gives the number of each step before it is made."""
+    sample = torch.ones(1, 4, 2, 2)
+    if begin:
+        scheduler.set_begin_index(begin)
+    for number, time in enumerate(scheduler.timesteps[begin:], start=begin):
+        yield number
+        if hasattr(scheduler, "scale_model_input"):  # Some complain if nobody calls it.
+            scheduler.scale_model_input(sample, time)
+        sample = scheduler.step(torch.ones_like(sample), time, sample).prev_sample
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # numpy's word to diffusers.
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_scheduler_tells_the_step_however_many_branches_there_are(make: Callable[[], Any], begin: int) -> None:
+    run, scheduler = run_of(make)
+    scheduler.set_timesteps(6)
+    total, clock, places = len(scheduler.timesteps), Clock(None), []
+    for number in steps_of(scheduler, begin):
+        for branch in ("cond", "uncond", "cond"):
+            assert clock.advance(branch, run, call(scheduler.timesteps[number]))
+            assert clock.is_scheduled
+            assert (clock.index, clock.step) == (number, Step(number, total, total))
+            assert clock.verdict is (None if branch == "cond" and len(places) <= number - begin else SKIP)
+            assert clock.is_again is (clock.verdict is SKIP and branch == "cond"), "the same branch once more"
+            assert not clock.has_gap
+            if clock.verdict is None:
+                places.append(clock.place)
+            clock.verdict = SKIP
+        assert clock.is_last is (number == total - 1)
+    assert clock.leader == "cond"
+    assert places == [-float(scheduler.sigmas[number]) for number in range(begin, total)]
+    assert places == sorted(places), "noise goes down, so that places go up"
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+def test_a_second_loop_in_one_run_begins_anew(make: Callable[[], Any]) -> None:
+    run, scheduler = run_of(make)
+    clock = Clock(None)
+    scheduler.set_timesteps(4)
+    for _ in steps_of(scheduler):
+        assert clock.advance("cond", run, call())
+    scheduler.set_timesteps(4)
+    assert not clock.advance("cond", run, call())
+
+
+@pytest.mark.parametrize(("steps", "begin"), [(20, 10), (20, 4), (8, 4)])
+def test_a_second_loop_that_begins_later_than_the_first_ended_begins_anew_too(steps: int, begin: int) -> None:
+    """Enlarge and refine: a short run, and then the later part of a long one."""
+    run, scheduler = run_of(COUNTING["flow"])
+    clock = Clock(None)
+    scheduler.set_timesteps(4)
+    for _ in steps_of(scheduler):
+        assert clock.advance("cond", run, call())
+    scheduler.set_timesteps(steps)
+    scheduler.set_begin_index(begin)
+    assert not clock.advance("cond", run, call())
+
+
+def test_a_run_may_be_shorter_than_its_scheduler() -> None:
+    run, scheduler = run_of(COUNTING["flow"])
+    run.pipeline._num_timesteps = 4
+    scheduler.set_timesteps(10)
+    scheduler.set_begin_index(6)
+    clock = Clock(99)
+    assert clock.advance("cond", run, call())
+    assert clock.step == Step(6, 10, 4), "what was announced is for loops of one's own"
+
+
+def test_a_scheduler_that_does_not_count_leaves_it_to_the_branches() -> None:
+    run, scheduler = run_of(DDIMScheduler)
+    scheduler.set_timesteps(5)
+    clock = Clock(None)
+    for number in steps_of(scheduler):
+        for branch in ("cond", "uncond"):
+            assert clock.advance(branch, run, call(scheduler.timesteps[number]))
+            assert not clock.is_scheduled
+            assert clock.step == Step(number, 5, 5)
+            assert clock.place == float(number)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.parametrize("first_steps", [1, 3])
+def test_image_to_image_computes_its_first_steps(strength: float, first_steps: int) -> None:
+    flux = PIPELINES["flux"]
+    pipe = FluxImg2ImgPipeline(**flux.build(0).components)
+    pipe.set_progress_bar_config(disable=True)
+    backend = TeaCacheBackend({"rel_l1_thresh": float("inf"), "min_steps": 0, "first_steps": first_steps})
+    handle = backend.enable(pipe)
+    flux.run(pipe, steps=20, image=torch.zeros(1, 3, 16, 24), strength=strength)
+    for branch in backend.stats().denoisers["transformer"].branches.values():
+        length = round(20 * strength)
+        assert [record.step for record in branch.steps] == list(range(20 - length, 20))
+        assert branch.mask[: first_steps + 4] == "#" * first_steps + "...."
+        assert branch.mask[-1] == "#"
+    handle.detach()
+
+
+class Copying:
+    """A pipeline that steps copies of its scheduler, as those of SkyReels-V2 do, so that its own never moves."""
+
+    def __init__(self) -> None:
+        self.transformer = Plain()
+        self.scheduler = FlowMatchEulerDiscreteScheduler()
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        self.scheduler.set_timesteps(12)
+        scheduler = copy.deepcopy(self.scheduler)
+        sample = torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(0))
+        for time in scheduler.timesteps:
+            sample = scheduler.step(self.transformer(sample, time[None] / 1000, COND), time, sample).prev_sample
+        return sample
+
+
+def test_a_scheduler_that_is_never_stepped_does_not_stand_in_the_way() -> None:
+    pipe, backend = Copying(), TeaCacheBackend({"rel_l1_thresh": float("inf")})
+    handle = backend.enable(pipe)
+    pipe()
+    (branch,) = backend.stats().denoisers["transformer"].branches.values()
+    assert branch.mask == "#....#....##"
+    handle.detach()
+
+
+class Tiled:
+    """A pipeline that denoises two tiles in turn, with one text for both."""
+
+    def __init__(self) -> None:
+        self.transformer = Plain()
+        self.scheduler = FlowMatchEulerDiscreteScheduler()
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        tiles = torch.randn(2, 1, 5, 4, generator=torch.Generator().manual_seed(0))
+        self.scheduler.set_timesteps(12)
+        for time in self.scheduler.timesteps:
+            noise = torch.stack([self.transformer(tile, time[None] / 1000, COND) for tile in tiles])
+            tiles = self.scheduler.step(noise, time, tiles).prev_sample
+        return tiles
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rel_l1_thresh": 0.1}, {"rel_l1_thresh": 0.1, "forecast_of": "output"}, {"schedule": "#.#.#.#.#.##"}],
+    ids=["residual", "output", "schedule"],
+)
+def test_a_branch_that_is_called_twice_a_step_never_gets_what_is_the_other_calls(settings: dict[str, Any]) -> None:
+    pipe = Tiled()
+    bare, backend = pipe(), TeaCacheBackend(settings)
+    handle = backend.enable(pipe)
+    assert float((pipe() - bare).norm() / bare.norm()) < 0.1, backend.stats()
+    handle.detach()
+
+
+# ------------------------------------------------------------------------------------------------ loops of one's own
+
+
+def indices(*branches: Any, announced: int | None = None) -> list[int]:
+    clock, found = Clock(announced), []
+    for branch in branches:
+        assert clock.advance(branch, None, call())
+        assert not clock.is_scheduled
+        assert clock.step == Step(clock.index, announced, announced)
+        found.append(clock.index)
+    assert clock.leader == branches[0]
+    return found
+
+
+def test_a_step_begins_with_a_branch_that_was_called_in_the_last_one() -> None:
+    assert indices("only", "only", "only") == [0, 1, 2]
+    assert indices("cond", "uncond", "cond", "uncond", announced=2) == [0, 0, 1, 1]
+    assert indices("cond", "uncond", "uncond", "cond") == [0, 0, 1, 1], "in any order"
+    assert indices("a", "b", "c", "a", "b", "c") == [0, 0, 0, 1, 1, 1]
+    assert indices("cond", "cond", "cond", "uncond", "cond", "uncond") == [0, 1, 2, 2, 3, 3], "guidance from half-way"
+    assert indices("cond", "uncond", "cond", "cond") == [0, 0, 1, 2], "guidance until half-way"
+
+
+def calls(*given: tuple[str, float | None]) -> list[tuple[int, bool, bool]]:
+    """The step of each call, whether its branch was called in that step before, and whether it has missed some."""
+    clock, found = Clock(None), []
+    for branch, time in given:
+        assert clock.advance(branch, None, call(time))
+        found.append((clock.index, clock.is_again, clock.has_gap))
+    return found
+
+
+def test_a_step_begins_with_another_time_whichever_branch_is_called() -> None:
+    assert calls(("cond", 1.0), ("uncond", 1.0), ("uncond", 0.9), ("cond", 0.9)) == [
+        (0, False, False), (0, False, False), (1, False, False), (1, False, False)
+    ]  # fmt: skip
+    assert calls(("cond", 1.0), ("late", 0.9)) == [(0, False, False), (1, False, False)]
+
+
+def test_a_second_call_at_the_same_time_is_no_step() -> None:
+    assert calls(("cond", 1.0), ("cond", 1.0), ("cond", 0.9), ("uncond", 0.9), ("cond", 0.9)) == [
+        (0, False, False), (0, True, False), (1, False, False), (1, False, False), (1, True, False)
+    ]  # fmt: skip
+
+
+def test_a_branch_that_missed_a_step_has_a_gap() -> None:
+    times = [("cond", 1.0), ("uncond", 1.0), ("cond", 0.9), ("cond", 0.8), ("uncond", 0.8), ("cond", 0.7)]
+    assert [has_gap for _, _, has_gap in calls(*times)] == [False] * 4 + [True, False]
+
+
+def unclear(*samples: torch.Tensor) -> list[tuple[bool, bool]]:
+    """Whether each of some calls at later and later times may be, or is, a second one of its step."""
+    clock, found = Clock(None), []
+    for index, sample in enumerate(samples):
+        assert clock.advance("only", None, call(1.0 - index / 10, sample))
+        found.append((clock.is_unclear, clock.is_again))
+    return found
+
+
+def test_a_call_with_the_sample_of_the_one_before_may_be_a_second_one_of_its_step() -> None:
+    one, two, three = torch.ones(1), torch.ones(1), torch.ones(1)
+    assert unclear(one, two, three) == [(False, False)] * 3
+    assert unclear(one, one, two, two) == [(False, False), (True, False), (False, True), (True, False)]
+
+
+def test_a_sample_that_never_changes_is_a_step_at_each_time() -> None:
+    """Somebody tries the cache with the same tensor over and over."""
+    one = torch.ones(1)
+    assert unclear(one, one, one, one) == [(False, False), (True, False), (False, False), (False, False)]
+
+
+def test_what_was_decided_is_for_one_step() -> None:
+    clock = Clock(None)
+    clock.advance("cond", None, call())
+    clock.verdict = SKIP
+    clock.advance("uncond", None, call())
+    assert clock.verdict is SKIP
+    clock.advance("cond", None, call())
+    assert clock.verdict is None
+
+
+def test_the_last_step_is_known_if_the_length_was_announced() -> None:
+    clock, found = Clock(3), []
+    for _ in range(3):
+        clock.advance("only", None, call())
+        found.append(clock.is_last)
+    assert found == [False, False, True]
+    assert not Clock(None).is_last
+
+
+def test_a_call_at_an_earlier_time_begins_a_run() -> None:
+    clock = Clock(None)
+    assert [clock.advance("only", None, call(time)) for time in (1.0, 0.9, 0.8, 1.0)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([1.0, 0.9, 0.8, 0.1, 0.0], []),
+        ([0, 1, 2, 3], []),
+        ([1.0, 1.0, 0.9, 0.9, 0.8], []),
+        ([1.0, 0.9, 1.0], [2]),
+        ([1.0, 1.0, 0.9, 0.9, 1.0], [4]),
+        ([0.0, 0.1, 0.0], [2]),
+        ([1.0], []),
+        ([1.0, 0.5], []),
+        ([0.5, 1.0], []),
+        ([1.0, 0.0, 1.0], [2]),
+    ],
+)
+def test_a_run_begins_when_time_turns_back(times: list[float], expected: list[int]) -> None:
+    clock = Clock(None)
+    assert [number for number, time in enumerate(times) if clock.turns_back(time)] == expected
+
+
+def test_times_of_long_runs_are_not_kept() -> None:
+    clock = Clock(None)
+    for time in range(1000):
+        assert not clock.turns_back(float(time))
+    assert len(clock._times) <= 3
+
 
 SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}
 NAMES = ("hidden_states", "timestep", "encoder_hidden_states", "scale")
@@ -36,7 +353,7 @@ def test_a_new_state_has_nothing_to_give() -> None:
     assert state.obstacle(inputs(1), asks=True) == "nothing stored", "there is no signal to compare with"
     computed(state, 1, signal=SIGNAL)
     assert state.obstacle(inputs(1), asks=True) is None
-    assert state.obstacle(inputs(1, UNCOND[:, :2]), asks=True) == "inputs of another form"
+    assert state.obstacle(inputs(1, UNCOND[:, :2]), asks=True) == "inputs have another form"
     state.reset()
     assert state.obstacle(inputs(1), asks=False) == "nothing stored"
     assert tensors_in(state) == []
@@ -65,7 +382,7 @@ def test_a_restart_forgets_the_steps() -> None:
     state = TeaCacheState()
     computed(state, 0, signal=SIGNAL)
     state.skipped(inputs(1), SIGNAL, 0.1, False)
-    state.restart()
+    state.reset()
     assert (len(state.history), state.signal, state.skipped_in_a_row) == (0, None, 0)
     assert (state.accumulated_rel_l1_distance, state.watched) == (0.0, {})
     assert state.obstacle(inputs(1), asks=False) == "nothing stored"

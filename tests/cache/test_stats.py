@@ -100,7 +100,7 @@ def test_the_summary_lines_up() -> None:
         "  judged by what reaches blocks.0.attn",
         "  cond    2 computed, 2 skipped        #..#",
         "  uncond  1 computed, 1 skipped        #.",
-        "  change a step: 0.050 to 0.150, 0.077 on average",
+        "  change per step: 0.050 to 0.150, 0.077 on average",
         "  expected speed-up of the denoiser: 1.98x",
     ]
     assert str(EMPTY).splitlines() == ["Model: rel_l1_thresh=0.2", "  judged by the first block"]

@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from pipelines import PIPELINES, TinyPipeline
-from samovar.cache import TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from samovar.cache import TeaCacheHook, apply_teacache_hook
 from samovar.cache import step as step_module
-from samovar.cache.coefficients import known_coefficients
+from samovar.cache.decision import known_coefficients
 from samovar.errors import HookConflictError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context, running
 
@@ -581,24 +581,25 @@ def test_on_off_and_on_again() -> None:
     before, exact = [(kind, set(names)) for kind, names in entries()], run()
     skipped = []
     for _ in range(2):
-        apply_teacache_hook(model, SKIPPING)
-        skipped.append(run())
-        remove_teacache_hook(model)
+        with apply_teacache_hook(model, SKIPPING) as hook:
+            skipped.append(run())
         assert [(kind, set(names)) for kind, names in entries()] == before
         assert differing(run(), exact) == []
     assert differing(*skipped) == []
     assert differing(skipped[0], exact) == [1, 2, 3]
-    remove_teacache_hook(model)
+    again = apply_teacache_hook(model, SKIPPING)
+    hook.detach()
+    assert HookRegistry.get_or_create(model).get_hook("teacache") is again, "a detached hook does not detach another"
 
 
 def test_a_second_cache_and_a_wrong_place_are_refused() -> None:
     model = Plain()
-    apply_teacache_hook(model)
+    hook = apply_teacache_hook(model)
     with pytest.raises(SettingError, match="This Plain has TeaCache already"):
         apply_teacache_hook(model)
     with pytest.raises(SettingError, match="attaches to a denoiser"):
         apply_teacache_hook("a model")  # type: ignore[arg-type]
-    remove_teacache_hook(model)
+    hook.detach()
 
     class Mine(ModelHook):
         def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -616,7 +617,7 @@ def test_statistics_outlive_the_cache() -> None:
     hook = apply_teacache_hook(model, SKIPPING)
     loop(model)
     before = hook.stats().branches
-    remove_teacache_hook(model)
+    hook.detach()
     assert hook.stats().branches == before
 
 

@@ -112,7 +112,7 @@ def pixels(file: Path) -> Any:
 
 
 def test_offload_gives_the_same_image(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wishes = {"a": [], "b": ["--enable-cpu-offload"], "c": ["--enable-layerwise-offload", "--gpu-memory", "3GiB"]}
+    wishes = {"a": [], "b": ["--offload", "model"], "c": ["--enable-layerwise-offload", "--gpu-memory", "3GiB"]}
     for name, wish in wishes.items():
         file = str(tmp_path / f"{name}.png")
         assert cli.main(["generate", "cat", "--model", str(folder), "--device", "cpu", "-o", file, *COMMON, *wish]) == 0

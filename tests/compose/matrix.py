@@ -183,7 +183,7 @@ def hard_settings(error: float) -> dict[str, Any]:
     row = {"1": -1.0, "2": 2.0}
     hard = {"branch": "cond", "step": 2, "weights": {"0": -1.0, "1": 2.0}, "error": error}
     usual = plan("###..#", {"3": row, "4": row}) | {"forecast": "fitted", "forecast_of": "output"}
-    return usual | {"hard": hard | plan("###.##", {"3": row})}
+    return usual | {"outliers": hard | plan("###.##", {"3": row})}
 
 
 def told(error: float, more: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, tuple[bool, ...], set[str]]:
@@ -194,4 +194,4 @@ def told(error: float, more: Mapping[str, Any] | None = None) -> tuple[torch.Ten
         found = attached.stats().cache
     assert found is not None
     (stats,) = found.denoisers.values()
-    return picture, stats.hard, {branch.mask for branch in stats.branches.values()}
+    return picture, stats.outliers, {branch.mask for branch in stats.branches.values()}

@@ -197,6 +197,8 @@ def test_stats_are_readable(pipe: Any) -> None:
         FLUX.run(pipe, STEPS)
         text = str(attached.stats())
     assert repr(attached.stats()) == str(attached.stats())
+    assert str(attached.stats()) == text, "the figures stay when all is off"
+    assert str(attached.explain()) == repr(attached.explain()) == "FluxPipeline: nothing is attached."
     assert repr(attached) == "<Attached to FluxPipeline: cache, offload>"
     assert MASK in text
     assert "offload: " in text
@@ -208,6 +210,20 @@ def test_stats_are_readable(pipe: Any) -> None:
 def test_a_path_is_not_a_pipeline(pipe: Any) -> None:
     with pytest.raises(SettingError, match=r"is not a pipeline. Load one first.*samovar.Omni"):
         attach(pipe, "forecast")
+
+
+def test_spellings_of_vllm_omni_are_understood_and_unknown_ones_refused(pipe: Any) -> None:
+    with attach(pipe, cache_backend="tea_cache", cache_config=SCHEDULE, enable_cpu_offload=True) as attached:
+        assert attached.features == ("cache", "offload")
+    with pytest.raises(SettingError, match=r"'ofload' is not a setting of attach. Did you mean 'offload'\?"):
+        attach(pipe, ofload="model")
+    with pytest.raises(SettingError, match="cache was given, and cache_backend too"):
+        attach(pipe, cache="forecast", cache_backend="forecast")
+
+
+def test_false_and_none_are_off(pipe: Any) -> None:
+    for off in (False, "none", None):
+        assert attach(pipe, off, offload=off, parallel=off).features == ()
 
 
 def test_a_pipeline_without_denoiser_is_refused() -> None:

@@ -104,12 +104,12 @@ def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branc
     assert AttachConfig.read(cache={"backend": "tea_cache", **fitted}, parallel={"cfg_parallel_size": 2}).num_ranks == 2
     assert (
         AttachConfig.read(
-            cache={"backend": "tea_cache", **fitted | {"hard": hard}}, parallel=SequenceParallelConfig(2)
+            cache={"backend": "tea_cache", **fitted | {"outliers": hard}}, parallel=SequenceParallelConfig(2)
         ).num_ranks
         == 2
     )
-    with pytest.raises(SettingError, match=r"'hard' looks at one branch .* cfg_parallel_size=2 .* Leave out"):
-        AttachConfig.read(cache={"backend": "tea_cache", **fitted | {"hard": hard}}, parallel={"cfg_parallel_size": 2})
+    with pytest.raises(SettingError, match=r"'outliers' looks at one branch .* cfg_parallel_size=2 .* Leave out"):
+        AttachConfig.read(cache=fitted | {"outliers": hard}, parallel={"cfg_parallel_size": 2})
 
 
 @pytest.mark.parametrize(

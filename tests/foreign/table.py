@@ -2,7 +2,8 @@
 
 The table, in Markdown, goes to the standard output, and all that was found to the standard error. Names after the
 folder choose cases that contain one of them. The table of all cases is `tests/foreign/models.md`, which is a section of
-docs/reference/models.md: `PYTHONPATH=tests python -m foreign.table FOLDER > tests/foreign/models.md`, and then `make models-table`.
+docs/reference/models.md: `PYTHONPATH=tests python -m foreign.table FOLDER > tests/foreign/models.md`, then
+`make models-table`.
 """
 
 from __future__ import annotations

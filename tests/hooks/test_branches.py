@@ -10,14 +10,15 @@ import pytest
 import torch
 from test_context import Watch, flux
 
-from samovar.hooks import BranchHook, CallContext, HookRegistry, call_context, current_context, is_conditioning
+from samovar.hooks import BranchHook, CallContext, HookRegistry, call_context, current_context, role_by_name
+from samovar.hooks.roles import leaves_of
 
 
 def test_what_counts_as_conditioning() -> None:
     yes = ("encoder_hidden_states", "pooled_projections", "cap_feats", "prompt_embeds", "image_embeds", "video_coords")
     no = ("hidden_states", "timestep", "controlnet_block_samples", "x", "sigma")
-    assert [is_conditioning(name) for name in yes] == [True] * len(yes)
-    assert [is_conditioning(name) for name in no] == [False] * len(no)
+    assert {role_by_name(name) for name in yes} == {"conditioning"}
+    assert "conditioning" not in {role_by_name(name) for name in no}
 
 
 def test_conditioning_tensors_tell_branches_apart() -> None:
@@ -52,7 +53,7 @@ def test_a_named_branch_and_a_request_come_first() -> None:
             with call_context(request=request):
                 model(**inputs)
     assert watch.seen[0] == CallContext(None, "cond")
-    assert watch.seen[1].branch != watch.seen[2].branch, "equal tensors of two requests are two lines of calls"
+    assert watch.seen[1].branch != watch.seen[2].branch, "equal tensors of two requests are two call sequences"
     assert current_context() == CallContext()
 
 
@@ -82,7 +83,7 @@ def test_a_new_tensor_is_never_mistaken_for_an_old_one_and_branches_are_few() ->
     # Each tensor is given up at once: its memory would be used again for the next if nobody held it.
     names = [model(0, {"text": [torch.full((64,), float(i))]}) for i in range(100)]
     assert len(set(names)) == 100
-    assert sum(len(line.branches) for line in hook._lines.values()) == hook.most_branches
+    assert sum(len(group.branches) for group in hook._groups.values()) == hook.most_branches
     kept = torch.zeros(3)
     held = weakref.ref(kept)
     first = model(0, kept)
@@ -101,7 +102,7 @@ class Denoiser(torch.nn.Module):
         return current_context().branch
 
 
-def test_tiles_with_one_text_are_lines_of_calls_of_their_own() -> None:
+def test_tiles_with_one_text_are_call_sequences_of_their_own() -> None:
     model, text = Denoiser(), torch.zeros(2)
     HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
     tiles = [torch.zeros(2), torch.ones(2)]
@@ -112,12 +113,30 @@ def test_tiles_with_one_text_are_lines_of_calls_of_their_own() -> None:
     assert model(0, {"a": [text]}) == model(0, {"a": [text]}) != model(0, {"a": [text, text]})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_inference_mode_and_odd_tensors() -> None:
     model = Denoiser()
     HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
     with torch.inference_mode():
         one, other = torch.zeros(2), torch.ones(2)
         assert model(0, one) == model(0, one) != model(0, other)
-    for make in (lambda: torch.zeros(2, device="meta"), lambda: torch.zeros(2, 2).to_sparse()):  # Not comparable.
+    makers = [  # Not comparable.
+        lambda: torch.zeros(2, device="meta"),
+        lambda: torch.zeros(2, 2).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    ]
+    for make in makers:
         one, other = make(), make()
         assert model(0, one) == model(0, one) != model(0, other)
+
+
+def test_the_order_of_keywords_means_nothing() -> None:
+    model, text, coords = Denoiser(), torch.zeros(2), torch.zeros(2)
+    HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
+    given = {"encoder_hidden_states": text, "video_coords": coords, "hidden_states": 0}
+    names = {model(**given), model(**dict(reversed(given.items()))), model(0, text, coords)}
+    assert len(names) == 1
+    parameters = ("x", "text", "rest")
+    one = list(leaves_of(parameters, (1,), {"text": 2, "b": 3, "a": 4}))
+    assert one == list(leaves_of(parameters, (), {"a": 4, "b": 3, "text": 2, "x": 1})) == ["x", "text", "a", "b"]

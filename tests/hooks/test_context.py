@@ -160,7 +160,7 @@ def test_a_state_must_say_how_it_is_reset() -> None:
     class Forgetful(BaseState):
         pass
 
-    with pytest.raises(NotImplementedError, match="Forgetful must say how it is reset"):
+    with pytest.raises(NotImplementedError, match="Forgetful must define reset"):
         Forgetful().reset()
 
 

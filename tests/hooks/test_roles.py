@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samovar.hooks import BranchHook, HookRegistry, ModelHook, Roles, call_context, current_context
-from samovar.hooks.roles import Mark, hint, leaves_of, same_marks
+from samovar.hooks.roles import Snapshot, leaves_of, role_by_name
 
 STEPS = 8
 Forward = Callable[..., Any]
@@ -88,7 +88,7 @@ def test_any_names(forward: Forward, branches: int, is_remade: bool, mode: Any) 
     assert hook.trouble() is None
     paths = [f"given.{i}" for i in range(3)] if forward is of_no_names else leaves_of_names(forward)
     assert [hook.roles.of(path) for path in paths] == ["sample", "time", "conditioning"]
-    assert hook.roles.is_certain(paths[2]) is (not is_remade and mode is torch.no_grad)
+    assert (paths[2] in hook.roles.remade) is is_remade
 
 
 def leaves_of_names(forward: Forward) -> list[str]:
@@ -196,8 +196,7 @@ def test_guidance_made_anew_needs_no_look_at_values(monkeypatch: pytest.MonkeyPa
         counts.append(len(looks))
     assert_in_turns(names, 2)
     assert counts[6] == counts[-1], "the texts' identity is enough"
-    assert not hook.roles.is_certain("more")
-    assert hook.roles.is_certain("text")
+    assert hook.roles.remade == {"more"}
 
 
 def test_a_second_branch_that_differs_in_what_is_remade_is_found_late_too() -> None:
@@ -230,7 +229,7 @@ def test_roles_are_learned_of_named_branches_and_outlive_runs() -> None:
         hook.drop(request)
     assert set(names) == {"cond"}
     assert [hook.roles.of(path) for path in ("foo", "bar", "baz")] == ["sample", "time", "conditioning"]
-    assert not hook.roles.is_certain("baz")
+    assert hook.roles.remade == {"baz"}
     for sample, time in steps(3):
         model(sample, time, TEXT)
     assert_in_turns(names[-3:], 1)
@@ -278,7 +277,7 @@ def test_where_every_step_looks_new_it_says_so_once(caplog: pytest.LogCaptureFix
     assert len(set(names)) == STEPS
     (record,) = caplog.records
     assert record.message == hook.trouble()
-    assert "because y is new at each call" in record.message
+    assert "because there are new values at each call (y)" in record.message
     assert "call_context(branch=" in record.message
 
 
@@ -293,23 +292,22 @@ def test_a_model_without_conditioning_has_no_branch_and_says_so() -> None:
     assert "nothing but the sample" in (hook.trouble() or "")
 
 
-def test_marks() -> None:
+def test_snapshots() -> None:
     tensor = torch.arange(3.0)
     for hold, copy in ((True, False), (False, True), (True, True)):
-        mark = Mark(tensor, hold=hold, copy=copy)
-        assert mark.equals(tensor.clone())
-        assert not mark.equals(tensor + 1)
-        assert not mark.equals(tensor.double())
-        assert not mark.equals(None)
-        assert same_marks(mark, Mark(tensor.clone(), hold=True, copy=False))
-    mark = Mark(tensor, hold=True, copy=True)
-    assert mark.is_surely_same(tensor)
+        snapshot = Snapshot(tensor, hold=hold, copy=copy)
+        assert snapshot.equals(tensor.clone())
+        assert not snapshot.equals(tensor + 1)
+        assert not snapshot.equals(tensor.double())
+        assert not snapshot.equals(None)
+    snapshot = Snapshot(tensor, hold=True, copy=True)
+    assert snapshot.is_surely_same(tensor)
     tensor.add_(1)
-    assert not mark.is_surely_same(tensor)
-    assert not mark.equals(tensor)
-    assert mark.equals(torch.arange(3.0))
-    assert Mark(3, hold=False, copy=False).equals(3)
-    assert not Mark(3, hold=False, copy=False).equals(4)
+    assert not snapshot.is_surely_same(tensor)
+    assert not snapshot.equals(tensor)
+    assert snapshot.equals(torch.arange(3.0))
+    assert Snapshot(3, hold=False, copy=False).equals(3)
+    assert not Snapshot(3, hold=False, copy=False).equals(4)
 
 
 def test_hints_and_paths() -> None:
@@ -317,7 +315,7 @@ def test_hints_and_paths() -> None:
         "img": "sample", "noisy_image": "sample", "timesteps": "time", "sigma_t": "time", "given.timestep": "time",
         "mid_block_additional_residual": "residual", "added.time_ids": "conditioning", "prompt_embeds.x": "conditioning"
     }  # fmt: skip
-    assert {path: hint(path) for path in names} == names
+    assert {path: role_by_name(path) for path in names} == names
     leaves = leaves_of(("a", "*rest"), (1, 2, [3, {"x": None}]), {"b": (4,)})
     assert leaves == {"a": 1, "rest.0": 2, "rest.1.0": 3, "rest.1.1.x": None, "b.0": 4}
     assert Roles().of("anything.else") == "conditioning"

@@ -10,10 +10,8 @@ import pytest
 from lab.tiny import PARAMS, TASKS, MakeRunner, MakeSession
 from pipelines import tiny_flux_pipeline
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab.image_runner import ImageRunner
-from samovar.lab.journal import Journal
-from samovar.lab.session import Session
-from samovar.lab.tasks import Task
+from samovar.lab.image_runner import ImageRunner, Task
+from samovar.lab.session import Journal, Session
 
 
 @pytest.fixture(scope="module")

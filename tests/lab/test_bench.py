@@ -15,8 +15,8 @@ from PIL import Image
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import ModelError, SettingError
 from samovar.lab.bench import all_methods, bench, draw, mark_best
+from samovar.lab.image_runner import Task
 from samovar.lab.methods import Method, Notes, cached, plain
-from samovar.lab.tasks import Task
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def test_schedules_are_planned_on_other_prompts_if_they_are_chosen(make_session:
     methods = all_methods(tuning, only=["schedule", "plain"])
     assert [m.steps for m in methods if m.family == "plain steps"] == [7, 5, 4, 3, 2]
     schedules = [method for method in methods if "schedule" in method.settings]
-    assert [method.name.split(" (")[0] for method in schedules] == [f"schedule, {n} computed" for n in (2, 3, 4, 5)]
+    assert [method.name for method in schedules] == [f"schedule, {n} computed" for n in (2, 3, 4, 5)]
     assert not any(method.is_adaptive for method in schedules)
     row = tuning.measure(schedules[2])
     assert row.computed == 4

@@ -10,7 +10,7 @@ import pytest
 from lab.tiny import TASKS, MakeSession
 from samovar.cache import TeaCacheBackend, TeaCacheConfig
 from samovar.errors import SettingError
-from samovar.lab.calibrate import calibrate, fit, watched_signals
+from samovar.lab.calibrate import WITH_SIGNALS, calibrate, fit
 
 
 def points(curve: list[float], noise: float, images: int = 6, seed: int = 0) -> list[tuple[list[float], list[float]]]:
@@ -85,7 +85,7 @@ def test_a_model_is_calibrated_and_nothing_stays(make_session: MakeSession) -> N
 def test_changes_are_those_of_signal_and_output(make_session: MakeSession) -> None:
     session = make_session(steps=6, batch=1, tasks=TASKS[:2])
     calibrate(session)
-    ((signal, output), *_) = session.notes(watched_signals())
+    ((signal, output), *_) = session.notes(WITH_SIGNALS)
     runner, outputs = session.runner, []
     handle = runner.pipeline.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     backend = TeaCacheBackend({"rel_l1_thresh": 1e-30, "min_steps": 0, "last_steps": 0})

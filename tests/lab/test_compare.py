@@ -12,10 +12,10 @@ import torch
 from lab.tiny import MakeSession
 from samovar.errors import SettingError
 from samovar.lab.compare import Comparison, compare, contact_sheet, figures, page, same_time_steps
+from samovar.lab.image_runner import Task
 from samovar.lab.methods import Method, cached, plain
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row, save_images
-from samovar.lab.tasks import Task
 
 
 def test_each_setting_is_followed_by_its_baseline(make_session: MakeSession, tmp_path: Path) -> None:

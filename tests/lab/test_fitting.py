@@ -14,7 +14,7 @@ import torch
 from driving import COND, UNCOND, Plain, at, cached, recorded
 
 from pipelines import PIPELINES
-from samovar.cache import TeaCacheConfig, apply_teacache_hook, remove_teacache_hook
+from samovar.cache import TeaCacheConfig, apply_teacache_hook
 from samovar.cache.forecast import History
 from samovar.errors import SettingError
 from samovar.hooks import call_context, current_context
@@ -298,7 +298,7 @@ def test_each_branch_has_its_own_steps_and_weights() -> None:
             else:
                 expected = torch.stack([weight * bare[branch][old] for old, weight in row.items()]).sum(0)
                 assert torch.allclose(output, expected, atol=1e-6)
-    remove_teacache_hook(model)
+    hook.detach()
     after = told(model, ("cond", "uncond"))
     assert all(torch.equal(a, b) for branch in after for a, b in zip(after[branch], bare[branch], strict=True))
 
@@ -331,7 +331,7 @@ def test_where_a_run_begins_half_way_steps_without_what_they_rest_on_are_compute
         hook.state_manager.states()[current_context()].history.clear()
         outputs = [tiny(*at(step, 8), COND) for step in range(1, 8)]
     assert hook.stats().branches["cond"].mask == "####.#.."
-    assert "a step that its forecast is made of is not stored" in reasons(hook, "cond")
+    assert "a step that its forecast needs is not stored" in reasons(hook, "cond")
     assert len(outputs) == 7
 
 

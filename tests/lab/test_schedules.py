@@ -11,11 +11,11 @@ from lab.tiny import TASKS, MakeSession
 from samovar.cache import TeaCacheConfig
 from samovar.errors import SettingError
 from samovar.lab import schedules
-from samovar.lab.fitting import Products
+from samovar.lab.fitting import Products, Vector
 from samovar.lab.methods import cached
 from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
 from samovar.lab.session import Session
-from samovar.lab.trajectory import Trajectory, watched_exact
+from samovar.lab.trajectory import WATCHED, early_products, read_products
 
 
 def test_refining_moves_computed_steps_to_where_they_help() -> None:
@@ -36,23 +36,23 @@ def places(mask: str) -> list[int]:
     return [step for step, sign in enumerate(mask) if sign == "#"]
 
 
-def watched_run(session: Session) -> Trajectory:
-    watched = watched_exact()
-    session.exact(watched)
-    return Trajectory.read(session.notes(watched))
+def watched_run(session: Session) -> tuple[Products, dict[str, Vector] | None]:
+    session.exact(WATCHED)
+    images = read_products(session.notes(WATCHED))
+    return Products.mean(images), early_products(images)
 
 
 def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
     session = make_session(steps=8, tasks=TASKS[:1])
-    seen = watched_run(session)
-    planner = SchedulePlanner(seen.products.mixed())
+    products, _ = watched_run(session)
+    planner = SchedulePlanner(products.mixed())
     mask = planner.plan(5)
     settings = planner.settings(mask)
     made = session.measure(cached("tea_cache", settings))
     assert settings["forecast"] == "fitted"
     assert made.computed == mask.count("#") == 5
     assert set(made.notes.values()) == {mask}
-    planner = SchedulePlanner(seen.products)
+    planner = SchedulePlanner(products)
     made = session.measure(planner.method(planner.plan(5)))
     assert made.computed == 5
     assert set(made.notes.values()) == {planner.plan(5)}
@@ -62,8 +62,8 @@ def test_plans_are_what_the_cache_does(make_session: MakeSession) -> None:
 
 
 def test_branches_go_together_each_with_its_own_weights(make_session: MakeSession) -> None:
-    seen = watched_run(make_session(steps=12, tasks=TASKS[:1]))
-    planner = SchedulePlanner(seen.products)
+    products, _ = watched_run(make_session(steps=12, tasks=TASKS[:1]))
+    planner = SchedulePlanner(products)
     mask = planner.plan(7)
     assert mask.count("#") == 7
     settings = planner.settings(mask)
@@ -73,19 +73,19 @@ def test_branches_go_together_each_with_its_own_weights(make_session: MakeSessio
 
 
 def test_outliers_have_a_plan_that_the_others_pay_for(make_session: MakeSession) -> None:
-    seen = watched_run(make_session(steps=12))
-    assert seen.early is not None
-    assert {name: rows.shape for name, rows in seen.early.items()} == {"cond": (3, 3, 3), "uncond": (3, 3, 3)}
-    planner = SchedulePlanner(seen.products, seen.early)
+    products, early = watched_run(make_session(steps=12))
+    assert early is not None
+    assert {name: rows.shape for name, rows in early.items()} == {"cond": (3, 3, 3), "uncond": (3, 3, 3)}
+    planner = SchedulePlanner(products, early)
     mask = planner.plan(8)
     settings = planner.settings(planner.plan(8))
-    more = settings["hard"]["schedule"]["cond"]
+    more = settings["outliers"]["schedule"]["cond"]
     assert (mask.count("#"), more.count("#")) == (7, 12), "at most all"
     assert mask.startswith("###")
-    assert (str(SchedulePlanner(seen.products)), str(planner)) == ("fitted", "fitted, more for outliers")
+    assert planner.method(mask).name.endswith("(fitted, more for outliers)")
     few = planner.plan(5)
-    assert few == SchedulePlanner(seen.products).plan(5), "of so few none can be spared"
-    assert TeaCacheConfig.read(settings).plan_of_hard is not None
+    assert few == SchedulePlanner(products).plan(5), "of so few none can be spared"
+    assert TeaCacheConfig.read(settings).outlier_plan is not None
 
 
 def test_a_single_branch_goes_by_any_name() -> None:
@@ -93,9 +93,9 @@ def test_a_single_branch_goes_by_any_name() -> None:
     products = Products(("only",), (1.0,), (1.0,) * 12, rows @ rows.T)
     planner = SchedulePlanner(products, {"only": (rows @ rows.T)[None, :3, :3]})
     config = TeaCacheConfig.read(planner.settings(planner.plan(8)))
-    assert config.mask is not None
-    assert config.plan_of_hard is not None
-    assert config.plan_of_hard.mask_for("another") == config.plan_of_hard.mask
+    assert list(config.masks) == ["*"]
+    assert config.outlier_plan is not None
+    assert config.outlier_plan.mask_for("another") == config.outlier_plan.schedule
 
 
 @pytest.mark.parametrize("count", [1, 13, 4.0, True])

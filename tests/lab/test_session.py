@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from lab.tiny import TASKS, MakeSession
+from samovar.errors import SettingError
 from samovar.lab.methods import cached, plain
 from samovar.lab.metrics import HIGHEST_PSNR, measure
-from samovar.lab.session import Session
-from samovar.lab.trajectory import watched_exact
+from samovar.lab.session import Journal, Session
+from samovar.lab.trajectory import WATCHED
 
 
 def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) -> None:
@@ -91,12 +93,68 @@ def test_a_method_comes_off_when_a_image_fails(make_session: MakeSession, monkey
 
 def test_speed_is_not_compared_with_a_watched_run(make_session: MakeSession) -> None:
     session = make_session(steps=4, tasks=TASKS[:1])
-    session.exact(watched_exact())
+    session.exact(WATCHED)
     images = session.exact_images()
     assert "exact 0" not in session.journal, "the images are known, so they are not made again"
     half = session.measure(plain(2))
     bare = session.journal["exact 0"]["seconds"]
     assert half.speedup == pytest.approx(bare / half.seconds)
-    session.exact(watched_exact())
+    session.exact(WATCHED)
     assert session.exact().seconds == bare
     assert np.array_equal(images, session.exact_images())
+
+
+# ------------------------------------------------------------------------------------------------ journal
+
+
+def test_values_and_images_are_found_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state", {"steps": 4})
+    images = torch.rand(2, 3, 4, 4)
+    journal.save_images("exact-0", images)
+    journal.record("exact 0", {"seconds": 1.5})
+    again = Journal(tmp_path / "state", {"steps": 4})
+    assert len(again) == 1
+    assert "exact 0" in again
+    assert again["exact 0"] == {"seconds": 1.5}
+    assert torch.equal(again.load_images("exact-0"), images), "not rounded"
+    again.delete()
+    assert not (tmp_path / "state").exists()
+
+
+def test_what_was_cut_off_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path, {"steps": 4})
+    journal.record("a", 1)
+
+    def killed(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            journal.record("b", 2)
+    again = Journal(tmp_path, {"steps": 4})
+    assert len(again) == 1
+    assert "b" not in again
+    again.record("b", 3)
+    assert Journal(tmp_path, {"steps": 4})["b"] == 3
+
+
+def test_other_settings_are_refused_by_their_differences(tmp_path: Path) -> None:
+    Journal(tmp_path, {"steps": 4, "model": "emoji"}).record("a", 1)
+    with pytest.raises(SettingError, match=r"unfinished run with other settings \(steps: was 4, is 5\)"):
+        Journal(tmp_path, {"steps": 5, "model": "emoji"})
+    assert Journal(tmp_path, {"steps": 4, "model": "emoji"})["a"] == 1, "and is left as it was"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="Cannot create"):
+        Journal(tmp_path / "file" / "state", {})
+
+
+def test_a_long_difference_is_shown_whole_words_only(tmp_path: Path) -> None:
+    tasks = [[f"a very long prompt about a cat on a mat with a hat, number {number}", number] for number in range(9)]
+    Journal(tmp_path, {"tasks": tasks}).record("a", 1)
+    changed = [*tasks[:4], ["a dog", 7], *tasks[5:8]]
+    with pytest.raises(SettingError, match=r"tasks: 9 before, 8 now, was \['a very .* 4\], is \['a dog', 7\]\)"):
+        Journal(tmp_path, {"tasks": changed})

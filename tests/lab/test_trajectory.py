@@ -9,31 +9,29 @@ import torch
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import ModelError
 from samovar.lab.fitting import Products
-from samovar.lab.trajectory import RunWatch, Trajectory, watched_exact
+from samovar.lab.trajectory import WATCHED, RunWatch, early_products, read_products
 
 
 def test_errors_are_those_of_the_predictions_themselves() -> None:
     torch.manual_seed(0)
     predictions = torch.randn(2, 4, 7, dtype=torch.float64)  # Two images, four steps.
     images = [Products.of({"*": list(image)}, [1.0] * 4, {"*": 1.0}) for image in predictions]
-    trajectory = Trajectory(tuple(images))
     weights = np.array([0.5, -1.0, 0, 0.25])
     expected = torch.einsum("s,psd->pd", torch.tensor(weights), predictions).pow(2).mean()
-    assert weights @ trajectory.products.values @ weights == pytest.approx(expected.item())
-    assert trajectory.early is None
+    assert weights @ Products.mean(images).values @ weights == pytest.approx(expected.item())
+    assert early_products(images) is None
 
 
 def test_a_run_is_watched_without_a_trace(make_session: MakeSession) -> None:
     session = make_session(steps=6)
     scheduler = session.runner.pipeline.scheduler
     before = set(vars(scheduler))
-    watched = watched_exact()
-    row = session.exact(watched)
+    row = session.exact(WATCHED)
     assert "step" not in vars(scheduler)
     assert before <= set(vars(scheduler))
-    trajectory = Trajectory.read(session.notes(watched))
-    assert len(trajectory.images) == len(TASKS)
-    products = trajectory.products
+    images = read_products(session.notes(WATCHED))
+    assert len(images) == len(TASKS)
+    products = Products.mean(images)
     assert len(products.sizes) == 6
     assert sum(products.sizes) == pytest.approx(float(scheduler.sigmas[0])), "the steps lead to no noise at all"
     assert products.branches == ("cond", "uncond")
@@ -50,7 +48,7 @@ def test_a_scheduler_that_cannot_be_watched_keeps_nothing(make_session: MakeSess
     run = RunWatch(scheduler)
     run.post_forward(torch.nn.Identity(), torch.ones(1, 2))
     with pytest.raises(ModelError, match="called for 0 of 2 steps"):
-        run.notes()
+        run()
     assert not run.outputs
 
 
@@ -60,7 +58,7 @@ def test_images_whose_branches_differ_are_known_by_their_predictions() -> None:
     named = Products.of({"a": list(cond), "b": list(uncond)}, [1.0] * 3, {"a": 2.0, "b": -1.0})
     note = {"sizes": [1.0] * 3, "products": [named.values.tolist()]}
     guidance = ({"a": 2.0, "b": -1.0}, {"c": 2.0, "d": -1.0})
-    seen = Trajectory.read([{**note, "guidance": given} for given in guidance])
+    seen = read_products([{**note, "guidance": given} for given in guidance])
     predictions = 2 * cond - uncond
-    assert seen.products.branches == ("*",)
-    np.testing.assert_allclose(seen.products.values, (predictions @ predictions.T / 7).numpy())
+    assert seen[0].branches == ("*",)
+    np.testing.assert_allclose(Products.mean(seen).values, (predictions @ predictions.T / 7).numpy())

@@ -10,10 +10,10 @@ import pytest
 
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import SettingError
+from samovar.lab.image_runner import Task
 from samovar.lab.methods import read_method
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row
-from samovar.lab.tasks import Task
 from samovar.lab.tune import Target, Tuned, denoiser_speedup, lower_bound, tune, values_below
 
 

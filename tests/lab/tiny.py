@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from samovar.lab.image_runner import ImageRunner
+from samovar.lab.image_runner import ImageRunner, Task
 from samovar.lab.session import Session
-from samovar.lab.tasks import Task
 
 PARAMS: dict[str, Any] = {
     "height": 16, "width": 24, "true_cfg_scale": 2.0, "negative_prompt": "a dog", "max_sequence_length": 8

@@ -26,7 +26,7 @@ def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def blocks_on_device(offloaded: Offloaded) -> list[str]:
     """The streamed blocks that are on the device or on their way to it."""
-    rings = [moving.ring for moving in offloaded._moving.values() if moving.ring]
+    rings = [moving.ring for moving in offloaded._components.values() if moving.ring]
     return [block.name for ring in rings for block in ring.blocks]
 
 
@@ -54,7 +54,7 @@ class Onlooker(ModelHook):
 
 
 class Skip(ModelHook):
-    """What a cache does: answers for a block with what it returned before, when it is told to."""
+    """What a cache does: answers for a block with what it returned before, when it is switched on."""
 
     order = HookOrder.CACHE
 

@@ -1,7 +1,7 @@
 """Weights begin where in a cache line they did: on a CPU the bits of a product depend on it.
 
 A model that was read from a safetensors file has them at any multiple of eight bytes. Not every processor shows that in
-its products, so what is held here is the addresses as well as the bits.
+its products, so the addresses are tested as well as the bits.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def test_a_pipeline_from_a_folder_is_given_back_as_it_was(tmp_path: Path, mode: 
     def draw() -> torch.Tensor:
         seed = torch.Generator().manual_seed(0)
         call = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8, "output_type": "pt"}
-        picture: torch.Tensor = pipe("a cat", generator=seed, return_dict=False, **call)[0]
-        return picture
+        image: torch.Tensor = pipe("a cat", generator=seed, return_dict=False, **call)[0]
+        return image
 
     bare, before = draw(), {name: phases(part) for name, part in modules.items()}
     offloaded = apply_offload(pipe, OffloadConfig(mode), stage=stage())
-    picture = draw()
-    assert stage is Allocating or torch.equal(picture, bare)
+    image = draw()
+    assert stage is Allocating or torch.equal(image, bare)
     offloaded.detach()
     assert {name: phases(part) for name, part in modules.items()} == before
     assert torch.equal(draw(), bare)
@@ -200,12 +200,14 @@ def test_a_device_that_allocates_has_them_at_its_own_alignment() -> None:
 
 
 @pytest.mark.parametrize("stage", [HostStage, Allocating])
-def test_what_was_settled_comes_back_in_phase_and_still_overlaps(stage: type[HostStage]) -> None:
+def test_resident_weights_come_back_in_phase_and_still_overlap(stage: type[HostStage]) -> None:
     module = Shifted()
     before, content = phases(module), [tensor.detach().clone() for tensor in tensors_of(module)]
     group = group_of(module, stage())
-    group.make_resident()
-    group.end_residence()
+    group.keeps_host = False
+    group.prepare()
+    group.load()
+    group.unload()
     assert phases(module) == before
     assert all(map(torch.equal, tensors_of(module), content))
     assert module.part.data_ptr() == module.whole.data_ptr() + 32

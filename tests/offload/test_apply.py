@@ -21,8 +21,8 @@ CALL = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_lengt
 
 
 def draw(pipe: Any) -> torch.Tensor:
-    picture: torch.Tensor = pipe("a cat", generator=torch.Generator().manual_seed(0), return_dict=False, **CALL)[0]
-    return picture
+    image: torch.Tensor = pipe("a cat", generator=torch.Generator().manual_seed(0), return_dict=False, **CALL)[0]
+    return image
 
 
 def offload(pipe: Any, mode: Any, **config: Any) -> Any:
@@ -56,7 +56,7 @@ def settings(request: pytest.FixtureRequest) -> Any:
 def test_off_again_leaves_no_trace(settings: Any) -> None:
     pipe = tiny_flux_pipeline()
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    expected = draw(pipe)  # diffusers leaves a trace of its own in the first run.
+    expected = draw(pipe)  # diffusers leaves its own trace in the first run.
     inside = {id(m): (type(m), set(vars(m))) for part in modules.values() for m in part.modules()}
     weights = {name: copy.deepcopy(part.state_dict()) for name, part in modules.items()}
     objects = [id(p) for part in modules.values() for p in part.parameters()]

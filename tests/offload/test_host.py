@@ -17,8 +17,7 @@ PAGE = mmap.PAGESIZE
 
 
 def adopted(host: HostMemory, tensors: list[torch.Tensor], *, pinned: bool = True) -> list[torch.Tensor]:
-    spans = spans_of(tensors)
-    return host.adopt(spans, lay_out(spans, in_phase=True), pinned=pinned)
+    return host.adopt(lay_out(spans_of(tensors), in_phase=True), pinned=pinned)
 
 
 def large(value: float) -> torch.nn.Parameter:
@@ -116,7 +115,7 @@ def test_what_may_not_be_pinned_is_used_as_it_is_with_a_warning() -> None:
     assert (stage.stats.pinned_bytes, stage.stats.pageable_bytes) == (PAGE, 20 * PAGE)
 
 
-def test_a_failure_to_pin_is_told_and_does_no_harm() -> None:
+def test_a_failure_to_pin_warns_and_does_no_harm() -> None:
     class Refusing(HostStage):
         def register(self, address: int, num_bytes: int) -> str | None:
             return "the range is registered already"

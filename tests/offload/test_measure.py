@@ -1,4 +1,4 @@
-"""What a warm-up run teaches: needs by component, whichever door it is called by, and the time of each block."""
+"""What a warm-up run teaches: needs by component, whichever entry point it is called by, and the time of each block."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_blocks_are_timed_where_they_compute_and_needs_are_beside_the_weights() 
     assert "_samovar_hooks" not in vars(model.transformer_blocks[0])
 
 
-def test_a_component_that_is_called_by_another_door_has_its_own_slice() -> None:
+def test_a_component_that_is_called_by_another_entry_point_has_its_own_slice() -> None:
     pipe = tiny_flux_pipeline()
     stage = HostStage()
     offloaded = apply_offload(pipe, OffloadConfig("model"), stage=stage)
@@ -64,6 +64,6 @@ def test_a_component_that_is_called_by_another_door_has_its_own_slice() -> None:
     offloaded.detach()
     assert all(
         "_samovar_hooks" not in vars(module)
-        for component in find_components(pipe)[0]
+        for component in find_components(pipe)
         for module in component.module.modules()
     )

@@ -75,7 +75,7 @@ def test_one_at_a_time_and_nobody_between_runs() -> None:
     offloaded.detach()
 
 
-def test_other_doors_than_forward() -> None:
+def test_other_entry_points_than_forward() -> None:
     pipe = tiny_flux_pipeline()
     offloaded = taking_turns(pipe, exclude=("vae",))
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_other_doors_than_forward() -> None:
         assert is_in(offloaded, pipe.text_encoder)
         assert not is_in(offloaded, pipe.text_encoder_2)
         pipe.transformer.single_transformer_blocks[1].attn.to_q(torch.zeros(1, 16))
-    assert is_in(offloaded, pipe.text_encoder)  # Inside a block there are no doors.
+    assert is_in(offloaded, pipe.text_encoder)  # Inside a block there are no hooks.
     offloaded.end_run(Run(pipe, None))
     assert not is_in(offloaded, pipe.text_encoder)
     offloaded.detach()
@@ -94,15 +94,15 @@ def test_other_doors_than_forward() -> None:
 
 def test_a_vae_that_takes_turns_encodes_and_decodes() -> None:
     pipe = tiny_flux_pipeline()
-    picture = torch.zeros(1, 3, 16, 16)
+    image = torch.zeros(1, 3, 16, 16)
     with torch.no_grad():
-        latents = pipe.vae.encode(picture).latent_dist.mode()
+        latents = pipe.vae.encode(image).latent_dist.mode()
         expected = pipe.vae.decode(latents).sample
     pipe.text_encoder = pipe.text_encoder_2 = None
     offloaded = taking_turns(pipe)
     assert offloaded.plan.component("vae").placement == "turns"
     with torch.no_grad():
-        assert torch.equal(pipe.vae.encode(picture).latent_dist.mode(), latents)
+        assert torch.equal(pipe.vae.encode(image).latent_dist.mode(), latents)
         assert torch.equal(pipe.vae.decode(latents).sample, expected)
     assert is_in(offloaded, pipe.vae)
     offloaded.detach()

@@ -11,14 +11,14 @@ import torch
 from pipelines import tiny_flux_pipeline
 from samovar.errors import ModelError, SettingError
 from samovar.offload import format_bytes, parse_bytes, read_sizes
-from samovar.offload.sizes import SHARED, find_components, measure_components
+from samovar.offload.sizes import find_components, measure_components
 
 GIB = 2**30
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (77, 77), ("0B", 0), (None, None)],
+    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (7700, 7700), ("0B", 0), (None, None)],
 )
 def test_parse_bytes(text: str | int | None, expected: int | None) -> None:
     assert parse_bytes(text, "gpu_memory") == expected
@@ -60,7 +60,7 @@ def test_a_quantised_folder_is_refused_by_name(tmp_path: Path) -> None:
 def test_components_of_a_pipeline_and_its_skeleton_agree(tmp_path: object) -> None:
     pipe = tiny_flux_pipeline()
     pipe.save_pretrained(tmp_path)
-    loaded = {size.name: size for size in measure_components(*find_components(pipe))}
+    loaded = {size.name: size for size in measure_components(find_components(pipe))}
     read = {size.name: size for size in read_sizes(str(tmp_path))}
     assert set(loaded) == {"transformer", "text_encoder", "text_encoder_2", "vae"}
     for name, size in loaded.items():
@@ -71,7 +71,7 @@ def test_components_of_a_pipeline_and_its_skeleton_agree(tmp_path: object) -> No
 
 def test_exclude() -> None:
     pipe = tiny_flux_pipeline()
-    components, _ = find_components(pipe, ["text_encoder_2"])
+    components = find_components(pipe, ["text_encoder_2"])
     assert "text_encoder_2" not in {component.name for component in components}
     with pytest.raises(SettingError, match=r"'texts' is not a component, so it cannot be in exclude"):
         find_components(pipe, ["texts"])
@@ -81,12 +81,12 @@ def test_weights_that_parts_share_stay_apart() -> None:
     pipe = tiny_flux_pipeline()
     blocks = pipe.transformer.single_transformer_blocks
     blocks[1].proj_out.weight = blocks[0].proj_out.weight
-    components, shared = find_components(pipe)
-    assert [id(tensor) for tensor in shared] == [id(blocks[0].proj_out.weight)]
+    components = find_components(pipe)
+    assert [id(tensor) for tensor in components[-1].tensors()] == [id(blocks[0].proj_out.weight)]
     transformer = next(component for component in components if component.name == "transformer")
     assert id(blocks[0].proj_out.weight) not in map(id, transformer.tensors())
-    sizes = measure_components(components, shared)
-    assert (sizes[-1].name, sizes[-1].role) == (SHARED, "resident")
+    sizes = measure_components(components)
+    assert (sizes[-1].name, sizes[-1].role) == ("shared weights", "resident")
     assert sizes[-1].num_bytes == pytest.approx(blocks[0].proj_out.weight.numel() * 4, abs=512)
 
 
@@ -104,8 +104,8 @@ def test_a_module_inside_another_component_belongs_to_itself() -> None:
             )
 
     pipe = Nested()
-    components, shared = find_components(pipe)
+    components = find_components(pipe)
     inside = {component.name: [*map(id, component.tensors())] for component in components}
     assert inside["language_model"] == [*map(id, pipe.language_model["head"].parameters())]
     assert inside["language_model.time_embedder"] == [*map(id, pipe.language_model["time_embedder"].parameters())]
-    assert shared == []
+    assert len(components) == 2

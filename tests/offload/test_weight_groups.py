@@ -115,22 +115,23 @@ def test_what_others_put_in_its_place_while_it_is_in_counts() -> None:
     assert all(stage.is_here(tensor) for tensor in tensors_of(module))
 
 
-def test_settled_weights_live_on_the_device_alone() -> None:
+def test_resident_weights_are_on_the_device_alone() -> None:
     module, stage = Odd(), HostStage()
     before = content(module)
     group = group_of(module, stage)
-    group.make_resident()
+    group.keeps_host = False
+    group.prepare()
+    group.load()
     assert all(stage.is_here(tensor) for tensor in tensors_of(module))
-    sent = stage.stats.sent_bytes
-    group.make_resident()
-    assert stage.stats.sent_bytes == sent
+    assert (group.sources, stage.stats.pinned_bytes) == ([], 0)
+    assert group.is_current()
     module.big.data = module.big.data.clone()  # Somebody moved it off.
-    group.make_resident()
-    assert all(stage.is_here(tensor) for tensor in tensors_of(module))
-    module.big.data += 1.0
-    group.end_residence()
-    index = [id(t) for t in tensors_of(module)].index(id(module.big))
-    assert torch.equal(module.big, before[index] + 1.0)
+    assert not group.is_current()
+    module.rotary.data += 1.0
+    group.unload()
+    index = [id(t) for t in tensors_of(module)].index(id(module.rotary))
+    assert torch.equal(module.rotary, before[index] + 1.0)
+    assert not any(stage.is_here(tensor) for tensor in tensors_of(module))
     assert stage.stats.held_bytes == 0
 
 

@@ -67,20 +67,28 @@ def test_tensors_on_the_meta_device_are_each_their_own() -> None:
     assert [span.num_bytes for span in spans_of(tensors)] == [16, 16]
 
 
+def laid_out(spans: list[tuple[int, int]], *, in_phase: bool) -> list[tuple[int, int, list[int]]]:
+    """Bytes, start and offsets of each piece."""
+    pieces = lay_out([Span(start, size, ()) for start, size in spans], in_phase=in_phase)
+    return [(num_bytes, start, [offset for _, offset in spans]) for num_bytes, start, spans in pieces]
+
+
 def test_small_spans_are_one_piece_and_large_ones_each_their_own() -> None:
     sizes = [10, LEAST_PIECE, ALIGNMENT + 1, LEAST_PIECE + 1, 0]
-    layout = lay_out([Span(24, size, ()) for size in sizes], in_phase=False)
-    assert layout.pieces == (4 * ALIGNMENT, LEAST_PIECE, LEAST_PIECE + ALIGNMENT)
-    assert layout.places == ((0, 0), (1, 0), (0, ALIGNMENT), (2, 0), (0, 3 * ALIGNMENT))
-    assert layout.starts == (0, 0, 0)
+    assert laid_out([(24, size) for size in sizes], in_phase=False) == [
+        (4 * ALIGNMENT, 0, [0, ALIGNMENT, 3 * ALIGNMENT]),
+        (LEAST_PIECE, 0, [0]),
+        (LEAST_PIECE + ALIGNMENT, 0, [0]),
+    ]
 
 
 def test_in_phase_spans_begin_where_in_a_cache_line_they_do() -> None:
     found = [(8, 10), (LINE + 24, LEAST_PIECE), (0, ALIGNMENT), (56, ALIGNMENT), (63, LEAST_PIECE - 1)]
-    layout = lay_out([Span(start, size, ()) for start, size in found], in_phase=True)
-    assert layout.pieces == (4 * ALIGNMENT + LEAST_PIECE + ALIGNMENT, LEAST_PIECE + ALIGNMENT)
-    assert layout.starts == (0, 24)
-    assert layout.places == ((0, 8), (1, 24), (0, ALIGNMENT), (0, 2 * ALIGNMENT + 56), (0, 4 * ALIGNMENT + 63))
+    small = [8, ALIGNMENT, 2 * ALIGNMENT + 56, 4 * ALIGNMENT + 63]
+    assert laid_out(found, in_phase=True) == [
+        (4 * ALIGNMENT + LEAST_PIECE + ALIGNMENT, 0, small),
+        (LEAST_PIECE + ALIGNMENT, 24, [24]),
+    ]
 
 
 def test_what_begins_amid_an_element_has_no_phase() -> None:

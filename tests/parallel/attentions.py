@@ -1,4 +1,4 @@
-"""Attention over ranks beside the same attention on one: every layout, mask and number of heads."""
+"""Attention on several ranks compared with one: every layout, mask and number of heads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def layout(kinds: str, length: int, text: int, size: int, rank: int) -> Layout:
         partition = {"i": Partition(length, size), "p": Partition(length, size, True)}.get(kind)
         partition = Partition(text, size) if kind == "T" else partition
         segments.append(Segment(text, None) if partition is None else Segment(partition.rows[rank], partition))
-    return tuple(segments)
+    return Layout(segments)
 
 
 def part(tensor: torch.Tensor, segments: Layout, rank: int, dim: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def padding(segments: Layout, rank: int) -> torch.Tensor:
 
 
 def masks(kind: str, heads: int, queries: Layout, keys: Layout, rank: int) -> tuple[Any, Any] | None:
-    """The mask of the whole attention and what this rank is given; None if there is no such thing."""
+    """The mask of the whole attention, and the one that this rank gets; None if the case does not exist."""
     random = torch.Generator().manual_seed(7)
     q, k = whole(queries), whole(keys)
     if kind in ("none", "causal"):

@@ -23,7 +23,7 @@ def started() -> Iterator[dict[int, Ranks]]:
 
 @pytest.fixture
 def on_ranks(started: dict[int, Ranks]) -> OnRanks:
-    """Runs a function of a test file on so many ranks and gives what each returned."""
+    """Runs a function of a test file on a number of ranks; the result of each."""
 
     def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         if num_ranks not in started or not started[num_ranks].is_running:  # A failed test ends its ranks.

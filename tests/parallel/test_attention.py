@@ -1,4 +1,4 @@
-"""An attention over ranks is the attention: what every strategy has in common, and what is refused."""
+"""The part of a sharded attention that all strategies share, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from samovar.errors import ShardingError, StrategyError
 from samovar.parallel.attention import AttentionCall, compute_sharded
 from samovar.parallel.collectives import Group, Traffic
-from samovar.parallel.layout import Partition, Segment
+from samovar.parallel.layout import Layout, Partition, Segment
 
 ALONE = Group((0,), 0, None, Traffic())
 ONE_OF_TWO = Group((0, 1), 0, None, Traffic())
-"""Good for what is refused before anything is sent."""
+"""For calls that are refused before anything is sent."""
 
 
 def call(queries: int, keys: int, **settings: object) -> AttentionCall:
@@ -29,14 +29,14 @@ def test_three_and_five_dimensions() -> None:
         mask = torch.rand(6, 6) > 0.2
         mask[:, 0] = True
         made = AttentionCall(*tensors, mask)
-        whole = (Segment(6, None),)
+        whole = Layout([Segment(6, None)])
         out = compute_sharded(made, whole, whole, ALONE, lambda a: a.attend(a.key, a.value, a.mask))
         torch.testing.assert_close(out, made.run_here())
         assert made.as_four_dimensional().query.ndim == 4
 
 
 def test_dropout_is_refused() -> None:
-    half = (Segment(4, Partition(8, 2)),)
+    half = Layout([Segment(4, Partition(8, 2))])
     with pytest.raises(StrategyError, match=r"dropout_p=0\.1.*model\.eval"):
         compute_sharded(call(4, 4, dropout_p=0.1), half, half, ONE_OF_TWO, never)
 
@@ -49,7 +49,7 @@ def test_dropout_is_refused() -> None:
         (torch.zeros(8, 5), "has 5 columns; expected 4, the keys on this rank, or 8"),
     ],
 )
-def test_a_mask_that_does_not_tell_is_refused(mask: torch.Tensor, message: str) -> None:
-    half = (Segment(4, Partition(8, 2)),)
+def test_an_ambiguous_mask_is_refused(mask: torch.Tensor, message: str) -> None:
+    half = Layout([Segment(4, Partition(8, 2))])
     with pytest.raises(ShardingError, match=message):
         compute_sharded(call(4, 4, attn_mask=mask), half, half, ONE_OF_TWO, never)

@@ -50,13 +50,18 @@ def test_only_inside_and_only_here() -> None:
 
 
 def test_torch_s_own_function_is_seen_everywhere() -> None:
-    noted: list[int] = []
-    with capturing(nothing, everywhere=True, on_direct_call=lambda: noted.append(1)):
+    direct: list[bool] = []
+
+    def note(call: AttentionCall) -> torch.Tensor:
+        direct.append(call.is_direct)
+        return torch.zeros(1)
+
+    with capturing(note, everywhere=True):
         assert sdpa(*TENSORS).shape == (1,)
         assert F.scaled_dot_product_attention(*TENSORS).shape == (1,)
         with attention_through(None):
             assert sdpa(*TENSORS).shape == TENSORS[0].shape
-    assert noted == [1], "the second call came the other way"
+    assert direct == [True, False], "the second call came the other way"
     with capturing(nothing, everywhere=False):
         assert sdpa(*TENSORS).shape == TENSORS[0].shape
 
@@ -135,13 +140,13 @@ def apart() -> dict[str, float]:
         return {name: float((share_heads(c, group) - c.run_here()).abs().max()) for name, c in calls().items()}
 
 
-def test_each_rank_computes_some_heads(on_ranks: OnRanks) -> None:
+def test_each_rank_computes_some_heads_of_flex_attention(on_ranks: OnRanks) -> None:
     for found in on_ranks(2, apart):
         assert len(found) == 4
         assert max(found.values()) <= 1e-6, found
 
 
-def test_without_mask_it_is_any_attention() -> None:
+def test_flex_attention_without_mask_is_any_attention() -> None:
     query, key, value = torch.randn(3, 1, 2, 6, 4)
     call = read_flex_call(torch_flex.flex_attention, False, query, key, value, scale=0.5)
     assert type(call) is AttentionCall
@@ -150,7 +155,7 @@ def test_without_mask_it_is_any_attention() -> None:
         torch.testing.assert_close(call.run_here(), torch_flex.flex_attention(query, key, value, scale=0.5))
 
 
-def test_what_cannot_be_shared_is_refused_by_name() -> None:
+def test_flex_attention_that_cannot_be_shared_is_refused() -> None:
     call = calls()["grouped heads"]
     with pytest.raises(StrategyError, match="3 key heads are too few for 4 ranks"):
         share_heads(call, Group((0, 1, 2, 3), 0, None, Traffic()))
@@ -202,7 +207,7 @@ def split() -> str:
     return ""
 
 
-def test_its_tokens_are_not_split(on_ranks: OnRanks) -> None:
+def test_the_tokens_of_flex_attention_are_not_split(on_ranks: OnRanks) -> None:
     for message in on_ranks(2, split):
         assert "is a flex attention with a mask: its tokens cannot be split, only its heads" in message
 
@@ -218,7 +223,7 @@ def build_attention(processor: object = None) -> Attention:
 @torch.no_grad()
 @pytest.mark.parametrize("processor", [AttnProcessor(), SlicedAttnProcessor(3)])
 @pytest.mark.parametrize("kind", ["none", "keys", "all"])
-def test_it_is_seen_whole(processor: object, kind: str) -> None:
+def test_handmade_attention_is_seen_whole(processor: object, kind: str) -> None:
     module, tokens = build_attention(processor), torch.randn(2, 6, 16)
     mask = {"none": None, "keys": torch.randn(2, 1, 6), "all": torch.randn(8, 6, 6)}[kind]
     seen: list[AttentionCall] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from samovar.parallel import (
     enable_sequence_parallel_for_model,
     make_mesh,
 )
-from samovar.parallel.cfg import CfgState
+from samovar.parallel.cfg import CfgState, DeferredTensor
 
 from . import toys
 from .conftest import OnRanks
@@ -142,7 +143,7 @@ class _StandIn(ModelHook):
 
 
 def steps() -> list[torch.Tensor]:
-    """Inputs of which the first half of the tokens changes much at some steps, and the second half at others."""
+    """Inputs whose first half of tokens changes much at some steps, and whose second half at others."""
     inputs, current = [], toys.tokens(12)
     for first, second in ((0, 0), (0.9, 0.0), (0.0, 0.9), (0.02, 0.0), (0.0, 0.3), (0.3, 0.0), (0.0, 0.0)):
         change = torch.cat([torch.full((1, 6, 1), float(first)), torch.full((1, 6, 1), float(second))], dim=1)
@@ -204,7 +205,7 @@ CHANGES = ((0, 0), (0.6, 0), (0.6, 0), (0, 0), (0, 0.9), (0, 0), (0.1, 0.1), (0,
 
 
 def drifting() -> list[torch.Tensor]:
-    """Inputs of which now the first half of the tokens changes much, now the second, in size and direction."""
+    """Inputs whose first or second half of tokens changes much, in size and direction, by turns."""
     inputs, current, random = [], toys.tokens(12), torch.Generator().manual_seed(3)
     for first, second in CHANGES:
         scale = torch.tensor([float(first)] * 6 + [float(second)] * 6)[None, :, None]
@@ -323,7 +324,7 @@ def test_teacache_skips_the_same_steps_as_on_one_rank(name: str, on_ranks: OnRan
 
 
 def some_inputs_are_new(model: toys.Transformer, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
-    """Schedules by branch, and an input that is made anew at each step: of the second branch another one, twice."""
+    """Schedules by branch, and an input that is new at each step; the second branch gets another one twice."""
     texts = (torch.ones(4), torch.full((4,), 9.0 if step in (3, 4) else 1.0))
     cond, uncond = (called(model, branch, hidden_states, text=texts[branch]) for branch in (0, 1))
     return uncond + 2.0 * (cond - uncond)
@@ -422,3 +423,57 @@ def test_one_rank_adds_nothing() -> None:
     assert traces(model) == before
     handle.detach()
     assert traces(model) == before
+
+
+# --------------------------------------------------------------------------- the tensor of another rank's branch
+
+
+def deferred() -> tuple[DeferredTensor, torch.Tensor, list[int]]:
+    value, fetched = torch.arange(12.0).reshape(3, 4), []
+
+    def fetch() -> torch.Tensor:
+        fetched.append(1)
+        return value
+
+    return DeferredTensor(torch.empty(3, 4), fetch), value, fetched
+
+
+def test_the_form_of_a_deferred_tensor_fetches_nothing() -> None:
+    tensor, _, fetched = deferred()
+    assert tensor.shape == (3, 4)
+    assert (tensor.dtype, tensor.device, tensor.ndim, len(tensor)) == (torch.float32, torch.device("cpu"), 2, 3)
+    assert isinstance(tensor, torch.Tensor)
+    part = tensor[:, :2][0].detach()
+    assert isinstance(part, DeferredTensor)
+    assert part.shape == (2,)
+    assert fetched == []
+    assert torch.equal(part + 0, torch.tensor([0.0, 1.0]))
+    assert fetched == [1]
+
+
+def test_any_operation_fetches_a_deferred_tensor_once() -> None:
+    for operation in (
+        lambda t: t + 1,
+        lambda t: 1 - t,
+        lambda t: t.chunk(2),
+        lambda t: torch.cat([t, t]),
+        lambda t: t.to(torch.float64).numpy(),
+        lambda t: t.numpy(),
+        lambda t: t.tolist(),
+        lambda t: t.mul_(2),
+        lambda t: t.max().item(),
+        repr,
+        copy.deepcopy,
+    ):
+        tensor, value, fetched = deferred()
+        expected = operation(value.clone())
+        made = operation(tensor)
+        assert str(made) == str(expected)
+        operation(tensor)
+        assert fetched == [1]
+
+
+def test_deferred_tensors_in_inference_mode() -> None:
+    with torch.inference_mode():
+        tensor, value, _ = deferred()
+        assert torch.equal(tensor * 2, value * 2)

@@ -1,4 +1,4 @@
-"""What is exchanged arrives, and is counted."""
+"""Exchanges arrive and are counted; ranks agree on whether outputs differ."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def exchanges() -> int:
     assert group.max(float("nan") if here else 0.0, ids) == float("inf")
     assert group.broadcast(torch.tensor([here == 1]), source=1).tolist() == [True]
     assert traffic.calls == {"all-to-all": 1, "ring": 1, "all-reduce": 3} | ({"broadcast": 1} if here else {})
-    assert traffic.total_bytes == sum(traffic.sent_bytes.values())
     return here
 
 

@@ -39,7 +39,7 @@ def watched_run(name: str) -> tuple[torch.nn.Module, Any, Watcher]:
 
 def test_the_plan_of_a_stack() -> None:
     model, anatomy, watched = watched_run("WanTransformer3DModel")
-    stack = anatomy.stack("blocks")
+    stack = {stack.path: stack for stack in anatomy.stacks}["blocks"]
     split = split_stack(model, stack, watched, 2)
     once = stack_plan(stack, split, watched, each_block=False)
     assert list(once) == ["blocks.0", "blocks.*", "blocks.2"]
@@ -234,7 +234,7 @@ def check(on_ranks: OnRanks, names: list[str]) -> str:
     derived = {model for model, source in sources.items() if source.startswith("derived ")}
     inside = {model for model in derived if sources[model].startswith("derived inside")}
     wrong = {name: error for name, (error, _) in found.items() if error is not None and not error <= 1e-5}
-    assert wrong == {}, "what runs is right; what is not right is refused"
+    assert wrong == {}, "a model that runs gives the right output; any other is refused"
     classes = {CASES[name].model for name in names}
     missing = len({case.model for case in CASES.values()} - zoo.exported_classes())  # in an older diffusers
     assert len(derived) >= LEAST_CLASSES - missing

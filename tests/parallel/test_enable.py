@@ -100,7 +100,7 @@ def test_named_models_in_every_shape_by_every_strategy(
     record_property("count", check(found, count))
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------ refusals
 
 
 def refusals() -> dict[str, str]:
@@ -246,8 +246,8 @@ def test_a_forward_exchanges_tokens_and_no_sizes(on_ranks: OnRanks) -> None:
 
 
 def with_offload(names: list[str]) -> dict[str, tuple[float, bool, bool]]:
-    """Whole pipelines on two ranks, each of which keeps its weights elsewhere: how far from one rank, whether of the
-    same bits as without offload, and whether bare again."""
+    """Whole pipelines with offload on two ranks: the difference from one rank, whether the bits are those without
+    offload, and whether the model is bare again."""
     config = SequenceParallelConfig(ulysses_degree=2)
     found = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Where tokens lie, and what is read from marks."""
+"""Where tokens are, and how layouts are read from marks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from samovar.errors import SettingError, ShardingError
-from samovar.parallel.layout import (
-    Partition,
-    Segment,
-    global_length,
-    global_positions,
-    is_sharded,
-    own_rows,
-    read_layout,
-    replicated_rows,
-    spread,
-    token_counts,
-)
+from samovar.parallel.layout import Layout, Partition, Segment, read_layout, spread
 
 SPLIT = Partition(7, 3)
 
@@ -37,14 +26,14 @@ def test_a_part_of_one_row_is_refused(length: int, padded: bool) -> None:
 
 
 def test_rows_of_a_layout() -> None:
-    layout = (Segment(2, None), Segment(3, Partition(8, 3, True)), Segment(1, None), Segment(2, SPLIT))
-    assert is_sharded(layout)
-    assert not is_sharded(layout[:1])
-    assert global_length(layout) == 2 + 8 + 1 + 7
-    assert replicated_rows(layout) == [range(2), range(5, 6)]
-    assert own_rows(layout, 2) == [range(2, 4), range(6, 8)]
-    assert token_counts(layout, 3) == (6, 5, 4)
-    positions = global_positions(layout, 3)
+    layout = Layout([Segment(2, None), Segment(3, Partition(8, 3, True)), Segment(1, None), Segment(2, SPLIT)])
+    assert layout.is_sharded
+    assert not Layout(layout[:1]).is_sharded
+    assert (layout.rows, layout.length) == (2 + 3 + 1 + 2, 2 + 8 + 1 + 7)
+    assert layout.replicated() == [range(2), range(5, 6)]
+    assert layout.own(2) == [range(2, 4), range(6, 8)]
+    assert layout.token_counts(3) == (6, 5, 4)
+    positions = layout.positions(3, torch.device("cpu")).tolist()
     assert sorted(positions) == list(range(18))
     assert positions[:3] == [0, 1, 10], "what every rank has comes first"
     assert positions[3:9] == [2, 3, 4, 11, 12, 13], "then the tokens of rank 0"

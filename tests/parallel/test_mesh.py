@@ -38,7 +38,7 @@ def test_sizes_and_strategies() -> None:
         ({"allgather_degree": 2, "ulysses_degree": 2}, "allgather_degree=2 cannot be combined with ulysses_degree=2"),
     ],
 )
-def test_degrees_that_are_none(settings: dict[str, Any], message: str) -> None:
+def test_invalid_degrees(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message) as caught:
         SequenceParallelConfig(**settings)
     assert caught.value.param == next(iter(settings))

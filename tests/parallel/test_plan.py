@@ -1,4 +1,4 @@
-"""Plans as dictionaries: what is one, where it acts, and where it comes from."""
+"""Plans as dictionaries: which are valid, where they act, and where they come from."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def test_defaults_are_those_that_users_know() -> None:
         ({"": {}}, "splits nothing"),
     ],
 )
-def test_what_is_no_plan(plan: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+def test_invalid_plans(plan: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message) as caught:
         validate_plan(plan)
+    assert caught.value.param == "plan"
 
 
 def test_paths_and_stars() -> None:

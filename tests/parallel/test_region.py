@@ -1,4 +1,4 @@
-"""What a rehearsal shows, and a forward that would be wrong."""
+"""What a rehearsal shows, and forwards that would be wrong."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_forward_that_runs_no_attention_in_parallel_raises(on_ranks: OnRanks) 
 
 
 class _Fickle(toys.Attention):
-    """Uses torch's attention until it is told not to."""
+    """Uses torch's attention until `is_handmade` is set."""
 
     is_handmade = False
 

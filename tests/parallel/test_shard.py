@@ -1,4 +1,4 @@
-"""What a plan does at a module: split, split in part, pad, gather; and shapes that do not fit."""
+"""What a plan does at a module: split, split in part, pad, gather, and refuse shapes that do not fit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_plans(on_ranks: OnRanks) -> None:
 
 @torch.no_grad()
 def by_text() -> list[float]:
-    """Text stays whole, and how much of it there is is told by the text itself or by a number."""
+    """Text stays whole; its length is that of the text itself, or a number."""
     split = SequenceParallelPartialInput(1, "text", expected_dims=3)
     ids = SequenceParallelPartialInput(1, text_len_source="text", expected_dims=2)
     plan = {"": {"hidden_states": split, "ids": ids}, "proj_out": SequenceParallelOutput(1)}

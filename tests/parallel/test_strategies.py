@@ -10,7 +10,7 @@ import torch
 
 from samovar.parallel import SequenceParallelConfig, make_mesh
 from samovar.parallel.attention import AttentionCall, compute_sharded
-from samovar.parallel.layout import Partition, Segment
+from samovar.parallel.layout import Layout, Partition, Segment
 from samovar.parallel.strategies import ROWS_AT_ONCE, attend_with_lse, merge, strategy_of
 
 from . import attentions
@@ -45,11 +45,11 @@ def sent_bytes(
     mesh = make_mesh(config)
     partition = Partition(length, mesh.sequence.size)
     rows = partition.rows[mesh.sequence.index]
-    layout = ((Segment(text, None),) if text else ()) + (Segment(rows, partition),)
+    layout = Layout([*([Segment(text, None)] if text else []), Segment(rows, partition)])
     call = AttentionCall(*torch.randn(3, 1, heads, text + rows, width))
     mesh.traffic.reset()
     compute_sharded(call, layout, layout, mesh.sequence, strategy_of(config, mesh, or_gathered=False))
-    return mesh.traffic.total_bytes, rows, dict(mesh.traffic.calls)
+    return mesh.traffic.sent_bytes.total(), rows, dict(mesh.traffic.calls)
 
 
 def test_ulysses_sends_the_bytes_of_the_textbook(on_ranks: OnRanks) -> None:

@@ -23,7 +23,7 @@ def split(name: str, stack: str, size: int = 2) -> Any:
     watched = Watcher(model, anatomy, keeps_calls=True)
     with watched.watching():
         case.run(model)
-    return split_stack(model, anatomy.stack(stack), watched, size)
+    return split_stack(model, {each.path: each for each in anatomy.stacks}[stack], watched, size)
 
 
 def test_tokens_and_tables() -> None:

@@ -13,7 +13,7 @@ from samovar.arch import BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import ModelError
 from samovar.trace.forward import Call, Given, Tracer, added, alike
-from samovar.trace.gates import Gate, _Active
+from samovar.trace.watch import Gate, _Active
 
 SEGMENTS: dict[str, list[tuple[str, int]]] = {
     "FluxTransformer2DModel": [("transformer_blocks", 2), ("single_transformer_blocks", 2)],
@@ -206,18 +206,16 @@ def test_what_is_alike_can_be_added() -> None:
 
 
 def test_an_answer_has_the_form_of_what_the_block_returned() -> None:
-    gated = Gated(Plain())
-    (trace, _, _), _ = gated.watched(gated.inputs(*at(0), COND))
     form, value = torch.empty(2, 3, device="meta"), torch.ones(2, 3)
     empty = torch.empty(4, dtype=torch.bfloat16, device="meta")
     call = call_of((0, None, None, None), [form, None, empty, (empty, form)])
-    answer = trace.answer(call, [value, None, None, None], (value,), {})
+    answer = call.answer([value, None, None, None], (value,), {})
     assert type(answer) is list
     assert answer[0] is value
     assert answer[1] is None
     assert zoo.equal(answer[2], torch.zeros(4, dtype=torch.bfloat16)), "zeros where nothing is carried"
     assert [tuple(part.shape) for part in answer[3]] == [(4,), (2, 3)]
-    assert trace.answer(call_of((), None), (), (), {}) is None
+    assert call_of((), None).answer((), (), {}) is None
 
 
 class Styled(Plain):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from samovar.arch import BlockDeclaration
 from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import ModelError
 from samovar.hooks import HookRegistry, ModelHook
-from samovar.trace import probe_anatomy, probe_pipeline
+from samovar.trace import ModelReport, probe_anatomy, probe_pipeline, survey, survey_by_running, survey_pipeline
 
 
 def case(name: str) -> zoo.Case:
@@ -194,7 +196,7 @@ def test_a_model_of_which_no_block_runs_is_refused() -> None:
     def skip(block: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         return x, y
 
-    with pytest.raises(ModelError, match=r"None of the blocks of Model ran, in 'blocks'; .* before hooks that skip"):
+    with pytest.raises(ModelError, match=r"No block of Model ran, in 'blocks'; .* before attaching hooks that skip"):
         probe_anatomy(Model(Plain(), Plain(), call=skip), *steps())
 
 
@@ -218,3 +220,246 @@ def test_a_pipeline_with_a_compiled_denoiser_is_probed() -> None:
     bare = probe_pipeline(pipe, pipe.transformer, height=16, width=16)
     pipe.transformer = torch.compile(pipe.transformer)
     assert probe_pipeline(pipe, pipe.transformer, height=16, width=16) == bare
+
+
+# ------------------------------------------------------------------------------------------------ kinds
+
+
+class Mixing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.attn(torch.cat([x, y], dim=1)).mean(1, keepdim=True)  # Everything depends on everything.
+        return x + both, y + both
+
+
+class Composed(torch.nn.Module):
+    """Streams that a test composes from the sample (s), the conditioning (c) and learned padding (p)."""
+
+    def __init__(self, x: str, y: str) -> None:
+        super().__init__()
+        self.parts = (x, y)
+        self.blocks = torch.nn.ModuleList(Mixing() for _ in range(2))
+        self.padding = torch.nn.Parameter(torch.randn(1, 2, 4))
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        source = {"s": first, "c": second, "p": self.padding, "+": first + second}
+        x, y = (torch.cat([source[part] for part in parts], dim=1) for parts in self.parts)
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x
+
+
+def composed_inputs(step: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    second = torch.randn(1, 3, 4)
+    torch.manual_seed(step + 1)
+    return {"first": torch.randn(1, 3, 4), "second": second}
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [("s", "image"), ("c", "text"), ("sc", "joint"), ("cs", "joint"), ("sp", "image"), ("p", "text"), ("+", "image"),
+     ("+c", "joint"), ("cp", "text")],
+)  # fmt: skip
+def test_kind_of_a_composed_stream(parts: str, kind: str) -> None:
+    anatomy = probe_anatomy(Composed(parts, "s"), composed_inputs(0), composed_inputs(1))
+    assert [stream.kind for stream in anatomy.stacks[0].streams] == [kind, "image"]
+
+
+def test_steps_that_do_not_differ_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"the same values in 'first', 'second'. .* two different denoising steps"):
+        probe_anatomy(Composed("s", "c"), composed_inputs(0), composed_inputs(0))
+
+
+class Lister(Mixing):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return *super().forward(x, y), [x, None]
+
+
+def test_values_of_any_form_beside_the_streams() -> None:
+    class Listing(Composed):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            x, y = first, second
+            for block in self.blocks:
+                x, y, (extra, nothing) = block(x, y)
+                assert extra.shape == x.shape
+                assert nothing is None
+            return x
+
+    model = Listing("s", "c")
+    model.blocks = torch.nn.ModuleList([Lister(), Lister()])
+    anatomy = probe_anatomy(model, composed_inputs(0), composed_inputs(1))
+    assert [stream.kind for stream in anatomy.stacks[0].streams] == ["image", "text", None]
+
+
+def works(report: ModelReport) -> dict[str, bool | None]:
+    return {feature.name: feature.works for feature in report.features}
+
+
+def test_a_class() -> None:
+    report = survey("FluxTransformer2DModel")
+    (part,) = report.components
+    assert (report.class_name, report.dtype) == ("FluxTransformer2DModel", "bfloat16")
+    assert (part.role, part.num_bytes) == ("denoiser", 2 * part.num_parameters)
+    assert [len(stack) for stack in part.anatomy.stacks] == [19, 38]
+    assert works(report) == {
+        "step cache": True, "layerwise offload": True, "model offload": False, "sequence parallel": True,
+    }  # fmt: skip
+
+
+def test_components_come_in_order_of_their_role() -> None:
+    report = survey("WanPipeline")
+    assert [part.name for part in report.components] == ["transformer", "transformer_2", "text_encoder", "vae"]
+    assert report.components[2].num_bytes is None
+    assert works(report)["model offload"]
+
+
+def test_where_a_plan_for_sequence_parallel_comes_from() -> None:
+    reasons = {name: survey(name).features[-1].reason for name in ("FluxTransformer2DModel", "SD3Transformer2DModel")}
+    assert reasons["FluxTransformer2DModel"] == "the plan comes with transformer"
+    assert reasons["SD3Transformer2DModel"].startswith("a plan is derived")
+
+
+def test_a_loaded_pipeline_and_a_bare_transformer() -> None:
+    pipe = tiny_flux_pipeline()
+    report = survey_pipeline(pipe)
+    assert [part.name for part in report.components] == ["transformer", "text_encoder", "text_encoder_2", "vae"]
+    assert all(works(report).values())
+    bare = survey_pipeline(pipe.transformer)
+    assert [part.name for part in bare.components] == ["transformer"]
+    assert bare.components[0].num_bytes == report.components[0].num_bytes
+
+
+def test_what_has_no_blocks_is_ready_for_nothing() -> None:
+    report = survey_pipeline(torch.nn.Linear(2, 2))
+    assert works(report) == dict.fromkeys(works(report), False)
+    assert len(report.features) == 4
+
+
+def test_running_adds_what_the_streams_hold(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    report = survey_by_running(str(tmp_path))
+    kinds = [
+        stream.kind for part in report.components if part.anatomy for s in part.anatomy.stacks for stream in s.streams
+    ]
+    assert kinds == ["text", "image", "text", "image"]
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["components"][0]["anatomy"]["stacks"][0]["streams"][0] == {
+        "parameter": "encoder_hidden_states",
+        "kind": "text",
+    }
+
+
+def roles(report: ModelReport) -> dict[str, str]:
+    return {part.name: part.role for part in report.components}
+
+
+def test_what_needs_a_checkpoint_to_be_known_is_said_to_be_unknown() -> None:
+    report = survey("LattePipeline")
+    assert works(report) == {
+        "step cache": None, "layerwise offload": None, "model offload": True, "sequence parallel": None,
+    }  # fmt: skip
+    unknown = [feature for feature in report.features if feature.works is None]
+    assert all(
+        "unknown without a checkpoint, which says how LatteTransformer3DModel is" in feature.reason
+        for feature in unknown
+    )
+    assert json.loads(json.dumps(report.to_dict()))["features"][0]["works"] is None
+
+
+def test_an_autoencoder_is_no_denoiser() -> None:
+    assert roles(survey("AutoencoderKL")) == roles(survey_pipeline(tiny_flux_pipeline().vae)) == {"vae": "vae"}
+
+
+def test_the_roles_that_were_declared_are_kept() -> None:
+    class Declared(torch.nn.Module):
+        _dit_modules: ClassVar[list[str]] = ["net"]
+        _encoder_modules: ClassVar[list[str]] = ["vae"]
+        _vae_modules: ClassVar[list[str]] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.vae = tiny_flux_pipeline().transformer, torch.nn.Linear(2, 2)
+
+    report = survey_pipeline(Declared())
+    assert roles(report) == {"net": "denoiser", "vae": "encoder"}
+    assert [len(stack) for stack in report.components[0].anatomy.stacks] == [2, 3]
+
+
+def test_a_compiled_transformer_is_reported_like_a_bare_one() -> None:
+    model = tiny_flux_pipeline().transformer
+    assert survey_pipeline(torch.compile(model)) == survey_pipeline(model)
+
+
+def test_a_bfloat16_folder_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_flux_pipeline().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    report = survey_by_running("~/model")
+    assert (report.source, report.dtype) == ("~/model", "bfloat16")
+    assert {stack.evidence for stack in report.components[0].anatomy.stacks} == {"probe"}
+
+
+def test_a_quantised_component_cannot_be_offloaded(tmp_path: Path) -> None:
+    pipe = tiny_flux_pipeline()
+    pipe.transformer.register_to_config(quantization_config={"quant_method": "bitsandbytes"})
+    pipe.save_pretrained(tmp_path)
+    for report in (survey(str(tmp_path)), survey_pipeline(pipe)):
+        features = {feature.name: feature for feature in report.features}
+        for name in ("layerwise offload", "model offload"):
+            assert not features[name].works
+            assert features[name].reason.startswith("quantised weights cannot be moved: transformer (bitsandbytes)")
+        assert features["step cache"].works
+
+
+def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import DiffusionPipeline
+
+    def look_up(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", look_up)
+    tiny_flux_pipeline().transformer.save_pretrained(tmp_path)
+    for source in ("FluxPipeline", "black-forest-labs/FLUX.1-dev", str(tmp_path), str(tmp_path / "nowhere")):
+        with pytest.raises(ModelError, match=f"'{source}' cannot be run: a local folder that holds a whole pipeline"):
+            survey_by_running(source)
+
+
+def test_a_folder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"The pipeline in {tmp_path} could not be loaded"):
+        survey_by_running(str(tmp_path))
+
+
+def run_in_place_of_a_folder(pipe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelReport:
+    from diffusers import DiffusionPipeline
+
+    tiny_flux_pipeline().save_pretrained(folder)
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: pipe)
+    return survey_by_running(str(folder))
+
+
+def test_a_denoiser_that_two_steps_do_not_call_stays_as_structure_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tiny_flux_pipeline()
+    pipe.transformer_2 = copy.deepcopy(pipe.transformer)
+    first, second, *_ = run_in_place_of_a_folder(pipe, tmp_path, monkeypatch).components
+    assert (first.name, second.name) == ("transformer", "transformer_2")
+    assert {stack.evidence for stack in first.anatomy.stacks} == {"probe"}
+    assert {stack.evidence for stack in second.anatomy.stacks} == {"structure"}
+    assert len(second.anatomy.stacks) == 2
+
+
+def test_a_pipeline_that_takes_no_prompt_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny_flux_pipeline()
+
+    class Unprompted(type(pipe)):
+        def __call__(self, class_labels: Any) -> None: ...
+
+    pipe.__class__ = Unprompted
+    with pytest.raises(ModelError, match="Unprompted could not be run with the settings"):
+        run_in_place_of_a_folder(pipe, tmp_path, monkeypatch)

@@ -14,7 +14,7 @@ import torch
 from driving import COND, INFINITE, UNGUARDED, Block, Plain, at, case, counted, loop
 
 import zoo
-from samovar.cache import apply_teacache_hook, remove_teacache_hook
+from samovar.cache import apply_teacache_hook
 from samovar.hooks import call_context
 from samovar.trace.forward import Given
 from samovar.trace.signal import ModulatedInput
@@ -67,7 +67,7 @@ def signals(model: torch.nn.Module, settings: Any, step: Callable[[int], Any], s
         (state,) = hook.state_manager.states().values()
         assert state.signal is not None
         found.append(state.signal.value.clone())
-    remove_teacache_hook(model)
+    hook.detach()
     return found
 
 

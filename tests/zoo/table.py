@@ -10,22 +10,22 @@ from . import UNSERVED, Case, Stack, load
 
 HEAD = """# Models
 
-Every transformer class that diffusers 0.42.1 exports can be cached, offloaded and split. No model has code of its own:
-stacks of blocks are found by structure and confirmed by one observed forward. The tests build and run each class and
-compare what is found with this table, which `make models-table` writes from the same cases.
+Every transformer class that diffusers 0.42.1 exports can be cached, offloaded and split. No model has code of its
+own: stacks of blocks are found by structure and confirmed by one observed forward. The tests build and run each class
+and compare what is found with this table, which `make models-table` writes from the same cases.
 
-- A stack is written as `path: blocks -> carried values`, in the order in which stacks run. The block class is that of the
-  tiny configuration under test.
-- A carried value is named by the block's parameter. Its tokens are made from what is denoised (*image*, whether image,
-  video, sound or protein), from conditioning alone (*text*), or from both (*joint*); `-` is returned but not passed to the
-  next block.
+- A stack is written as `path: blocks -> carried values`, in the order in which stacks run. The block class is that of
+  the tiny configuration under test.
+- A carried value is named by the block's parameter. Its tokens are made from what is denoised (*image*, whether
+  image, video, sound or protein), from conditioning alone (*text*), or from both (*joint*); `-` is returned but not
+  passed to the next block.
 - *Between blocks* are modules that run between the blocks of a stack.
 """
 
 FOREIGN = """## Models of other projects
 
-Originals, as their authors wrote them, tiny and with random weights; nothing is declared for any of them.
-`make test-foreign FOREIGN=folder` runs them from a folder of checkouts, 12 steps each, with `tea_cache` and `forecast`:
+Originals, as their authors wrote them, tiny and with random weights; nothing is declared for any of them. `make
+test-foreign FOREIGN=folder` runs them from a folder of checkouts, 12 steps each, with `tea_cache` and `forecast`:
 
 - *exact*: where nothing is skipped, and at every computed step, the bits are those of the bare model;
 - *served*: steps are skipped, and at least 80 % of the weights do not run at a skipped step;
@@ -34,8 +34,8 @@ Originals, as their authors wrote them, tiny and with random weights; nothing is
 - *offload*: the bits are those of the bare model under layerwise offload and after it;
 - *hooks*: a user's hook on the model sees every step once.
 
-A model that is not served is computed at every step, or refused when the cache is attached. A step that cannot be assigned
-to a branch, as the first one may be, is computed and not listed in `stats()`.
+A model that is not served is computed at every step, or refused when the cache is attached. A step that cannot be
+assigned to a branch, as the first one may be, is computed and not listed in `stats()`.
 """
 FOREIGN_ROWS = Path(__file__).parents[1] / "foreign" / "models.md"
 """Written by `python -m foreign.table`."""

@@ -1,8 +1,7 @@
-"""What is this model made of? Read from structure, without running anything."""
+"""What is this model made of? Read from its structure, without running it."""
 
-from .blocks import Anatomy, BlockStack, Stream, find_anatomy
+from .blocks import Anatomy, BlockStack, Coverage, Stream, coverage, find_anatomy
 from .components import ModuleDiscovery, PipelineModules, SupportsModuleOffload, find_denoisers
-from .coverage import Coverage, coverage
 from .declarations import BlockDeclaration, register_declaration
 
 __all__ = [

@@ -1,18 +1,21 @@
-"""Which repeated blocks is a transformer built of, and what do they pass on?
+"""Which repeated blocks is a transformer built of, what do they pass on, and how much of the model do they hold?
 
-Read from structure, without running anything: `lists` finds the stacks; what a block carries through is
-read off its signature and its return statement. `probe` confirms and completes this by one forward.
+All is read from structure, without running anything: `lists` finds the stacks; what a block carries through follows
+from its signature and its return statement. `trace` confirms and completes this by one forward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from ..errors import ModelError, nearest
+from .. import tree
+from ..errors import ModelError
+from ..other_libraries import WRAPPED_MODULE
 from .declarations import BlockDeclaration, check_stacks, declaration_for
 from .lists import Blocks, blocks_of, find_lists
 from .modules import is_container, parameters_of, tensor_bytes, unwrapped
@@ -20,6 +23,8 @@ from .source import returned_parameters
 
 Kind = Literal["image", "text", "joint"]
 Evidence = Literal["structure", "probe", "declaration"]
+_WORTH_NAMING = 0.01
+"""The share of the weights from which a module outside of blocks is named."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class Stream:
     parameter: str | None
     """The block's parameter through which the next block takes it; None if it is not passed on."""
     kind: Kind | None = None
-    """What its tokens are made of at the stack's entry: the inputs that are denoised ("image", of whatever
-    kind), conditioning alone ("text"), or some of each ("joint"). None before a probe."""
+    """The origin of its tokens at the stack's entry: the denoised inputs ("image", of whatever kind), conditioning
+    alone ("text"), or some of each ("joint"). None before a probe."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,9 @@ class BlockStack:
     block_classes: tuple[str, ...]
     """The classes of its blocks, each once; nearly always one."""
     parameters: tuple[str, ...]
-    """What a block's forward takes; the first block's where they differ."""
+    """The parameters of a block's forward; the first block's where they differ."""
     streams: tuple[Stream, ...]
-    """What a block returns, in order. Empty where structure does not tell."""
+    """The values that a block returns, in order. Empty if structure does not show them."""
     num_bytes: int
     evidence: Evidence = "structure"
 
@@ -54,7 +59,7 @@ class BlockStack:
 
     @property
     def pattern(self) -> str:
-        """The paths of its blocks as one, with a star for what is different in each."""
+        """The paths of its blocks as one, with a star for the part that differs."""
         return self.path if self.block_paths == (self.path,) else f"{self.path}.*"
 
     @property
@@ -69,13 +74,13 @@ class BlockStack:
     def names(self, block: torch.nn.Module) -> dict[str, str]:
         """For each parameter of a block, the stack's own name for it."""
         own = parameters_of(block)
-        # A block that names things otherwise than the first one still takes them in the same order.
+        # A block with other names than the first one still takes the same things in the same order.
         unlike = (name for name in own if name not in self.parameters)
         renamed = dict(zip(unlike, (name for name in self.parameters if name not in own), strict=False))
         return {name: renamed.get(name, name) for name in own}
 
     def arguments(self, block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a block was called with, by the stack's parameters."""
+        """The arguments of a block's call, by the stack's parameters."""
         names = self.names(block)
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         return {names.get(name, name): value for name, value in given.items()}
@@ -93,14 +98,14 @@ class BlockStack:
         if len(values) != len(self.streams):
             raise ModelError(
                 f"A block of {self.path!r} returned {len(values)} values; {len(self.streams)} were expected. "
-                "Probe the model again with the inputs it has now."
+                "Probe the model again with its present inputs."
             )
         return list(zip(self.streams, values, strict=True))
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a transformer is built of."""
+    """The stacks of blocks of a transformer."""
 
     model_class: str
     stacks: tuple[BlockStack, ...]
@@ -112,41 +117,26 @@ class Anatomy:
     leader: str | None = None
     """The stack by whose input a step is judged."""
 
-    @property
-    def is_probed(self) -> bool:
-        return any(stack.evidence == "probe" for stack in self.stacks)
-
-    def stack(self, path: str) -> BlockStack:
-        """The stack at a path."""
-        for stack in self.stacks:
-            if stack.path == path:
-                return stack
-        known = [stack.path for stack in self.stacks]
-        raise ModelError(f"{self.model_class} has no stack of blocks at {path!r}. {nearest(path, known)}")
-
 
 def output_values(output: Any) -> tuple[Any, ...]:
-    """What a block returned, as a tuple."""
+    """The output of a block as a tuple."""
     if isinstance(output, torch.Tensor):
         return (output,)
     if isinstance(output, (tuple, list)):
         return tuple(output)
     raise ModelError(
-        f"A block returned {type(output).__name__}; a tensor, a tuple or a list was expected. Such a model needs "
-        "an extractor of its own."
+        f"A block returned {type(output).__name__}; a tensor, a tuple or a list was expected. Register an "
+        "extractor for such a model."
     )
 
 
 def in_form_of(output: Any, values: Sequence[Any]) -> Any:
     """Values in the form in which a block returned others."""
-    if isinstance(output, torch.Tensor):
-        return values[0]
-    is_named_tuple = hasattr(output, "_fields")
-    return type(output)(*values) if is_named_tuple else type(output)(values)
+    return values[0] if isinstance(output, torch.Tensor) else tree.sequence_like(output, list(values))
 
 
 def find_anatomy(model: torch.nn.Module) -> Anatomy:
-    """A transformer's anatomy as far as structure and declarations tell."""
+    """A transformer's anatomy, from structure and declarations."""
     model = unwrapped(model)
     declaration = declaration_for(model)
     declared = {path: blocks_of(path, model.get_submodule(path)) for path in declaration.stacks}
@@ -155,22 +145,6 @@ def find_anatomy(model: torch.nn.Module) -> Anatomy:
     stacks = tuple(_read_stack(path, blocks, declaration) for path, blocks in lists.items())
     leader = declaration.leader or (stacks[0].path if stacks else None)
     return Anatomy(type(model).__name__, stacks, side=declaration.side, leader=leader)
-
-
-def _is_attention(path: str, module: torch.nn.Module) -> bool:
-    texts = (path.rpartition(".")[2].lower(), type(module).__name__.lower())
-    return any(word in text for text in texts for word in ("attn", "attention"))
-
-
-def attention_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The outermost modules within a module that attend to something, by path; not the norms named after them."""
-    found: dict[str, torch.nn.Module] = {}
-    for path, part in module.named_modules():
-        name = path.rpartition(".")[2].lower()
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if path and not inside and "norm" not in name and not is_container(part) and _is_attention(path, part):
-            found[path] = part
-    return found
 
 
 def _read_stack(path: str, blocks: Blocks, declaration: BlockDeclaration) -> BlockStack:
@@ -187,3 +161,58 @@ def _read_stack(path: str, blocks: Blocks, declaration: BlockDeclaration) -> Blo
         num_bytes=tensor_bytes(blocks.values()),
         evidence="declaration" if declared else "structure",
     )
+
+
+def attention_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost attention modules within a module, by path; not the norms named after them."""
+    found: dict[str, torch.nn.Module] = {}
+    for path, part in module.named_modules():
+        name, kind = path.rpartition(".")[2].lower(), type(part).__name__.lower()
+        is_attention = any(word in text for text in (name, kind) for word in ("attn", "attention"))
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if path and not inside and "norm" not in name and not is_container(part) and is_attention:
+            found[path] = part
+    return found
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The share of a model's weights that its blocks hold. What is in no block runs at every step."""
+
+    covered_bytes: int
+    total_bytes: int
+    uncovered: tuple[tuple[str, int], ...]
+    """The larger modules and parameters outside, by path with their bytes, the largest first."""
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1; a model without weights is covered."""
+        return self.covered_bytes / self.total_bytes if self.total_bytes else 1.0
+
+    def __str__(self) -> str:
+        outside = ", ".join(f"{path} {num_bytes / self.total_bytes:.1%}" for path, num_bytes in self.uncovered)
+        text = f"blocks hold {self.share:.1%} of the weights{f'; outside: {outside}' if outside else ''}"
+        return text.replace("%", " %")
+
+
+def coverage(model: torch.nn.Module, anatomy: Anatomy) -> Coverage:
+    """How much of a model the stacks of an anatomy hold. Tensors that several modules share count once."""
+    model = unwrapped(model)
+    paths = [path for stack in anatomy.stacks for path in stack.block_paths]
+    blocks = [model.get_submodule(path) for path in paths]
+    covered = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+    outside: Counter[str] = Counter()
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in covered:
+            place = _outermost_without_blocks(path.replace(f"{WRAPPED_MODULE}.", ""), paths)
+            outside[place] += tensor.numel() * tensor.element_size()
+    total_bytes = tensor_bytes([model])
+    large = [(path, size) for path, size in outside.most_common() if size >= max(1, _WORTH_NAMING * total_bytes)]
+    return Coverage(tensor_bytes(blocks), total_bytes, tuple(large))
+
+
+def _outermost_without_blocks(path: str, blocks: Sequence[str]) -> str:
+    """The outermost module on the way to a tensor that holds no block; the tensor itself if there is none."""
+    parts = path.split(".")
+    places = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((place for place in places if not any(block.startswith(f"{place}.") for block in blocks)), path)

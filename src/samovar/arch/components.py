@@ -1,11 +1,12 @@
-"""What is this pipeline made of? Its denoisers, encoders and VAEs, and what must stay on the device.
+"""What is this pipeline made of? Its denoisers, encoders and VAEs, and the modules that must stay on the device.
 
-A pipeline that declares its modules (`SupportsModuleOffload`) is taken at its word. Any other is read:
-what diffusers itself lists as components first, then well-known attribute names.
+A pipeline may declare its modules (`SupportsModuleOffload`). Any other is scanned: first the components that diffusers
+itself lists, then well-known attribute names.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,10 @@ Role = Literal["denoiser", "encoder", "vae", "resident"]
 
 @runtime_checkable
 class SupportsModuleOffload(Protocol):
-    """A pipeline that says which of its attributes hold what. Dotted paths are allowed.
+    """A pipeline that declares which attributes hold its modules. Dotted paths are allowed.
 
-    A fourth class variable, `_resident_modules`, is optional: modules inside a denoiser or beside it
-    that are small, used all the time, and must never leave the device.
+    A fourth class variable, `_resident_modules`, is optional: small modules inside a denoiser or beside it that are
+    used all the time and must never leave the device.
     """
 
     _dit_modules: ClassVar[Sequence[str]]
@@ -34,7 +35,7 @@ class SupportsModuleOffload(Protocol):
 
 @dataclass
 class PipelineModules:
-    """The modules of a pipeline by what they do, each with the path it was found under."""
+    """The modules of a pipeline by role, each with the path at which it was found."""
 
     dits: list[torch.nn.Module] = field(default_factory=list)
     dit_names: list[str] = field(default_factory=list)
@@ -66,18 +67,26 @@ _WELL_KNOWN: dict[Role, tuple[str, ...]] = {
     "encoder": ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "mllm", "vision_model"),
     "vae": ("vae", "audio_vae"),
 }
-_TELLING_WORDS: dict[Role, tuple[str, ...]] = {
-    "denoiser": ("unet",),
-    "vae": ("vae", "movq", "vqgan"),
-    "encoder": ("encoder",),
+_ROLE_BY_WORD: dict[str, Role] = {
+    "unet": "denoiser",
+    "vae": "vae",
+    "movq": "vae",
+    "vqgan": "vae",
+    "encoder": "encoder",
 }
-_ROOMS_OF_DIFFUSERS: dict[str, Role] = {
-    "models.transformers.": "denoiser",
-    "models.unets.": "denoiser",
-    "models.autoencoders.": "vae",
-    "models.": "resident",
+_ROLE_BY_PACKAGE: dict[str, Role] = {
+    "transformers.": "encoder",
+    "diffusers.models.transformers.": "denoiser",
+    "diffusers.models.unets.": "denoiser",
+    "diffusers.models.autoencoders.": "vae",
+    "diffusers.models.": "resident",
 }
+_REQUIRED = [attribute for role, attribute in _DECLARED.items() if role != "resident"]
 _MISSING = object()
+
+
+Found = Iterator[tuple[Role, str, torch.nn.Module]]
+"""Modules with their role and name."""
 
 
 class ModuleDiscovery:
@@ -96,30 +105,29 @@ class ModuleDiscovery:
 
 
 def find_denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
-    """The denoisers of a pipeline by name, or the one that was given itself."""
+    """The denoisers of a pipeline by name. A denoiser may be given itself."""
     if is_denoiser_itself(pipeline):
         return {type(unwrapped(pipeline)).__name__: pipeline}
     found = ModuleDiscovery.discover(pipeline)
     denoisers = dict(zip(found.dit_names, found.dits, strict=True))
     if not denoisers:
         raise ModelError(
-            f"No denoiser was found in {type(pipeline).__name__}: a component such as 'transformer' was looked for, "
-            "or a declaration in _dit_modules."
+            f"No denoiser was found in {type(pipeline).__name__}. Expected a component such as 'transformer', or a "
+            "declaration in _dit_modules."
         )
     return denoisers
 
 
 def is_denoiser_itself(pipeline: Any) -> TypeGuard[torch.nn.Module]:
-    """Whether this is a module that is called once a step, and no pipeline that is a module.
+    """Whether this is a module that is called once a step, and not a pipeline that is a module.
 
-    What it calls its parts says nothing: many a denoiser holds its trunk as `transformer` or `model`. A pipeline
-    declares its modules, or holds what a denoiser has no use for: a scheduler, a VAE, an encoder.
+    The names of its parts are no evidence: many denoisers hold their trunk as `transformer` or `model`. A pipeline
+    declares its modules, or holds something that a denoiser does not need: a scheduler, a VAE, an encoder.
     """
     if not isinstance(pipeline, torch.nn.Module):
         return False
     bare = unwrapped(pipeline)
-    declared = (attribute for role, attribute in _DECLARED.items() if role != "resident")
-    if any(_read(bare, attribute) is not _MISSING for attribute in (*declared, "components")):
+    if any(_read(bare, attribute) is not _MISSING for attribute in (*_REQUIRED, "components")):
         return False
     parts = [(role, module) for role, _, module in _well_known(bare)]
     if type(bare).forward is torch.nn.Module.forward and "forward" not in vars(bare):  # Nobody calls it.
@@ -129,29 +137,26 @@ def is_denoiser_itself(pipeline: Any) -> TypeGuard[torch.nn.Module]:
 
 
 def _declares_all(pipeline: Any) -> bool:
-    if isinstance(pipeline, SupportsModuleOffload):
-        return True
-    required = [attribute for role, attribute in _DECLARED.items() if role != "resident"]
-    missing = [attribute for attribute in required if _read(pipeline, attribute) is _MISSING]
-    if len(missing) < len(required):
+    missing = [attribute for attribute in _REQUIRED if _read(pipeline, attribute) is _MISSING]
+    if 0 < len(missing) < len(_REQUIRED):
         warnings.warn(
-            f"{type(pipeline).__name__} declares some of its modules but not {', '.join(missing)}. Its declaration is "
-            "not used and its attributes are scanned instead. Declare all three; an empty list means none.",
+            f"{type(pipeline).__name__} declares some of its modules but not {', '.join(missing)}. The declaration is "
+            "ignored and the attributes are scanned instead. Declare all three; an empty list means none.",
             stacklevel=3,
         )
-    return False
+    return not missing
 
 
-def _declared(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
-    """What a pipeline declares, at its word; a module under two names once."""
+def _declared(pipeline: Any) -> Found:
+    """The modules that a pipeline declares; a module under two names once."""
     taken: set[int] = set()
     for role, attribute in _DECLARED.items():
         for name in _declared_names(pipeline, attribute):
-            module = _resolve(pipeline, name)
+            module = functools.reduce(_read, name.split("."), pipeline)
             if not isinstance(module, torch.nn.Module):
-                problem = "is not there" if module is _MISSING else f"is no torch.nn.Module but {module!r:.80}"
+                problem = "does not exist" if module is _MISSING else f"is {module!r:.80}, not a torch.nn.Module"
                 warnings.warn(
-                    f"{type(pipeline).__name__}.{attribute} names {name!r}, which {problem}. It is left out. Correct "
+                    f"{type(pipeline).__name__}.{attribute} names {name!r}, which {problem}. It is ignored. Correct "
                     "the name, or load that component.",
                     stacklevel=3,
                 )
@@ -173,8 +178,8 @@ def _declared_names(pipeline: Any, attribute: str) -> Sequence[str]:
     return names
 
 
-def _scanned(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
-    """What a pipeline holds; of two modules one of which is inside the other, the first."""
+def _scanned(pipeline: Any) -> Found:
+    """The modules that a pipeline holds. If one of two modules is inside the other, only the first counts."""
     taken: set[int] = set()
     inside: set[int] = set()
     for role, name, module in (*_components(pipeline), *_well_known(pipeline)):
@@ -185,8 +190,8 @@ def _scanned(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
             yield role, name, module
 
 
-def _components(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
-    """What diffusers lists, in the order in which it runs."""
+def _components(pipeline: Any) -> Found:
+    """The components that diffusers lists, in the order in which they run."""
     components = _read(pipeline, "components")
     if not isinstance(components, Mapping):
         return
@@ -198,7 +203,7 @@ def _components(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
             yield role_of(name, type(unwrapped(module))), name, module
 
 
-def _well_known(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
+def _well_known(pipeline: Any) -> Found:
     for role, names in _WELL_KNOWN.items():
         for name in names:
             module = _read(pipeline, name)
@@ -207,27 +212,15 @@ def _well_known(pipeline: Any) -> Iterator[tuple[Role, str, torch.nn.Module]]:
 
 
 def role_of(name: str, cls: type) -> Role:
-    """What a component does: by where its class comes from if that tells, else by its name."""
-    library, _, place = cls.__module__.partition(".")
-    if library == "transformers":
-        return "encoder"
-    for room, role in _ROOMS_OF_DIFFUSERS.items():
-        if library == "diffusers" and place.startswith(room):
-            # An adapter may live in the room of the models that it is for.
-            return "resident" if "Adapter" in cls.__name__ else role
+    """The role of a component: by the package of its class if that is known, otherwise by its name."""
+    for package, role in _ROLE_BY_PACKAGE.items():
+        if f"{cls.__module__}.".startswith(package):
+            # An adapter may live in the package of the models that it is for.
+            return "resident" if "Adapter" in cls.__name__ and package != "transformers." else role
     for role, names in _WELL_KNOWN.items():
         if name in names:
             return role
-    for role, words in _TELLING_WORDS.items():
-        if any(word in name for word in words):
-            return role
-    return "resident"
-
-
-def _resolve(root: Any, path: str) -> Any:
-    for name in path.split("."):
-        root = _read(root, name)
-    return root
+    return next((role for word, role in _ROLE_BY_WORD.items() if word in name), "resident")
 
 
 def _read(owner: Any, name: str) -> Any:

@@ -1,9 +1,9 @@
 """Which of a model's lists are stacks of blocks? Recognised by how their members are built, never by their names.
 
 A block takes a stream of tokens and returns it changed, so that the next one can take it. Two things show that: its
-source adds to what it was given, or it normalises tokens of some width and has linear maps out of that width and back
-to it. Modulations, embedders, projections, experts and feed-forward parts show neither. Where nothing shows, a list
-that holds most of the model is its stack.
+source adds to an argument, or it normalises tokens of some width and has linear maps out of that width and back to it.
+Modulations, embedders, projections, experts and feed-forward parts do neither. If nothing else is found, a list that
+holds most of the model is its stack.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..other_libraries import repeated_blocks, streamed_lists, unsplit_modules
-from .modules import is_container, members, named_parts, tensor_bytes, unwrapped
+from .modules import is_list, members, named_parts, tensor_bytes, unwrapped
 from .source import adds_to_its_input
 
 Blocks = dict[str, torch.nn.Module]
@@ -31,8 +32,7 @@ def find_lists(model: torch.nn.Module) -> dict[str, Blocks]:
     hints = _Hints.of(model)
     found = dict(_lists_in(model, hints, ""))
     found |= dict(_lone_blocks(model, found))
-    place = {path: index for index, path in enumerate(named_parts(model))}
-    return dict(sorted(found.items(), key=lambda item: place[item[0]]))
+    return {path: found[path] for path in named_parts(model) if path in found}
 
 
 def blocks_of(path: str, holder: torch.nn.Module) -> Blocks:
@@ -42,30 +42,24 @@ def blocks_of(path: str, holder: torch.nn.Module) -> Blocks:
 
 @dataclass(frozen=True)
 class _Hints:
-    """What a model's class says of its blocks, for other purposes."""
+    """What a model's class declares about its blocks for other purposes (see `other_libraries`)."""
 
     repeated: frozenset[str]
-    """Classes that diffusers compiles one by one: blocks, wherever they come in a list."""
     unsplit: frozenset[str]
-    """Classes that are kept on one device. Not all are blocks, but one alone in a list may be."""
     paths: frozenset[str]
-    """Lists whose members vllm-omni offloads one by one."""
     num_bytes: int
+    """The size of the whole model."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> _Hints:
-        return cls(
-            repeated=frozenset(repeated_blocks(model)),
-            unsplit=frozenset(unsplit_modules(model)),
-            paths=frozenset(_declared_paths(model)),
-            num_bytes=tensor_bytes([model]),
-        )
+        repeated, unsplit = frozenset(repeated_blocks(model)), frozenset(unsplit_modules(model))
+        return cls(repeated, unsplit, frozenset(_declared_paths(model)), tensor_bytes([model]))
 
 
 def _declared_paths(model: torch.nn.Module) -> Iterator[str]:
     parts = named_parts(model)
     for path, attribute in streamed_lists(model).items():
-        if path in parts and _is_list(parts[path]):
+        if path in parts and is_list(parts[path]):
             yield path
         else:
             problem = f"is a {type(parts[path]).__name__}" if path in parts else "does not exist"
@@ -76,16 +70,12 @@ def _declared_paths(model: torch.nn.Module) -> Iterator[str]:
             )
 
 
-def _is_list(module: torch.nn.Module) -> bool:
-    return (is_container(module) or isinstance(module, torch.nn.Sequential)) and bool(members(module))
-
-
 def _lists_in(module: torch.nn.Module, hints: _Hints, path: str) -> Iterator[tuple[str, Blocks]]:
     """The outermost lists of blocks within a module."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         child = unwrapped(child)
-        if _is_list(child) and (child_path in hints.paths or _holds_blocks(child, hints, child_path)):
+        if is_list(child) and (child_path in hints.paths or _holds_blocks(child, hints, child_path)):
             yield child_path, blocks_of(child_path, child)
         else:
             yield from _lists_in(child, hints, child_path)
@@ -93,7 +83,7 @@ def _lists_in(module: torch.nn.Module, hints: _Hints, path: str) -> Iterator[tup
 
 def _holds_blocks(holder: torch.nn.Module, hints: _Hints, path: str) -> bool:
     children = list(members(holder).values())
-    if any(_is_list(child) for child in children):
+    if any(is_list(child) for child in children):
         return False
     if not _classes(children) <= hints.repeated:
         heavy = tensor_bytes(children) > _MOST * hints.num_bytes
@@ -107,7 +97,7 @@ def _classes(modules: Sequence[torch.nn.Module]) -> set[str]:
 
 
 def _are_alike(children: Sequence[torch.nn.Module], hints: _Hints) -> bool:
-    """Whether at least half of some modules are of a class that comes twice: the first and the last may be others."""
+    """Whether at least half of the modules are of a class that occurs twice: the first and the last may differ."""
     if len(children) == 1:
         return _classes(children) <= hints.unsplit
     count = Counter(map(type, children))
@@ -115,21 +105,22 @@ def _are_alike(children: Sequence[torch.nn.Module], hints: _Hints) -> bool:
 
 
 def _are_blocks(modules: Sequence[torch.nn.Module], *, certain: bool) -> bool:
-    """Whether modules are all built like blocks; where not `certain`, whether they may be."""
+    """Whether all modules are built like blocks; if not `certain`, whether they may be blocks."""
     maps = [_Maps.of(module) for module in modules]
     if not all(_is_block(module, made, certain=certain) for module, made in zip(modules, maps, strict=True)):
         return False
-    # What the stages of a U-Net take and return gets wider from one to the next.
+    # The stages of a U-Net get wider from one to the next.
     widths = [made.widths for made in maps if made.widths]
     return not widths or bool(frozenset.intersection(*widths))
 
 
 def _is_block(module: torch.nn.Module, maps: _Maps, *, certain: bool) -> bool:
-    if type(module).__module__.startswith("torch.nn.modules") and not list(module.children()):
+    cls: Any = type(module)
+    if cls.__module__.startswith("torch.nn.modules") and not list(module.children()):
         return False
-    if not maps.linear or 3 * maps.spatial >= maps.linear:  # Convolutions: of a VAE or U-Net, or of an embedder.
+    if not maps.linear or 3 * maps.spatial >= maps.linear:  # Convolutions: a VAE, a U-Net or an embedder.
         return False
-    if adds_to_its_input(type(module)):
+    if adds_to_its_input(cls):
         return True
     if certain:
         return maps.linear > 1 and (bool(maps.widths & maps.normed) or (maps.has_unknown and bool(maps.normed)))
@@ -137,8 +128,8 @@ def _is_block(module: torch.nn.Module, maps: _Maps, *, certain: bool) -> bool:
 
 
 def _is_whole_model(module: torch.nn.Module, num_beside: int, hints: _Hints, path: str) -> bool:
-    """Whether most of a module is in stacks of its own, as in transformers side by side. A few parts in a list make
-    no stack within one of many blocks."""
+    """Whether most of a module is in stacks inside it, as in transformers side by side. A short list inside a block
+    is not such a stack."""
     inner = list(_lists_in(module, hints, path))
     blocks = [block for _, stack in inner for block in stack.values()]
     if not blocks or tensor_bytes(blocks) <= _MOST * tensor_bytes([module]):
@@ -147,7 +138,7 @@ def _is_whole_model(module: torch.nn.Module, num_beside: int, hints: _Hints, pat
 
 
 def _lone_blocks(model: torch.nn.Module, found: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
-    """Blocks in no list, beside lists of others of their class: the one in the middle of a U, for one."""
+    """Blocks in no list, beside lists of others of their class, such as the one in the middle of a U."""
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in found):
         beside = [blocks for path, blocks in found.items() if path.rpartition(".")[0] == parent]
         classes = {type(block) for blocks in beside for block in blocks.values()}
@@ -159,17 +150,18 @@ def _lone_blocks(model: torch.nn.Module, found: Mapping[str, Blocks]) -> Iterato
 
 @dataclass(frozen=True)
 class _Maps:
-    """What a module computes with."""
+    """The maps in a module."""
 
     linear: int
+    """Their number."""
     spatial: int
-    """Convolutions over more than one place."""
+    """The number of convolutions over more than one place."""
     normed: frozenset[int]
     """The widths that are normalised."""
     widths: frozenset[int]
-    """Those that some map takes and some map returns, the width of the tokens among them."""
+    """The widths that some map takes and some map returns: the width of the tokens is among them."""
     has_unknown: bool
-    """Whether there are weights whose widths are not known."""
+    """Whether there are weights of unknown widths."""
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> _Maps:
@@ -190,7 +182,7 @@ class _Maps:
                 linear += 1
                 inputs.add(widths[0])
                 outputs.add(widths[1])
-            elif any(extent > 1 for extent in extents):  # A layer of a kind that is not known here, or a table.
+            elif any(extent > 1 for extent in extents):  # An unknown kind of layer, or a table.
                 linear += sum(extent in (2, 3) for extent in extents)
                 spatial += sum(extent > 3 for extent in extents)
                 has_unknown = True
@@ -202,7 +194,7 @@ class _Maps:
 
 
 def _widths(module: torch.nn.Module) -> tuple[int, int] | None:
-    """What a linear map, or a convolution over one place, takes and returns."""
+    """The input and output width of a linear map, or of a convolution over one place."""
     for names in (("in_features", "out_features"), ("in_channels", "out_channels")):
         width, to = (getattr(module, name, None) for name in names)
         if isinstance(width, int) and isinstance(to, int):

@@ -12,7 +12,7 @@ from ..other_libraries import WRAPPED_MODULE
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module that `torch.compile` was given; any other module itself."""
-    children = module._modules  # A scripted module has its own kind of these, which knows no `get`.
+    children = module._modules  # A scripted module has its own kind of dictionary, without `get`.
     inner = children[WRAPPED_MODULE] if WRAPPED_MODULE in children else None  # noqa: SIM401
     return module if inner is None else inner
 
@@ -31,13 +31,18 @@ def is_container(module: torch.nn.Module) -> bool:
     return isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
 
 
+def is_list(module: torch.nn.Module) -> bool:
+    """Whether a module holds others in order, and at least one."""
+    return isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)) and len(module) > 0
+
+
 def members(container: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What a container holds. Unlike `named_children`, this has a module that is held twice at both places."""
+    """The modules in a container. Unlike `named_children`, this lists a module that is held twice at both places."""
     return {name: unwrapped(module) for name, module in container._modules.items() if module is not None}
 
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What a module's forward takes."""
+    """The parameters of a module's forward."""
     return inspect.signature(unwrapped(module).forward).parameters
 
 

@@ -30,7 +30,7 @@ class Part:
     role: Role
     cls: type
     module: torch.nn.Module | None
-    """None where it cannot be built without a checkpoint."""
+    """None if it cannot be built without a checkpoint."""
 
 
 Parts = dict[str, Part]
@@ -49,15 +49,14 @@ def read_skeleton(source: str) -> tuple[str, Parts]:
     if path.exists() or "/" in source:
         problem = "neither model_index.json nor config.json is in it" if path.exists() else "there is no such folder"
         raise ModelError(
-            f"{source!r} is no model: {problem}. "
-            "Give a folder in diffusers format or a class name. A model of the hub must be downloaded first: "
-            "hf download NAME --local-dir FOLDER"
+            f"{source!r} is not a model: {problem}. Give a folder in diffusers format or a class name. Download a "
+            "model of the hub first: hf download NAME --local-dir FOLDER"
         )
     return _read_class(source)
 
 
-def lone_part(cls: type, module: torch.nn.Module) -> Parts:
-    """A model that belongs to no pipeline: its class tells what it does, else that it is built of blocks."""
+def _lone_part(cls: type, module: torch.nn.Module) -> Parts:
+    """A model without a pipeline. Its class shows its role, or else the fact that it is built of blocks."""
     role = role_of("transformer" if find_anatomy(module).stacks else "", cls)
     name = {"denoiser": "transformer", "vae": "vae"}.get(role, "model")
     return {name: Part(role, cls, module)}
@@ -66,7 +65,7 @@ def lone_part(cls: type, module: torch.nn.Module) -> Parts:
 def loaded_parts(pipeline: Any) -> Parts:
     """The components of a pipeline, or of a single model, that is loaded."""
     if is_denoiser_itself(pipeline):
-        return lone_part(type(unwrapped(pipeline)), pipeline)
+        return _lone_part(type(unwrapped(pipeline)), pipeline)
     return {
         name: Part(role, type(unwrapped(module)), module)
         for role, (names, modules) in ModuleDiscovery.discover(pipeline).roles().items()
@@ -75,23 +74,31 @@ def loaded_parts(pipeline: Any) -> Parts:
 
 
 def _read_class(name: str) -> tuple[str, Parts]:
-    cls = diffusers_class(name)
-    if not issubclass(cls, torch.nn.Module):
-        return name, {
-            part: Part(role_of(part, part_cls), part_cls, _try_default(part_cls))
-            for part, part_cls in _declared_parts(cls)
-        }
+    cls = _diffusers_class(name)
+    if issubclass(cls, torch.nn.Module):
+        return name, _lone_part(cls, _build_default(cls))
+    parts: Parts = {}
+    for part, part_cls in _declared_parts(cls):
+        module = None
+        if part_cls.__module__.startswith("diffusers.models.transformers"):
+            with contextlib.suppress(ModelError):
+                module = _build_default(part_cls)
+        parts[part] = Part(role_of(part, part_cls), part_cls, module)
+    return name, parts
+
+
+def _build_default(cls: type[torch.nn.Module]) -> torch.nn.Module:
     try:
         with _on_meta(torch.bfloat16):
-            model = cls()
+            return cls()
     except (TypeError, ValueError) as error:
         raise ModelError(
-            f"{name} has no usable default configuration ({error}). Give the folder of a model of that class instead."
+            f"{cls.__name__} has no usable default configuration ({error}). Give the folder of a model of that class "
+            "instead."
         ) from error
-    return name, lone_part(cls, model)
 
 
-def diffusers_class(name: str) -> type:
+def _diffusers_class(name: str) -> type:
     """A model or pipeline class of diffusers by its name."""
     import diffusers
     import diffusers.models.transformers as transformers
@@ -108,7 +115,7 @@ def diffusers_class(name: str) -> type:
     )
 
 
-def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type]]:
+def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[torch.nn.Module]]]:
     """The module classes that a pipeline's constructor asks for."""
     try:
         signature = inspect.signature(pipeline_cls, eval_str=True)
@@ -119,18 +126,6 @@ def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type]]:
             if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
                 yield name, cls
                 break
-
-
-def _try_default(cls: type) -> torch.nn.Module | None:
-    """A diffusers model in its default configuration; None where there is none, or it says nothing."""
-    if not cls.__module__.startswith("diffusers.models.transformers"):
-        return None
-    try:
-        with _on_meta(torch.bfloat16):
-            module: torch.nn.Module = cls()
-    except (TypeError, ValueError):
-        return None
-    return module
 
 
 def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
@@ -154,22 +149,22 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
 def _read_model_folder(folder: Path) -> tuple[str, Parts]:
     name = read_json(folder / "config.json").get("_class_name")
     if not isinstance(name, str):
-        raise ModelError(f"{folder / 'config.json'} names no class (_class_name), so it is no diffusers model.")
-    cls = diffusers_class(name)
-    return name, lone_part(cls, _build_from_folder(cls, folder))
+        raise ModelError(f"{folder / 'config.json'} has no _class_name, so it does not describe a diffusers model.")
+    cls = _diffusers_class(name)
+    return name, _lone_part(cls, _build_from_folder(cls, folder))
 
 
 def _library_class(folder: Path, name: str, library: str, class_name: str) -> type:
     if library not in ("diffusers", "transformers"):
         raise ModelError(
-            f"{folder / 'model_index.json'}: {name!r} is of {library}.{class_name}, code that comes with the model "
-            "and is not run. Only components of diffusers and transformers can be read."
+            f"{folder / 'model_index.json'}: {name!r} is a {library}.{class_name}. That code comes with the model and "
+            "is not run; only components of diffusers and transformers can be read."
         )
     package = importlib.import_module(library)
     cls = getattr(package, class_name, None)
     if not inspect.isclass(cls):
         raise ModelError(
-            f"{folder / 'model_index.json'}: {name!r} is of {library}.{class_name}, which {library} "
+            f"{folder / 'model_index.json'}: {name!r} is a {library}.{class_name}, which {library} "
             f"{package.__version__} does not have. Upgrade {library}, or check the name."
         )
     return cls
@@ -205,7 +200,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """The type of the weights on disk; bfloat16 where there are none."""
+    """The dtype of the weights on disk; bfloat16 if there are none."""
     # Variants such as model.fp16.safetensors come last: the plain file is the one that is loaded by default.
     files = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name.count("."), file.name))
     stored = [dtype for file in files for dtype in _dtypes_in(file)]
@@ -219,5 +214,5 @@ def _dtypes_in(file: Path) -> list[torch.dtype]:
         with safe_open(file, framework="pt") as weights:
             names = [weights.get_slice(key).get_dtype() for key in weights.keys()]  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is no complete safetensors file: {error}. Download or save it again.") from error
+        raise ModelError(f"{file} is not a complete safetensors file: {error}. Download or save it again.") from error
     return [_DTYPES[name] for name in names if name in _DTYPES]

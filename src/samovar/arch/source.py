@@ -1,4 +1,4 @@
-"""What does the source of a block say about what it returns? Read, never run; blocks without source say nothing."""
+"""What does a block return? Its source is read, never run; a block without source says nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def returned_parameters(block: torch.nn.Module, parameters: Sequence[str]) -> tuple[str | None, ...]:
-    """What the last return statement of a block's forward names, where these are its parameters."""
+    """The parameters that the last return statement of a block's forward names; None for each other value."""
     function = _parse(inspect.unwrap(type(block).forward))
     returns = _returned(function) if function is not None else []
     if not returns:
@@ -24,17 +25,12 @@ def returned_parameters(block: torch.nn.Module, parameters: Sequence[str]) -> tu
     return tuple(names) if any(names) else ()
 
 
-def adds_to_its_input(cls: type) -> bool:
+@functools.lru_cache(maxsize=512)
+def adds_to_its_input(cls: Any) -> bool:
     """Whether a module returns one of its arguments with something added to it, as residual blocks do.
 
-    All methods of the class are read: many a forward only hands on to another method, through checkpointing for
-    one.
+    All methods of the class are read: some forwards only call another method, for checkpointing for example.
     """
-    return _has_residual_method(cls)
-
-
-@functools.lru_cache(maxsize=512)
-def _has_residual_method(cls: type) -> bool:
     bases = [base for base in cls.__mro__ if not base.__module__.startswith("torch.nn.modules.module")]
     methods = {name: value for base in reversed(bases) for name, value in vars(base).items() if callable(value)}
     functions = (_parse(inspect.unwrap(method)) for method in methods.values() if not isinstance(method, type))
@@ -72,7 +68,7 @@ def _is_sum_with(value: ast.expr, names: set[str]) -> bool:
 
 
 def _parse(function: object) -> _Function | None:
-    """A function as a tree; None where it has no source of its own: built at run time, or in an expression."""
+    """A function as a tree; None if it has no source: it was built at run time, or stands in an expression."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError, IndexError):
@@ -89,7 +85,7 @@ def _elements(value: ast.expr) -> list[ast.expr]:
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """What is in a function, less what is in functions and classes inside it: they return to someone else."""
+    """The nodes of a function, without those of functions and classes inside it, which return to others."""
     for node in ast.iter_child_nodes(function):
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):

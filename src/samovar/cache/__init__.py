@@ -11,11 +11,11 @@ from .backend import (
     make_cache_backend,
     register_cache_backend,
 )
-from .config import TeaCacheConfig
+from .config import OutlierSchedule, TeaCacheConfig
 from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
 from .state import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
-from .teacache import TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from .teacache import TeaCacheHook, apply_teacache_hook
 
 __all__ = [
     "CACHE_BACKENDS",
@@ -26,6 +26,7 @@ __all__ = [
     "CacheContext",
     "CacheSetting",
     "CacheStats",
+    "OutlierSchedule",
     "PipelineStats",
     "StepRecord",
     "TeaCacheBackend",
@@ -37,5 +38,4 @@ __all__ = [
     "make_cache_backend",
     "register_cache_backend",
     "register_extractor",
-    "remove_teacache_hook",
 ]

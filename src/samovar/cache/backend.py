@@ -11,24 +11,24 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
-from ..files import is_file_name, read_settings
+from ..files import is_file_name, naming, read_settings
 from ..hooks import Handle, PipelineHook, Run, hook_pipeline
 from .config import TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
 from .stats import CacheStats
-from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook, remove_teacache_hook
+from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
-CacheSetting = str | Path | TeaCacheConfig | Mapping[str, Any] | None
+CacheSetting = str | Path | TeaCacheConfig | Mapping[str, Any] | Literal[False] | None
 Hooks = dict[str, tuple[torch.nn.Module, TeaCacheHook]]
 """The denoisers of a pipeline by name."""
 
@@ -95,7 +95,7 @@ class TeaCacheBackend:
         with contextlib.ExitStack() as undo:
             for name, module in denoisers.items():  # Pipelines that share a denoiser share its cache.
                 hook = attached.get(module) or apply_teacache_hook(module, self.config, self._agree)
-                undo.callback(self._release, module)
+                undo.callback(self._release, module, hook)
                 hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
@@ -128,10 +128,10 @@ class TeaCacheBackend:
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
 
-    def _release(self, module: torch.nn.Module) -> None:
+    def _release(self, module: torch.nn.Module, hook: TeaCacheHook) -> None:
         """Take the hook off a denoiser that no other pipeline with this cache uses."""
         if module not in self._modules():
-            remove_teacache_hook(module)
+            hook.detach()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -240,8 +240,11 @@ class CacheChoice:
         named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
         if cache is None:
             cache, source = {"backend": named}, ENVIRONMENT_VARIABLE
+        if cache is False:
+            cache = "none"
         if is_file_name(cache):
-            cache = read_settings(cache, "cache")  # type: ignore[arg-type]
+            with naming(cache):
+                return cls.read(read_settings(cache, "cache"))  # type: ignore[arg-type]
         if isinstance(cache, str):
             cache = {"backend": cache}
         if not isinstance(cache, Mapping):

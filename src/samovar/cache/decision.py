@@ -1,37 +1,152 @@
-"""Has the signal changed too much for this step to be skipped?
+"""May this step be skipped? First by schedule and guards, then by how much the signal has changed.
 
-One number is waited for a step: the relative change of the signal, with those of whatever else changed.
+A decision by the signal waits for the device once: it reads the relative change of the signal together with those of
+whatever else changed.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from importlib import resources
 from typing import NamedTuple, Protocol
 
 import torch
 
+from ..errors import SettingError
+from ..trace.passes import Mode
 from . import inputs as change
+from .config import TeaCacheConfig
+
+Rescale = Callable[[float], float]
+
+
+# ------------------------------------------------------------------------------------------------ schedule and guards
+
+
+class Verdict(NamedTuple):
+    """What to do with a step, and why. `ask` leaves it to the signal."""
+
+    action: Mode
+    reason: str
+
+
+class Step(NamedTuple):
+    """A step of a run."""
+
+    number: int
+    """From 0."""
+    total: int | None
+    """Number of the scheduler's steps, if known."""
+    run_length: int | None
+    """Number of steps the run takes: fewer than `total` if it starts half-way."""
+
+    @property
+    def first(self) -> int:
+        """Number of the run's first step."""
+        return 0 if self.total is None or self.run_length is None else max(0, self.total - self.run_length)
+
+
+def judge(config: TeaCacheConfig, step: Step, skipped_in_a_row: int, branch: str | None = None) -> Verdict:
+    """What schedule and guards say about a step of a branch."""
+    mask = config.mask_for(branch)
+    is_planned = mask is None or _planned(mask, step)
+    if config.never_skips:
+        return Verdict("compute", "settings")
+    if config.schedule is not None:
+        if mask is None:
+            return Verdict("compute", "no schedule for this branch")
+        return Verdict("compute" if is_planned else "skip", "schedule")
+    if step.run_length is not None and step.run_length < config.min_steps:
+        return Verdict("compute", "min_steps")
+    if step.number < step.first + config.first_steps:
+        return Verdict("compute", "first_steps")
+    if step.total is not None and step.number >= step.total - config.last_steps:
+        return Verdict("compute", "last_steps")
+    if step.total is not None and not config.start * step.total <= step.number < config.end * step.total:
+        return Verdict("compute", "window")
+    if config.max_skips is not None and skipped_in_a_row >= config.max_skips:
+        return Verdict("compute", "max_skips")
+    return Verdict("ask", "")
+
+
+def _planned(mask: tuple[bool, ...], step: Step) -> bool:
+    """Whether a schedule computes this step; a schedule of another length than the run's is refused."""
+    if step.number >= len(mask) or step.total not in (None, len(mask)):
+        steps = f"a step number {step.number + 1}" if step.total is None else f"{step.total} steps"
+        raise SettingError(
+            f"The schedule is for {len(mask)} steps, and this run has {steps}. Give a schedule of the run's length, or "
+            "run as many steps as it has. In your own loop, call refresh(model, steps) where a run begins.",
+            param="schedule",
+        )
+    return mask[step.number]
+
+
+# ------------------------------------------------------------------------------------------------ coefficients
+
+
+class Coefficients(NamedTuple):
+    """The polynomial that turns a change of a model's signal into one of its output, highest power first."""
+
+    values: tuple[float, ...]
+    origin: str
+
+
+@cache
+def known_coefficients() -> dict[str, Coefficients]:
+    """Those of coefficients.json, by the class name of the model."""
+    text = resources.files(__package__).joinpath("coefficients.json").read_text(encoding="utf-8")
+    return {name: Coefficients(tuple(of["coefficients"]), of["origin"]) for name, of in json.loads(text).items()}
+
+
+def coefficients_for(model: torch.nn.Module, given: Sequence[float] | None) -> Coefficients | None:
+    """The given ones, else those of the model's own class, else none: no model borrows another's."""
+    if given is not None:
+        return Coefficients(tuple(given), "the settings")
+    return known_coefficients().get(type(model).__name__)
+
+
+def rescaling(coefficients: Coefficients | None) -> Rescale:
+    """The polynomial as a function; without coefficients a change is taken as it is.
+
+    Outside the range it was fitted for, a polynomial may fall below zero. There, too, a change is taken as it is, so
+    that the largest changes never count as none.
+    """
+    if coefficients is None:
+        return lambda distance: distance
+
+    def rescale(distance: float) -> float:
+        total = 0.0
+        for value in coefficients.values:
+            total = total * distance + value
+        return total if total > 0 else distance
+
+    return rescale
+
+
+# ------------------------------------------------------------------------------------------------ the signal
 
 
 class Agree(Protocol):
-    """Makes of this rank's pairs of change and size, as sums, the group's, so that all ranks decide alike. Every rank
-    calls it once in a step that is left to the signal, with equally many numbers."""
+    """Sums this rank's pairs of change and size over the group, so that all ranks decide alike. Every rank calls it
+    once in a step that is left to the signal, with equally many numbers."""
 
     def __call__(self, figures: torch.Tensor) -> torch.Tensor: ...
 
     def within_branch(self, figures: torch.Tensor) -> torch.Tensor:
-        """The same for a decision that each branch makes for itself."""
+        """The same for a decision that each branch makes alone."""
 
 
 class Signal:
-    """What a branch was judged by at one step."""
+    """The value that decides at one step of a branch."""
 
     def __init__(self, value: torch.Tensor, source: Hashable = None) -> None:
         self.value = value.detach()
         self.size = change.size(self.value)
         self.source = source
-        """Where it was taken; signals of two sources cannot be compared."""
+        """Where it was read; signals of two sources cannot be compared."""
 
     def change(self, now: Signal) -> change.Pair | None:
         """How much a later one differs, and how large this one is; None if they cannot be compared."""
@@ -41,12 +156,12 @@ class Signal:
 
 
 class Measured(NamedTuple):
-    """What was read from the device."""
+    """Numbers read from the device."""
 
     signal: float
-    """The relative change of the signal."""
+    """Relative change of the signal."""
     others: float
-    """The largest relative change of anything else; infinite if conditioning changed."""
+    """Largest relative change of anything else; infinite if conditioning changed."""
     times: tuple[float, ...]
 
 
@@ -68,19 +183,20 @@ def measure(
         pairs = (agree.within_branch if within_branch else agree)(_in_four(pairs))
     count = len(pairs)
     numbers = torch.cat([pairs, *(time.max().reshape(1).to(pairs) for time in times)]).tolist()
-    distances = [_distance(*pair) for pair in zip(numbers[:count:2], numbers[1:count:2], strict=True)]
+    distances = [_relative(*pair) for pair in zip(numbers[:count:2], numbers[1:count:2], strict=True)]
     return Measured(distances[0], max(distances[1:], default=0.0), tuple(numbers[count:]))
 
 
 _LARGEST = 1e30
-"""What ranks exchange for an infinite change: sums of infinities would be no numbers."""
+"""Stands for an infinite change between ranks: sums of infinities would be NaN."""
 _HUGE = 1e20
-"""What is left of it, at least, when it is shared between ranks."""
+"""The least that is left of it when it is averaged over ranks."""
 
 
-def _distance(changed: float, size: float) -> float:
-    relative = change.relative(changed, size)
-    return float("inf") if math.isnan(relative) or relative >= _HUGE else relative  # NaN is never small.
+def _relative(changed: float, size: float) -> float:
+    """A change in proportion to what changed. NaN is never small."""
+    relative = 0.0 if changed == 0 else changed / size if size > 0 else math.inf
+    return math.inf if math.isnan(relative) or relative >= _HUGE else relative
 
 
 def _in_four(pairs: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What would a skipped step have given? A curve through the last computed ones, carried on.
+"""What would a skipped step have given? A curve through the last computed ones, extended.
 
-The curve is a polynomial in how much noise there is, so that uneven steps are no matter. Of order 0 it is
-reuse. Where weights were fitted beforehand (`samovar.lab.fitting`), they take the place of the curve's. A forecast
-costs one pass over the stored tensors for each of them, and no synchronisation.
+The curve is a polynomial in the noise level, so uneven steps do not matter; order 0 is reuse. Weights that were fitted
+beforehand (`samovar.lab.fitting`) replace those of the curve. A forecast costs one pass over each stored tensor, and no
+synchronisation.
 """
 
 from __future__ import annotations
@@ -15,13 +15,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..trace.passes import Outlook
+
 Forecast = Literal["reuse", "linear", "taylor", "fitted"]
 Target = Literal["residual", "output"]
 Tensors = Sequence[torch.Tensor | None]
 
 
+class _Known(NamedTuple):
+    """A computed step."""
+
+    place: float
+    tensors: Tensors
+    number: int | None
+
+
 class History:
-    """What the last computed steps gave: for each, where it was, and a list of tensors."""
+    """The tensors that the last computed steps gave, with their places."""
 
     def __init__(self, order: int, damping: float) -> None:
         self._steps: deque[_Known] = deque(maxlen=order + 1)
@@ -50,7 +60,7 @@ class History:
         return Outlook(damped, [step.tensors for step in steps])
 
     def weighted(self, weights: Mapping[int, float]) -> Outlook | None:
-        """The sum of some computed steps, each times a weight; None if one of them is not stored."""
+        """A weighted sum of computed steps, by number; None if one of them is not stored."""
         steps = [step for step in reversed(self._steps) if step.number in weights]
         if len(steps) < len(weights):
             return None
@@ -62,58 +72,9 @@ class History:
         self._steps.clear()
 
 
-class _Known(NamedTuple):
-    """A computed step."""
-
-    place: float
-    tensors: Tensors
-    number: int | None
-
-
-class Outlook:
-    """A weighted sum of stored lists of tensors, of which each is made when it is asked for."""
-
-    def __init__(self, weights: Sequence[float], stored: Sequence[Tensors], is_precise: bool = False) -> None:
-        """`is_precise`: values of 16 bits are summed in 32, as large weights that nearly cancel need it."""
-        self._weights, self._stored, self._is_precise = weights, stored, is_precise
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        devices = (tensor.device for tensor in self._stored[0] if tensor is not None)
-        return next(devices, torch.device("cpu"))
-
-    def has(self, index: int) -> bool:
-        """Whether there is such a tensor in the list."""
-        return self._stored[0][index] is not None
-
-    def value(self, index: int) -> torch.Tensor | None:
-        """One tensor of the list."""
-        newest = self._stored[0][index]
-        if newest is None:
-            return None
-        if not (newest.is_floating_point() or newest.is_complex()):  # There is nothing between whole numbers.
-            return newest.clone()
-        start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
-        return self._add_rest(start * self._weights[0], index).to(newest.dtype)
-
-    def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
-        """One tensor of the list, added to another."""
-        newest = self._stored[0][index]
-        assert newest is not None
-        return self._add_rest(torch.add(base, newest, alpha=self._weights[0]), index)
-
-    def _add_rest(self, total: torch.Tensor, index: int) -> torch.Tensor:
-        for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
-            older = tensors[index]
-            assert older is not None
-            total.add_(older, alpha=weight)
-        return total
-
-
 def _weights(places: Sequence[float], place: float) -> list[float]:
-    """What each known value counts for in that of a polynomial through all of them (Lagrange)."""
-    if len(set(places)) < len(places):  # Time stood still: there is no line through one point.
+    """The weight of each known value in a polynomial through all of them (Lagrange)."""
+    if len(set(places)) < len(places):  # Time stood still: no line goes through one point.
         return [1.0] + [0.0] * (len(places) - 1)
     weights = []
     for i, own in enumerate(places):
@@ -130,13 +91,13 @@ def _form(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype, torch.d
 
 
 class OutputForm(NamedTuple):
-    """How a model's output is put together, without its tensors."""
+    """A model's output without its tensors."""
 
     leaves: tuple[Any, ...]
     """What is not a tensor, and None for each tensor."""
     spec: pytree.TreeSpec
     shell: Any = None
-    """An object of the output's class without attributes, if that is one that torch does not know how to take apart."""
+    """An object of the output's class without attributes, if torch cannot take that class apart."""
 
     def rebuild(self, outlook: Outlook) -> Any:
         """An output of this form with forecast tensors."""
@@ -151,7 +112,7 @@ class OutputForm(NamedTuple):
 
 
 def take_apart(output: Any) -> tuple[OutputForm, list[torch.Tensor | None] | None]:
-    """The form of an output and copies of its tensors, which their owner may change; None if none can be found."""
+    """The form of an output and copies of its tensors, which their owner may change; None if there are none."""
     leaves, spec = pytree.tree_flatten(output)
     shell = None
     if leaves and leaves[0] is output and not isinstance(output, torch.Tensor) and hasattr(output, "__dict__"):
@@ -162,3 +123,26 @@ def take_apart(output: Any) -> tuple[OutputForm, list[torch.Tensor | None] | Non
     rest = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     is_known = any(tensor is not None for tensor in tensors)
     return OutputForm(rest, spec, shell), tensors if is_known else None
+
+
+def find_outliers(outlook: Outlook | None, output: Any, error: float) -> tuple[bool, ...]:
+    """For each image of a batch, whether its forecast is off by more than `error`, relative to the computed output.
+    Where nothing can be compared, all are outliers."""
+    _, tensors = take_apart(output)
+    indices = [index for index, tensor in enumerate(tensors or ()) if tensor is not None and tensor.dim()]
+    if outlook is None or tensors is None or not indices:
+        return (True,)
+    misses = [_miss(outlook.value(index), tensors[index]) for index in indices]
+    if len({len(miss) for miss in misses}) > 1:  # Not one row for each image.
+        misses = [miss.amax().reshape(1) for miss in misses]
+    found: list[float] = torch.stack([miss.to(misses[0].device) for miss in misses]).amax(0).tolist()
+    return tuple(not miss <= error for miss in found)  # NaN is an outlier.
+
+
+def _miss(guess: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
+    """How far off each row is, relative to its size."""
+    assert guess is not None
+    assert value is not None
+    rows, wanted = guess.float().reshape(len(guess), -1), value.float().reshape(len(value), -1)
+    sizes = wanted.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((rows - wanted).square().sum(1) / sizes).sqrt()

@@ -1,8 +1,8 @@
 """What is the denoiser called with, and what of it has changed since the step before?
 
-The sample and the time change at every step; that is what the signal is for. Conditioning stays: if it changes, a new
-history begins. Anything else that changes from step to step, such as the residuals of a ControlNet, changes what the
-blocks do in a way that the first block's input does not show; such a change counts like the signal's.
+The sample and the time change at every step, and the signal covers them. Conditioning stays the same: if it changes, a
+new history begins. Anything else that changes from step to step, such as the residuals of a ControlNet, affects the
+blocks in a way that the first block's input does not show; such a change counts like the signal's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import torch
 
 from .. import tree
 from ..hooks import Roles
-from ..hooks.roles import positional_names
+from ..hooks.roles import named_arguments, positional_names
 
 _MOST_COMPARED = 16384
-"""Elements of a tensor that are compared to see how much it has changed."""
-
-
+"""Number of elements compared to see how much a tensor has changed."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -30,59 +28,60 @@ class Inputs:
     """The arguments of one call of a denoiser."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], roles: Roles) -> None:
+        """`names`: the parameters of the model's forward."""
         self.args = args
         self.kwargs = kwargs
         self._names = names
-        """Of the parameters of the model's forward."""
         self.roles = roles
-        self.leaves: list[tuple[str, Any]] = []
-        """Everything in the arguments, with paths that begin with the parameter's name."""
         self.tensors: list[torch.Tensor] = []
         self.watched: list[tuple[str, torch.Tensor, bool]] = []
         """Tensors other than sample and time: path, tensor, and whether it is conditioning."""
         self.sample: torch.Tensor | None = None
         """The sample, or the first of its parts."""
         self.time: torch.Tensor | float | None = None
-        """The time of the step, as it is given. Of several numbers the largest counts: given frames are at time 0."""
+        """The timestep as given. Of several numbers the largest counts: frames that are given are at time 0."""
         self.objects: list[Any] = []
-        """What else is given and not looked into; containers are empty."""
+        """Conditioning of other types; containers among them are empty."""
         self._form: list[Any] = []
         numbers: list[float] = []
-        for name, value in (*zip(positional_names(names, len(args)), args, strict=False), *kwargs.items()):
-            self._read(name, value, numbers)
+        for name, value in named_arguments(names, args, kwargs):
+            if isinstance(value, torch.Tensor):
+                self._read(name, value, numbers)
+            else:
+                for path, leaf in tree.leaves(value, name):
+                    self._read(path, leaf, numbers)
         self.numbers = tuple(numbers)
-        """Fractions among the arguments other than the time: a change of one changes what the blocks do."""
+        """Floats among the arguments other than the time: a change of one changes what the blocks do."""
 
-    def _read(self, name: str, value: Any, numbers: list[float]) -> None:
-        for path, found in tree.leaves(value, name):
-            leaf = found.item() if isinstance(found, (np.generic, np.ndarray)) and found.size == 1 else found
-            role = self.roles.of(path)
-            self.leaves.append((path, leaf))
-            self._form.append((path, None if role == "time" else tree.signature_of_leaf(leaf)))
-            if isinstance(leaf, torch.Tensor):
-                self.tensors.append(leaf)
-                if role == "sample":
-                    self.sample = leaf if self.sample is None else self.sample
-                elif role != "time" and leaf.numel():
-                    self.watched.append((path, leaf, role == "conditioning"))
-            if role == "time":
-                if self.time is None and isinstance(leaf, (torch.Tensor, int, float)):
-                    self.time = leaf
-            elif isinstance(leaf, float):
-                numbers.append(leaf)
-            elif not isinstance(leaf, (torch.Tensor, *_PLAIN)) and role == "conditioning":
-                self.objects.append(leaf)
+    def _read(self, path: str, leaf: Any, numbers: list[float]) -> None:
+        if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
+            leaf = leaf.item()
+        role = self.roles.of(path)
+        self._form.append((path, None if role == "time" else tree.signature_of_leaf(leaf)))
+        if isinstance(leaf, torch.Tensor):
+            self.tensors.append(leaf)
+            if role == "sample":
+                self.sample = leaf if self.sample is None else self.sample
+            elif role != "time" and leaf.numel():
+                self.watched.append((path, leaf, role == "conditioning"))
+        if role == "time":
+            if self.time is None and isinstance(leaf, (torch.Tensor, int, float)):
+                self.time = leaf
+        elif isinstance(leaf, float):
+            numbers.append(leaf)
+        elif not isinstance(leaf, (torch.Tensor, *_PLAIN)) and role == "conditioning":
+            self.objects.append(leaf)
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """What two calls have in common that do the same with their blocks."""
+        """Equal for two calls that do the same with their blocks."""
         kind = self.device.type
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if casts else None, *self._form
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
     @functools.cached_property
@@ -92,30 +91,30 @@ class Inputs:
 
     def copied(self) -> Inputs:
         """The same with tensors and containers that nobody else writes into."""
-        return self._like(*tree.map_tensors(torch.clone, (self.args, self.kwargs)))
-
-    def spare(self) -> Inputs:
-        """The same tensors in other containers: some models empty the lists that they are given."""
-        if all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in (*self.args, *self.kwargs.values())):
-            return self
-        return self._like(*tree.map_tensors(lambda tensor: tensor, (self.args, self.kwargs)))
-
-    def _like(self, args: Any, kwargs: Any) -> Inputs:
+        args, kwargs = tree.map_tensors(torch.clone, (self.args, self.kwargs))
         return Inputs(args, kwargs, self._names, self.roles)
+
+    def spare(self) -> tuple[Any, Any]:
+        """The arguments in other containers: some models empty the lists that they are given."""
+        if all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in (*self.args, *self.kwargs.values())):
+            return self.args, self.kwargs
+        args, kwargs = tree.map_tensors(lambda tensor: tensor, (self.args, self.kwargs))
+        return args, kwargs
 
     def at_another_step(self, output: Any, with_time: bool = True) -> tuple[Any, Any]:
         """Arguments with another sample, and at another time. Where no argument is known to be the sample, it is what
         has the form of the output, or else everything but the time."""
         of = self.roles.of
-        tensors = [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        shapes = {tensor.shape for tensor in tree.tensors(output)}
-        residuals = {id(leaf) for path, leaf in tensors if of(path) == "residual"}
-        sample = residuals | (
-            {id(leaf) for path, leaf in tensors if of(path) == "sample"}
-            or {id(leaf) for path, leaf in tensors if leaf.shape in shapes}
-            or {id(leaf) for path, leaf in tensors if of(path) != "time"}
+        given = named_arguments(self._names, self.args, self.kwargs)
+        leaves = [leaf for name, value in given for leaf in tree.leaves(value, name)]
+        tensors = [(of(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        shapes = {tree.shape(tensor) for tensor in tree.tensors(output)}
+        sample = {id(leaf) for role, leaf in tensors if role == "residual"} | (
+            {id(leaf) for role, leaf in tensors if role == "sample"}
+            or {id(leaf) for _, leaf in tensors if tree.shape(leaf) in shapes}
+            or {id(leaf) for role, leaf in tensors if role != "time"}
         )
-        time = {id(leaf) for path, leaf in tensors if with_time and of(path) == "time"}
+        time = {id(leaf) for role, leaf in tensors if with_time and role == "time"}
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
             return _later(tensor) if id(tensor) in time else _moved(tensor) if id(tensor) in sample else tensor
@@ -131,7 +130,7 @@ class Inputs:
 
 
 def is_on_host(time: torch.Tensor) -> bool:
-    """Whether nothing has to be waited for to read a time, if there is one."""
+    """Whether a time can be read without waiting for a device."""
     return time.device.type == "cpu" or not time.numel()
 
 
@@ -143,7 +142,7 @@ def on_host(time: torch.Tensor | float | None) -> float | None:
 
 
 class Sample:
-    """The sample of a branch's last call, as far as it is needed to tell whether the next call has another."""
+    """Recognises the sample of a branch's last call."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -152,12 +151,12 @@ class Sample:
         self._some = some(tensor, copy=True) if has_values else None
 
     def is_that_of(self, tensor: torch.Tensor | None) -> bool:
-        """Whether a call is given the very same."""
+        """Whether a call is given the same tensor with the same values."""
         if tensor is None or self._tensor() is not tensor:
             return False
-        return (
-            torch.equal(self._some, some(tensor)) if self._some is not None else self._version == tree.version(tensor)
-        )
+        if self._some is not None:
+            return torch.equal(self._some, some(tensor))
+        return self._version == tree.version(tensor)
 
 
 # ------------------------------------------------------------------------------------------------ changes
@@ -167,19 +166,19 @@ class Watched(NamedTuple):
     """A tensor that is compared with that of the next step."""
 
     held: torch.Tensor | None
-    """Itself, if it is conditioning: as long as it is held, nothing else can be mistaken for it."""
+    """The tensor itself, if it is conditioning: while it is held, nothing else can have its identity."""
     version: int | None
     some: torch.Tensor | None
-    """Some of its elements, where identity does not tell."""
+    """Some of its elements, where identity does not suffice."""
 
 
 Watch = dict[str, Watched]
 Pair = Sequence[torch.Tensor]
-"""How much something has changed, and how large it was, as sums."""
+"""How much something changed, and how large it was, as sums."""
 
 
 def watch(inputs: Inputs) -> Watch:
-    """What is to be compared at the next step."""
+    """What to compare at the next step."""
     return {path: _watched(tensor, is_held) for path, tensor, is_held in inputs.watched}
 
 
@@ -191,7 +190,7 @@ def _watched(tensor: torch.Tensor, is_held: bool) -> Watched:
 
 
 def changes(inputs: Inputs, before: Watch) -> list[Pair]:
-    """Of each tensor that is not surely the same. A change of conditioning, however small, is infinite."""
+    """One pair for each tensor that may have changed. Any change of conditioning is infinite."""
     pairs = []
     for path, tensor, is_conditioning in inputs.watched:
         known = before.get(path)
@@ -211,13 +210,13 @@ def _change_of_some(tensor: torch.Tensor, known: Watched) -> Pair:
 
 
 def _change_of_all(tensor: torch.Tensor, known: Watched) -> Pair:
-    """Whether conditioning has changed at all. What was overwritten has, as nobody knows what it was."""
+    """Whether conditioning has changed at all. If it was overwritten it has: its old values are unknown."""
     held = known.held
     is_kept = held is not None and held is not tensor and tree.version(held) == known.version is not None
     one, other = (tensor, held) if is_kept else (some(tensor) if tree.is_comparable(tensor) else None, known.some)
-    if one is None or other is None or (one.shape, one.device) != (other.shape, other.device):
+    if one is None or other is None or not tree.is_comparable(one):
         return _infinite(tensor)
-    if not tree.is_comparable(one):
+    if (one.shape, one.device) != (tree.shape(other), other.device):
         return _infinite(tensor)
     return [(one != other).any().float(), torch.zeros((), device=tensor.device)]
 
@@ -226,21 +225,16 @@ def _infinite(like: torch.Tensor) -> Pair:
     return [torch.ones((), device=like.device), torch.zeros((), device=like.device)]
 
 
-def relative(change: float, size: float) -> float:
-    """A change in proportion to what has changed."""
-    return 0.0 if change == 0 else change / size if size > 0 else float("inf")
-
-
 def size(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the absolute values of a tensor."""
-    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor  # torch refuses to narrow on its way.
+    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor  # torch does not narrow on the way.
     total: torch.Tensor = torch.linalg.vector_norm(narrow, 1, dtype=torch.float32)
     return total
 
 
 def some(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
-    """Elements spread over a tensor: few enough to be kept (as a copy, for it may be overwritten), and enough to show
-    a change."""
+    """Elements spread over a tensor: few enough to keep (as a copy, if it may be overwritten) and enough to show a
+    change."""
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
     apart = -(-flat.numel() // _MOST_COMPARED) | 1  # Odd: else the same few channels would be compared in every row.
     return flat[::apart].to(torch.float32, copy=copy)
@@ -254,7 +248,7 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _later(tensor: torch.Tensor) -> torch.Tensor:
-    """Quite another time, whether it goes from 0 to 1 or to 1000, which a model that counts in whole numbers knows."""
+    """A very different time, whether times go from 0 to 1 or to 1000, which a model that counts in integers takes."""
     if tensor.is_floating_point():
         half = torch.where(tensor.abs() > 1.5, 500.0, 0.5)  # In the other half, in case a model rounds it coarsely.
         return torch.where(tensor > half, 0.3 * tensor, 1.4 * half + 0.3 * tensor).to(tensor.dtype)

@@ -10,21 +10,27 @@ from typing import Any, NamedTuple
 from ..arch import Coverage
 
 SKIP_COST = 0.01
-"""What a skipped step costs, as a part of a computed one; about what benchmarks/gpu_cache.py measures."""
+"""Cost of a skipped step, relative to a computed one; roughly what benchmarks/gpu_cache.py measures."""
 
 
 class StepRecord(NamedTuple):
-    """What was done with one step of one branch."""
+    """One step of one branch."""
 
     step: int
     computed: bool
     reason: str
     distance: float | None = None
-    """The relative change of the signal since the step before, where it was measured."""
+    """Relative change of the signal since the step before, if measured."""
     accumulated: float | None = None
-    """The rescaled changes since the last computed step, this one included."""
-    hard: tuple[bool, ...] = ()
-    """Of each picture whether it is a hard one, at the step where that is told."""
+    """Sum of the rescaled changes since the last computed step, including this one."""
+    outliers: tuple[bool, ...] = ()
+    """For each image whether it is an outlier, at the step that shows it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, where None stands for infinity and NaN."""
+        values = self._asdict() | {"outliers": list(self.outliers)}
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+        return finite if self.outliers else {name: value for name, value in finite.items() if name != "outliers"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,14 @@ class BranchStats:
         """The steps as a schedule: `#` computed, `.` skipped."""
         return "".join("#" if record.computed else "." for record in self.steps)
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        steps = [record.to_dict() for record in self.steps]
+        return {"computed": self.computed, "skipped": self.skipped, "mask": self.mask, "steps": steps}
+
+    def __repr__(self) -> str:
+        return f"BranchStats({self.mask})"
+
 
 @dataclass(frozen=True)
 class CacheStats:
@@ -54,12 +68,12 @@ class CacheStats:
     model: str
     settings: str
     signal: str
-    """What steps are judged by."""
+    """What decides whether a step is skipped."""
     branches: Mapping[str, BranchStats] = field(default_factory=dict)
     problem: str | None = None
-    """Why nothing is skipped, if something is wrong."""
+    """Why nothing is skipped, if that is so."""
     coverage: Coverage | None = None
-    """How much of the model a skipped step leaves out; None where that is not known."""
+    """How much of the model a skipped step leaves out, where that is known."""
 
     @property
     def computed(self) -> int:
@@ -71,14 +85,15 @@ class CacheStats:
         return sum(branch.skipped for branch in self.branches.values())
 
     @property
-    def hard(self) -> tuple[bool, ...]:
-        """Of each picture whether it was told to be a hard one; empty if that was not asked."""
-        return next((record.hard for branch in self.branches.values() for record in branch.steps if record.hard), ())
+    def outliers(self) -> tuple[bool, ...]:
+        """For each image whether it was an outlier; empty without the setting `outliers`."""
+        steps = (record for branch in self.branches.values() for record in branch.steps)
+        return next((record.outliers for record in steps if record.outliers), ())
 
     @property
     def expected_speedup(self) -> float:
-        """How much faster the denoiser's part of the run is than without a cache, if time goes by weights: what a
-        skipped step does not leave out counts."""
+        """Expected speed-up of the denoiser, assuming time is proportional to weights: a skipped step pays for what it
+        does not leave out."""
         forwards = self.computed + self.skipped
         cost = SKIP_COST if self.coverage is None else max(SKIP_COST, 1.0 - self.coverage.share)
         return forwards / (self.computed + cost * self.skipped) if forwards else 1.0
@@ -92,15 +107,7 @@ class CacheStats:
             "problem": self.problem,
             "covered": None if self.coverage is None else round(self.coverage.share, 4),
             "expected_speedup": round(self.expected_speedup, 3),
-            "branches": {
-                name: {
-                    "computed": branch.computed,
-                    "skipped": branch.skipped,
-                    "mask": branch.mask,
-                    "steps": [_plain(record) for record in branch.steps],
-                }
-                for name, branch in self.branches.items()
-            },
+            "branches": {name: branch.to_dict() for name, branch in self.branches.items()},
         }
 
     def __str__(self) -> str:
@@ -116,19 +123,12 @@ class CacheStats:
         distances = [r.distance for b in self.branches.values() for r in b.steps if r.distance is not None]
         if distances:
             mean = sum(distances) / len(distances)
-            lines.append(f"  change a step: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
-        if self.hard:
-            lines.append(f"  of {len(self.hard)} pictures {sum(self.hard)} are hard")
+            lines.append(f"  change per step: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
+        if self.outliers:
+            lines.append(f"  outliers: {sum(self.outliers)} of {len(self.outliers)} images")
         if self.branches:
             lines.append(f"  expected speed-up of the denoiser: {self.expected_speedup:.2f}x")
         return "\n".join(lines)
 
-
-def _plain(record: StepRecord) -> dict[str, Any]:
-    """A record for JSON, which has no word for what is infinite or not a number: None."""
-    values = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record._asdict().items()
-        if name != "hard"
-    }
-    return values | ({"hard": list(record.hard)} if record.hard else {})
+    def __repr__(self) -> str:
+        return f"CacheStats({self.model}: {self.computed} computed, {self.skipped} skipped)"

@@ -2,7 +2,7 @@
 
 judge      may it be skipped, before looking at it?
 take       compute it, skip it, or ask its signal
-record     what came of it, and what later steps are made of
+record     store the result, from which later steps are made
 """
 
 from __future__ import annotations
@@ -11,32 +11,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..hooks import CallContext, ModelHook
+from ..hooks import CallContext
+from ..trace.passes import Outlook
 from . import inputs as change
-from .clock import Clock
-from .coefficients import Rescale
-from .config import TeaCacheConfig
-from .decision import Agree, Measured, Signal, measure
-from .forecast import Outlook
-from .hard import HardPictures
+from .config import OutlierSchedule, TeaCacheConfig
+from .decision import Agree, Measured, Rescale, Signal, Verdict, judge, measure
+from .forecast import find_outliers
 from .inputs import Inputs, is_on_host
-from .model import CacheableModel, Forward, Outcome, Wish
-from .schedule import Verdict, judge
-from .state import TeaCacheState
+from .model import CacheableModel, Forward, Instruction, Outcome
+from .state import Clock, TeaCacheState
 from .stats import StepRecord
 
 NEW_RUN = "a new run"
-"""The reason of a step whose time, read from a device, is that of an earlier one."""
-AGAIN = "several calls of one step go by this branch"
-"""The reason of a call of which it is not known whether it is a step; nothing of it is stored."""
+"""The reason of a step whose time, read from a device, is an earlier one."""
+AGAIN = "several call sequences share this branch name"
+"""The reason of a call that may not be a step; nothing of it is stored."""
 NEVER = ("settings", "min_steps")
-"""Reasons for which nothing of a run is ever skipped."""
+"""Reasons for which no step of a run is ever skipped."""
 
 
 class Call(NamedTuple):
-    """One call of the denoiser, with all that belongs to it."""
+    """One call of the denoiser, with everything that belongs to it."""
 
-    module: torch.nn.Module
+    forward: Forward
     inputs: Inputs
     context: CallContext
     clock: Clock
@@ -52,84 +49,74 @@ class Plan(NamedTuple):
     """How much inputs other than sample and time have changed."""
 
 
-class Steps:
+class Steps(NamedTuple):
     """Takes the steps of one denoiser."""
 
-    def __init__(
-        self, config: TeaCacheConfig, model: CacheableModel, rescale: Rescale, agree: Agree | None, hook: ModelHook
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._rescale = rescale
-        self._agree = agree
-        self._hook = hook
+    config: TeaCacheConfig
+    model: CacheableModel
+    rescale: Rescale
+    agree: Agree | None
 
     def judge(self, call: Call) -> Plan:
-        """What can be said before the step is looked at: computed, skipped, or left to its signal."""
+        """What can be said before looking at the step: computed, skipped, or left to its signal."""
         clock, state, inputs = call.clock, call.state, call.inputs
-        decided = None if self._config.is_by_branch else clock.verdict
-        config = clock.plan or self._config
+        decided = None if self.config.is_by_branch else clock.verdict
+        config = clock.plan or self.config
         verdict = decided or judge(config, clock.step, state.skipped_in_a_row, call.context.branch)
         if verdict.reason in NEVER:
             return Plan(verdict)
         if clock.is_again:
             return self._computes(AGAIN, call, verdict)
-        generation = self._model.generation()
-        if len(state.history) and state.generation != generation:
-            state.restart()
+        if len(state.history) and state.generation != self.model.generation():
+            state.reset()
             return self._computes("weights or adapters changed", call, verdict)
         others = tuple(change.changes(inputs, state.watched)) if len(state.history) else ()
         has_changed = verdict.action != "ask" and self._have_changed(others)
         if has_changed:
-            state.restart()
+            state.reset()
         if verdict.action == "compute":
             return Plan(verdict, others=others)
         outlook = None
         obstacle = "conditioning changed" if has_changed else state.obstacle(inputs, asks=verdict.action == "ask")
-        if obstacle is None and call.clock.is_unclear:
+        if obstacle is None and clock.is_unclear:
             obstacle = "the sample is that of the call before"
         obstacle = obstacle or self._problem(inputs)
         if obstacle is None:
             outlook = self._outlook(call)
-            obstacle = None if outlook is not None else "a step that its forecast is made of is not stored"
-        if obstacle is None:
-            return Plan(verdict, outlook, others)
-        return self._computes(obstacle, call, verdict)
+            obstacle = None if outlook is not None else "a step that its forecast needs is not stored"
+        return Plan(verdict, outlook, others) if obstacle is None else self._computes(obstacle, call, verdict)
 
     def _computes(self, why: str, call: Call, verdict: Verdict) -> Plan:
         """Compute a step that might have been skipped. Other ranks may ask, and wait for this one."""
-        if verdict.action == "ask" and self._agree is not None:
-            measure(None, (), (), self._agree, call.inputs.device)
+        if verdict.action == "ask" and self.agree is not None:
+            measure(None, (), (), self.agree, call.inputs.device)
         return Plan(Verdict("compute", why))
 
     def _have_changed(self, others: tuple[change.Pair, ...]) -> bool:
         """Whether a branch's inputs changed too much for its history to go on, where no signal will be asked."""
         if not others:
             return False
-        # The leader has decided: this is about the branch's own inputs, on however many ranks they are.
-        measured = measure(others[0], others[1:], (), self._agree, within_branch=True)
-        return max(measured.signal, measured.others) >= self._config.rel_l1_thresh
+        # The leader has decided: this concerns the branch's own inputs, on any number of ranks.
+        measured = measure(others[0], others[1:], (), self.agree, within_branch=True)
+        return max(measured.signal, measured.others) >= self.config.rel_l1_thresh
 
     def _problem(self, inputs: Inputs) -> str | None:
-        """Why the model's blocks cannot be skipped, where they have a say."""
-        is_ahead = self._config.schedule is not None and self._config.forecast_of == "output"
-        return None if is_ahead else self._model.problem(inputs)
+        """Why the model's blocks cannot be skipped, where they matter."""
+        is_ahead = self.config.schedule is not None and self.config.forecast_of == "output"
+        return None if is_ahead else self.model.problem(inputs)
 
     def _outlook(self, call: Call) -> Outlook | None:
-        """What the step would give if it were skipped; None if that cannot be said."""
-        if self._config.forecast != "fitted":
+        """What the step would give if it were skipped, if that is known."""
+        if self.config.forecast != "fitted":
             return call.state.history.forecast(call.clock.place)
-        weights = (call.clock.plan or self._config).weights_for(call.context.branch, call.clock.index)
+        weights = (call.clock.plan or self.config).weights_for(call.context.branch, call.clock.index)
         return None if weights is None else call.state.history.weighted(weights)
 
     def take(self, call: Call, plan: Plan) -> tuple[StepRecord, Outcome]:
         """Compute the step, or skip it."""
-        inputs, clock, state, verdict = call.inputs, call.clock, call.state, plan.verdict
-        of_output, judges = self._config.forecast_of == "output", self._config.schedule is None
+        inputs, clock, verdict = call.inputs, call.clock, plan.verdict
+        of_output, judges = self.config.forecast_of == "output", self.config.schedule is None
         record = StepRecord(clock.index, verdict.action != "skip", verdict.reason)
-
-        def forward(given: Inputs) -> Any:
-            return self._hook.call_original(call.module, *given.args, **given.kwargs)
 
         def decide(signal: Signal) -> bool:
             nonlocal record
@@ -140,89 +127,89 @@ class Steps:
         if of_output and verdict.action == "skip":
             return record, Outcome(None, computed=False)
         # On another rank a branch that follows here may lead: it needs its signal of the step before.
-        may_lead = clock.verdict is None or (self._agree is not None and verdict.action == "compute")
-        if of_output and not (judges and may_lead):  # The blocks have no say in it.
-            return record, _computed_alone(inputs, forward)
+        may_lead = clock.verdict is None or (self.agree is not None and verdict.action == "compute")
+        if of_output and not (judges and may_lead):  # The blocks do not matter.
+            return record, _computed_alone(inputs, call.forward)
         outlook = None if of_output else plan.outlook
         reads = decide if judges and may_lead else None
-        wish = Wish(verdict.action, outlook, reads, not of_output, state.early)
-        outcome = self._model.run(inputs, wish, forward)
+        wanted = Instruction(verdict.action, outlook, reads, not of_output, call.state.early)
+        outcome = self.model.run(inputs, wanted, call.forward)
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")
         return record, outcome
 
     def _decide(self, record: StepRecord, signal: Signal, call: Call, plan: Plan) -> StepRecord:
         """The record of a step that was left to its signal."""
-        state = call.state
+        state, threshold = call.state, self.config.rel_l1_thresh
         assert state.signal is not None
         pair = state.signal.change(signal)
-        measured = measure(pair, plan.others, _times_on_device(call), self._agree, signal.value.device)
+        measured = measure(pair, plan.others, _times_on_device(call), self.agree, signal.value.device)
         if pair is None:
-            state.restart()
+            state.reset()
             return record._replace(computed=True, reason="weights or adapters changed")
-        increase = max(self._rescale(measured.signal), measured.others)
+        increase = max(self.rescale(measured.signal), measured.others)
         accumulated = state.accumulated_rel_l1_distance + increase
         record = record._replace(distance=measured.signal, accumulated=accumulated)
-        if measured.others >= self._config.rel_l1_thresh:
-            state.restart()
+        if measured.others >= threshold:
+            state.reset()
             return record._replace(computed=True, reason="conditioning changed")
         reason = self._read_time(call, measured)
         if reason is not None:
             return record._replace(computed=True, reason=reason)
-        if accumulated < self._config.rel_l1_thresh:
+        if accumulated < threshold:
             return record._replace(computed=False, reason="below the threshold")
         return record._replace(computed=True, reason="the threshold is reached")
 
     def _read_time(self, call: Call, measured: Measured) -> str | None:
-        """Why a step is none of this run's, by times that were read from the device: this one's, and the last."""
+        """Why a step is not one of this run, by times read from the device: this one's, and the last."""
         if not measured.times:
             return None
         now, *before = measured.times
         if call.clock.turns_back(now):
             return NEW_RUN
         if now in before:
-            call.state.restart()
+            call.state.reset()
             return AGAIN
         return None
 
     def record(self, call: Call, plan: Plan, record: StepRecord, outcome: Outcome) -> tuple[StepRecord, Any]:
-        """Store what later steps are made of; the record, and the output."""
+        """Store what later steps are made from; return the record and the output."""
         inputs, clock, state = call.inputs, call.clock, call.state
         if call.context.branch == clock.leader:
             clock.verdict = Verdict("compute" if record.computed else "skip", record.reason)
         if not outcome.computed:
             judged = outcome.signal is not None
             state.skipped(inputs, outcome.signal, record.accumulated or 0.0, bool(plan.others) and judged)
-            if self._config.forecast_of == "residual":
+            if self.config.forecast_of == "residual":
                 return record, outcome.output
             assert plan.outlook is not None
             return record, state.forecast_output(plan.outlook)
-        record = self._look_for_hard(call, outcome.output, record)
-        state.computed(inputs, outcome.signal, self._model.generation())
-        # Fitted weights are for the scheduled steps: one more would push out one of them.
-        if self._config.forecast != "fitted" or plan.verdict.reason == "schedule":
+        record = self._look_for_outliers(call, outcome.output, record)
+        state.computed(inputs, outcome.signal, self.model.generation())
+        # Fitted weights are for the scheduled steps: another one would push one of them out.
+        if self.config.forecast != "fitted" or plan.verdict.reason == "schedule":
             if clock.is_last or clock.is_again or record.reason == AGAIN or outcome.problem is not None:
                 state.history.clear()
-            elif self._config.forecast_of == "output":
+            elif self.config.forecast_of == "output":
                 state.store_output(clock.place, clock.index, outcome.output)
                 state.early = outcome.parts
             else:
                 state.store(clock.place, clock.index, outcome.parts)
         return record, outcome.output
 
-    def _look_for_hard(self, call: Call, output: Any, record: StepRecord) -> StepRecord:
-        """At the step where outliers show: whether the run goes on by their schedule."""
-        hard = self._config.hard
-        if not isinstance(hard, HardPictures) or (hard.branch, hard.step) != (call.context.branch, call.clock.index):
+    def _look_for_outliers(self, call: Call, output: Any, record: StepRecord) -> StepRecord:
+        """At the step that shows outliers: whether the run goes on with their schedule."""
+        known = self.config.outliers
+        if not isinstance(known, OutlierSchedule) or (known.branch, known.step) != (call.context.branch, record.step):
             return record
-        is_hard = hard.told(call.state.history.weighted(hard.weights), output)
-        if any(is_hard):
-            call.clock.plan = self._config.plan_of_hard
-        return record._replace(hard=is_hard)
+        found = find_outliers(call.state.history.weighted(known.weights), output, known.error)
+        if any(found):
+            call.clock.plan = self.config.outlier_plan
+        return record._replace(outliers=found)
 
 
 def _times_on_device(call: Call) -> list[torch.Tensor]:
-    """The times of this call of a branch and of its last one, where nothing else says which step it is."""
+    """The times of this call of a branch and of its last one, where nothing else tells the step."""
     now, before = call.inputs.time, call.clock.last_time
     if call.clock.is_scheduled or not isinstance(now, torch.Tensor) or is_on_host(now):
         return []
@@ -230,8 +217,8 @@ def _times_on_device(call: Call) -> list[torch.Tensor]:
 
 
 def _computed_alone(inputs: Inputs, forward: Forward) -> Outcome:
-    """Compute a step whose blocks nobody watches. One that writes into its inputs cannot be skipped."""
+    """Compute a step whose blocks are not watched. If it writes into its inputs, it cannot be skipped."""
     before = [tensor._version for tensor in inputs.tensors if not tensor.is_inference()]
-    output = forward(inputs)
+    output = forward(inputs.args, inputs.kwargs)
     writes = before != [tensor._version for tensor in inputs.tensors if not tensor.is_inference()]
     return Outcome(output, computed=True, problem="the model writes into its inputs" if writes else None)

@@ -1,9 +1,8 @@
 """Is this denoising step skipped, and with what? TeaCache, for any model that is built of blocks.
 
-A step is skipped while the changes of the modulated input, summed since the last computed step, stay below a threshold.
-The first branch of a run decides for those that are called after it in a step; each branch stores for itself what its
-skipped steps are made of. The hook finds the run and the step that a call belongs to (`clock`), and has it taken
-(`step`).
+A step is skipped while the summed changes of the modulated input since the last computed step stay below a threshold.
+The first branch of a run decides for those called after it in a step; each branch stores what its own skipped steps are
+made from. The hook finds the run and the step of a call (`clock`), and takes the step (`step`).
 """
 
 from __future__ import annotations
@@ -17,58 +16,46 @@ import torch
 
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
-from ..hooks import (
-    BranchHook,
-    CallContext,
-    HookOrder,
-    HookRegistry,
-    ModelHook,
-    Run,
-    StateManager,
-    run_around,
-)
+from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
-from .clock import Clock
-from .coefficients import coefficients_for, rescaling
-from .config import TeaCacheConfig
-from .decision import Agree
+from .config import TeaCacheConfig, check_count
+from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
 from .model import About, BlockModel, CacheableModel
-from .state import TeaCacheState
+from .state import Clock, TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
 from .step import NEVER, NEW_RUN, Call, Steps
 
 HOOK_NAME = "teacache"
 BRANCH_HOOK_NAME = "branches"
 UNKNOWN = "unknown"
-"""The branch of calls that nothing tells apart."""
-_UNKNOWN_STEP = StepRecord(-1, True, "its branch is not known")
+"""The branch of calls whose branch is unknown."""
+_UNKNOWN_STEP = StepRecord(-1, True, "its branch is unknown")
 _MOST_BRANCHES = 8
-"""Branches of a run for which something is stored."""
+"""Number of branches of a run whose state is retained."""
 _MOST_OPEN_RUNS = 16
-"""Runs that nobody has ended for which something is stored."""
+"""Number of unfinished runs whose state is retained."""
 _MOST_RUNS = 16
-"""Runs whose statistics are retained."""
+"""Number of runs whose stats are retained."""
 _logger = logging.getLogger(__name__)
 
 
-class TeaCacheHook(ModelHook):
-    """Attached to a denoiser; `apply_teacache_hook` does that."""
+class TeaCacheHook(ModelHook, Handle):
+    """TeaCache on a denoiser, and the handle that takes it off. `apply_teacache_hook` attaches it."""
 
     order = HookOrder.CACHE
 
     def __init__(self, config: TeaCacheConfig | None = None, agree: Agree | None = None) -> None:
+        Handle.__init__(self)
         self.config = config or TeaCacheConfig()
         self.rescale_func = rescaling(None)
         self.extractor_fn: Extractor | None = None
         self.state_manager: StateManager[TeaCacheState] = StateManager(TeaCacheState, self.config)
         self.is_paused = False
-        """Whether every call is computed as if there were no cache."""
+        """Compute every call as if there were no cache."""
         self.branches = BranchHook()
-        """What tells branches apart, and what each argument is."""
-        self.brought_branches = False
-        """Whether it came with this hook."""
+        """Recognises branches, and the role of each argument."""
         self._agree = agree
         self._model: CacheableModel | None = None
         self._steps: Steps | None = None
@@ -79,9 +66,23 @@ class TeaCacheHook(ModelHook):
         self._clocks: OrderedDict[Hashable, Clock] = OrderedDict()
         self._records: OrderedDict[Hashable, dict[str, list[StepRecord]]] = OrderedDict()
         self._about = About("")
-        """What is known of the model when the hook is off again."""
+        """What is known about the model once the hook is detached."""
 
     # ------------------------------------------------------------------------------------------ on and off
+
+    def attach(self, registry: HookRegistry) -> None:
+        """Register this hook and, unless there is one, the hook that recognises branches."""
+
+        def put(name: str, hook: ModelHook) -> None:
+            registry.register_hook(name, hook)
+            self._undo.callback(lambda: registry.remove_hook(name) if registry.get_hook(name) is hook else None)
+
+        put(HOOK_NAME, self)
+        known = registry.get_hook(BRANCH_HOOK_NAME)
+        if isinstance(known, BranchHook):
+            self.branches = known
+        else:
+            put(BRANCH_HOOK_NAME, self.branches)
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self._model_name = type(module).__name__
@@ -94,21 +95,21 @@ class TeaCacheHook(ModelHook):
             self._model = ExtractorModel(module, self.extractor_fn)
         else:
             self._model = BlockModel(module, HOOK_NAME)
-        self._steps = Steps(self.config, self._model, self.rescale_func, self._agree, self)
+        self._steps = Steps(self.config, self._model, self.rescale_func, self._agree)
         if known is None and self.config.schedule is None:
-            _logger.info("No coefficients are known for %s: its signal is taken as it is.", self._model_name)
+            _logger.info("No coefficients are known for %s; its signal is taken as it is.", self._model_name)
         return module
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self.reset_state(module)
         if self._model is not None:
             self._about = self._model.about()
-            self._model.remove()
+            self._model.detach()
             self._model = self._steps = None
         return module
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Forget everything that is stored; the next call begins a run."""
+        """Forget everything stored; the next call begins a run."""
         self.state_manager.reset()
         self._clocks.clear()
         if self._model is not None:
@@ -116,20 +117,20 @@ class TeaCacheHook(ModelHook):
         return module
 
     def refresh(self, module: torch.nn.Module, num_inference_steps: int | None = None) -> None:
-        """Begin a run of this many steps, in a loop of one's own; a pipeline that is hooked does that itself."""
-        is_count = isinstance(num_inference_steps, int) and not isinstance(num_inference_steps, bool)
-        if num_inference_steps is not None and not (is_count and num_inference_steps >= 1):
-            raise SettingError(f"A run of {num_inference_steps!r} steps; a whole number from 1 upwards was expected.")
+        """Begin a run with this number of steps, in your own loop. A hooked pipeline does that itself."""
+        if num_inference_steps is not None:
+            check_count("num_inference_steps", num_inference_steps, 1)
         scheduled = self.config.scheduled_steps
         if scheduled is not None and num_inference_steps not in (None, scheduled):
             raise SettingError(
-                f"The schedule is for {scheduled} steps, not for {num_inference_steps}. Give one of the right length."
+                f"The schedule is for {scheduled} steps, not for {num_inference_steps}. Give one of the right length.",
+                param="schedule",
             )
         self._announced = num_inference_steps
         self.reset_state(module)
 
     def end_run(self, module: torch.nn.Module, request: Hashable) -> None:
-        """Forget one run, which has ended or was given up. Its statistics stay."""
+        """Forget a run that has ended. Its stats stay."""
         self.state_manager.drop(request)
         self._clocks.pop(request, None)
         self.branches.drop(request)
@@ -148,10 +149,10 @@ class TeaCacheHook(ModelHook):
         _refuse_training(module)
         assert self._steps is not None
         call = self._begin(module, args, kwargs, context)
-        if call.inputs.device.type == "meta":  # There are shapes and no values, so nothing can be judged.
+        if call.inputs.device.type == "meta":  # Shapes without values decide nothing.
             return self.call_original(module, *args, **kwargs)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.inputs.tensors):
-            call.state.restart()  # A skipped step has no gradients of its blocks.
+            call.state.reset()  # A skipped step has no gradients of its blocks.
             self._note(call, StepRecord(call.clock.index, True, "gradients are recorded"))
             return self.call_original(module, *args, **kwargs)
         plan = self._steps.judge(call)
@@ -170,7 +171,7 @@ class TeaCacheHook(ModelHook):
         """Find the step that a call belongs to."""
         run = run_around(module)
         inputs = Inputs(args, kwargs, self._names, self.branches.roles)
-        if run is not None and context.request is None:  # A pipeline that nobody has hooked.
+        if run is not None and context.request is None:  # A pipeline without our hook.
             context = context._replace(request=run.request)
         clock = self._clocks.get(context.request) or self._new_clock(context.request)
         if not clock.advance(context.branch, run, inputs):
@@ -179,11 +180,11 @@ class TeaCacheHook(ModelHook):
         self._bound(clock, context)
         state = self.state_manager.state_of(context)
         if clock.has_gap or clock.is_again:
-            state.restart()
-        return Call(module, inputs, context, clock, state)
+            state.reset()
+        return Call(lambda args, kwargs: self.call_original(module, *args, **kwargs), inputs, context, clock, state)
 
     def _restart(self, context: CallContext, run: Run | None, inputs: Inputs) -> Clock:
-        """Begin the run of a request anew."""
+        """Begin a new run of a request."""
         for known, state in self.state_manager.states().items():
             if known.request == context.request:
                 state.reset()
@@ -194,13 +195,13 @@ class TeaCacheHook(ModelHook):
     def _new_clock(self, request: Hashable) -> Clock:
         self._records[request] = {}
         self._records.move_to_end(request)
-        while len(self._records) > _MOST_RUNS:
+        if len(self._records) > _MOST_RUNS:
             self._records.popitem(last=False)
         clock = self._clocks[request] = Clock(self._announced)
         return clock
 
     def _bound(self, clock: Clock, context: CallContext) -> None:
-        """Let go of what was used longest ago, where pipelines never end what they begin."""
+        """Drop what was used longest ago, where pipelines never end their runs."""
         if len(clock.recent) > _MOST_BRANCHES:
             branch, _ = clock.recent.popitem(last=False)
             self.state_manager.drop_branch(CallContext(context.request, str(branch)))
@@ -215,7 +216,7 @@ class TeaCacheHook(ModelHook):
         run.setdefault(call.context.branch or "", []).append(record)
 
     def stats(self, request: Hashable = None) -> CacheStats:
-        """What was done in a run; the most recent one if no request is named."""
+        """What was computed and skipped in a run; by default the most recent one."""
         if request is None and self._records:
             request = next(reversed(self._records))
         branches: Mapping[str, list[StepRecord]] = self._records.get(request, {})
@@ -244,27 +245,15 @@ def apply_teacache_hook(
 ) -> TeaCacheHook:
     """Let a denoiser skip steps. `agree` makes ranks that compute one image together decide alike."""
     if not isinstance(module, torch.nn.Module):
-        raise SettingError(f"TeaCache attaches to a denoiser, a torch.nn.Module; not to {module!r}.")
+        raise SettingError(f"TeaCache attaches to a denoiser, a torch.nn.Module; not to {module!r}.", param="module")
     module = unwrapped(module)
     registry = HookRegistry.get_or_create(module)
     if HOOK_NAME in registry:
-        raise SettingError(f"This {type(module).__name__} has TeaCache already. Remove it first: remove_teacache_hook.")
+        raise SettingError(
+            f"This {type(module).__name__} has a cache already, perhaps from attach() on a pipeline that shares it. "
+            "Take that off first: samovar.detach(that pipeline).",
+            param="cache",
+        )
     hook = TeaCacheHook(TeaCacheConfig.read(config), agree)
-    registry.register_hook(HOOK_NAME, hook)
-    known = registry.get_hook(BRANCH_HOOK_NAME)
-    if isinstance(known, BranchHook):
-        hook.branches = known
-    else:
-        registry.register_hook(BRANCH_HOOK_NAME, hook.branches)
-        hook.brought_branches = True
+    hook.attach(registry)
     return hook
-
-
-def remove_teacache_hook(module: torch.nn.Module) -> None:
-    """Take TeaCache off a denoiser, which is then what it was; no error if it has none."""
-    registry = HookRegistry.get_or_create(unwrapped(module))
-    hook = registry.get_hook(HOOK_NAME)
-    if isinstance(hook, TeaCacheHook):
-        registry.remove_hook(HOOK_NAME)
-        if hook.brought_branches:
-            registry.remove_hook(BRANCH_HOOK_NAME)

@@ -9,24 +9,24 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import EngineError, SamovarError
+from . import arguments
 from .generate import add_generate
 from .inspect import add_inspect, add_plan
 from .lab import add_bench, add_calibrate, add_compare, add_tune
-from .options import add_command, in_options
 from .serve import add_serve
 
 SHELLS = ("bash", "zsh", "fish")
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 the engine failed, 2 bad input, 130 interrupted."""
     parser = make_parser()
     if "_ARGCOMPLETE" in os.environ:  # The shell asks for completions.
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its advice on image processors is not for our users.
     # Two processes whose waiting threads spin for long starve each other: an image took over 60 s instead of 16.
     # Threads that never spin take twice as long on an idle machine. This must be set before torch is loaded.
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # The reader has seen enough, as in `samovar inspect X | head`.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_OK
-        print(f"samovar: {in_options(error, options.parser)}", file=sys.stderr)
+        print(f"samovar: {arguments.in_options(error, options.parser)}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, EngineError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("samovar: interrupted", file=sys.stderr)
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (add_generate, add_serve, add_inspect, add_plan, add_compare, add_calibrate, add_tune, add_bench):
         add(commands)
-    add_command(commands, _completion).add_argument("shell", choices=SHELLS, help="the shell")
+    arguments.add_command(commands, _completion).add_argument("shell", choices=SHELLS, help="the shell")
     return parser
 
 

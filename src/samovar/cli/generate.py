@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .options import (
-    add_command,
-    add_engine_options,
-    add_image_options,
-    add_model,
-    add_output_options,
-    engine_settings,
-    given,
-    model_of,
-    use_saved_steps,
-)
+from . import arguments
 from .terminal import Status
 
 if TYPE_CHECKING:
@@ -30,18 +20,18 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 def add_generate(commands: Any) -> None:
-    parser = add_command(commands, _generate)
+    parser = arguments.add_command(commands, _generate)
     parser.add_argument("prompt", help="what to draw")
-    add_model(parser)
+    arguments.add_model(parser)
     parser.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
-    add_output_options(parser)
+    arguments.add_output_options(parser)
     group = parser.add_argument_group("image")
-    add_image_options(group)
+    arguments.add_image_options(group)
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same image")
     group.add_argument("--image", metavar="FILE", help="an image to start from, for models that edit")
     group.add_argument("--strength", type=float, metavar="X", help="how much of that image to redraw, from 0 to 1")
     group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many images")
-    add_engine_options(parser)
+    arguments.add_engine_options(parser)
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -60,15 +50,15 @@ def _generate(options: argparse.Namespace) -> int:
     from ..engine import OmniDiffusionSamplingParams, is_under_torchrun
 
     _check_prompt(options.prompt)
-    options.model = model_of(options)
-    use_saved_steps(options, [options.cache, options.cache_config])
-    params = OmniDiffusionSamplingParams(**given(options, OmniDiffusionSamplingParams))
+    options.model = arguments.model_of(options)
+    arguments.use_saved_steps(options, [options.cache, options.cache_config])
+    params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
     image = None if options.image is None else _read_image(options.image)
     # All ranks make the image, and the first one writes it.
     is_first = not is_under_torchrun() or os.environ["RANK"] == "0"
     quiet = options.quiet or not is_first
     files = _output_files(options.output, params.num_outputs_per_prompt or 1) if is_first else []
-    settings = engine_settings(options) | {"progress": False}
+    settings = arguments.engine_settings(options) | {"progress": False}
     with Status("loading the model", quiet) as status:
         from ..omni import Omni
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError
-from .options import add_command, add_model, model_of
+from . import arguments
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
     from ..arch.blocks import BlockStack
     from ..trace import ModelReport
-    from ..trace.survey import ComponentReport
+    from ..trace.probe import ComponentReport
 
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))
@@ -24,15 +24,15 @@ _MODEL = "a built-in model, a folder in diffusers format, a hub name, or a class
 
 
 def add_inspect(commands: Any) -> None:
-    parser = add_command(commands, _inspect)
-    add_model(parser, _MODEL)
+    parser = arguments.add_command(commands, _inspect)
+    arguments.add_model(parser, _MODEL)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.add_argument("--probe", action="store_true", help="load it and run two steps to see what its blocks carry")
 
 
 def add_plan(commands: Any) -> None:
-    parser = add_command(commands, _plan)
-    add_model(parser, _MODEL)
+    parser = arguments.add_command(commands, _plan)
+    arguments.add_model(parser, _MODEL)
     parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
     parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
     parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
@@ -85,7 +85,7 @@ def _find_config(options: argparse.Namespace, with_weights: bool = False) -> str
     """The folder or class that a model is read from. A hub name is downloaded, by default without its weights."""
     from ..engine.models import fetch_model, find_model
 
-    name = model_of(options) or "emoji"
+    name = arguments.model_of(options) or "emoji"
     if name.lower() in BUILTIN_MODELS:
         return str(BUILTIN_MODELS[name.lower()])
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -14,23 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
 from ..files import read_json
-from .options import (
-    add_command,
-    add_device_options,
-    add_image_options,
-    add_model,
-    add_output_options,
-    given,
-    model_of,
-    read_setting,
-    use_saved_steps,
-)
+from . import arguments
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
+    from ..lab.image_runner import Task
     from ..lab.methods import Method
     from ..lab.session import Session
-    from ..lab.tasks import Task
 
 _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
 
@@ -42,7 +31,7 @@ def add_compare(commands: Any) -> None:
 
 
 def add_calibrate(commands: Any) -> None:
-    _add_prompts(_add_command(commands, _calibrate), "tuning", 16, batch=False)
+    _add_prompts(_add_command(commands, _calibrate), "tuning", 16)
 
 
 def add_tune(commands: Any) -> None:
@@ -51,8 +40,9 @@ def add_tune(commands: Any) -> None:
     target.add_argument("--target-psnr", type=float, metavar="DB", help="at least this close to the exact images")
     target.add_argument("--target-lpips", type=float, metavar="X", help="at most this different from them")
     target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
+    _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
-    _add_test_prompts(parser, 48)
+    _add_prompts(parser, "testing", 48, test="test-")
 
 
 def add_bench(commands: Any) -> None:
@@ -64,42 +54,38 @@ def add_bench(commands: Any) -> None:
     parser.add_argument("--cache", action="append", metavar="SETTING", help=_CACHE_HELP)
     parser.add_argument("--alone", type=int, default=8, metavar="N",
                         help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
+    _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
-    _add_test_prompts(parser, 64, seeds=4)
+    _add_prompts(parser, "testing", 64, seeds=4, test="test-")
 
 
 def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
-    parser = add_command(commands, run)
-    add_model(parser)
+    parser = arguments.add_command(commands, run)
+    arguments.add_model(parser)
     name = run.__name__.lstrip("_")
     parser.set_defaults(command=name)
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"({name})")
-    add_output_options(parser)
+    arguments.add_output_options(parser)
     group = parser.add_argument_group("images")
-    add_image_options(group)
-    add_device_options(group)
+    arguments.add_image_options(group)
+    arguments.add_device_options(group)
+    group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
+    group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
     return parser
 
 
-def _add_prompts(parser: Any, prompts: str, num_prompts: int, batch: bool = True) -> None:
-    group = parser.add_argument_group("prompts")
-    group.add_argument("--prompts", default=prompts, metavar="FILE",
-                       help=f"one per line; or tuning or testing, which are shipped ({prompts})")  # fmt: skip
-    group.add_argument("--num-prompts", type=int, metavar="N", help=f"use the first N (at most {num_prompts})")
-    group.add_argument("--seeds", type=int, default=1, metavar="N", help="images per prompt (1)")
-    group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
-    if batch:
-        group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
-    parser.set_defaults(most_prompts=num_prompts)
+def _add_prompts(parser: Any, source: str, most: int, seeds: int = 1, test: str = "") -> None:
+    """Options for the prompts to use, or with `test="test-"` for those that are kept for testing."""
+    group = parser.add_argument_group("prompts for testing, which are not used to choose" if test else "prompts")
+    text = f"one per line; or tuning or testing, which are shipped ({source})"
+    group.add_argument(f"--{test}prompts", default=source, metavar="FILE", help=text)
+    group.add_argument(f"--num-{test}prompts", type=int, metavar="N", help=f"use the first N (at most {most})")
+    group.add_argument(f"--{test}seeds", type=int, default=seeds, metavar="N", help=f"images per prompt ({seeds})")
+    parser.set_defaults(**{f"most_{test.replace('-', '_')}prompts": most})
 
 
-def _add_test_prompts(parser: Any, num_prompts: int, seeds: int = 1) -> None:
+def _add_refine(parser: Any) -> None:
     parser.add_argument("--refine", type=int, default=0, metavar="N", help="changes of a schedule to try on images (0)")
-    group = parser.add_argument_group("prompts for testing, which are not used to choose")
-    group.add_argument("--test-prompts", default="testing", metavar="FILE", help="likewise (testing)")
-    group.add_argument("--num-test-prompts", type=int, metavar="N", help=f"likewise (at most {num_prompts})")
-    group.add_argument("--test-seeds", type=int, default=seeds, metavar="N", help=f"likewise ({seeds})")
-    parser.set_defaults(most_test_prompts=num_prompts)
 
 
 # ------------------------------------------------------------------------------------------------ the commands
@@ -128,8 +114,8 @@ def _compare(options: argparse.Namespace) -> int:
         (lab.folder / "compare.html").write_text(page(found, title), encoding="utf-8")
         lab.finish("compare.json", found.to_dict())
     lines = [figures(row.to_dict()) for row in found.rows]
-    _say(options, *_table([list(lines[0]), *(list(line.values()) for line in lines)]))
-    _say(options, f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
+    table = _table([list(lines[0]), *(list(line.values()) for line in lines)])
+    lab.say(*table, f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
     return 0
 
 
@@ -151,9 +137,11 @@ def _calibrate(options: argparse.Namespace) -> int:
         lab.finish("calibration.json", found.to_dict(lab.origin(tasks)))
     fit = found.fit
     values = ", ".join(f"{value:.6g}" for value in fit.coefficients)
-    _say(options, f"degree {fit.degree}: {fit.verdict}")
-    _say(options, f"coefficients: [{values}], for signals from {fit.signal_from:.4f} to {fit.signal_to:.4f}")
-    _say(options, str(lab.folder / "calibration.json"))
+    lab.say(
+        f"degree {fit.degree}: {fit.verdict}",
+        f"coefficients: [{values}], for signals from {fit.signal_from:.4f} to {fit.signal_to:.4f}",
+        str(lab.folder / "calibration.json"),
+    )
     return 0
 
 
@@ -169,7 +157,7 @@ def _tune(options: argparse.Namespace) -> int:
     """
     from ..lab.tune import Target, tune
 
-    ((name, value),) = given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
+    ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
     target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
     tasks, test_tasks = _disjoint_tasks(options)
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
@@ -182,10 +170,9 @@ def _tune(options: argparse.Namespace) -> int:
     rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
              f"{target.bound(r.images):.5g}", "yes" if target.is_met(r) else "no")
             for r in found.tried]  # fmt: skip
-    _say(options, *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "meets it"), *rows]))
     held_out, plain = found.held_out, found.plain
-    _say(
-        options,
+    lab.say(
+        *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "meets it"), *rows]),
         f"\nchosen: {found.row.method}",
         f"on {len(held_out.images)} held-out images: {held_out.computed:g} of {held_out.steps} steps computed, "
         f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {target}: met "
@@ -227,7 +214,7 @@ def _bench(options: argparse.Namespace) -> int:
         lab.finish("bench.json", {"tasks": [task._asdict() for task in test_tasks], "rows": rows})
     best = [", ".join(name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")) for row in rows]
     lines = [[*figures(row).values(), row.get("problem", text)] for row, text in zip(rows, best, strict=True)]
-    _say(options, *_table([[*figures(rows[0]), "best by"], *lines]), str(lab.folder / "bench.json"))
+    lab.say(*_table([[*figures(rows[0]), "best by"], *lines]), str(lab.folder / "bench.json"))
     if find_spec("matplotlib") is not None:  # Otherwise it can be plotted elsewhere, from the file.
         _plot(lab.folder / "bench.json", lab.folder)
     return 0
@@ -241,12 +228,13 @@ def _plot(file: Path, folder: Path) -> Path:
         raise SettingError(f"plot_from={str(file)!r} is not a file. Give the bench.json of a bench.", param="plot_from")
     report = read_json(file)
     about = report.get("about", {})
-    if not isinstance(report.get("rows"), list) or "num_images" not in about:
+    if not report.get("rows") or "settings" not in about:
         raise SettingError(f"plot_from={str(file)!r} was not written by a bench. Give a bench.json.", param="plot_from")
-    words = f"{about['model']}, {about['num_images']} images, {about['settings']['num_inference_steps']} steps"
+    count, steps = len(report["rows"][0]["each"]["psnr"]), about["settings"]["num_inference_steps"]
     folder.mkdir(parents=True, exist_ok=True)
     image = folder / f"{file.stem}.png"
-    draw(report["rows"], image, f"{words}, {about['dtype']}, {about['device']}, batch {about['batch']}")
+    words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
+    draw(report["rows"], image, f"{words}, batch {about['batch']}")
     return image
 
 
@@ -259,23 +247,21 @@ class _Experiment:
     def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
         from ..engine import OmniDiffusionSamplingParams
         from ..lab.image_runner import ImageRunner
-        from ..lab.journal import Journal
+        from ..lab.session import Journal
 
-        params = OmniDiffusionSamplingParams(**given(options, OmniDiffusionSamplingParams))
-        settings = given(options, ("batch", "dtype", "device"))
-        self.runner = ImageRunner(model_of(options) or "emoji", params, **settings)
+        params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
+        settings = arguments.given(options, ("batch", "dtype", "device"))
+        self.runner = ImageRunner(arguments.model_of(options) or "emoji", params, **settings)
         self.folder: Path = options.output or Path(options.command)
         self._options, self._status = options, status
         self._about = self.runner.about() | {"date": date.today().isoformat()}
         self._journal = Journal(self.folder / "state", self.runner.about() | depends)
-        if len(self._journal) and not options.quiet:
-            text = f"samovar: resuming with {len(self._journal)} measurements from {self._journal.folder}"
-            print(text, file=sys.stderr)
+        if len(self._journal):
+            status.note(f"resuming with {len(self._journal)} measurements from {self._journal.folder}")
 
     def session(self, tasks: Sequence[Task], name: str = "", batch: int | None = None) -> Session:
         from ..lab.session import Session
 
-        self._about["num_images"] = len(tasks)
         runner = self.runner if batch is None else self.runner.one_at_a_time()
         return Session(runner, tasks, self._journal, name, self._status.update)
 
@@ -288,11 +274,14 @@ class _Experiment:
 
     def finish(self, name: str, result: dict[str, Any]) -> None:
         """Write the result, and only then delete the journal."""
-        text = json.dumps({"about": self._about, **result})
-        (self.folder / name).write_text(text + "\n", encoding="utf-8")
+        self._result = json.dumps({"about": self._about, **result})
+        (self.folder / name).write_text(self._result + "\n", encoding="utf-8")
         self._journal.delete()
-        if self._options.json:
-            print(text)
+
+    def say(self, *lines: str) -> None:
+        """Print the result for programs, or these lines for people."""
+        if self._options.json or not self._options.quiet:
+            print(self._result if self._options.json else "\n".join(lines))
 
 
 @contextmanager
@@ -306,12 +295,12 @@ def _methods(options: argparse.Namespace) -> list[Method]:
     from ..lab.methods import read_method
 
     caches = options.cache or []
-    use_saved_steps(options, caches)
-    return [read_method(read_setting("cache", text)) for text in caches]
+    arguments.use_saved_steps(options, caches)
+    return [read_method(arguments.read_setting("cache", text)) for text in caches]
 
 
 def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
-    from ..lab.tasks import make_tasks, read_prompts
+    from ..lab.image_runner import make_tasks, read_prompts
 
     count = getattr(options, f"num_{which}prompts")
     prompts = read_prompts(getattr(options, f"{which}prompts"), count)
@@ -323,16 +312,11 @@ def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
 
 def _disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
     """Tasks for tuning, and others for testing."""
-    from ..lab.tasks import check_disjoint
+    from ..lab.image_runner import check_disjoint
 
     tasks, test_tasks = _tasks(options), _tasks(options, "test_")
     check_disjoint(tasks, test_tasks)
     return tasks, test_tasks
-
-
-def _say(options: argparse.Namespace, *lines: str) -> None:
-    if not (options.json or options.quiet):
-        print("\n".join(lines))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -9,19 +9,19 @@ import sys
 from typing import Any
 
 from ..errors import SettingError
-from .options import add_command, add_engine_options, add_model, engine_settings, given, model_of
+from . import arguments
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 KEY_VARIABLE = "SAMOVAR_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
-    parser = add_command(commands, _serve)
-    add_model(parser)
+    parser = arguments.add_command(commands, _serve)
+    arguments.add_model(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
     _add_address_options(parser.add_argument_group("address"))
     _add_limit_options(parser.add_argument_group("limits"))
-    add_engine_options(parser)
+    arguments.add_engine_options(parser)
 
 
 def _add_address_options(group: Any) -> None:
@@ -95,14 +95,14 @@ def _app_state(options: argparse.Namespace) -> Any:
     from ..omni import AsyncOmni
     from ..server import AppState, Limits, ServerConfig
 
-    options.model = model_of(options)
+    options.model = arguments.model_of(options)
     if options.api_key is None:
         options.api_key = os.environ.get(KEY_VARIABLE)
-    settings = given(options, ServerConfig) | {"limits": Limits(**given(options, Limits))}
+    settings = arguments.given(options, ServerConfig) | {"limits": Limits(**arguments.given(options, Limits))}
     for name in ("cors_origins", "allowed_hosts"):
         settings[name] = tuple(settings.get(name, ()))
     config = ServerConfig(**settings)
-    return AppState(AsyncOmni(config=options.config, **engine_settings(options)), config)
+    return AppState(AsyncOmni(config=options.config, **arguments.engine_settings(options)), config)
 
 
 def _announce(address: str, state: Any) -> None:

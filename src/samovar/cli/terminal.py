@@ -17,28 +17,36 @@ class Status:
 
     def __init__(self, text: str, quiet: bool = False) -> None:
         self._text, self._quiet, self._started = text, quiet, time.monotonic()
+        self._clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         self._is_over = threading.Event()
 
     def update(self, text: str) -> None:
         self._text = text
-        if sys.stderr.isatty() and not self._quiet:
-            line = f"samovar: {text} ..."[: shutil.get_terminal_size().columns - 1]
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        if self._clear:
+            self._print(f"samovar: {text} ..."[: shutil.get_terminal_size().columns - 1], end="")
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self._print(f"samovar: {text}")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        if not self._quiet:
+            print(f"{self._clear}{text}", end=end, file=sys.stderr, flush=True)
 
     def _log(self) -> None:
         while not self._is_over.wait(INTERVAL_S):
-            print(f"samovar: {self._text} ({time.monotonic() - self._started:.0f} s)", file=sys.stderr, flush=True)
+            self.note(f"{self._text} ({time.monotonic() - self._started:.0f} s)")
 
     def __enter__(self) -> Status:
         self.update(self._text)
-        if not (self._quiet or sys.stderr.isatty()):
+        if not self._clear:
             threading.Thread(target=self._log, name="samovar status", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        if sys.stderr.isatty() and not self._quiet:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if self._clear:
+            self._print("", end="")
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from ..aliases import ALIASES, resolve
 from ..arch import find_denoisers
 from ..cache import CacheBackend, CacheSetting, TeaCacheBackend
 from ..errors import SettingError
+from ..files import check_names
 from ..hooks import Handle
 from ..offload import Offloaded, OffloadStats, prepare_offload
 from ..parallel import (
@@ -72,6 +74,7 @@ class Attached(Handle):
         self.peers: list[Peer] = []
         self.pipe = pipe
         self._cache_handle = Handle()
+        self._final: AttachedStats | None = None
         self._check()
         with contextlib.ExitStack() as undo:
             self._apply(undo)
@@ -133,8 +136,19 @@ class Attached(Handle):
         if not vars(self.pipe)[_ENTRY]:
             del vars(self.pipe)[_ENTRY]
 
+    def detach(self) -> None:
+        """Take everything off: the pipeline is what it was before. `stats()` keeps the last figures."""
+        self._final = self.stats()
+        super().detach()
+
+    @property
+    def is_detached(self) -> bool:
+        return self._final is not None
+
     def stats(self) -> AttachedStats:
         """What each feature did."""
+        if self._final is not None:
+            return self._final
         found = {name: sharding_of(denoiser) for name, denoiser in self.denoisers.items()} if self.mesh else {}
         return AttachedStats(
             None if self.cache is None else self.cache.stats(),
@@ -171,6 +185,7 @@ def attach(
     compile: CompileSetting = False,
     gpu_memory: str | int | None = None,
     replace: bool = False,
+    **aliases: Any,
 ) -> Attached:
     """Attach features to a pipeline, or to a single denoiser. Take them off with `detach()`, or use `with`.
 
@@ -187,9 +202,13 @@ def attach(
         compile: Compiles the blocks with torch.compile. True, or a backend's name or function.
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
+        aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
-    config = AttachConfig.read(cache, offload, parallel, compile, gpu_memory)
-    if pipe is None or isinstance(pipe, (str, Path, int)):
+    settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "gpu_memory": gpu_memory}
+    check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
+    given = {name: value for name, value in settings.items() if value is not None and value is not False}
+    config = AttachConfig.read(**resolve({**given, **aliases}))
+    if pipe is None or isinstance(pipe, (str, Path, int, type)):
         raise SettingError(
             f"pipe={pipe!r} is not a pipeline. Load one first, DiffusionPipeline.from_pretrained(...), or let "
             "samovar.Omni(model) do it.",

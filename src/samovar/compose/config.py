@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,8 +16,8 @@ from ..files import is_file_name, read_config
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
 
-OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | None
-ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | None
+OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False] | None
+ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
 CompileSetting = bool | str | Callable[..., Any]
 
 
@@ -59,9 +59,9 @@ class AttachConfig:
                 "for itself and wait for the others forever. Use the cache 'tea_cache' or 'forecast', or one rank.",
                 param="cache",
             )
-        if self.parallel.cfg_parallel_size > 1 and config.hard is not None:
+        if self.parallel.cfg_parallel_size > 1 and config.outliers is not None:
             raise SettingError(
-                "The cache's setting 'hard' looks at one branch to decide for all, and cfg_parallel_size="
+                "The cache's setting 'outliers' looks at one branch to decide for all, and cfg_parallel_size="
                 f"{self.parallel.cfg_parallel_size} puts the branches on different ranks. Leave out one of the two.",
                 param="cache",
             )
@@ -89,10 +89,16 @@ def skipped_share(choice: CacheChoice | None) -> float | None:
     return 0.0 if config.never_skips else None
 
 
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value == "none"
+
+
 def _read_offload(offload: OffloadSetting, gpu_memory: str | int | None) -> OffloadConfig | None:
-    if offload is None and gpu_memory is None:
-        return None
-    config = OffloadConfig.read(offload)
+    if _is_off(offload):
+        if gpu_memory is None:
+            return None
+        offload = None
+    config = OffloadConfig.read(offload)  # type: ignore[arg-type]
     if gpu_memory is None:
         return config
     if config.gpu_memory not in (None, gpu_memory):
@@ -104,7 +110,7 @@ def _read_offload(offload: OffloadSetting, gpu_memory: str | int | None) -> Offl
 
 
 def _read_parallel(parallel: ParallelSetting) -> SequenceParallelConfig:
-    if parallel is None:
+    if _is_off(parallel):
         return SequenceParallelConfig()
     if isinstance(parallel, str) and not is_file_name(parallel):
         if parallel not in ("ulysses", "ring"):
@@ -131,7 +137,9 @@ def _check_compile(value: Any, *, offloads: bool) -> None:
         names = known(exclude_tags=())
         if value not in names:
             raise SettingError(
-                f"compile={value!r} is not a backend of torch.compile. {nearest(value, names)}", param="compile"
+                f"compile={value!r} is not a backend of torch.compile. {nearest(value, names)} All: "
+                "torch.compiler.list_backends().",
+                param="compile",
             )
         if value == "cudagraphs" and offloads:
             raise SettingError(

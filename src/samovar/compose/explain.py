@@ -89,15 +89,20 @@ class Explanation:
             lines += ["", "How they work together:", *(f"  - {line}" for line in self.interactions)]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 def explain(attached: Attached) -> Explanation:
     """What is on the pipeline now."""
     pipe = attached.pipe
+    name = type(unwrapped(pipe) if isinstance(pipe, torch.nn.Module) else pipe).__name__
+    if attached.is_detached:
+        return Explanation(name, (), (), (), (), ())
     places = _places(pipe)
     hooks = {hook for place in places for hook in place.chain}
     seen = [order for order in HookOrder if any(hook.endswith(f"({order.name.lower()})") for hook in hooks)]
     return Explanation(
-        pipeline=type(unwrapped(pipe) if isinstance(pipe, torch.nn.Module) else pipe).__name__,
+        pipeline=name,
         features=tuple(_features(attached)),
         pipeline_hooks=tuple(pipeline_hooks(pipe)),
         places=places,

@@ -80,10 +80,10 @@ class Worker:
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
-        if config.attach_config().offload is None:  # Offloaded weights never pass through the device as a whole.
+        if config.attach_config.offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self._device)
         self.facts = facts_of(pipeline, defaults)
-        self._attached = Attached(pipeline, config.attach_config())
+        self._attached = Attached(pipeline, config.attach_config)
         # A cache decides for a batch as a whole, so an image would depend on those beside it.
         self.max_batch = config.max_batch if self._attached.cache is None else 1
         self.load_seconds = time.perf_counter() - started

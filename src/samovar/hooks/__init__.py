@@ -1,11 +1,11 @@
-"""How is a call intercepted, and whose call is it?"""
+"""How is a call intercepted, and which request, branch and run is it part of?"""
 
 from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .handle import Handle
 from .pipelines import hook_pipeline
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
-from .roles import Role, Roles, is_conditioning, is_sample, is_time
+from .roles import Role, Roles, role_by_name
 from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, run_around, running
 
 __all__ = [
@@ -27,10 +27,8 @@ __all__ = [
     "current_context",
     "current_run",
     "hook_pipeline",
-    "is_conditioning",
-    "is_sample",
-    "is_time",
     "pipeline_hooks",
+    "role_by_name",
     "run_around",
     "running",
 ]

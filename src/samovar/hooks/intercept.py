@@ -1,19 +1,18 @@
 """How does a call of a module reach its hooks?
 
-A hooked module's type is swapped for a subclass of the same name whose `__call__` goes through the
-registry. So hooks stand outside of everything that others put on the instance: accelerate's and
-diffusers' hooks replace `forward`, `Module.compile` replaces what `__call__` runs, and torch's own
-forward hooks run inside it; all stay as they are, whoever came first. To others the module's
-`__class__` is what it was, and its `type()` equals it; only `type(module) is Class` sees the
-difference. Copies and pickles are of the bare class.
+A hooked module's type is swapped for a subclass of the same name whose `__call__` goes through the registry. So hooks
+are outside of everything that others put on the instance: accelerate's and diffusers' hooks replace `forward`,
+`Module.compile` replaces the code that `__call__` runs, and torch's own forward hooks run inside it. All of them stay
+as they are, whoever came first. To others the module's `__class__` is unchanged, and its `type()` equals it; only
+`type(module) is Class` sees the difference. Copies and pickles are of the bare class.
 
 A method that others replace on the module's class (`Class.forward = faster`) takes effect at the next call, hooked or
-not. Calling `module.forward(...)` by hand goes through the hooks as well, once, unless another library has
-put its own `forward` on the instance before: then that is what is called.
+not. A direct call of `module.forward(...)` goes through the hooks as well, once, unless another library put its own
+`forward` on the instance before.
 
-Under `torch.compile` hooks run outside the graph. A compiled block (`block.compile()`, before or
-after hooking) stays one graph. Compiling a module *around* hooked ones breaks its graph at each. What
-a compiled function cannot see is a hooked child whose `forward` it calls by hand: that runs bare.
+Under `torch.compile` hooks run outside the graph. A compiled block (`block.compile()`, before or after hooking) stays
+one graph. Compiling a module *around* hooked ones breaks its graph at each. A compiled function does not see a hooked
+child whose `forward` it calls directly: that child runs without its hooks.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class _Hooked(BareCopies, _Module):
         if _is_compiling():
             return _outside_graph.call(self, args, kwargs)
         registry = self.__dict__.get(_ENTRY)
-        if registry is None:  # Somebody made a class of this type while there were hooks, and they are gone.
+        if registry is None:  # A class was derived from this type while there were hooks, and they are gone.
             return super().__call__(*args, **kwargs)
         return registry.run(self, call_bare, args, kwargs)
 
@@ -115,7 +114,7 @@ def install(module: torch.nn.Module, registry: HookRegistry) -> None:
         set_class(module, _hooked_class(type(module), hasattr(module, "cache_context")))
     except (TypeError, AttributeError) as error:
         raise SettingError(
-            f"A {type(module).__name__} cannot be hooked, because its class does not let itself be extended ({error}). "
+            f"A {type(module).__name__} cannot be hooked, because its class cannot be subclassed ({error}). "
             "Hook the module that it wraps, or one that contains it."
         ) from error
     _note_class(module, registry)
@@ -124,7 +123,7 @@ def install(module: torch.nn.Module, registry: HookRegistry) -> None:
 
 
 def _note_class(module: torch.nn.Module, registry: HookRegistry) -> None:
-    """Put what each call needs to know about the class where it is found fast."""
+    """Store what each call needs to know about the class where it is found fast."""
     hooked: Any = type(module)
     registry.bare = hooked._samovar_bare
     registry.calls_plainly = registry.bare._call_impl is torch.nn.Module._call_impl
@@ -165,7 +164,7 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
         or _global_backward_hooks
         or _global_backward_pre_hooks
     ):
-        # Nobody put anything around forward, so torch would call it and do no more.
+        # There is nothing around forward, so torch would only call it.
         return bare.forward(module, *args, **kwargs)
     outer, was_inside = _inside.module, instance[_INSIDE]
     _inside.module, instance[_INSIDE] = module, True
@@ -188,7 +187,7 @@ _hooked_classes: dict[tuple[type, bool], type[torch.nn.Module]] = {}
 
 def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[torch.nn.Module]:
     """One subclass for all instances of a class, so that compiled blocks go on sharing their code."""
-    if issubclass(cls, _Hooked):  # Made by others of a hooked type: it intercepts as it is.
+    if issubclass(cls, _Hooked):  # Derived by others from a hooked type: it intercepts already.
         return cls
     known = _hooked_classes.get((cls, has_cache_context))
     if known is None or vars(known)["forward"].__wrapped__ is not cls.forward:  # Its signature is shown.
@@ -209,7 +208,7 @@ def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[t
 
 @functools.cache
 def _equal_to_bare(metaclass: Any) -> Any:
-    """Lets `type(module) == Class` and `type(module) in classes` hold as before: diffusers' `from_pipe` asks so."""
+    """Keeps `type(module) == Class` and `type(module) in classes` true, which diffusers' `from_pipe` relies on."""
 
     def bare(cls: Any) -> Any:
         return vars(cls).get("_samovar_bare", cls)
@@ -230,7 +229,7 @@ def _get_class(self: torch.nn.Module) -> type:
 
 
 def _set_class(self: torch.nn.Module, cls: type) -> None:
-    """Others may swap the class too (torch's parametrisations, lazy modules): ours stays in front of theirs."""
+    """Others may swap the class too (torch's parametrisations, lazy modules); ours stays in front of theirs."""
     registry = attached_registry(self)
     if registry is None:
         set_class(self, cls)
@@ -245,12 +244,12 @@ def _intercepted_forward(bare: Any) -> Callable[..., Any]:
             is_inside = self._samovar_inside
             return bare.forward(self, *args, **kwargs) if is_inside else _outside_graph.forward(self, args, kwargs)
         registry = attached_registry(self)
-        # Without a registry: somebody kept this bound method from when the module was hooked.
+        # Without a registry: this bound method was kept from when the module was hooked.
         if registry is None or _inside.module is self:
             return bare.forward(self, *args, **kwargs)
         return registry.run(self, _call_forward, args, kwargs)
 
-    # torch allows each piece of code so many graphs: every class has one of its own, as it had without hooks.
+    # torch limits the number of graphs per code object: every class has its own, as it had without hooks.
     forward.__code__ = forward.__code__.replace()
     return functools.wraps(bare.forward)(forward)
 
@@ -260,7 +259,7 @@ def _followed_cache_context(cls: Any) -> Callable[..., Any]:
 
     @contextlib.contextmanager
     def cache_context(self: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        # A wrapper, such as a compiled model, has none of its own but passes on that of the model inside.
+        # A wrapper, such as a compiled model, has no own method but passes on that of the model inside.
         has_own = hasattr(cls, "cache_context")
         bare = cls.cache_context.__get__(self) if has_own else cls.__getattr__(self, "cache_context")
         with call_context(branch=name), bare(name, *args, **kwargs):
@@ -295,16 +294,16 @@ _outside_graph = _OutsideGraph()
 
 
 def _prepare_for_compilation() -> None:
-    """Done at the first hook and not when this file is imported: torch's compiler takes seconds to load."""
+    """Called at the first hook and not on import: torch's compiler takes seconds to load."""
     if not vars(_outside_graph):
         _outside_graph.runner = never_compiled(lambda module: attached_registry(module).run_outside_graph)  # type: ignore[union-attr]
-        _outside_graph.call = _break_graph(_call_outside_graph)
-        _outside_graph.forward = _break_graph(_forward_outside_graph)
+        _outside_graph.call = never_compiled(_call_outside_graph, recursive=False)
+        _outside_graph.forward = never_compiled(_forward_outside_graph, recursive=False)
         for function in (_call_outside_graph, _forward_outside_graph, call_bare, _call_forward):
             skip_frame(function)
         from torch._dynamo import trace_rules
 
-        # Around a model that is compiled whole, they run as they are.
+        # These run outside of the graph of a model that is compiled as a whole.
         for room in ("tree", "hooks.runs", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
             trace_rules.add(f"samovar.{room}")
         skip_frame(bare_class)
@@ -319,22 +318,15 @@ def _forward_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> A
     return _outside_graph.runner(module)(module, _call_forward, args, kwargs)
 
 
-def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function outside of any graph, with all that it calls."""
+def never_compiled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    """The function outside of any graph and, if `recursive`, everything that it calls too."""
     disable: Any = torch.compiler.disable
-    disabled: Callable[..., Any] = disable(function)
-    return disabled
-
-
-def _break_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function outside of any graph, but not what it calls."""
-    disable: Any = torch.compiler.disable
-    disabled: Callable[..., Any] = disable(function, recursive=False)
+    disabled: Callable[..., Any] = disable(function, recursive=recursive)
     return disabled
 
 
 def skip_frame(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell torch's compiler once and for all to leave this function as it is; what it calls may be compiled."""
+    """Make torch's compiler leave this function as it is; what it calls may be compiled."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)

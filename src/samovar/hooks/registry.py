@@ -1,8 +1,8 @@
-"""What runs around a module's call, and in which order?
+"""Which hooks run around a module's call, and in which order?
 
-A call of a hooked module goes through its hooks in sorted order: every `pre_forward`, then the one
-hook that overrides `new_forward` or else the module itself, then every `post_forward` in reverse. A
-hook's `bypass` may answer before any of that. `intercept` brings the call here.
+A call of a hooked module goes through its hooks in sorted order: every `pre_forward`, then the one hook that overrides
+`new_forward` or else the module itself, then every `post_forward` in reverse. A hook's `bypass` may answer before any
+of that. `intercept` brings the call here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_BYPASSED: Any = type("NotBypassed", (), {"__repr__": lambda self: "NOT_BYPAS
 
 
 class HookOrder(enum.IntEnum):
-    """Which hooks stand outside which. A cached step must not move weights, so cache is outside offload."""
+    """Which hooks are outside of others. A cached step must not move weights, so cache is outside offload."""
 
     OUTERMOST = 0
     SHARD = 1
@@ -35,7 +35,7 @@ class HookOrder(enum.IntEnum):
 
 
 class ModelHook:
-    """Code attached to a module. Every method may be left as it is."""
+    """Code attached to a module. Override only the methods that you need."""
 
     order: HookOrder = HookOrder.OTHER
 
@@ -48,15 +48,15 @@ class ModelHook:
         return module
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """An answer that makes the call needless, or NOT_BYPASSED. No other hook sees a bypassed call."""
+        """An output that replaces the call, or NOT_BYPASSED. No other hook sees a bypassed call."""
         return NOT_BYPASSED
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The arguments and keyword arguments to go on with."""
+        """The positional and keyword arguments to go on with."""
         return args, kwargs
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Takes the place of the module's forward, which is `call_original`. One hook a module may."""
+        """Replaces the module's forward, which is `call_original`. Only one hook of a module may override this."""
         raise NotImplementedError(f"{type(self).__name__} does not override new_forward.")
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
@@ -71,7 +71,7 @@ class ModelHook:
         return module
 
     def call_original(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, with everything that is not ours around it; for use in `new_forward`."""
+        """The module's own forward, with the hooks of other libraries around it; for use in `new_forward`."""
         return intercept.call_bare(module, args, kwargs)
 
 
@@ -80,17 +80,17 @@ def _overrides(hook: ModelHook, method: str) -> bool:
 
 
 class _Rescue(NamedTuple):
-    """A hook's `failed_forward`, due when its `pre_forward` has run and its `post_forward` has not."""
+    """A hook's `failed_forward`, due if its `pre_forward` has run and its `post_forward` has not."""
 
     entered: int
-    """How many hooks' `pre_forward` have run once its own has."""
+    """The number of `pre_forward` calls up to its own."""
     left: int
-    """How many hooks' `post_forward` run before its own."""
+    """The number of `post_forward` calls before its own."""
     failed_forward: Callable[..., Any]
 
 
 class _Chain(NamedTuple):
-    """The sorted hooks, reduced to what they override: what is left as it is costs nothing."""
+    """The sorted hooks, reduced to the methods that they override: the others cost nothing."""
 
     bypasses: tuple[Callable[..., Any], ...] = ()
     before: tuple[Callable[..., Any], ...] = ()
@@ -115,7 +115,7 @@ class _Chain(NamedTuple):
                 left += 1
             return output
         except BaseException as error:
-            with contextlib.ExitStack() as stack:  # Innermost last in, first out; one that raises stops no other.
+            with contextlib.ExitStack() as stack:  # Innermost first; one that raises stops no other.
                 for rescue in rescues:
                     if entered >= rescue.entered and left <= rescue.left:
                         stack.callback(rescue.failed_forward, module, error)
@@ -126,23 +126,23 @@ Runner = Callable[[torch.nn.Module, Callable[..., Any], Any, Any], Any]
 
 
 class HookRegistry:
-    """The hooks of one module. Nothing is changed on a module that has none."""
+    """The hooks of one module. A module without hooks is not changed."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._hooks: dict[str, ModelHook] = {}
         self._sorted: tuple[str, ...] = ()
         self.run: Runner = _Chain().run
-        """Goes through the hooks around `inner(module, args, kwargs)`."""
+        """Runs the hooks around `inner(module, args, kwargs)`."""
         self._run_outside_graph: Runner | None = None
         self.bare: Any = None
-        """The module's own class, as long as the module is hooked."""
+        """The module's own class, while the module is hooked."""
         self.calls_plainly = False
-        """Whether nothing in that class stands between torch's `__call__` and `forward`."""
+        """Whether that class leaves torch's way from `__call__` to `forward` as it is."""
 
     @classmethod
     def get_or_create(cls, module: torch.nn.Module) -> HookRegistry:
-        """The registry of a module; the same one as long as it has hooks or anybody holds it."""
+        """The registry of a module; the same one as long as it has hooks or is referenced."""
         if not isinstance(module, torch.nn.Module):
             raise SettingError(f"Hooks attach to a torch.nn.Module, not to {module!r} ({type(module).__name__}).")
         attached = intercept.attached_registry(module)
@@ -157,13 +157,13 @@ class HookRegistry:
     check_if_exists_or_initialize = get_or_create
 
     def register_hook(self, name: str, hook: ModelHook) -> None:
-        """Attach a hook. One of the same name is replaced, with a warning; a refused one changes nothing."""
+        """Attach a hook. One of the same name is replaced, with a warning. A refused hook changes nothing."""
         self._check(name, hook)
         replaced = self._hooks.get(name)
         if replaced is not None:
             warnings.warn(
-                f"Hook {name!r} on {type(self._module).__name__} is replaced. Remove the old one first, or use "
-                "another name, if that is not what you want.",
+                f"Hook {name!r} on {type(self._module).__name__} is replaced. If you did not intend that, remove the "
+                "old one first or use another name.",
                 stacklevel=2,
             )
             replaced.detach_hook(self._module)
@@ -206,7 +206,7 @@ class HookRegistry:
             raise
 
     def remove_hook(self, name: str) -> None:
-        """Detach a hook; a name that is not there is no error. With the last one, every trace of us goes."""
+        """Detach a hook; an unknown name is ignored. With the last one, every trace of us goes."""
         hook = self._hooks.pop(name, None)
         if hook is not None:
             self.update_sorted_hooks()
@@ -217,20 +217,20 @@ class HookRegistry:
         return self._hooks.get(name)
 
     def reset_hook(self, name: str) -> None:
-        """Let one hook forget what it remembers; it stays attached."""
+        """Make one hook forget what it remembers; it stays attached."""
         hook = self._hooks.get(name)
         if hook is not None:
             hook.reset_state(self._module)
 
     def reset(self) -> None:
-        """Remove all hooks, innermost first, with their states; the module is as it was before the first."""
+        """Remove all hooks and their states, innermost first; the module is as it was before the first."""
         with contextlib.ExitStack() as removals:
             for name in self._sorted:
                 removals.callback(self.remove_hook, name)
                 removals.callback(self._hooks[name].reset_state, self._module)
 
     def update_sorted_hooks(self) -> None:
-        """Sort anew, by order class and then by name, a hook that overrides last in its class."""
+        """Sort again: by order class, then by name, with a hook that overrides `new_forward` last in its class."""
 
         def key(name: str) -> tuple[HookOrder, bool, str]:
             hook = self._hooks[name]
@@ -297,4 +297,4 @@ class HookRegistry:
 
 
 _held_registries: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HookRegistry]] = weakref.WeakKeyDictionary()
-"""Registries without hooks, as long as somebody holds them."""
+"""Registries without hooks, as long as they are referenced."""

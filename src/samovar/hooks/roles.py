@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,88 +24,80 @@ _SAMPLE = (
     "hidden_states", "audio_hidden_states", "sample", "latent", "latents", "audio_latents", "local_latents", "x", "img",
     "z", "x_t", "xt", "z_t", "zt", "latent_model_input", "model_input"
 )  # fmt: skip
-_TIME = ("sigma", "sigmas", "_time")
-_TIMES = ("t", "ts", "time", "times", "sigma_t", "noise_level", "noise_levels")
-_RESIDUAL = ("controlnet", "block_samples", "residual")
-_CONDITIONING = (
+_TIME = ("t", "ts", "time", "times", "sigma_t", "noise_level", "noise_levels")
+_TIME_ENDINGS = ("sigma", "sigmas", "_time")
+_RESIDUAL_WORDS = ("controlnet", "block_samples", "residual")
+_CONDITIONING_WORDS = (
     "encoder_hidden_states", "prompt", "text", "txt", "caption", "cap_feats", "embeds", "pooled", "class", "label",
     "mask", "ids", "guidance"
 )  # fmt: skip
 _ENOUGH = 2
 """Steps after which what was seen of an argument overrules its name."""
 
-
-@functools.cache
-def is_sample(parameter: str) -> bool:
-    """Whether a denoiser's parameter of this name is usually what is denoised."""
-    return parameter in _SAMPLE or parameter.startswith("noisy_")
+# ------------------------------------------------------------------------------------------------ names and arguments
 
 
 @functools.cache
-def is_time(parameter: str) -> bool:
-    """Whether it usually says how far denoising is."""
-    return parameter in _TIMES or "timestep" in parameter or parameter.endswith(_TIME)
-
-
-@functools.cache
-def is_conditioning(parameter: str) -> bool:
-    """Whether it usually stays the same through all steps of a branch."""
-    return not (_is_residual(parameter) or is_sample(parameter) or is_time(parameter))
-
-
-def _is_residual(parameter: str) -> bool:
-    return any(word in parameter for word in _RESIDUAL)
-
-
-@functools.cache
-def _is_surely_conditioning(parameter: str) -> bool:
-    return parameter == "y" or (is_conditioning(parameter) and any(word in parameter for word in _CONDITIONING))
-
-
-@functools.cache
-def hint(path: str) -> Role:
-    """The role of an argument as its name has it."""
+def role_by_name(path: str) -> Role:
+    """The usual role of an argument with this name. Of an object that holds all arguments, the field's name counts."""
     parameter, *inner = [part for part in path.split(".") if not part.isdigit()] or [path]
-    names = [parameter] if _is_surely_conditioning(parameter) else [*inner[-1:], parameter]
-    for name in names:  # Of an object that holds all arguments, the name of the field says more.
-        if is_sample(name):
-            return "sample"
-        if is_time(name):
-            return "time"
-        if _is_residual(name):
-            return "residual"
-    return "conditioning"
+    names = [parameter] if is_well_known(parameter) else [*inner[-1:], parameter]
+    roles = (_role_of_word(name) for name in names)
+    return next((role for role in roles if role != "conditioning"), "conditioning")
+
+
+def _role_of_word(name: str) -> Role:
+    if name in _SAMPLE or name.startswith("noisy_"):
+        return "sample"
+    if name in _TIME or "timestep" in name or name.endswith(_TIME_ENDINGS):
+        return "time"
+    return "residual" if any(word in name for word in _RESIDUAL_WORDS) else "conditioning"
 
 
 @functools.cache
 def is_well_known(path: str) -> bool:
     """Whether the name of a conditioning argument leaves little doubt."""
-    return any(_is_surely_conditioning(part) for part in path.split("."))
+    return any(
+        part == "y" or (_role_of_word(part) == "conditioning" and any(word in part for word in _CONDITIONING_WORDS))
+        for part in path.split(".")
+    )
 
 
 def parameter_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """What a module's forward takes; "*rest" for all further positional arguments."""
+    """The parameters of a module's forward; "*rest" for all further positional arguments."""
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple("*" + p.name if p.kind is p.VAR_POSITIONAL else p.name for p in parameters)
 
 
 def positional_names(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """The names of that many positional arguments."""
+    """The names of the first `count` positional arguments."""
     place = next((place for place, name in enumerate(parameters) if name.startswith("*")), None)
     if place is None:
         return parameters[:count]
     return (*parameters[:place], *(f"{parameters[place][1:]}.{i}" for i in range(count - place)))[:count]
 
 
+def named_arguments(
+    parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call by name, in the order of the parameters: the caller's order of keywords means nothing."""
+    yield from zip(positional_names(parameters, len(args)), args, strict=False)
+    yield from ((name, kwargs[name]) for name in parameters if name in kwargs)
+    yield from ((name, kwargs[name]) for name in sorted(kwargs) if name not in parameters)
+
+
 def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a call."""
     found: dict[str, Any] = {}
-    for name, value in (*zip(positional_names(parameters, len(args)), args, strict=False), *kwargs.items()):
+    for name, value in named_arguments(parameters, args, kwargs):
         if value is None or isinstance(value, torch.Tensor):
             found[name] = value
         else:
             found.update(tree.leaves(value, name))
     return found
+
+
+# ------------------------------------------------------------------------------------------------ roles
 
 
 @dataclass(slots=True)
@@ -115,27 +107,21 @@ class _Evidence:
     moved: int = 0
     stayed: int = 0
     form: Role = "residual"
-    """What it is if it changes at every step."""
+    """Its role if it changes at every step."""
 
-
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-
-
-def _key(value: Any) -> Hashable:
-    if isinstance(value, _ATOMS):
-        return value
-    return type(value) if isinstance(value, (list, tuple, Mapping)) else id(value)  # Containers among leaves are empty.
+    @property
+    def is_enough(self) -> bool:
+        return self.moved + self.stayed >= _ENOUGH
 
 
 class Roles:
-    """What is known about a model's arguments. It is learned over calls, and outlives runs."""
+    """The roles of a model's arguments. They are learned over calls, and outlive runs."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Evidence] = {}
         self._roles: dict[str, Role] = {}
         self._outputs: set[tuple[int, ...]] = set()
         self._batch = 1
-        self._uncertain: set[str] = set()
         self.remade: set[str] = set()
         """Arguments that are new objects with the old values at each call."""
         self.telling: set[str] = set()
@@ -150,87 +136,72 @@ class Roles:
             known = self._roles[path] = self._judge(path)
         return known
 
-    def is_certain(self, path: str) -> bool:
-        """Whether the same object means the same values, and another object other values."""
-        return path not in self.remade and path not in self._uncertain
+    def paths(self, leaves: Iterable[str], role: Role) -> list[str]:
+        """Those of one role."""
+        return [path for path in leaves if self.of(path) == role]
 
     def is_learning(self, leaves: Leaves) -> bool:
-        """Whether there is an argument of which too little has been seen."""
+        """Whether too little has been seen of some argument."""
         seen = self._seen
         return any(
-            value is not None and (path not in seen or seen[path].moved + seen[path].stayed < _ENOUGH)
-            for path, value in leaves.items()
+            value is not None and (path not in seen or not seen[path].is_enough) for path, value in leaves.items()
         )
 
     def is_settled(self, path: str) -> bool:
-        """Whether enough has been seen of it, or its name leaves little doubt."""
+        """Whether enough has been seen of an argument, or its name leaves little doubt."""
         return path in self.telling or is_well_known(path) or not self.is_learning({path: True})
 
-    def identity(self, leaves: Leaves) -> tuple[tuple[Hashable, ...], bool]:
-        """What is the same for two calls with the very same conditioning, and whether any tensor is part of it.
-
-        Remade arguments are left out, since their identity says nothing.
-        """
+    def identity(self, leaves: Leaves) -> tuple[Hashable, ...]:
+        """A key that two calls share if they have the very same conditioning. Remade arguments are left out."""
         key: list[Hashable] = []
-        has_tensor = False
-        for path, value in leaves.items():
-            if (self._roles.get(path) or self.of(path)) != "conditioning" or path in self.remade:
-                continue
-            if isinstance(value, torch.Tensor):
-                has_tensor = True
-                if value.is_inference():  # Nobody counts its changes.
-                    self._uncertain.add(path)
-                    key += (path, id(value))
-                else:
-                    key += (path, id(value), value._version)
-            else:
-                key += (path, _key(value))
-        return tuple(key), has_tensor
+        for path in self.paths(leaves, "conditioning"):
+            if path not in self.remade:
+                value = leaves[path]
+                if isinstance(value, torch.Tensor):
+                    key += (path, id(value), tree.version(value))
+                elif isinstance(value, tree.ATOMS):
+                    key += (path, value)
+                else:  # Containers among leaves are empty.
+                    key += (path, type(value) if isinstance(value, (list, tuple, Mapping)) else id(value))
+        return tuple(key)
 
     def can_tell(self, leaves: Leaves) -> bool:
         """Whether there is any conditioning by which branches could be distinguished."""
-        for path, value in leaves.items():
-            if value is not None and self.of(path) == "conditioning":
-                if isinstance(value, torch.Tensor) or path in self.telling:
-                    return True
-                if isinstance(value, (int, float)) and not isinstance(value, bool) and is_well_known(path):
-                    return True
+        for path in self.paths(leaves, "conditioning"):
+            value = leaves[path]
+            if isinstance(value, torch.Tensor) or (value is not None and path in self.telling):
+                return True
+            if _is_number(value) and is_well_known(path):
+                return True
         return False
 
     # ------------------------------------------------------------------------------------------ forms
 
     def note_output(self, output: Any) -> None:
-        """Learn what the model gives: what has the form of it is what is denoised."""
+        """Learn the form of the model's output: an argument of this form may be the sample."""
         tensors = list(tree.tensors(output))
         if tensors:
-            self._outputs = {tuple(tensor.shape) for tensor in tensors}
+            self._outputs = {tree.shape(tensor) for tensor in tensors}
             self._batch = max([tensor.shape[0] for tensor in tensors if tensor.ndim], default=1)
 
-    def is_like_output(self, value: Any) -> bool:
-        """Whether a value could be what is denoised."""
-        return isinstance(value, torch.Tensor) and value.is_floating_point() and tuple(value.shape) in self._outputs
+    def _is_like_output(self, value: Any) -> bool:
+        """Whether a value could be the sample."""
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and tree.shape(value) in self._outputs
 
-    def is_like_time(self, value: Any) -> bool:
+    def _is_like_time(self, value: Any) -> bool:
         """Whether a value could be a time: one number for each item of the batch, or one for all."""
         if isinstance(value, torch.Tensor):
             return 0 < value.numel() <= self._batch and value.dtype != torch.bool
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return _is_number(value)
 
-    def samples(self, leaves: Leaves) -> list[str]:
-        """What is denoised, and, as long as none has been seen to change, what else has the form of it."""
-        known = [path for path in leaves if self.of(path) == "sample"]
+    def candidates(self, leaves: Leaves, role: Literal["sample", "time"]) -> list[str]:
+        """The samples or times of a call and, as long as none has been seen to change, what else could be one."""
+        known = [path for path in self.paths(leaves, role) if leaves[path] is not None]
         if self.have_moved(known):
             return known
-        rest = (path for path in leaves if self.of(path) == "conditioning" and not is_well_known(path))
-        return [*known, *(path for path in rest if self.is_like_output(leaves[path]))]
-
-    def times(self, leaves: Leaves) -> list[str]:
-        """The times of a call, and, as long as none has been seen to change, what else could be one."""
-        known = [path for path, value in leaves.items() if self.of(path) == "time" and value is not None]
-        if self.have_moved(known):
-            return known
-        rest = (path for path in leaves if self.of(path) == "conditioning" and not self.is_settled(path))
-        return [*known, *(path for path in rest if self.is_like_time(leaves[path]))]
+        fits = self._is_like_output if role == "sample" else self._is_like_time
+        rest = (path for path in self.paths(leaves, "conditioning") if not self.is_settled(path))
+        return [*known, *(path for path in rest if fits(leaves[path]))]
 
     def have_moved(self, paths: Iterable[str]) -> bool:
         """Whether any of these has been seen to change from one step to the next."""
@@ -239,8 +210,8 @@ class Roles:
     # ------------------------------------------------------------------------------------------ learning
 
     def note_step(self, leaves: Leaves, moved: Collection[str]) -> None:
-        """Learn from one step of a branch to the next: `moved` is what has another value than before."""
-        has_sample = any(self.of(path) == "sample" or self.is_like_output(leaves.get(path)) for path in moved)
+        """Learn from one step of a branch to the next: `moved` have other values than before."""
+        has_sample = any(self.of(path) == "sample" or self._is_like_output(leaves.get(path)) for path in moved)
         for path, value in leaves.items():
             if value is None:
                 continue
@@ -248,7 +219,7 @@ class Roles:
             if path in moved:
                 seen.moved += 1
                 seen.form = self._form(path, value, moved, leaves)
-            elif has_sample or hint(path) == "conditioning":  # Else the user may have called with the same sample.
+            elif has_sample or role_by_name(path) == "conditioning":  # Else it may be a call with the same sample.
                 seen.stayed += 1
         self._update(leaves)
 
@@ -258,20 +229,6 @@ class Roles:
             form = self._form(path, leaves.get(path), paths, leaves)
             self._seen[path] = _Evidence(moved=_ENOUGH, form=form)
         self._update(paths)
-
-    def obvious(self, leaves: Leaves, moved: Collection[str]) -> list[str]:
-        """What must be the sample or the time among arguments of unknown names, for nothing else could be it."""
-        found = []
-        known = {self.of(path) for path, value in leaves.items() if value is not None}
-        if "sample" not in known:
-            like = self.samples(leaves)
-            moving = [path for path in like if path in moved]
-            if len(moving) == 1 and (len(like) == 1 or any(path in moved for path in self.times(leaves))):
-                found.append(moving[0])
-        if "time" not in known and (found or any(self.of(path) == "sample" for path in moved)):
-            times = [path for path in self.times(leaves) if path in moved]
-            found += times if len(times) == 1 else []
-        return found
 
     def note_remade(self, path: str) -> None:
         """Learn that this is a new object at each call, with the old values."""
@@ -283,13 +240,27 @@ class Roles:
         self.telling.add(path)
         self._update([path])
 
+    def obvious(self, leaves: Leaves, moved: Collection[str]) -> list[str]:
+        """What must be the sample or the time among arguments of unknown names, since nothing else could be."""
+        found = []
+        known = {self.of(path) for path, value in leaves.items() if value is not None}
+        if "sample" not in known:
+            like = self.candidates(leaves, "sample")
+            moving = [path for path in like if path in moved]
+            if len(moving) == 1 and (len(like) == 1 or any(path in moved for path in self.candidates(leaves, "time"))):
+                found.append(moving[0])
+        if "time" not in known and (found or self.paths(moved, "sample")):
+            times = [path for path in self.candidates(leaves, "time") if path in moved]
+            found += times if len(times) == 1 else []
+        return found
+
     def _form(self, path: str, value: Any, moved: Collection[str], leaves: Leaves) -> Role:
-        if self.is_like_output(value):
+        if self._is_like_output(value):
             # Beside a known sample of that form it may be either. A residual is watched more closely.
-            samples = [leaves[p] for p in moved if p != path and p in leaves and self.of(p) == "sample"]
+            samples = [leaves[p] for p in self.paths(moved, "sample") if p != path and p in leaves]
             is_taken = any(isinstance(other, torch.Tensor) and other.shape == value.shape for other in samples)
             return "residual" if is_taken else "sample"
-        return "time" if self.is_like_time(value) else "residual"
+        return "time" if self._is_like_time(value) else "residual"
 
     def _update(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -299,14 +270,18 @@ class Roles:
             self._roles[path] = role
 
     def _judge(self, path: str) -> Role:
-        named, seen = hint(path), self._seen.get(path)
+        named, seen = role_by_name(path), self._seen.get(path)
         if path in self.telling:
             return "conditioning"
-        if seen is None or seen.moved + seen.stayed < _ENOUGH:
+        if seen is None or not seen.is_enough:
             return named
         if seen.moved > 4 * seen.stayed:
             return seen.form if named == "conditioning" else named
         return "conditioning" if seen.moved == 0 and named != "residual" else named
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -315,58 +290,54 @@ _MOST_COPIED = 4096
 """Elements of a tensor that are copied to compare them later."""
 
 
-class Mark:
+class Snapshot:
     """A value as it was at a call, to be compared with that of a later one."""
 
-    __slots__ = ("_form", "_some", "_version", "held")
+    __slots__ = ("_form", "_id", "_sampled", "_version", "held")
 
     def __init__(self, value: Any, *, hold: bool, copy: bool) -> None:
+        """`hold` keeps a tensor alive; `copy` keeps some of its elements, in case it is changed in place."""
         is_tensor = isinstance(value, torch.Tensor)
         self.held: Any = value if hold or not is_tensor else None
+        self._id = id(value)
         self._version = tree.version(value) if is_tensor else None
-        self._form = (value.shape, value.dtype, value.device) if is_tensor else None
-        self._some = _some(value).clone() if is_tensor and copy and _is_comparable(value) else None
+        self._form = tree.signature(value) if is_tensor else None
+        self._sampled = _sampled(value).clone() if is_tensor and copy and _is_comparable(value) else None
+
+    def is_object(self, value: Any) -> bool:
+        """Whether this is the very same object, changed or not."""
+        return id(value) == self._id
 
     def is_surely_same(self, value: Any) -> bool:
-        """Whether it is known to be the same without a look at what is in a tensor."""
+        """Whether it is known to be the same without looking into a tensor."""
         if isinstance(value, torch.Tensor):
-            return value is self.held and self._version is not None and value._version == self._version
+            return value is self.held and self._version is not None and tree.version(value) == self._version
         return self.equals(value)
 
     def equals(self, value: Any) -> bool:
         """Whether the value is the same. This may wait for the device."""
         if not isinstance(value, torch.Tensor) or self._form is None:
             return self._form is None and not isinstance(value, torch.Tensor) and tree.equal(self.held, value)
-        if value is self.held and self._version is not None and value._version == self._version:
+        if self.is_surely_same(value):
             return True
-        if (value.shape, value.dtype, value.device) != self._form or not _is_comparable(value):
-            return value is self.held and self._version is None
+        if tree.signature(value) != self._form:
+            return False
         held = self.held
-        if held is not None and held is not value and tree.version(held) == self._version and _is_comparable(held):
-            return torch.equal(held, value)
-        if self._some is not None:
-            return torch.equal(self._some, _some(value))
-        return value is held and self._version is None
-
-
-def same_marks(one: Mark | None, other: Mark | None) -> bool:
-    """Whether two values were the same."""
-    if one is None or other is None:
-        return one is other
-    if one.held is not None or one._form is None:
-        return other.equals(one.held)
-    if other.held is not None or other._form is None:
-        return one.equals(other.held)
-    return one._form == other._form and one._some is not None and other._some is not None and (
-        torch.equal(one._some, other._some)
-    )  # fmt: skip
+        if _is_comparable(value):
+            is_kept = held is not None and held is not value and tree.version(held) == self._version
+            if is_kept and _is_comparable(held):
+                return torch.equal(held, value)
+            if self._sampled is not None:
+                return torch.equal(self._sampled, _sampled(value))
+        return self.is_object(value) and (held is None or self._version is None)
 
 
 def _is_comparable(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    """Whether a look into a tensor has no side effects: that of a subclass may wait for other ranks."""
+    return tree.is_comparable(tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements spread over a tensor. The distance is odd: else only some of the channels would be seen."""
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements spread over a tensor. The distance is odd, since an even one would miss some channels altogether."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // _MOST_COPIED) | 1] if flat.numel() > _MOST_COPIED else flat

@@ -53,7 +53,7 @@ def _planned(tuning: Session, count: int, refinements: int) -> Method:
     """The best schedule for a number of computed steps."""
     planner, _ = choose_planner(tuning, lambda row: row.closeness, count)
     mask = refine(planner.plan(count), lambda m: tuning.measure(planner.method(m)).closeness, refinements)
-    return cached("tea_cache", planner.settings(mask), f"schedule, {count} computed ({planner})", "samovar schedule")
+    return cached("tea_cache", planner.settings(mask), f"schedule, {count} computed", "samovar schedule")
 
 
 def bench(session: Session, methods: Sequence[Method], alone: Session | None = None) -> list[dict[str, Any]]:

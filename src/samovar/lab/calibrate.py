@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.polynomial import Polynomial
 
 from ..arch.modules import unwrapped
 from ..cache import TeaCacheBackend
 from ..errors import ModelError, SettingError
+from .image_runner import Task
 from .methods import EXACT, Method, Notes
 from .session import Session
-from .tasks import Task
 from .trajectory import Outputs, watch
 
 _FEWEST_STEPS = 2
@@ -98,22 +99,20 @@ def calibrate(session: Session) -> Calibration:
             f"There are several denoisers ({', '.join(runner.denoisers)}), and coefficients belong to one. Use a "
             "schedule instead: samovar tune."
         )
-    method = watched_signals()
-    session.exact(method)
+    session.exact(WITH_SIGNALS)
     (denoiser,) = runner.denoisers.values()
-    return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(method)))
+    return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(WITH_SIGNALS)))
 
 
-def watched_signals() -> Method:
-    """The exact images, with notes on how much signal and output changed at each step."""
+@contextlib.contextmanager
+def _with_signals(pipeline: Any) -> Iterator[Notes]:
+    backend = TeaCacheBackend(_NEVER_SKIPS)
+    with watch(pipeline) as run, backend.enable(pipeline):
+        yield lambda: _changes(backend, run.take_outputs())
 
-    @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
-        backend = TeaCacheBackend(_NEVER_SKIPS)
-        with watch(pipeline) as run, backend.enable(pipeline):
-            yield lambda: _changes(backend, run.take_outputs())
 
-    return Method("exact, with signals", EXACT.family, {}, attached)
+WITH_SIGNALS = Method("exact, with signals", EXACT.family, attached=_with_signals)
+"""The exact images, with notes on how much signal and output changed at each step."""
 
 
 def _changes(backend: TeaCacheBackend, outputs: Outputs) -> Changes:
@@ -138,7 +137,7 @@ def fit(images: Sequence[Changes], num_folds: int = 4) -> Fit:
     explained = {degree: _explained(images, degree, folds) for degree in range(_HIGHEST_DEGREE + 1)}
     degree = max(explained, key=lambda d: (explained[d], -d))
     x, y = _joined(images)
-    powers = _polynomial(x, y, degree)
+    powers = Polynomial.fit(x, y, degree).convert().coef.tolist()
     coefficients = [0.0] * (_HIGHEST_DEGREE + 1 - len(powers)) + powers[::-1]
     return Fit(tuple(coefficients), degree, explained[degree], len(x), float(x.min()), float(x.max()))
 
@@ -151,17 +150,9 @@ def _explained(images: Sequence[Changes], degree: int, folds: int) -> float:
         left_x, left_y = _joined(images[fold::folds])
         if len(set(x.tolist())) <= degree:  # Too few points for a curve.
             return -float("inf")
-        predicted = np.polynomial.polynomial.polyval(left_x, _polynomial(x, y, degree))
-        missed += float(((left_y - predicted) ** 2).sum())
+        missed += float(((left_y - Polynomial.fit(x, y, degree)(left_x)) ** 2).sum())
         missed_by_mean += float(((left_y - y.mean()) ** 2).sum())
     return 1.0 - missed / missed_by_mean if missed_by_mean > 0 else 0.0
-
-
-def _polynomial(x: Any, y: Any, degree: int) -> list[float]:
-    """Lowest power first. Fitted between -1 and 1, where it is well conditioned, and then converted."""
-    if degree == 0:
-        return [float(y.mean())]
-    return [float(value) for value in np.polynomial.Polynomial.fit(x, y, degree).convert().coef]
 
 
 def _joined(images: Sequence[Changes]) -> tuple[Any, Any]:

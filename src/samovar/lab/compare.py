@@ -17,9 +17,9 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from ..errors import SettingError
+from .image_runner import Task
 from .methods import Method, plain
 from .session import Row, Session, save_images
-from .tasks import Task
 
 _WIDEST_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
 _INK, _PAPER, _DIM = (20, 20, 20), (255, 255, 255), (110, 110, 110)

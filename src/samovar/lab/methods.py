@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,8 @@ from ..files import is_file_name, read_settings
 
 Notes = Callable[[], Any]
 """Returns a method's notes on the last run, as plain JSON values."""
-OUTLIERS = "hard"
+OUTLIERS = "outliers"
 """The cache setting for outliers, and the key in a cache's notes that tells which images were outliers."""
-
-
-@contextlib.contextmanager
-def _nothing(pipeline: Any) -> Iterator[Notes]:
-    yield lambda: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +30,7 @@ class Method:
     family: str
     """The curve it belongs to."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    attached: Callable[[Any], AbstractContextManager[Notes]] = _nothing
+    attached: Callable[[Any], AbstractContextManager[Notes]] = lambda pipeline: nullcontext(lambda: None)
     """Attaches it to a pipeline for as long as the context lasts."""
     steps: int | None = None
     """Number of steps, if other than the exact image's."""
@@ -87,7 +82,7 @@ def _notes(stats: Any) -> dict[str, Any] | None:
         return None
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
     masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
-    outliers = next((denoiser.hard for denoiser in stats.denoisers.values() if denoiser.hard), ())
+    outliers = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
     return {**masks, OUTLIERS: list(outliers)} if outliers else masks
 
 

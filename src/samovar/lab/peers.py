@@ -19,9 +19,8 @@ from typing import Any
 
 from ..arch import find_denoisers
 from ..errors import ModelError
-from .image_runner import ImageRunner
+from .image_runner import ImageRunner, Task
 from .methods import Method, Notes
-from .tasks import Task
 
 Settings = dict[str, Any]
 

@@ -17,7 +17,7 @@ from ..errors import SettingError
 from .fitting import OUTLIER_SHARE, Products, Vector, fit_outliers, fit_schedule, fit_weights, outlier_step
 from .methods import OUTLIERS, Method, cached
 from .session import Row, Session
-from .trajectory import Trajectory, watched_exact
+from .trajectory import WATCHED, early_products, read_products
 
 ENOUGH_IMAGES = 40
 """With fewer there are too few outliers to learn how to recognise them."""
@@ -33,12 +33,9 @@ class SchedulePlanner:
 
     products: Products
     early: Mapping[str, Vector] | None = None
-    """`Trajectory.early`, if outliers are to get their own plan."""
+    """The products of the first steps of each image, if outliers are to get their own plan."""
     fewest = 2
     """Fewest computed steps of a plan."""
-
-    def __str__(self) -> str:
-        return "fitted" if self.early is None else "fitted, more for outliers"
 
     def plan(self, computed: int) -> str:
         """The best mask with this many computed steps on average: `#` computed, `.` skipped. Outliers have another."""
@@ -80,12 +77,12 @@ def choose_planner(
     session: Session, score: Callable[[Row], float], computed: int | None = None
 ) -> tuple[SchedulePlanner, dict[str, tuple[Method, Row]]]:
     """The planner whose plan for this number of computed steps scores highest; and the plans tried, by name."""
-    watched = watched_exact()
-    session.exact(watched)
-    trajectory = Trajectory.read(session.notes(watched))
-    planners = [SchedulePlanner(trajectory.products)]
-    if trajectory.early is not None and len(session.tasks) >= ENOUGH_IMAGES:
-        planners.append(SchedulePlanner(trajectory.products, trajectory.early))
+    session.exact(WATCHED)
+    images = read_products(session.notes(WATCHED))
+    products, early = Products.mean(images), early_products(images)
+    planners = [SchedulePlanner(products)]
+    if early is not None and len(session.tasks) >= ENOUGH_IMAGES:
+        planners.append(SchedulePlanner(products, early))
     count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from ..cache.config import EVERY_BRANCH
 from ..errors import ModelError
 from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
 from .fitting import Products, Vector, outlier_step
-from .methods import EXACT, Method, Notes
+from .methods import EXACT, Method
 
 _LARGEST_MISS = 1e-2
 """Predictions that differ from a weighted sum of the branches by no more than this are such sums, but rounded."""
@@ -30,64 +30,27 @@ _HOOK = "lab_outputs"
 Outputs = dict[str, list[torch.Tensor]]
 
 
-class Trajectory(NamedTuple):
-    """The products of some images: by branch if the pipeline names its branches and mixes them in fixed proportions,
-    otherwise of the prediction."""
-
-    images: tuple[Products, ...]
-
-    @property
-    def products(self) -> Products:
-        """The average."""
-        return Products.mean(self.images)
-
-    @property
-    def early(self) -> dict[str, Vector] | None:
-        """By branch, the products of the first steps of each image: (images, steps, steps). They show outliers. None
-        if the branches are not known."""
-        branches, count = self.images[0].branches, len(self.images[0].sizes)
-        if branches == (EVERY_BRANCH,):
-            return None
-        last = outlier_step(count) + 1
-        own = {name: slice(number * count, number * count + last) for number, name in enumerate(branches)}
-        return {name: np.stack([image.values[part, part] for image in self.images]) for name, part in own.items()}
-
-    @staticmethod
-    def read(notes: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """From the notes of each call of `watched_exact`."""
-        images = [
-            Products(tuple(note["guidance"]), tuple(note["guidance"].values()), tuple(note["sizes"]), np.array(values))
-            for note in notes
-            for values in note["products"]
-        ]
-        if any(image.branches != images[0].branches for image in images):
-            images = [image.mixed() for image in images]
-        return Trajectory(tuple(images))
+def read_products(notes: Sequence[Mapping[str, Any]]) -> list[Products]:
+    """The products of each image, from the notes of each call with the method `WATCHED`: by branch if the pipeline
+    names its branches and mixes them in fixed proportions, otherwise of the prediction."""
+    images = [
+        Products(tuple(note["guidance"]), tuple(note["guidance"].values()), tuple(note["sizes"]), np.array(values))
+        for note in notes
+        for values in note["products"]
+    ]
+    is_alike = all(image.branches == images[0].branches for image in images)
+    return images if is_alike else [image.mixed() for image in images]
 
 
-def watched_exact() -> Method:
-    """The exact images, with notes for `Trajectory.read`."""
-
-    @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
-        with watch(pipeline) as run:
-            yield run.notes
-
-    return Method("exact, watched", EXACT.family, {}, attached)
-
-
-@contextlib.contextmanager
-def watch(pipeline: Any) -> Iterator[RunWatch]:
-    """Watch the pipeline's scheduler and, if it has a single denoiser, its outputs."""
-    denoisers = list(find_denoisers(pipeline).values())
-    run = RunWatch(pipeline.scheduler)
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(run.on_scheduler())
-        if len(denoisers) == 1:
-            registry = HookRegistry.get_or_create(denoisers[0])
-            registry.register_hook(_HOOK, run)
-            undo.callback(registry.remove_hook, _HOOK)
-        yield run
+def early_products(images: Sequence[Products]) -> dict[str, Vector] | None:
+    """By branch, the products of the first steps of each image: (images, steps, steps). They show outliers. None if the
+    branches are not known."""
+    branches, count = images[0].branches, len(images[0].sizes)
+    if branches == (EVERY_BRANCH,):
+        return None
+    last = outlier_step(count) + 1
+    own = {name: slice(number * count, number * count + last) for number, name in enumerate(branches)}
+    return {name: np.stack([image.values[part, part] for image in images]) for name, part in own.items()}
 
 
 class RunWatch(ModelHook):
@@ -125,8 +88,8 @@ class RunWatch(ModelHook):
         outputs, self.outputs, self.predictions = self.outputs, {}, []
         return outputs
 
-    def notes(self) -> dict[str, Any]:
-        """How far each step moves the latents, and the inner products of each image."""
+    def __call__(self) -> dict[str, Any]:
+        """The notes: how far each step moves the latents, and the inner products of each image."""
         predictions, outputs = self.predictions, self.take_outputs()
         sizes = _sizes_of(self._scheduler)
         if len(predictions) != len(sizes):
@@ -143,6 +106,24 @@ class RunWatch(ModelHook):
             for i in range(len(predictions[0]))
         ]
         return {"sizes": sizes, "guidance": guidance, "products": products}
+
+
+@contextlib.contextmanager
+def watch(pipeline: Any) -> Iterator[RunWatch]:
+    """Watch the pipeline's scheduler and, if it has a single denoiser, its outputs."""
+    denoisers = list(find_denoisers(pipeline).values())
+    run = RunWatch(pipeline.scheduler)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(run.on_scheduler())
+        if len(denoisers) == 1:
+            registry = HookRegistry.get_or_create(denoisers[0])
+            registry.register_hook(_HOOK, run)
+            undo.callback(registry.remove_hook, _HOOK)
+        yield run
+
+
+WATCHED = Method("exact, watched", EXACT.family, attached=watch)
+"""The exact images, with notes for `read_products`."""
 
 
 def _guidance(outputs: Outputs, predictions: Sequence[torch.Tensor]) -> dict[str, float] | None:

@@ -13,11 +13,11 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, get_args
 
 from ..errors import SettingError, nearest
+from .image_runner import check_disjoint
 from .methods import Method, cached, plain
 from .metrics import Quality
 from .schedules import SchedulePlanner, choose_planner, refine
 from .session import Row, Session
-from .tasks import check_disjoint
 
 Metric = Literal["psnr", "lpips", "speedup"]
 SHARE = 0.95

@@ -21,13 +21,12 @@ from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
 from .measure import Measured
-from .moving import HOOK, MovingComponent, hooks_for, install_hooks
+from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
 from .ring import OffloadStats
-from .sizes import SHARED, Component, find_components, measure_components, parse_bytes
+from .sizes import Component, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
-from .weight_groups import WeightGroup
 from .weights import check_movable, num_bytes_of
 
 _UNLIMITED = 2**62
@@ -59,17 +58,15 @@ class Offloaded(Handle, PipelineHook):
         super().__init__()
         self.config, self.stage, self.execution_device = config, stage, stage.device
         self._pipeline = pipeline
-        self._components, self._shared = find_components(pipeline, config.exclude)
-        for component in self._components:
+        components = find_components(pipeline, config.exclude)
+        for component in components:
             _check_free(component)
             check_movable(component.name, component.module)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
-        self._sizes = measure_components(self._components, self._shared, in_phase=stage.keeps_phase)
+        self._sizes = measure_components(components, in_phase=stage.keeps_phase)
         self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
-        self._homes = {c.name: next((t.device for t in c.tensors()), torch.device("cpu")) for c in self._components}
-        self._moving: dict[str, MovingComponent] = {}
-        self._resident: list[WeightGroup] = []
+        self._components = {c.name: OffloadedComponent(c, stage, self._host) for c in components}
         self._hooks = contextlib.ExitStack()
         self.plan = self._plan_for(config)
 
@@ -98,87 +95,64 @@ class Offloaded(Handle, PipelineHook):
             pipeline("a warm-up")
         offloaded.replan(activations=measured.activations, timing=measured.timing)
         """
-        return Measured(self.stage, self._components).watching()
+        return Measured(self.stage, [c.component for c in self._components.values()]).watching()
 
     def detach(self) -> None:
         """Take the offload off: every weight is where it was, with the value that it has now."""
         self._undo_plan()
-        for component in self._components:
-            home = self._homes[component.name]
-            if home.type == "cpu" and component.name in self._moving:
-                self._moving[component.name].restore()
-            for tensor in component.tensors():
-                if tensor.device != home:
-                    tensor.data = tensor.data.to(home)
+        for component in self._components.values():
+            component.restore()
         self._host.close()
 
     def start_run(self, run: Run) -> None:
         """Weights may have changed since the last run."""
-        for group in self._resident:
-            group.make_resident()
-        for moving in self._moving.values():
-            moving.refresh()
+        for component in self._components.values():
+            component.refresh()
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
-        for name, moving in self._moving.items():
-            if self.plan.take_turns and self.plan.component(name).placement != "resident":
-                moving.unload()
+        for component in self._components.values():
+            if component.others:
+                component.unload()
 
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
         if budget is None and config.mode == "auto":
             free = self.stage.free_bytes()
-            here = [tensor for c in self._components for tensor in c.tensors() if self.stage.is_here(tensor)]
-            budget = _UNLIMITED if free is None else free + num_bytes_of(here)
+            tensors = [tensor for c in self._components.values() for tensor in c.component.tensors()]
+            budget = _UNLIMITED if free is None else free + num_bytes_of(filter(self.stage.is_here, tensors))
         timing = config.timing or Timing(self.stage.measure_bus())
         return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing))
 
     def _follow(self, plan: OffloadPlan) -> None:
         self._undo_plan()
         try:
-            for component in self._components:
-                self._place(component, plan)
-            if self._shared:
-                self._resident.append(WeightGroup(SHARED, lambda: self._shared, self.stage, self._host))
-            for group in self._resident:
-                group.make_resident()
+            for name, component in self._components.items():
+                component.follow(plan.component(name))
             self._install(plan)
         except BaseException:
             self.detach()
             raise
         self.plan = plan
 
-    def _place(self, component: Component, plan: OffloadPlan) -> None:
-        name, placed = component.name, plan.component(component.name)
-        if placed.placement == "resident" and name not in self._moving:
-            self._resident.append(WeightGroup(name, component.tensors, self.stage, self._host))
-            return
-        if name not in self._moving:
-            self._moving[name] = MovingComponent(component, self.stage, self._host)
-        self._moving[name].follow(placed)
-
     def _install(self, plan: OffloadPlan) -> None:
-        active = {n: moving for n, moving in self._moving.items() if plan.component(n).placement != "resident"}
-        for name, moving in self._moving.items():
-            moving.others = [other for other in active.values() if other is not moving and name in active]
-        for name, moving in active.items():
-            install_hooks(self._hooks, HOOK, hooks_for(moving, plan.component(name)))
-        if all(component.module is not self._pipeline for component in self._components):
+        active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
+        for name, component in self._components.items():
+            component.others = [other for other in active if component in active and other is not component]
+            if component in active:
+                install_hooks(self._hooks, HOOK, hooks_for(component, plan.component(name)))
+        if all(component.component.module is not self._pipeline for component in self._components.values()):
             # A lone model is called once a step, so its calls are not runs.
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
-        for moving in self._moving.values():
-            if not moving.others:
-                moving.load()
+        for component in self._components.values():
+            if not component.others:
+                component.load()
 
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""
         self._hooks.close()
-        for moving in self._moving.values():
-            moving.unload(keep_changes=True)
-        for group in self._resident:
-            group.end_residence()
-        self._resident = []
+        for component in self._components.values():
+            component.unload(keep_changes=True)
 
 
 def _check_free(component: Component) -> None:

@@ -46,7 +46,7 @@ class CudaStage(Stage):
         # The allocator reuses this memory for work on the stream that allocated it. If another stream computes now,
         # the allocator must know.
         computing = self._computing()
-        if self._streams.pop(flat.data_ptr()) != computing:
+        if self._streams.pop(flat.data_ptr(), computing) != computing:  # Empty buffers share an address.
             flat.record_stream(computing)
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:

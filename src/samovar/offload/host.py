@@ -20,7 +20,7 @@ import torch
 
 from .sizes import format_bytes
 from .staging import Stage
-from .weights import LEAST_PIECE, LINE, Layout, Span
+from .weights import LEAST_PIECE, LINE, Piece, Span
 
 _PAGE = mmap.PAGESIZE
 _PINNABLE = 0.85
@@ -66,18 +66,20 @@ class HostMemory:
         self._finalizer = weakref.finalize(self, _unpin, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
 
-    def adopt(self, spans: Sequence[Span], layout: Layout, *, pinned: bool) -> list[torch.Tensor]:
+    def adopt(self, pieces: Sequence[Piece], *, pinned: bool) -> list[torch.Tensor]:
         """The host bytes of each piece. Small spans, and spans that cannot be pinned in place, move into new chunks."""
-        small_bytes = layout.pieces[0] if any(span.num_bytes < LEAST_PIECE for span in spans) else 0
-        sources = [new_chunk(small_bytes)[:small_bytes]] * len(layout.pieces)
-        for span, (piece, offset) in zip(spans, layout.places, strict=True):
+        sources = []
+        for num_bytes, _, spans in pieces:
+            span = spans[0][0]
             if span.num_bytes < LEAST_PIECE:
-                self._move(span, sources[0][offset:])
+                sources.append(new_chunk(num_bytes)[:num_bytes])
+                for small, offset in spans:
+                    self._move(small, sources[-1][offset:])
             elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(_flat(span)):
-                sources[piece] = _flat(span)
+                sources.append(_flat(span))
             else:
-                sources[piece] = new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes]
-                self._move(span, sources[piece])
+                sources.append(new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes])
+                self._move(span, sources[-1])
         if self._untrimmed_bytes >= _TRIM_BYTES:
             self._untrimmed_bytes = 0
             _trim()

@@ -32,35 +32,39 @@ HOOK = "samovar_offload"
 """The name of our hooks."""
 
 
-class MovingComponent:
-    """A component that is not always on the device, or not all of it."""
+class OffloadedComponent:
+    """A component whose weights are on the device always, while it is used, or block by block, as planned."""
 
     def __init__(self, component: Component, stage: Stage, host: HostMemory) -> None:
         self.component, self.stage = component, stage
-        self.is_loaded = False
+        self.is_loaded = self._is_pinned = False
         self.ring: Ring | None = None
-        self.others: Sequence[MovingComponent] = ()
+        self.others: Sequence[OffloadedComponent] = ()
         """Components that are unloaded before this one is loaded."""
         self._host = host
         self._last_run: weakref.ref[Run] | None = None
-        self._rest = WeightGroup(component.name, component.rest, stage, host)
+        self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
+        rest = WeightGroup(component.name, component.rest, stage, host)
         self.blocks = {
             path: WeightGroup(f"{component.name}.{path}", functools.partial(component.block, path), stage, host)
             for path in component.blocks
         }
+        self._groups = [rest, *self.blocks.values()]
         self._kept: list[WeightGroup] = []
-        stage.stats.component_loads[component.name] = 0
 
     def follow(self, plan: ComponentPlan) -> None:
-        """Decide what stays while the component is loaded and what streams, and pin all of it."""
+        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
         assert not self.is_loaded
-        groups = [self._rest, *self.blocks.values()]
-        for group in groups:
-            if not group.is_current():
-                group.adopt(pinned=True)
-        self._host.pin(source for group in groups for source in group.sources)
+        if plan.placement != "resident":
+            self._is_pinned = True
+            self.stage.stats.component_loads.setdefault(plan.name, 0)
+        for group in self._groups:
+            group.keeps_host = self._is_pinned
+            if self._is_pinned and not group.is_current():
+                group.adopt()
+        self._host.pin(source for group in self._groups for source in group.sources)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
-        self._kept = [group for group in groups if group not in streamed]
+        self._kept = [group for group in self._groups if group not in streamed]
         is_repeated = self.component.role == "denoiser"  # An encoder runs once, so nothing is sent ahead.
         self.ring = None
         if streamed:
@@ -84,7 +88,8 @@ class MovingComponent:
             raise
         self.stage.compute_waits(self.stage.mark_copied())
         self.is_loaded = True
-        self.stage.stats.component_loads[self.component.name] += 1
+        if self._is_pinned:
+            self.stage.stats.component_loads[self.component.name] += 1
 
     def unload(self, *, keep_changes: bool = False) -> None:
         """Drop the device copies. Nothing is copied back, unless weights may have been changed on the device."""
@@ -99,9 +104,12 @@ class MovingComponent:
             group.unload(keep_changes=keep_changes)
 
     def restore(self) -> None:
-        """Leave the weights on the host as they were before."""
-        for group in (self._rest, *self.blocks.values()):
+        """Put the weights where they were before."""
+        for group in self._groups if self._home.type == "cpu" else ():
             group.restore()
+        for tensor in self.component.tensors():
+            if tensor.device != self._home:
+                tensor.data = tensor.data.to(self._home)
 
     def refresh(self) -> None:
         """Reload weights that stay on the device if an adapter, or anybody else, has changed them."""
@@ -124,12 +132,12 @@ class LoadHook(ModelHook):
 
     order = HookOrder.OFFLOAD
 
-    def __init__(self, moving: MovingComponent) -> None:
-        self._moving, self._stage = moving, moving.stage
+    def __init__(self, component: OffloadedComponent) -> None:
+        self._component, self._stage = component, component.stage
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not self._moving.is_loaded:
-            self._moving.load()
+        if not self._component.is_loaded:
+            self._component.load()
         return self._stage.to_device(args), self._stage.to_device(kwargs)
 
 
@@ -138,17 +146,17 @@ class PassHook(LoadHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         arguments = super().pre_forward(module, *args, **kwargs)
-        self._moving.begin_pass()
+        self._component.begin_pass()
         return arguments
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        if self._moving.ring is not None:
-            self._moving.ring.end_pass()
+        if self._component.ring is not None:
+            self._component.ring.end_pass()
         return output
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        if self._moving.ring is not None:
-            self._moving.ring.drop()
+        if self._component.ring is not None:
+            self._component.ring.drop()
 
 
 class StreamHook(ModelHook):
@@ -156,12 +164,12 @@ class StreamHook(ModelHook):
 
     order = HookOrder.OFFLOAD
 
-    def __init__(self, moving: MovingComponent, ring: Ring, block: WeightGroup) -> None:
-        self._moving, self._stage, self._ring, self._block = moving, moving.stage, ring, block
+    def __init__(self, component: OffloadedComponent, ring: Ring, block: WeightGroup) -> None:
+        self._component, self._stage, self._ring, self._block = component, component.stage, ring, block
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not self._moving.is_loaded:
-            self._moving.load()
+        if not self._component.is_loaded:
+            self._component.load()
         self._stage.check_call()
         offsets = self._ring.acquire(self._block)
         self._block.use_device(offsets, self._ring.memory)
@@ -176,18 +184,18 @@ class StreamHook(ModelHook):
         self.post_forward(module, None)
 
 
-def hooks_for(moving: MovingComponent, plan: ComponentPlan) -> Iterator[tuple[torch.nn.Module, ModelHook]]:
+def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tuple[torch.nn.Module, ModelHook]]:
     """The hooks of a component, with the modules that they go on."""
-    component = moving.component
-    yield component.module, PassHook(moving)
+    component = offloaded.component
+    yield component.module, PassHook(offloaded)
     for path, block in component.blocks.items():
-        if path in plan.streamed and moving.ring is not None:
-            yield block, StreamHook(moving, moving.ring, moving.blocks[path])
-        elif moving.others:
-            yield block, LoadHook(moving)
-    for owner in owners_of(component.module, component.skip_with_blocks) if moving.others else ():
+        if path in plan.streamed and offloaded.ring is not None:
+            yield block, StreamHook(offloaded, offloaded.ring, offloaded.blocks[path])
+        elif offloaded.others:
+            yield block, LoadHook(offloaded)
+    for owner in owners_of(component.module, component.skip_with_blocks) if offloaded.others else ():
         if owner is not component.module:
-            yield owner, LoadHook(moving)
+            yield owner, LoadHook(offloaded)
 
 
 def install_hooks(undo: contextlib.ExitStack, name: str, hooks: Iterable[tuple[torch.nn.Module, ModelHook]]) -> None:

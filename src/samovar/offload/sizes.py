@@ -23,12 +23,14 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 def parse_bytes(value: str | int | None, param: str) -> int | None:
     """Bytes from a number, or from text such as "12GiB" or "11.5 GB"; None stays None."""
-    if value is None or (type(value) is int and value >= 0):
+    if value is None or (type(value) is int and (value == 0 or value > 1024)):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SettingError(f"{param}={value!r} is not a size. Use bytes, or text such as '12GiB'.", param=param)
+        raise SettingError(
+            f"{param}={value!r} is not a size. Use text such as '12GiB', or bytes.", param=param
+        )
     return int(float(match[1]) * unit)
 
 
@@ -71,8 +73,12 @@ class ComponentSize:
         return self.rest_bytes + sum(block.num_bytes for block in self.blocks)
 
 
-SHARED = "shared weights"
-"""The name for weights that several components or blocks share, and that therefore stay on the device."""
+class SharedWeights(torch.nn.Module):
+    """Weights that several components or blocks share, and that therefore stay on the device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._buffers.update({str(index): tensor for index, tensor in enumerate(tensors)})
 
 
 @dataclass(frozen=True)
@@ -103,12 +109,12 @@ class Component:
         return tensors_of(self.blocks[path], self.skip)
 
 
-def find_components(pipeline: object, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
-    """The components of a pipeline, and the tensors that several of them or their blocks share."""
+def find_components(pipeline: object, exclude: Collection[str] = ()) -> list[Component]:
+    """The components of a pipeline, and last the weights that several of them or their blocks share."""
     return _split(loaded_parts(pipeline), exclude)
 
 
-def _split(parts: Parts, exclude: Collection[str] = ()) -> tuple[list[Component], list[torch.Tensor]]:
+def _split(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
     check_names(exclude, parts, "a component, so it cannot be in exclude", param="exclude")
     modules = frozenset(id(part.module) for part in parts.values())
     components = [
@@ -117,13 +123,15 @@ def _split(parts: Parts, exclude: Collection[str] = ()) -> tuple[list[Component]
         if part.module is not None and name not in exclude
     ]
     shared = shared_tensors([c.rest() for c in components] + [c.block(path) for c in components for path in c.blocks])
-    taken = frozenset(map(id, shared))
-    return [_without(component, taken) for component in components], shared
+    if not shared:
+        return components
+    own = [_without(component, frozenset(map(id, shared))) for component in components]
+    return [*own, Component("shared weights", "resident", SharedWeights(shared), {}, frozenset())]
 
 
-def _without(component: Component, taken: frozenset[int]) -> Component:
-    """A component less the tensors that it shares, and less blocks that have no others."""
-    skip = component.skip | taken
+def _without(component: Component, shared: frozenset[int]) -> Component:
+    """A component less its shared tensors, and less blocks that have no others."""
+    skip = component.skip | shared
     blocks = {path: block for path, block in component.blocks.items() if tensors_of(block, skip)}
     return replace(component, blocks=blocks, skip=skip)
 
@@ -136,15 +144,13 @@ def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module
     return dict(found.values())
 
 
-def measure_components(
-    components: Sequence[Component], shared: Sequence[torch.Tensor], *, in_phase: bool = False
-) -> tuple[ComponentSize, ...]:
-    """The sizes of components, and last that of what they share; `in_phase` as for `lay_out`."""
+def measure_components(components: Sequence[Component], *, in_phase: bool = False) -> tuple[ComponentSize, ...]:
+    """The sizes of components on the device; `in_phase` as for `lay_out`."""
 
     def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        return lay_out(spans_of(tensors), in_phase=in_phase).pieces
+        return tuple(piece.num_bytes for piece in lay_out(spans_of(tensors), in_phase=in_phase))
 
-    sizes = [
+    return tuple(
         ComponentSize(
             c.name,
             c.role,
@@ -153,10 +159,7 @@ def measure_components(
             tuple(BlockSize(path, pieces(c.block(path))) for path in c.blocks),
         )
         for c in components
-    ]
-    if shared:
-        sizes.append(ComponentSize(SHARED, "resident", "", sum(pieces(shared))))
-    return tuple(sizes)
+    )
 
 
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:
@@ -175,4 +178,4 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
                 f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
                 "folder with unquantised weights."
             )
-    return measure_components(*_split(parts))
+    return measure_components(_split(parts))

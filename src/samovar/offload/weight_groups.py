@@ -33,6 +33,8 @@ class WeightGroup:
     def __init__(self, name: str, find: Callable[[], list[torch.Tensor]], stage: Stage, host: HostMemory) -> None:
         """`find` looks up the tensors as the model holds them now."""
         self.name = name
+        self.keeps_host = True
+        """Whether there is a pinned host copy while it is loaded. Resident weights have none."""
         self.pieces: Sequence[int] = ()
         self.sources: list[torch.Tensor] = []
         """The host bytes of each piece."""
@@ -49,27 +51,29 @@ class WeightGroup:
 
     # ------------------------------------------------------------------------------------------------ on the host
 
-    def adopt(self, *, pinned: bool) -> None:
+    def adopt(self) -> None:
         """Take over the tensors that the model holds now. Pinning them is up to the caller."""
         tensors = self._find()
         self._return_to_host(tensors)
-        spans = spans_of(tensors)
-        layout = lay_out(spans, in_phase=self._stage.keeps_phase)
-        self.sources = self._host.adopt(spans, layout, pinned=pinned)
+        pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
+        self.sources = self._host.adopt(pieces, pinned=self.keeps_host)
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
-            _Entry(tensor, tensor.data, piece, offset + tensor.data_ptr() - min(t.data_ptr() for t in span.tensors))
-            for span, (piece, offset) in zip(spans, layout.places, strict=True)
+            _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - min(t.data_ptr() for t in span.tensors))
+            for index, piece in enumerate(pieces)
+            for span, offset in piece.spans
             for tensor in span.tensors
         ]
-        self.pieces, self._starts = layout.pieces, layout.starts
+        self.pieces = [piece.num_bytes for piece in pieces]
+        self._starts = [piece.start for piece in pieces]
         self._remember()
 
     def prepare(self) -> None:
         """Make sure that what is about to be sent is what the model holds."""
         if not self.is_current():
-            self.adopt(pinned=True)
-            self._host.pin(self.sources)
+            self.adopt()
+            if self.keeps_host:
+                self._host.pin(self.sources)
 
     def is_current(self) -> bool:
         """Whether the model holds what we left it with."""
@@ -128,16 +132,22 @@ class WeightGroup:
             self.send(piece, self._buffer, offset)
         self.use_device(offsets, self._buffer)
         self._remember()
+        if not self.keeps_host:
+            self.sources, self._entries = [], []
 
     def unload(self, *, keep_changes: bool = False) -> None:
-        """Drop the device copy. With `keep_changes`, weights that were changed on the device are copied back first."""
+        """Drop the device copy. Weights without a host copy, or with `keep_changes` changed ones, are copied back."""
         if self._buffer is None:
             return
-        if keep_changes:
+        if not self.keeps_host:
+            for span in spans_of(filter(self._stage.is_here, self._find())):
+                move_to_host(span, self._phase_before(span))
+        elif keep_changes:
             self._copy_changes_back()
         self._return_to_host([entry.tensor for entry in self._entries])
         self._remember()
-        self._free()
+        self._stage.free(self._buffer)
+        self._buffer = None
 
     def _copy_changes_back(self) -> None:
         """Compare on the device: with pinned memory that is faster than copying everything back."""
@@ -145,27 +155,6 @@ class WeightGroup:
             is_ours = tensor.data_ptr() == self._left[id(tensor)]
             if is_ours and not torch.equal(_bits(host.to(tensor.device)), _bits(tensor.data)):
                 host.copy_(tensor.data)
-
-    def make_resident(self) -> None:
-        """Put every tensor on the device, also those that were moved off it since, and drop the host copy."""
-        if not all(map(self._stage.is_here, self._find())):
-            self.end_residence()
-            self.adopt(pinned=False)
-            self.load()
-            self._stage.compute_waits(self._stage.mark_copied())
-            self.sources, self._entries = [], []
-
-    def end_residence(self) -> None:
-        """Copy resident weights back to the host."""
-        if self._buffer is not None:
-            for span in spans_of(filter(self._stage.is_here, self._find())):
-                move_to_host(span, self._phase_before(span))
-            self._free()
-
-    def _free(self) -> None:
-        assert self._buffer is not None
-        self._stage.free(self._buffer)
-        self._buffer = None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,42 +106,34 @@ def spans_of(tensors: Iterable[torch.Tensor]) -> list[Span]:
     return spans
 
 
-class Layout(NamedTuple):
-    """How spans are laid out on the device."""
+class Piece(NamedTuple):
+    """Spans that are copied to the device as one."""
 
-    pieces: tuple[int, ...]
-    """Bytes of each piece."""
-    places: tuple[tuple[int, int], ...]
-    """For each span, its piece and its offset in that piece."""
-    starts: tuple[int, ...]
-    """For each piece, the offset of the bytes that are copied into it."""
+    num_bytes: int
+    """Device memory that it takes."""
+    start: int
+    """Where in it the copied bytes begin."""
+    spans: tuple[tuple[Span, int], ...]
+    """Its spans, each with its offset. A large span is alone in its piece."""
 
 
-def lay_out(spans: Sequence[Span], *, in_phase: bool) -> Layout:
+def lay_out(spans: Iterable[Span], *, in_phase: bool) -> list[Piece]:
     """Arrange spans in pieces, all small ones in the first.
 
     Each span begins at a multiple of `ALIGNMENT`, as if it had been allocated there, plus its phase if `in_phase`.
     """
-    phases = [span.phase if in_phase else 0 for span in spans]
-    rooms = [room_for(span.num_bytes, phase) for span, phase in zip(spans, phases, strict=True)]
-    small = sum(room for span, room in zip(spans, rooms, strict=True) if span.num_bytes < LEAST_PIECE)
-    pieces, starts = ([small], [0]) if small else ([], [])
-    places: list[tuple[int, int]] = []
+    large: list[Piece] = []
+    small: list[tuple[Span, int]] = []
     used = 0
-    for span, phase, room in zip(spans, phases, rooms, strict=True):
+    for span in spans:
+        phase = span.phase if in_phase else 0
+        room = max(-(-(phase + span.num_bytes) // ALIGNMENT), 1) * ALIGNMENT
         if span.num_bytes < LEAST_PIECE:
-            places.append((0, used + phase))
+            small.append((span, used + phase))
             used += room
         else:
-            places.append((len(pieces), phase))
-            pieces.append(room)
-            starts.append(phase)
-    return Layout(tuple(pieces), tuple(places), tuple(starts))
-
-
-def room_for(num_bytes: int, phase: int) -> int:
-    """Bytes that a span takes, rounded up to `ALIGNMENT`."""
-    return max(-(-(phase + num_bytes) // ALIGNMENT), 1) * ALIGNMENT
+            large.append(Piece(room, phase, ((span, phase),)))
+    return [Piece(used, 0, tuple(small)), *large] if small else large
 
 
 def shared_tensors(groups: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ Shapes: B batch, H heads, Q and K rows of query and key, D width of a head.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,18 +17,7 @@ import torch.nn.functional as F
 
 from ..errors import ShardingError, StrategyError
 from .collectives import Group
-from .layout import (
-    Layout,
-    Partition,
-    Segment,
-    global_length,
-    global_positions,
-    is_sharded,
-    num_rows,
-    own_rows,
-    replicated_rows,
-    token_counts,
-)
+from .layout import Layout, Partition, Segment
 
 sdpa: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 """torch's own function, whatever replaces it later."""
@@ -51,14 +39,6 @@ class Attention:
     mask: torch.Tensor | None
     """(B or 1, H or 1, 1 or all queries, all keys)."""
     scale: float | None
-
-    @property
-    def num_heads(self) -> int:
-        return self.query.shape[1]
-
-    @property
-    def num_key_heads(self) -> int:
-        return self.key.shape[1]
 
     def mask_of_own_rows(self, index: int) -> torch.Tensor | None:
         """The mask for the queries of the rank at this position of the group."""
@@ -90,6 +70,8 @@ class AttentionCall:
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+    is_direct: bool = False
+    """Whether the model holds torch's own function."""
 
     def run_here(self) -> torch.Tensor:
         """Compute it as it is."""
@@ -118,16 +100,16 @@ def compute_sharded(
             f"An attention with dropout_p={call.dropout_p} cannot be computed on several ranks. Call model.eval()."
         )
     flat = call.as_four_dimensional()
-    query_rows = [*replicated_rows(queries), *own_rows(queries, group.index)]
-    key_rows = [*replicated_rows(keys), *own_rows(keys, group.index)]
+    query_rows = [*queries.replicated(), *queries.own(group.index)]
+    key_rows = [*keys.replicated(), *keys.own(group.index)]
     attention = Attention(
         query=_rows(flat.query, query_rows),
         key=_rows(flat.key, key_rows),
         value=_rows(flat.value, key_rows),
-        replicated_queries=sum(map(len, replicated_rows(queries))),
-        replicated_keys=sum(map(len, replicated_rows(keys))),
-        query_counts=token_counts(queries, group.size),
-        key_counts=token_counts(keys, group.size),
+        replicated_queries=sum(map(len, queries.replicated())),
+        replicated_keys=sum(map(len, keys.replicated())),
+        query_counts=queries.token_counts(group.size),
+        key_counts=keys.token_counts(group.size),
         mask=_mask(flat, queries, keys, group),
         scale=call.scale,
     )
@@ -140,14 +122,21 @@ def share_queries(call: AttentionCall, group: Group, strategy: Strategy) -> torc
     partition = Partition(call.query.shape[-2], group.size)
     count = partition.tokens[group.index]
     own = replace(call, query=call.query.narrow(-2, partition.start(group.index), count))
-    keys = (Segment(call.key.shape[-2], None),)
-    output = compute_sharded(own, (Segment(count, partition),), keys, group, strategy)
+    keys = Layout([Segment(call.key.shape[-2], None)])
+    output = compute_sharded(own, Layout([Segment(count, partition)]), keys, group, strategy)
     return torch.cat(group.gather_rows([output], partition.tokens, dim=-2)[0], dim=-2)
 
 
-def _rows(tensor: torch.Tensor, runs: Sequence[range]) -> torch.Tensor:
-    parts = [tensor.narrow(2, run.start, len(run)) for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+def of_all_ranks(tensor: torch.Tensor, dim: int, layout: Layout, group: Group) -> torch.Tensor:
+    """The rows along a dimension that every rank has, then the tokens of rank 0, 1, and so on."""
+    own = _rows(tensor, layout.own(group.index), dim)
+    kept = [tensor.narrow(dim, run.start, len(run)) for run in layout.replicated()]
+    return torch.cat([*kept, *group.gather_rows([own], layout.token_counts(group.size), dim)[0]], dim)
+
+
+def _rows(tensor: torch.Tensor, runs: Sequence[range], dim: int = 2) -> torch.Tensor:
+    parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _in_first_order(output: torch.Tensor, runs: Sequence[range], rows: int) -> torch.Tensor:
@@ -167,48 +156,38 @@ def _mask(call: AttentionCall, queries: Layout, keys: Layout, group: Group) -> t
     """The mask with a column for each key of all ranks, and one row or one for each query of all ranks."""
     if call.is_causal:
         device = call.query.device
-        return (positions(keys, group.size, device) <= positions(queries, group.size, device)[:, None])[None, None]
+        return (keys.positions(group.size, device) <= queries.positions(group.size, device)[:, None])[None, None]
     mask = call.attn_mask
     if mask is None:
         return None
-    if is_sharded(keys) and mask.shape[2:] == (call.query.shape[2], call.key.shape[2]):
+    if keys.is_sharded and mask.shape[2:] == (call.query.shape[2], call.key.shape[2]):
         rows, columns = mask.bool().any(3, keepdim=True), mask.bool().any(2, keepdim=True)
         if mask.dtype != torch.bool or not torch.equal(rows & columns, mask):
             raise ShardingError(
                 f"An attention mask of {mask.shape[2]} x {mask.shape[3]} covers only the queries and keys of this "
                 "rank, so how its queries see the keys of other ranks is unknown. Give it all "
-                f"{global_length(keys)} keys: do not split its last dimension in the plan."
+                f"{keys.length} keys: do not split its last dimension in the plan."
             )
-        return _of_all_ranks(rows, 2, queries, group) & _of_all_ranks(columns, 3, keys, group)
-    here = num_rows(keys)
-    if is_sharded(keys) and mask.shape[3] == global_length(keys) + here:
-        mask = mask[..., :-here]  # diffusers' Attention pads a mask that has not as many columns as there are keys.
+        return _ordered(rows, 2, queries, group) & _ordered(columns, 3, keys, group)
+    if keys.is_sharded and mask.shape[3] == keys.length + keys.rows:
+        mask = mask[
+            ..., : keys.length
+        ]  # diffusers' Attention pads a mask that has not as many columns as there are keys.
     if mask.shape[2] > 1:
-        mask = _of_all_ranks(mask, 2, queries, group)
+        mask = _ordered(mask, 2, queries, group)
     if mask.shape[3] == 1:
-        return mask.expand(*mask.shape[:3], global_length(keys))
-    return _of_all_ranks(mask, 3, keys, group)
+        return mask.expand(*mask.shape[:3], keys.length)
+    return _ordered(mask, 3, keys, group)
 
 
-@functools.lru_cache(maxsize=64)
-def positions(layout: Layout, size: int, device: torch.device) -> torch.Tensor:
-    """The same at each block and each step."""
-    return torch.tensor(global_positions(layout, size), device=device)
-
-
-def _of_all_ranks(mask: torch.Tensor, dim: int, layout: Layout, group: Group) -> torch.Tensor:
+def _ordered(mask: torch.Tensor, dim: int, layout: Layout, group: Group) -> torch.Tensor:
     """The mask's rows (dim 2) or columns (dim 3) of all ranks, in their order."""
-    here, everywhere = num_rows(layout), global_length(layout)
-    if mask.shape[dim] == everywhere:
-        return mask.index_select(dim, positions(layout, group.size, mask.device))
-    if mask.shape[dim] != here:
-        what, of = (("rows", "queries"), ("columns", "keys"))[dim - 2]
-        raise ShardingError(
-            f"An attention mask has {mask.shape[dim]} {what}; expected {here}, the {of} on this rank, or {everywhere}, "
-            f"those on all ranks. Leave the mask out of the plan, or split it like its {of}."
-        )
-    turned = mask.transpose(2, dim)
-    own = _rows(turned, own_rows(layout, group.index))
-    gathered = group.gather_rows([own], token_counts(layout, group.size), dim=2)[0]
-    kept = [turned.narrow(2, run.start, len(run)) for run in replicated_rows(layout)]
-    return torch.cat([*kept, *gathered], dim=2).transpose(2, dim)
+    if mask.shape[dim] == layout.length:
+        return mask if layout.is_in_order else mask.index_select(dim, layout.positions(group.size, mask.device))
+    if mask.shape[dim] == layout.rows:
+        return of_all_ranks(mask, dim, layout, group)
+    what, of = (("rows", "queries"), ("columns", "keys"))[dim - 2]
+    raise ShardingError(
+        f"An attention mask has {mask.shape[dim]} {what}; expected {layout.rows}, the {of} on this rank, or "
+        f"{layout.length}, those on all ranks. Leave the mask out of the plan, or split it like its {of}."
+    )

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,52 +43,33 @@ _lock = threading.Lock()
 _num_inside = 0
 
 
-class _Entry(NamedTuple):
-    """A function that computes attention, or begins to."""
+_Replacement = Callable[..., Any]
+"""Called with `Attend`, the replaced function, whether compiled code calls it, and then its arguments."""
 
-    module: str
-    path: str
-    replacement: Callable[..., Any]
-    """Called instead with `Attend`, the function itself, whether compiled code calls it, and then its arguments."""
-
-    def owner(self) -> Any:
-        *owners, _ = self.path.split(".")
-        return functools.reduce(getattr, owners, sys.modules[self.module])
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
-
-
-_ENTRIES = (
-    _Entry(
-        "torch.nn.functional",
-        "scaled_dot_product_attention",
-        lambda attend, own, is_compiled, *args, **kwargs: attend(AttentionCall(*args, **kwargs)),
+_REPLACEMENTS: dict[tuple[str, str], _Replacement] = {
+    ("torch.nn.functional", "scaled_dot_product_attention"): (
+        lambda attend, own, is_compiled, *args, **kwargs: attend(AttentionCall(*args, **kwargs))
     ),
-    _Entry(
-        "torch.nn.attention.flex_attention",
-        "flex_attention",
-        lambda attend, own, is_compiled, *args, **kwargs: attend(read_flex_call(own, is_compiled, *args, **kwargs)),
+    ("torch.nn.attention.flex_attention", "flex_attention"): (
+        lambda attend, own, is_compiled, *args, **kwargs: attend(read_flex_call(own, is_compiled, *args, **kwargs))
     ),
-    _Entry(
-        "diffusers.models.attention_processor",
-        "Attention.get_attention_scores",
-        lambda attend, own, is_compiled, *args, **kwargs: PendingScores(attend, *args, **kwargs),
+    ("diffusers.models.attention_processor:Attention", "get_attention_scores"): (
+        lambda attend, own, is_compiled, *args, **kwargs: PendingScores(attend, *args, **kwargs)
     ),
-)
-_replaced: dict[_Entry, Callable[..., Any]] = {}
+}
+"""By module (and class) and name: the functions that compute attention, or begin to."""
+_replaced: dict[tuple[str, str], Callable[..., Any]] = {}
 """The functions that are replaced now."""
 
 
 @functools.cache
-def _replacement(entry: _Entry, own: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(own: Callable[..., Any], replacement: _Replacement) -> Callable[..., Any]:
     """Takes a function's place. Compiled code breaks its graph there. Made on first use: torch's compiler takes seconds
     to load."""
 
     def call(is_compiled: bool, args: Any, kwargs: Any) -> Any:
         attend = _running.attend
-        return own(*args, **kwargs) if attend is None else entry.replacement(attend, own, is_compiled, *args, **kwargs)
+        return own(*args, **kwargs) if attend is None else replacement(attend, own, is_compiled, *args, **kwargs)
 
     disable: Any = torch.compiler.disable
     outside_graph = disable(call)
@@ -97,15 +79,10 @@ def _replacement(entry: _Entry, own: Callable[..., Any]) -> Callable[..., Any]:
 class _Mode(TorchFunctionMode):
     """Sees every call of torch's own function."""
 
-    def __init__(self, on_direct_call: Callable[[], None]) -> None:
-        super().__init__()
-        self._on_direct_call = on_direct_call
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attend = _running.attend
         if func is sdpa and attend is not None:
-            self._on_direct_call()
-            return attend(AttentionCall(*args, **(kwargs or {})))
+            return attend(replace(AttentionCall(*args, **(kwargs or {})), is_direct=True))
         return func(*args, **(kwargs or {}))
 
 
@@ -120,25 +97,26 @@ def attention_through(attend: Attend | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def capturing(attend: Attend, *, everywhere: bool, on_direct_call: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Send this thread's attention to `attend`. With `everywhere`, also that of code which holds torch's own function;
-    `on_direct_call` is called at each such call."""
+def capturing(attend: Attend, *, everywhere: bool) -> Iterator[None]:
+    """Send this thread's attention to `attend`. With `everywhere`, also that of code which holds torch's own
+    function."""
     global _num_inside
     with _lock:
         _num_inside += 1
-        for entry in _ENTRIES:
-            if entry.module in sys.modules and entry not in _replaced:  # A module not loaded is not called either.
-                own = _replaced[entry] = getattr(entry.owner(), entry.name)
-                setattr(entry.owner(), entry.name, _replacement(entry, own))
+        for (path, name), replacement in _REPLACEMENTS.items():
+            # A module that is not loaded is not called either.
+            if path.partition(":")[0] in sys.modules and (path, name) not in _replaced:
+                own = _replaced[path, name] = getattr(pkgutil.resolve_name(path), name)
+                setattr(pkgutil.resolve_name(path), name, _wrapped(own, replacement))
     try:
-        with attention_through(attend), _Mode(on_direct_call) if everywhere else contextlib.nullcontext():
+        with attention_through(attend), _Mode() if everywhere else contextlib.nullcontext():
             yield
     finally:
         with _lock:
             _num_inside -= 1
             while not _num_inside and _replaced:
-                entry, own = _replaced.popitem()
-                setattr(entry.owner(), entry.name, own)
+                (path, name), own = _replaced.popitem()
+                setattr(pkgutil.resolve_name(path), name, own)
 
 
 # ------------------------------------------------------------------------------------------------ flex attention
@@ -152,18 +130,15 @@ class FlexCall(AttentionCall):
     are independent, and each rank can compute some of them.
     """
 
-    flex: Callable[..., Any] | None = None
+    flex: Any = None
     """torch's own function."""
     score_mod: Callable[..., Any] | None = None
     block_mask: Any = None
-    kernel_options: Any = None
 
     def run_here(self) -> torch.Tensor:
-        assert self.flex is not None
         output: torch.Tensor = self.flex(
-            self.query, self.key, self.value, self.score_mod, self.block_mask, self.scale, self.enable_gqa,
-            kernel_options=self.kernel_options,
-        )  # fmt: skip
+            self.query, self.key, self.value, self.score_mod, self.block_mask, self.scale, self.enable_gqa
+        )
         return output
 
 
@@ -192,10 +167,10 @@ def read_flex_call(
             "A flex attention with a mask cannot be shared by ranks inside compiled code. Run the blocks uncompiled on "
             "several ranks, or compiled on one."
         )
+    flex = functools.partial(flex, kernel_options=kernel_options)
     return FlexCall(
-        query, key, value, scale=scale, enable_gqa=enable_gqa,
-        flex=flex, score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options,
-    )  # fmt: skip
+        query, key, value, scale=scale, enable_gqa=enable_gqa, flex=flex, score_mod=score_mod, block_mask=block_mask
+    )
 
 
 def share_heads(call: FlexCall, group: Group) -> torch.Tensor:

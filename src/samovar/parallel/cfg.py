@@ -10,6 +10,7 @@ step: it shows how many branches there are and the form of the output, and wheth
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -17,19 +18,83 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .. import tree
 from ..arch.modules import parameters_of, unwrapped
 from ..errors import HookConflictError
-from ..hooks import Handle, HookRegistry, current_context, is_conditioning
+from ..hooks import Handle, HookRegistry, current_context, role_by_name
 from ..trace.shadow import TrialFailed, trial
 from .collectives import Group
-from .deferred import DeferredTensor
 from .layout import spread
 from .mesh import ParallelMesh, join
 from .shard import ModelCallHook, register
 
 HOOK = "cfg_parallel"
+
+# --------------------------------------------------------------------------- the tensor of another rank's branch
+
+_STILL_DEFERRED = {
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+}
+"""What pipelines do to one branch before they compute the next: they cut off the tokens of a reference image, if there
+are any (cutting off nothing is an alias)."""
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor of known shape whose values are fetched when they are first needed."""
+
+    _fetch: Callable[[], torch.Tensor]
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, fetch: Callable[[], torch.Tensor], device: torch.device | None = None
+    ) -> DeferredTensor:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        device = device or like.device
+        deferred: DeferredTensor = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
+        deferred._fetch = fetch
+        deferred._value = None
+        return deferred
+
+    def value(self) -> torch.Tensor:
+        """The tensor itself."""
+        if self._value is None:
+            self._value = self._fetch()
+        return self._value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.value())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.value(), memo)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.value().numpy(force=force)
+
+    def tolist(self) -> list[Any]:
+        return self.value().tolist()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func in _STILL_DEFERRED and isinstance(first, DeferredTensor) and first._value is None:
+            form = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
+            return cls(func(form, *args[1:]), lambda: func(first.value(), *args[1:], **kwargs), first.device)
+        args, kwargs = tree_map(lambda part: part.value() if isinstance(part, cls) else part, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------ the hook
 
 
 @dataclass
@@ -65,7 +130,7 @@ class CfgParallelHook(ModelCallHook):
     most_requests = 16
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        super().__init__()
+        super().__init__(self._split_or_defer)
         self.mesh = mesh
         self.state = CfgState()
         self._parameters: tuple[str, ...] = ()
@@ -79,7 +144,7 @@ class CfgParallelHook(ModelCallHook):
         self.mesh.branches.agreed = None
         return module
 
-    def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _split_or_defer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         size = self._batch_size(args, kwargs)
         if size is None or size < self.mesh.cfg.size or not self._can_split(module, size, args, kwargs):
             return self._one_branch(module, args, kwargs)
@@ -175,7 +240,7 @@ class CfgParallelHook(ModelCallHook):
     def _batch_size(self, args: Any, kwargs: Any) -> int | None:
         """Number of items in the sample."""
         for name, value in (*zip(self._parameters, args, strict=False), *kwargs.items()):
-            if not is_conditioning(name):
+            if role_by_name(name) != "conditioning":
                 if isinstance(value, torch.Tensor) and value.ndim >= 2:
                     return value.shape[0]
                 if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +21,12 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 class Traffic:
     """What this rank has sent to others, by kind of exchange."""
 
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
 
     def count(self, kind: str, num_bytes: int) -> None:
-        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + num_bytes
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sent_bytes.values())
+        self.sent_bytes[kind] += num_bytes
+        self.calls[kind] += 1
 
     def reset(self) -> None:
         self.sent_bytes.clear()

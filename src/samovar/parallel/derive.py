@@ -97,7 +97,14 @@ def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watcher, siz
     """How to split the blocks of a stack, found by trying the first one."""
     first = _paths(stack, watched)[0]
     block = unwrapped(model.get_submodule(first))
-    return Trial(block, watched.calls[first], stack.path, stack.carried).split(size)
+    tried = Trial(block, watched.calls[first], stack.carried)
+    splits = tried.splits(size) if tried.attends else []
+    if not splits:
+        raise ModelError(
+            f"The blocks of {stack.path!r} cannot be split: no argument of {type(block).__name__} has a dimension of "
+            f"at least {size} along which tokens meet only in attention."
+        )
+    return splits[0]
 
 
 def stack_plan(stack: BlockStack, split: Split, watched: Watcher, *, each_block: bool) -> SequenceParallelModelPlan:
@@ -172,11 +179,11 @@ def _splits_of_children(block: torch.nn.Module, call: BlockCall, size: int) -> d
             nonlocal is_trying
             if not is_trying:
                 arguments = dict(zip(parameters_of(module), args, strict=False)) | kwargs
+                call = BlockCall(arguments, len(args), output)
                 is_trying = True
-                try:
-                    found[name] = _splits_of(module, name, BlockCall(arguments, len(args), output), size)
-                finally:
-                    is_trying = False
+                with _noting_failure({}, name):
+                    found[name] = Trial(module, call, parameters_of(module)).splits(size)
+                is_trying = False
 
         return attempt
 
@@ -187,12 +194,3 @@ def _splits_of_children(block: torch.nn.Module, call: BlockCall, size: int) -> d
                 removals.callback(handle.remove)
         call_again(block, call, call.arguments)
     return found
-
-
-def _splits_of(module: torch.nn.Module, name: str, call: BlockCall, size: int) -> list[Split]:
-    """The ways to split a module: an attention has one, another module one for each sequence that it may have."""
-    splits: list[Split] = []
-    with _noting_failure({}, name):
-        tried = Trial(module, call, name, parameters_of(module))
-        splits += [tried.split(size)] if tried.attends else list(tried.splits_without_attention(size))
-    return splits

@@ -17,10 +17,11 @@ from ..other_libraries import attention_backend
 from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import Watcher
 from .attention import Strategy
+from .collectives import Group
 from .derive import Candidate, candidates
 from .mesh import ParallelMesh, SequenceParallelConfig, StrategyName, make_mesh, rank_and_world
-from .plan import SequenceParallelModelPlan, declared_plan, place_plan
-from .region import Forward, Phase, Region, Trace
+from .plan import Placement, SequenceParallelModelPlan, declared_plan, place_plan
+from .region import Forward, Region, Trace
 from .shard import BlockHook, ModelCallHook, PlanHook, plan_hook, register
 from .strategies import strategy_of
 
@@ -28,137 +29,129 @@ ROOT, INNERMOST, BLOCK = "sequence_parallel", "sequence_parallel_innermost", "se
 """Names of the hooks that a sharded model has whatever its plan."""
 
 
-class Sharding(Handle):
-    """A sharded model. On a single rank nothing is attached."""
+class Sharding(Handle, ModelHook):
+    """A sharded model. As its innermost hook, when all others have made the model ready to run, it rehearses forwards,
+    and does what the plan says at the model itself. On a single rank nothing is attached."""
 
-    def __init__(self, model: torch.nn.Module, mesh: ParallelMesh, strategy: Strategy, *, is_trusted: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, group: Group, strategy: Strategy, plan: Candidate | None, *, is_trusted: bool
+    ) -> None:
+        """A plan that is trusted is not compared with the unsharded output."""
         super().__init__()
-        self.model = model
-        self.anatomy = find_anatomy(model)
-        blocks = [path for stack in self.anatomy.stacks for path in stack.block_paths]
-        self.region = Region(mesh, strategy, blocks)
+        self.region = Region(group, strategy)
         self.source = ""
-        """Where the plan comes from; empty while there is none."""
+        """Where the plan comes from; empty as long as there is none."""
         self.plan: SequenceParallelModelPlan = {}
         self.rejected: dict[str, str] = {}
         """Plans that did not fit, and why."""
+        self._model = model
+        self._anatomy = find_anatomy(model)
+        self._given = plan
         self._is_trusted = is_trusted
-        """Whether the plan needs no comparison with the unsharded output."""
-        self._declared: Candidate | None = None
         self._plan_hooks = contextlib.ExitStack()
-        self._root_hooks: list[PlanHook] = []
+        self._bare_root = self._root = PlanHook(Placement("", "", model), self.region)
+        """What the plan does at the model itself: after a rehearsal, which may change the plan."""
         self._traces: dict[Any, Trace] = {}
 
-    def attach(self, candidate: Candidate | None) -> None:
-        """Attach all hooks, and a plan if there is one; if anything is refused, nothing stays attached."""
+    def attach(self) -> None:
+        """Attach all hooks; if anything is refused, nothing stays attached."""
         with self._undo:
             self._undo.callback(self._drop_plan)
-            if candidate is not None:
-                try:
-                    self._adopt(candidate)
-                    self._declared = candidate
-                except SettingError as error:  # A declared plan for another size of the model.
-                    if self._is_trusted or not self.anatomy.stacks:
-                        raise
-                    self.rejected[candidate.source] = str(error)
-            register(self._undo, self.model, ROOT, SequenceParallelHook(self))
-            register(self._undo, self.model, INNERMOST, _InnermostHook(self))
-            for stack in self.anatomy.stacks:
-                for path, block in zip(stack.block_paths, stack.modules(self.model), strict=True):
+            if self._given is not None and self._is_trusted:
+                self._adopt(self._given)
+            register(self._undo, self._model, ROOT, ModelCallHook(self._call))
+            register(self._undo, self._model, INNERMOST, self)
+            for stack in self._anatomy.stacks:
+                for path, block in zip(stack.block_paths, stack.modules(self._model), strict=True):
                     if BLOCK not in HookRegistry.get_or_create(block):
                         register(self._undo, block, BLOCK, BlockHook(path, self.region))
             self._undo = self._undo.pop_all()
 
     def _adopt(self, candidate: Candidate) -> None:
         """Attach a plan in place of the previous one."""
-        placements = place_plan(self.model, candidate.plan) if candidate.plan else ()
+        placements = place_plan(self._model, candidate.plan) if candidate.plan else ()
         self._drop_plan()
         with contextlib.ExitStack() as undo:
             for placement in placements:
                 name, hook = plan_hook(placement, self.region)
                 if placement.path:
                     register(undo, placement.module, name, hook)
-                else:  # Done by the innermost hook, after a rehearsal that may change the plan.
-                    self._root_hooks.append(hook)
+                else:
+                    self._root = hook
             self._plan_hooks = undo.pop_all()
         self.plan, self.source = candidate.plan, candidate.source
         self.region.shares_attention = candidate.shares_attention
 
     def _drop_plan(self) -> None:
         self._plan_hooks.close()
-        self.plan, self.source, self._root_hooks = {}, "", []
+        self.plan, self.source, self._root = {}, "", self._bare_root
         self._traces.clear()
 
     # ---------------------------------------------------------------------------------------- one call
 
-    def call(self, args: Any, kwargs: Any) -> Any:
+    def _call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """The model's call, sharded."""
-        with self.region.running(Phase.ON, self._traces.get(tree.signature((args, kwargs)))) as forward:
-            output = self.model(*args, **kwargs)
-            self._check_parallel(forward)
+        forward = Forward(self._traces.get(tree.signature((args, kwargs))) or Trace())
+        with self.region.running(forward):
+            output = model(*args, **kwargs)
+        self._check_parallel(forward)
         return output
 
-    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Rehearse new shapes, and find a plan if there is none yet; then split what the plan splits at the root."""
-        given = args, kwargs
+        given, forward = (args, kwargs), self.region.forward
         signature = tree.signature(given)
         if signature not in self._traces:
             eager: Any = torch.compiler.set_stance("force_eager")  # A rehearsal is not worth a compilation.
-            with eager, self.region.running(Phase.OFF), call_context(request=None, branch=None):
+            with eager, self.region.running(None), call_context(request=None, branch=None):
                 trace = self._rehearse(given) if self._is_trusted else self._choose(given)
             self._traces[signature] = trace
-        self.region.forward.trace = self._traces[signature]
-        return self._split(args, kwargs)
+        assert forward is not None
+        forward.trace = self._traces[signature]
+        return self._root.before(module, args, kwargs)
 
-    def _split(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        for hook in self._root_hooks:
-            args, kwargs = hook.before(self.model, args, kwargs)
-        return args, kwargs
-
-    def after(self, output: Any) -> Any:
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         """Gather what the plan gathers at the root."""
-        for hook in reversed(self._root_hooks):
-            output = hook.after(output)
-        return output
+        return self._root.after(output)
 
     def _check_parallel(self, forward: Forward) -> None:
-        if (forward.num_blocks_run or not self.region.blocks) and not forward.num_parallel:
+        if (forward.num_blocks_run or not self._anatomy.stacks) and not forward.num_parallel:
             raise ShardingError(
-                f"A sharded forward of {type(self.model).__name__} runs no attention on several ranks, so its ranks do "
-                "not see each other's tokens. Its attention is not torch's scaled dot product attention, or the plan "
+                f"A sharded forward of {type(self._model).__name__} runs no attention on several ranks: they would not "
+                "see each other's tokens. Its attention is not torch's scaled dot product attention, or the plan "
                 "splits nothing that attends."
             )
 
     def _rehearse(self, given: tuple[Any, Any]) -> Trace:
         """A rehearsal that succeeded on all ranks: if it fails on one, it fails on all."""
         failure: BaseException | None = None
-        trace = Trace()
+        forward = Forward()
         try:
             with trial(given):
-                trace, forward = self.region.rehearse(lambda: self._run_bare(given))
+                forward = self.region.rehearse(lambda: self._run_bare(given))
                 self._check_parallel(forward)
         except TrialFailed as error:
             failure = error.__cause__
         if self.region.group.max(float(failure is not None), given):
             raise failure or ShardingError("The plan does not fit on another rank; see its message.")
-        return trace
+        return forward.trace
 
     def _run_bare(self, given: tuple[Any, Any]) -> Any:
         """The model itself, with what the plan does at its root but no other hook of its root."""
         args, kwargs = tree.map_tensors(lambda tensor: tensor, given)  # Some models empty the lists they are given.
-        bare = ModelHook().call_original
-        if self.region.forward.phase is Phase.OFF:
-            return bare(self.model, *args, **kwargs)
-        args, kwargs = self._split(args, kwargs)
-        return self.after(bare(self.model, *args, **kwargs))
+        bare = self.call_original
+        if self.region.forward is None:
+            return bare(self._model, *args, **kwargs)
+        args, kwargs = self._root.before(self._model, args, kwargs)
+        return self._root.after(bare(self._model, *args, **kwargs))
 
     def _choose(self, given: tuple[Any, Any]) -> Trace:
         """Find a plan that gives the unsharded output, and attach it."""
-        watched = Watcher(self.model, self.anatomy, keeps_calls=True)
+        watched = Watcher(self._model, self._anatomy, keeps_calls=True)
         with watched.watching(), torch.no_grad():
             reference = self._run_bare(given)
-        derived = candidates(self.model, self.anatomy, watched, self.region.group.size, self.rejected)
-        for candidate in itertools.chain([self._declared] if self._declared else [], derived):
+        derived = candidates(self._model, self._anatomy, watched, self.region.group.size, self.rejected)
+        for candidate in itertools.chain([self._given] if self._given else [], derived):
             try:
                 with trial(given):
                     trace = self._verified(candidate, given, reference)
@@ -172,45 +165,20 @@ class Sharding(Handle):
             return trace
         reasons = "; ".join(f"{source}: {reason}" for source, reason in self.rejected.items())
         raise ModelError(
-            f"Found no plan with which {type(self.model).__name__} gives the same output on several ranks. Write one "
+            f"Found no plan with which {type(self._model).__name__} gives the same output on several ranks. Write one "
             f"(see docs/guides/parallel.md), or run it on one rank. Tried: {reasons}."
         )
 
     def _verified(self, candidate: Candidate, given: tuple[Any, Any], reference: Any) -> Trace:
         """The rehearsal of a plan that gives the unsharded output."""
-        if candidate.source != self.source:
-            self._adopt(candidate)
+        self._adopt(candidate)
         trace = self._rehearse(given)
-        with self.region.running(Phase.ON, trace):
+        with self.region.running(Forward(trace)):
             output = self._run_bare(given)
         apart = self.region.group.difference(output, reference)
         if apart:
             raise ShardingError(f"the output differs from the unsharded one by {apart:.1e} of its norm")
         return trace
-
-
-class SequenceParallelHook(ModelCallHook):
-    """Sends a model's calls to its sharding."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        super().__init__()
-        self.sharding = sharding
-
-    def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.sharding.call(args, kwargs)
-
-
-class _InnermostHook(ModelHook):
-    """Splits and gathers at the model itself, once all other hooks have made it ready to run."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding = sharding
-
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return self._sharding.before(args, kwargs)
-
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        return self._sharding.after(output)
 
 
 # ------------------------------------------------------------------------------------------------ public
@@ -240,11 +208,13 @@ def enable_sequence_parallel_for_model(
     unsharded output at the first forward. Without a config, all ranks share one sequence."""
     model = unwrapped(model)
     declared = declared_plan(model)
-    if declared is None and not find_anatomy(model).stacks:
-        raise ModelError(
-            f"{type(model).__name__} has no plan: it has neither _sp_plan nor _cp_plan, and no stack of blocks from "
-            "which to derive one. Give one: apply_sequence_parallel(model, config, plan)."
-        )
+    if not find_anatomy(model).stacks:
+        if declared is None:
+            raise ModelError(
+                f"{type(model).__name__} has no plan: it has neither _sp_plan nor _cp_plan, and no stack of blocks "
+                "from which to derive one. Give one: apply_sequence_parallel(model, config, plan)."
+            )
+        place_plan(model, declared[1])
     if config is None:
         strategy = strategy or "auto"
         heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
@@ -255,8 +225,8 @@ def enable_sequence_parallel_for_model(
 
 def sharding_of(model: torch.nn.Module) -> Sharding | None:
     """The sharding of a model, if it is sharded."""
-    hook = HookRegistry.get_or_create(unwrapped(model)).get_hook(ROOT)
-    return hook.sharding if isinstance(hook, SequenceParallelHook) else None
+    hook = HookRegistry.get_or_create(unwrapped(model)).get_hook(INNERMOST)
+    return hook if isinstance(hook, Sharding) else None
 
 
 def _attach(
@@ -264,7 +234,7 @@ def _attach(
     config: SequenceParallelConfig,
     mesh: ParallelMesh | None,
     strategy: StrategyName | None,
-    candidate: Candidate | None,
+    plan: Candidate | None,
     *,
     is_trusted: bool,
 ) -> Sharding:
@@ -282,12 +252,15 @@ def _attach(
     mesh = mesh or make_mesh(config)
     size = config.sequence_parallel_size
     if mesh.sequence.size != size:
-        raise SettingError(f"{config} needs {size} ranks per sequence; the mesh has {mesh.sequence.size}.")
+        raise SettingError(
+            f"{config} needs {size} ranks per sequence; the mesh has {mesh.sequence.size}. Use make_mesh(config).",
+            param="mesh",
+        )
     chosen = strategy_of(config, mesh, or_gathered=strategy == "auto")
-    sharding = Sharding(model, mesh, chosen, is_trusted=is_trusted)
+    sharding = Sharding(model, mesh.sequence, chosen, plan, is_trusted=is_trusted)
     if size > 1:
         _check_backends(model)
-        sharding.attach(candidate)
+        sharding.attach()
     return sharding
 
 

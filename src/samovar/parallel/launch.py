@@ -44,12 +44,7 @@ class Ranks:
     """The processes of one world, on this machine."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        *,
-        backend: str | None = None,
-        timeout_s: float = 600.0,
-        num_threads: int | None = None,
+        self, num_ranks: int, *, backend: str | None = None, timeout_s: float = 600.0, num_threads: int | None = None
     ) -> None:
         """`timeout_s` is how long a rank waits for others in an exchange. The default backend is NCCL if there is a GPU
         for each rank, else gloo."""
@@ -76,10 +71,6 @@ class Ranks:
     @property
     def is_running(self) -> bool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
-
-    @property
-    def process_ids(self) -> list[int]:
-        return [process.pid for process in self._processes]
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float | None = None) -> list[Any]:
         """Run a function in all ranks; the result of each. If one fails or dies, or the time limit passes, all are

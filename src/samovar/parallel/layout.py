@@ -5,6 +5,7 @@ Where tokens are follows from the length of the whole sequence and the number of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -69,51 +70,57 @@ class Segment(NamedTuple):
         return self.rows if self.partition is None else self.partition.length
 
 
-Layout = tuple[Segment, ...]
+class Layout(tuple[Segment, ...]):
+    """The segments of a rank's tensor, in their order."""
 
+    @property
+    def rows(self) -> int:
+        """Number of rows on this rank."""
+        return sum(segment.rows for segment in self)
 
-def num_rows(layout: Layout) -> int:
-    """Number of rows on this rank."""
-    return sum(segment.rows for segment in layout)
+    @property
+    def length(self) -> int:
+        """Number of rows of the whole tensor."""
+        return sum(segment.length for segment in self)
 
+    @property
+    def is_sharded(self) -> bool:
+        return any(segment.partition is not None for segment in self)
 
-def global_length(layout: Layout) -> int:
-    """Number of rows of the whole tensor."""
-    return sum(segment.length for segment in layout)
+    @property
+    def is_in_order(self) -> bool:
+        """Whether `positions` are those of the whole tensor, one after the other."""
+        return len(self) == 1
 
+    def replicated(self) -> list[range]:
+        """The runs of rows that are the same on every rank."""
+        return [range(start, start + segment.rows) for segment, start, _ in self._placed() if segment.partition is None]
 
-def is_sharded(layout: Layout) -> bool:
-    return any(segment.partition is not None for segment in layout)
+    def own(self, rank: int) -> list[range]:
+        """The runs of rows that are this rank's tokens, without padding."""
+        return [range(start, start + part.tokens[rank]) for (_, part), start, _ in self._placed() if part is not None]
 
+    def token_counts(self, size: int) -> tuple[int, ...]:
+        """Number of tokens each rank has of the sharded sequences."""
+        partitions = [segment.partition for segment in self if segment.partition is not None]
+        return tuple(sum(partition.tokens[rank] for partition in partitions) for rank in range(size))
 
-def replicated_rows(layout: Layout) -> list[range]:
-    """The runs of rows that are the same on every rank."""
-    return [range(start, start + segment.rows) for segment, start, _ in _placed(layout) if segment.partition is None]
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - the same few layouts at each block and each step.
+    def positions(self, size: int, device: torch.device) -> torch.Tensor:
+        """Position in the whole tensor of the replicated rows, then of the tokens of rank 0, 1, and so on."""
+        runs = [(start, segment.rows) for segment, _, start in self._placed() if segment.partition is None]
+        for rank in range(size):
+            for (_, part), _, start in self._placed():
+                if part is not None:
+                    runs.append((start + part.start(rank), part.tokens[rank]))
+        return torch.tensor([row for start, count in runs for row in range(start, start + count)], device=device)
 
-
-def own_rows(layout: Layout, rank: int) -> list[range]:
-    """The runs of rows that are this rank's tokens, without padding."""
-    return [
-        range(start, start + segment.partition.tokens[rank])
-        for segment, start, _ in _placed(layout)
-        if segment.partition is not None
-    ]
-
-
-def token_counts(layout: Layout, size: int) -> tuple[int, ...]:
-    """Number of tokens each rank has of the sharded sequences."""
-    partitions = [segment.partition for segment in layout if segment.partition is not None]
-    return tuple(sum(partition.tokens[rank] for partition in partitions) for rank in range(size))
-
-
-def global_positions(layout: Layout, size: int) -> list[int]:
-    """Position in the whole tensor of the replicated rows, then of the tokens of rank 0, 1, and so on."""
-    runs = [(start, segment.rows) for segment, _, start in _placed(layout) if segment.partition is None]
-    for rank in range(size):
-        for segment, _, start in _placed(layout):
-            if segment.partition is not None:
-                runs.append((start + segment.partition.start(rank), segment.partition.tokens[rank]))
-    return [position for start, count in runs for position in range(start, start + count)]
+    def _placed(self) -> Iterator[tuple[Segment, int, int]]:
+        """Each segment, with where it begins on this rank and in the whole tensor."""
+        here = everywhere = 0
+        for segment in self:
+            yield segment, here, everywhere
+            here, everywhere = here + segment.rows, everywhere + segment.length
 
 
 def read_layout(marks: Mapping[Partition, torch.Tensor], rows: int, rank: int, what: str) -> Layout:
@@ -130,12 +137,4 @@ def read_layout(marks: Mapping[Partition, torch.Tensor], rows: int, rank: int, w
                 "The model moves or mixes tokens where the plan has them split. Split later, or gather earlier."
             )
         segments += [Segment(part, partition)] * (count // part)
-    return tuple(segments)
-
-
-def _placed(layout: Layout) -> Iterator[tuple[Segment, int, int]]:
-    """Each segment, with where it begins on this rank and in the whole tensor."""
-    here = everywhere = 0
-    for segment in layout:
-        yield segment, here, everywhere
-        here, everywhere = here + segment.rows, everywhere + segment.length
+    return Layout(segments)

@@ -81,7 +81,9 @@ class SequenceParallelConfig:
                 f"strategy is {strategy!r}. {nearest(strategy, get_args(StrategyName))}", param="strategy"
             )
         if size < 4 or size % 2:
-            raise SettingError(f"strategy='hybrid' needs an even number of ranks, 4 or more; not {size}.")
+            raise SettingError(
+                f"strategy='hybrid' needs an even number of ranks, 4 or more; not {size}.", param="strategy"
+            )
         return cls(ulysses_degree=2, ring_degree=size // 2)
 
 

@@ -78,23 +78,28 @@ class Placement:
     outputs: tuple[SequenceParallelOutput | None, ...] = ()
 
 
+def invalid(message: str) -> SettingError:
+    """The error for a plan that is malformed, or does not fit the model."""
+    return SettingError(message, param="plan")
+
+
 def validate_plan(plan: Any) -> SequenceParallelModelPlan:
     """The plan itself, if it is valid."""
     if not isinstance(plan, dict) or not plan:
-        raise SettingError(f"A plan is a dictionary of module paths with at least one entry; not {plan!r}.")
+        raise invalid(f"A plan is a dictionary of module paths with at least one entry; not {plan!r}.")
     for path, entry in plan.items():
         if not isinstance(path, str) or path.count("*") > 1:
-            raise SettingError(f"The keys of a plan are module paths with at most one '*'; not {path!r}.")
+            raise invalid(f"The keys of a plan are module paths with at most one '*'; not {path!r}.")
         if isinstance(entry, dict):
             for key, spec in entry.items():
                 _check_inputs(path, key, spec)
         elif not all(isinstance(part, SequenceParallelOutput) or part is None for part in _as_list(entry)):
-            raise SettingError(
+            raise invalid(
                 f"The plan has {entry!r} at {path!r}; expected a dictionary of inputs, a SequenceParallelOutput or a "
                 "list of these."
             )
     if not any(isinstance(entry, dict) and entry for entry in plan.values()):
-        raise SettingError(f"The plan splits nothing: no entry of {', '.join(map(repr, plan))} has inputs.")
+        raise invalid(f"The plan splits nothing: no entry of {', '.join(map(repr, plan))} has inputs.")
     return plan
 
 
@@ -150,24 +155,24 @@ def inputs_in(tree: InputTree) -> Iterator[Any]:
 
 def _check_inputs(path: str, key: Any, tree: InputTree) -> None:
     if not isinstance(key, (str, int)):
-        raise SettingError(f"The plan has the key {key!r} at {path!r}; expected a parameter or the index of an output.")
+        raise invalid(f"The plan has the key {key!r} at {path!r}; expected a parameter or the index of an output.")
     for spec in inputs_in(tree):
         if not isinstance(spec, AnyInput):
-            raise SettingError(
+            raise invalid(
                 f"The plan has {spec!r} for {key!r} of {path!r}; expected a SequenceParallelInput, a "
                 "SequenceParallelPartialInput or a list of these."
             )
         if isinstance(key, int) and not spec.split_output:
-            raise SettingError(f"Output {key} of {path!r} is split: its entry needs split_output=True.")
+            raise invalid(f"Output {key} of {path!r} is split: its entry needs split_output=True.")
         if isinstance(key, str) and spec.split_output:
-            raise SettingError(f"{key!r} of {path!r} has split_output=True: its key must be the output's index.")
+            raise invalid(f"{key!r} of {path!r} has split_output=True: its key must be the output's index.")
 
 
 def _modules_at(model: torch.nn.Module, key: str) -> Iterator[tuple[str, torch.nn.Module]]:
     parts, name = named_parts(model), type(model).__name__
     if "*" not in key:
         if key not in parts:
-            raise SettingError(f"The plan names {key!r}, but {name} has no such module. {nearest(key, parts)}")
+            raise invalid(f"The plan names {key!r}, but {name} has no such module. {nearest(key, parts)}")
         yield key, model.get_submodule(key)
         return
     before, _, after = key.partition("*")
@@ -176,7 +181,7 @@ def _modules_at(model: torch.nn.Module, key: str) -> Iterator[tuple[str, torch.n
     if not isinstance(container, torch.nn.ModuleList):
         lists = [path for path, part in parts.items() if isinstance(part, torch.nn.ModuleList)]
         found = f"is of type {type(container).__name__}" if container is not None else "does not exist"
-        raise SettingError(
+        raise invalid(
             f"The plan names {key!r}, but {before!r} of {name} {found}; expected a ModuleList. {nearest(before, lists)}"
         )
     # The members of a list need not be alike: the plan means those that have such a module.
@@ -192,7 +197,7 @@ def _check_parameters(path: str, module: torch.nn.Module, inputs: Mapping[str, I
     sources = [spec.text_len_source for spec in specs if isinstance(spec, SequenceParallelPartialInput)]
     for name in (*inputs, *(source for source in sources if isinstance(source, str))):
         if name not in parameters and not takes_any:
-            raise SettingError(
+            raise invalid(
                 f"The plan names the parameter {name!r} of {path or 'the model'!r}, but {type(module).__name__} has no "
                 f"such parameter. {nearest(name, parameters)}"
             )

@@ -10,7 +10,6 @@ shows before anything is exchanged.
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,25 +18,10 @@ from typing import Any
 import torch
 
 from ..errors import ShardingError
-from .attention import AttentionCall, Strategy, compute_sharded, positions, share_queries
+from .attention import AttentionCall, Strategy, compute_sharded, of_all_ranks, share_queries
 from .capture import FlexCall, attention_through, capturing, share_heads
-from .layout import (
-    Layout,
-    Partition,
-    is_sharded,
-    num_rows,
-    own_rows,
-    read_layout,
-    replicated_rows,
-    token_counts,
-)
-from .mesh import ParallelMesh
-
-
-class Phase(enum.Enum):
-    OFF = enum.auto()
-    REHEARSAL = enum.auto()
-    ON = enum.auto()
+from .collectives import Group
+from .layout import Layout, Partition, read_layout
 
 
 @dataclass
@@ -52,9 +36,8 @@ class Trace:
 
 @dataclass
 class Forward:
-    """A forward that is running."""
+    """A sharded forward that is running."""
 
-    phase: Phase = Phase.OFF
     trace: Trace = field(default_factory=Trace)
     open_blocks: list[str] = field(default_factory=lambda: [""])
     """The blocks that are running, innermost last; "" is the model."""
@@ -63,6 +46,7 @@ class Forward:
     num_blocks_run: int = 0
     num_parallel: int = 0
     """Attentions that ran on several ranks."""
+    needs_mode: bool = False
 
 
 @dataclass
@@ -74,49 +58,45 @@ class _Marks:
     partitions: list[Partition] = field(default_factory=list)
     seen: dict[str, dict[Partition | None, torch.Tensor]] = field(default_factory=dict)
     gathered_lengths: dict[str, int] = field(default_factory=dict)
-    needs_mode: bool = False
-
-    def note_direct_call(self) -> None:
-        self.needs_mode = True
 
 
 class Region:
     """Splits, gathers and attends during the forwards of one model."""
 
-    def __init__(self, mesh: ParallelMesh, strategy: Strategy, blocks: Sequence[str]) -> None:
-        self.mesh = mesh
-        self.group = mesh.sequence
-        self.blocks = tuple(blocks)
-        self.forward = Forward()
+    def __init__(self, group: Group, strategy: Strategy) -> None:
+        self.group = group
+        self.forward: Forward | None = None
+        """None while the model does not run, or runs unsharded."""
         self.shares_attention = False
         """Whether ranks share the work of attentions whose tokens are not split."""
         self._strategy = strategy
-        self._marks = _Marks()
+        self._marks: _Marks | None = None
+        """None except in a rehearsal."""
 
     @contextlib.contextmanager
-    def running(self, phase: Phase, trace: Trace | None = None) -> Iterator[Forward]:
-        """Inside, the model's forward runs in this phase."""
-        outer, self.forward = self.forward, Forward(phase, trace or Trace())
-        capture: contextlib.AbstractContextManager[None] = attention_through(None)
-        if phase is not Phase.OFF:
-            capture = capturing(
-                self._attend, everywhere=self.forward.trace.needs_mode, on_direct_call=self._marks.note_direct_call
-            )
+    def running(self, forward: Forward | None) -> Iterator[None]:
+        """Inside, the model runs this forward; with None, unsharded."""
+        outer, self.forward = self.forward, forward
+        capture = attention_through(None)
+        if forward is not None:
+            capture = capturing(self._attend, everywhere=forward.trace.needs_mode)
         try:
             with capture:
-                yield self.forward
+                yield
         finally:
             self.forward = outer
 
     # ---------------------------------------------------------------------------------------- called by hooks
 
     def enter_block(self, path: str) -> None:
-        self.forward.open_blocks.append(path)
-        self.forward.counts[path] = 0
-        self.forward.num_blocks_run += 1
+        if self.forward is not None:
+            self.forward.open_blocks.append(path)
+            self.forward.counts[path] = 0
+            self.forward.num_blocks_run += 1
 
     def leave_block(self) -> None:
-        self.forward.open_blocks.pop()
+        if self.forward is not None:
+            self.forward.open_blocks.pop()
 
     def split(self, tensor: torch.Tensor, dim: int, is_padded: bool = False, kept: int = 0) -> torch.Tensor:
         """This rank's part of a tensor along a dimension; the first `kept` rows stay (or the last, if negative)."""
@@ -130,46 +110,50 @@ class Region:
             shape = list(tokens.shape)
             shape[dim] = missing
             tokens = torch.cat([tokens, tokens.new_zeros(shape)], dim)
-        if self.forward.phase is Phase.REHEARSAL:
-            tokens = self._marked(tokens, partition)
+        if self._marks is not None:
+            tokens = self._marked(tokens, partition, self._marks)
         if not kept:
             return tokens.contiguous()
         return torch.cat([tensor.narrow(dim, 0, before), tokens, tensor.narrow(dim, rows - after, after)], dim)
 
     def gather(self, tensor: torch.Tensor, dim: int, key: str) -> torch.Tensor:
         """The whole of a tensor of which each rank has a part along a dimension."""
-        if self.forward.phase is Phase.REHEARSAL:
-            return self._rehearse_gather(tensor, dim, key)
+        if self._marks is not None:
+            return self._rehearse_gather(tensor, dim, key, self._marks)
         layout = self._layout(key, tensor.shape[dim])
-        if not is_sharded(layout):
+        if not layout.is_sharded:
             return tensor
-        own = torch.cat([tensor.narrow(dim, run.start, len(run)) for run in own_rows(layout, self.group.index)], dim)
-        ranks = self.group.gather_rows([own], token_counts(layout, self.group.size), dim)[0]
-        kept = [tensor.narrow(dim, run.start, len(run)) for run in replicated_rows(layout)]
-        order = positions(layout, self.group.size, tensor.device).argsort()
-        return torch.cat([*kept, *ranks], dim).index_select(dim, order)
+        whole = of_all_ranks(tensor, dim, layout, self.group)
+        if layout.is_in_order:
+            return whole
+        return whole.index_select(dim, layout.positions(self.group.size, tensor.device).argsort())
 
     def _layout(self, key: str, rows: int) -> Layout:
+        assert self.forward is not None
         layout = self.forward.trace.layouts.get(key)
-        if layout is None or num_rows(layout) != rows:
+        if layout is None or layout.rows != rows:
             raise ShardingError(
-                f"{key}: {rows} rows, but the rehearsal of this forward had {layout and num_rows(layout)}. The model "
+                f"{key}: {rows} rows, but the rehearsal of this forward had {layout and layout.rows}. The model "
                 "does not always do the same with inputs of these shapes."
             )
         return layout
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
-        forward, block = self.forward, self.forward.open_blocks[-1]
+        forward = self.forward
+        assert forward is not None
+        block = forward.open_blocks[-1]
         number = forward.counts.get(block, 0)
         forward.counts[block] = number + 1
         where = f"attention {number} of {block or 'the model'!r}"
         shares = self.shares_attention and call.query.shape[-2] >= 2 * self.group.size and not call.dropout_p
-        if forward.phase is Phase.REHEARSAL:
-            return self._rehearse_attention(where, call, shares)
+        forward.num_parallel += shares
+        forward.needs_mode |= call.is_direct
+        if self._marks is not None:
+            return self._rehearse_attention(where, call, forward, self._marks)
         queries = self._layout(f"Queries of {where}", call.query.shape[-2])
         keys = self._layout(f"Keys of {where}", call.key.shape[-2])
-        is_split = is_sharded(queries) or is_sharded(keys)
-        forward.num_parallel += is_split or shares
+        is_split = queries.is_sharded or keys.is_sharded
+        forward.num_parallel += is_split
         with attention_through(None):
             if is_split:
                 return compute_sharded(call, queries, keys, self.group, self._strategy)
@@ -181,42 +165,45 @@ class Region:
 
     # ---------------------------------------------------------------------------------------- rehearsal
 
-    def rehearse(self, run: Callable[[], Any]) -> tuple[Trace, Forward]:
-        """Run this rank's part alone and see where its tokens go."""
+    def rehearse(self, run: Callable[[], Any]) -> Forward:
+        """Run this rank's part alone and see where its tokens go; the forward, with its trace."""
         marks = self._marks = _Marks()
-        with self.running(Phase.REHEARSAL) as forward:
-            run()
-        partitions = tuple(marks.partitions)
-        for marks.target in partitions if len(partitions) > 1 else ():  # To tell the sequences apart.
-            with self.running(Phase.REHEARSAL):
+        forward = Forward()
+        try:
+            with self.running(forward):
                 run()
-        trace = Trace(needs_mode=marks.needs_mode)
+            partitions = tuple(marks.partitions)
+            for marks.target in partitions if len(partitions) > 1 else ():  # To tell the sequences apart.
+                with self.running(Forward()):
+                    run()
+        finally:
+            self._marks = None
+        forward.trace = Trace(needs_mode=forward.needs_mode)
         for key, seen in marks.seen.items():
             marked = dict.fromkeys(partitions, seen[None]) if len(partitions) == 1 else seen
             by_partition = {partition: mark for partition, mark in marked.items() if partition is not None}
-            trace.layouts[key] = read_layout(by_partition, len(seen[None]), self.group.index, key)
-        return trace, forward
+            forward.trace.layouts[key] = read_layout(by_partition, len(seen[None]), self.group.index, key)
+        return forward
 
-    def _marked(self, tokens: torch.Tensor, partition: Partition) -> torch.Tensor:
-        marks = self._marks
+    def _marked(self, tokens: torch.Tensor, partition: Partition, marks: _Marks) -> torch.Tensor:
         if not tokens.is_floating_point() and not tokens.is_complex():
             return tokens
         if partition not in marks.partitions:
             marks.partitions.append(partition)
         return torch.full_like(tokens, math.nan) if marks.target in (None, partition) else tokens
 
-    def _note(self, key: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def _note(self, key: str, tensor: torch.Tensor, dim: int, marks: _Marks) -> torch.Tensor:
         marked = tensor.isnan().movedim(dim, 0).flatten(1).any(1)
-        before = self._marks.seen.setdefault(key, {}).setdefault(self._marks.target, marked)
+        before = marks.seen.setdefault(key, {}).setdefault(marks.target, marked)
         if not torch.equal(before, marked):
             raise ShardingError(f"{key}: not the same tokens at each call of one forward.")
         return marked
 
-    def _rehearse_attention(self, where: str, call: AttentionCall, shares: bool) -> torch.Tensor:
-        queries = self._note(f"Queries of {where}", call.query, -2)
-        keys = self._note(f"Keys of {where}", call.key, -2)
+    def _rehearse_attention(self, where: str, call: AttentionCall, forward: Forward, marks: _Marks) -> torch.Tensor:
+        queries = self._note(f"Queries of {where}", call.query, -2, marks)
+        keys = self._note(f"Keys of {where}", call.key, -2, marks)
         is_split = bool(queries.any() or keys.any())
-        self.forward.num_parallel += is_split or shares
+        forward.num_parallel += is_split
         if isinstance(call, FlexCall) and is_split:
             raise ShardingError(
                 f"A{where[1:]} is a flex attention with a mask: its tokens cannot be split, only its heads. Do not "
@@ -226,17 +213,17 @@ class Region:
         output[..., queries, :] = math.nan
         return output
 
-    def _rehearse_gather(self, tensor: torch.Tensor, dim: int, key: str) -> torch.Tensor:
-        marked = self._note(key, tensor, dim)
+    def _rehearse_gather(self, tensor: torch.Tensor, dim: int, key: str, marks: _Marks) -> torch.Tensor:
+        marked = self._note(key, tensor, dim, marks)
+        if key not in marks.gathered_lengths:
+            marks.gathered_lengths[key] = self._gathered_length(marked, marks.partitions)
         shape = list(tensor.shape)
-        if key not in self._marks.gathered_lengths:
-            self._marks.gathered_lengths[key] = self._gathered_length(marked)
-        shape[dim] = self._marks.gathered_lengths[key]
+        shape[dim] = marks.gathered_lengths[key]
         return tensor.new_zeros(shape)
 
-    def _gathered_length(self, marked: torch.Tensor) -> int:
+    def _gathered_length(self, marked: torch.Tensor, partitions: Sequence[Partition]) -> int:
         """The length of the whole, from marks that do not tell sequences apart."""
-        rank, partitions = self.group.index, self._marks.partitions
+        rank = self.group.index
         by_rows: dict[int, Partition] = {}
         for partition in partitions:
             if by_rows.setdefault(partition.rows[rank], partition) != partition:

@@ -7,15 +7,15 @@ of a sequence whether it lets the block run or answers in its place.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..arch.modules import parameters_of
-from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, HookRegistry, ModelHook
-from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput
-from .region import Phase, Region
+from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput, invalid
+from .region import Region
 
 
 class AroundHook(ModelHook):
@@ -41,18 +41,18 @@ class AroundHook(ModelHook):
 class ModelCallHook(AroundHook):
     """Wraps the calls of a whole model, and reads their branch from the arguments before they are split."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[torch.nn.Module, Any, Any], Any]) -> None:
+        """`answer` gets the module, its arguments and its keyword arguments."""
+        self._answer = answer
         self._branch_hook = BranchHook()
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         return self._branch_hook.initialize_hook(module)
 
-    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside:
-            return NOT_BYPASSED
+    def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._branch_hook.pre_forward(module, *args, **kwargs)
         try:
-            return super().bypass(module, *args, **kwargs)
+            return self._answer(module, args, kwargs)
         finally:
             self._branch_hook.post_forward(module, None)
 
@@ -69,7 +69,7 @@ class PlanHook(AroundHook):
         return repr(self.placement.path or "the model")
 
     def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._region.forward.phase is Phase.OFF:
+        if self._region.forward is None:
             return NOT_BYPASSED
         args, kwargs = self.before(module, args, kwargs)
         return self.after(module(*args, **kwargs))
@@ -107,9 +107,7 @@ class SequenceParallelSplitHook(PlanHook):
         values = list(output) if isinstance(output, (tuple, list)) else [output]
         for index, spec in self.placement.returned.items():
             if index >= len(values):
-                raise SettingError(
-                    f"The plan splits output {index} of {self.where}, which returns {len(values)} values."
-                )
+                raise invalid(f"The plan splits output {index} of {self.where}, which returns {len(values)} values.")
             values[index] = self._split(values[index], spec, {}, f"output {index}")
         return _like(output, values) if isinstance(output, (tuple, list)) else values[0]
 
@@ -120,7 +118,7 @@ class SequenceParallelSplitHook(PlanHook):
             return {key: self._split(part, spec.get(key), given, f"{name}[{key!r}]") for key, part in value.items()}
         if isinstance(spec, (list, tuple)):
             if not isinstance(value, (list, tuple)) or len(value) != len(spec):
-                raise SettingError(
+                raise invalid(
                     f"{name} of {self.where} is {_described(value)}; the plan expects a tuple or list of {len(spec)}."
                 )
             pairs = enumerate(zip(value, spec, strict=True))
@@ -128,7 +126,7 @@ class SequenceParallelSplitHook(PlanHook):
         if not _has_dims(value, spec.expected_dims, spec.split_dim):
             if isinstance(spec, SequenceParallelInput) and spec.is_optional:
                 return value
-            raise SettingError(
+            raise invalid(
                 f"{name} of {self.where} is {_described(value)}; the plan expects {spec.expected_dims or 'more'} "
                 f"dimensions, to split dimension {spec.split_dim}. Correct the plan: continuing with the whole tensor "
                 "would give a wrong result."
@@ -145,7 +143,7 @@ class SequenceParallelSplitHook(PlanHook):
             return value
         if isinstance(value, torch.Tensor) and value.ndim:
             return value.shape[1 if value.ndim > 2 else 0]
-        raise SettingError(
+        raise invalid(
             f"{source!r} of {self.where} is {_described(value)}; expected the number of text tokens, or the text "
             "itself."
         )
@@ -163,7 +161,7 @@ class SequenceParallelGatherHook(PlanHook):
                 output[name] = self._gather(value, spec, 0)
             return output
         if not isinstance(output, (tuple, list)) or len(specs) > len(output):
-            raise SettingError(f"{self.where} returned {_described(output)}; the plan gathers {len(specs)} outputs.")
+            raise invalid(f"{self.where} returned {_described(output)}; the plan gathers {len(specs)} outputs.")
         gathered = [self._gather(value, spec, i) for i, (value, spec) in enumerate(zip(output, specs, strict=False))]
         return _like(output, [*gathered, *output[len(specs) :]])
 
@@ -171,7 +169,7 @@ class SequenceParallelGatherHook(PlanHook):
         if spec is None or value is None:
             return value
         if not _has_dims(value, spec.expected_dims, spec.gather_dim):
-            raise SettingError(
+            raise invalid(
                 f"Output {index} of {self.where} is {_described(value)}; the plan expects "
                 f"{spec.expected_dims or 'more'} dimensions, to gather dimension {spec.gather_dim}. Correct the plan."
             )

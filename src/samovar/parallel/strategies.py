@@ -154,17 +154,17 @@ def _with_all_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 def ulysses_attention(attention: Attention, group: Group, inner: Strategy, place: int = 0) -> torch.Tensor:
     """Attention with this rank's heads and the group's tokens, computed by `inner`. Where several groups share the
     sequence, `place` is the position of this one, and `inner` attends to the tokens of the others."""
-    size, num_heads = group.size, attention.num_heads
+    size, num_heads = group.size, attention.query.shape[1]
     if num_heads < size:
         raise StrategyError(
             f"Ulysses over {size} ranks needs at least as many heads, but this attention has {num_heads}. Use gathered "
             "keys and values (allgather_degree) or ring, which work with any number, or a lower ulysses_degree."
         )
-    if attention.num_key_heads < size:
+    if attention.key.shape[1] < size:
         key, value = (_with_all_heads(tensor, num_heads) for tensor in (attention.key, attention.value))
         attention = replace(attention, key=key, value=value)
-    key_heads = spread(attention.num_key_heads, size)
-    heads = [count * num_heads // attention.num_key_heads for count in key_heads]
+    key_heads = spread(attention.key.shape[1], size)
+    heads = [count * num_heads // sum(key_heads) for count in key_heads]
     members = slice(size * place, size * (place + 1))
     queries, keys = attention.query_counts[members], attention.key_counts[members]
 

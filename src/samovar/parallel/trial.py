@@ -9,7 +9,7 @@ split with the tokens; the rest stays whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,11 +52,10 @@ class Split:
 class Trial:
     """A module run alone, with attention that keeps each token to itself."""
 
-    def __init__(self, module: torch.nn.Module, call: BlockCall, path: str, carried: Collection[str]) -> None:
+    def __init__(self, module: torch.nn.Module, call: BlockCall, carried: Collection[str]) -> None:
         """`carried`: the parameters that may hold tokens."""
         self._module = module
         self._call = call
-        self._path = path
         self._carried = carried
         self._stream, self._dim = "", 0
         self._outputs: list[int] = []
@@ -64,33 +63,24 @@ class Trial:
         self._reference = self._run(call.arguments)
         self.attends = bool(self._queries)
 
-    def split(self, size: int) -> Split:
-        """How to split the image's tokens, those of the longest argument if several hold some, over `size` ranks."""
-        shapes = [value.shape for value in output_values(self._call.output) if isinstance(value, torch.Tensor)]
+    def splits(self, size: int) -> list[Split]:
+        """The ways to split a module over `size` ranks. One that attends has at most one: along the image's tokens,
+        those of the longest argument if several hold some. Any other has one per dimension whose rows never meet."""
+        output, least = self._call.output, max(size, 2) if self.attends else 2 * size
+        returned = output_values(output) if self.attends else [output]
+        shapes = [value.shape for value in returned if isinstance(value, torch.Tensor)]
         found = [
             (not any(word in name for word in _TEXT), tensor.shape[dim], name, dim)
             for name, tensor in self._streams()
             for dim in range(tensor.ndim - 1)
-            if tensor.shape in shapes
-            and tensor.shape[dim] >= max(size, 2)
-            and self._is_token_dim(name, dim, attends=True)
+            if tensor.shape in shapes and tensor.shape[dim] >= least and self._is_token_dim(name, dim)
         ]
-        if not found:
-            raise ModelError(
-                f"The blocks of {self._path!r} cannot be split: no argument of {type(self._module).__name__} has a "
-                f"dimension of at least {size} along which tokens meet only in attention."
-            )
-        return self._split_along(*max(found)[2:])
-
-    def splits_without_attention(self, size: int) -> Iterator[Split]:
-        """How to split a module along each dimension whose rows never meet."""
-        for name, tensor in self._streams():
-            if isinstance(self._call.output, torch.Tensor) and self._call.output.shape == tensor.shape:
-                for dim in range(tensor.ndim - 1):
-                    if tensor.shape[dim] >= 2 * size and self._is_token_dim(name, dim, attends=False):
-                        split = self._split_along(name, dim)
-                        if not self._mixes_by_others():
-                            yield split
+        splits = []
+        for _, _, name, dim in sorted(found)[-1:] if self.attends else found:
+            split = self._split_along(name, dim)
+            if self.attends or not self._mixes_by_others():
+                splits.append(split)
+        return splits
 
     def _streams(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -99,8 +89,8 @@ class Trial:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
         ]
 
-    def _is_token_dim(self, name: str, dim: int, *, attends: bool) -> bool:
-        """Whether rows along a dimension meet only in attention, or nowhere."""
+    def _is_token_dim(self, name: str, dim: int) -> bool:
+        """Whether rows along a dimension meet only in attention, or nowhere if there is none."""
         tensor = self._call.arguments[name]
         for index in (0, tensor.shape[dim] - 1):
             outputs = self._run(self._changed(name, tensor, dim, index))
@@ -109,7 +99,7 @@ class Trial:
             # Up to here any dimension passes that a block does not mix, the batch too. A token is one row of a query.
             queries = [query.isnan() for query in self._queries if query.isnan().any()]
             is_row = bool(queries) and all(q.movedim(-2, 0).flatten(1).any(1).sum() == 1 for q in queries)
-            if [index] not in rows or any(len(changed) > 1 for changed in rows) or is_row != attends:
+            if [index] not in rows or any(len(changed) > 1 for changed in rows) or is_row != self.attends:
                 return False
         return True
 
@@ -157,19 +147,14 @@ class Trial:
     def _mixes_by_others(self) -> bool:
         """Whether one token of another argument changes several: experts that choose tokens by scores, say."""
         tokens = self._call.arguments[self._stream].shape[self._dim]
-        others = [
-            (name, leaf)
-            for name, value in self._call.arguments.items()
-            for leaf in tree_leaves(value)
-            if name != self._stream and isinstance(leaf, torch.Tensor)
-        ]
-        changes = [
-            self._rows_changed_by(name, leaf, dim, 0)
-            for name, leaf in others
-            for dim in range(leaf.ndim - 1)
-            if leaf.shape[dim] == tokens
-        ]
-        return any(changed is None or len(changed) > 1 for changed in changes)
+        for name, value in self._call.arguments.items():
+            for leaf in tree_leaves(value) if name != self._stream else ():
+                for dim in range(leaf.ndim - 1) if isinstance(leaf, torch.Tensor) else ():
+                    if leaf.shape[dim] == tokens:
+                        changed = self._rows_changed_by(name, leaf, dim, 0)
+                        if changed is None or len(changed) > 1:
+                            return True
+        return False
 
     def _rows_changed_by(self, name: str, leaf: torch.Tensor, dim: int, index: int) -> list[int] | None:
         try:
@@ -200,7 +185,7 @@ class Trial:
     def _attend_alone(self, call: AttentionCall) -> torch.Tensor:
         """Attention in which each token sees only itself."""
         if isinstance(call, FlexCall):
-            raise ModelError(f"The blocks of {self._path!r} cannot be split: their flex attention has a mask.")
+            raise ModelError(f"{type(self._module).__name__} cannot be split: its flex attention has a mask.")
         self._queries.append(call.query)
         output = call.query.mean(-1, keepdim=True).expand(*call.query.shape[:-1], call.value.shape[-1])
         if call.key.shape[-2] == call.query.shape[-2]:

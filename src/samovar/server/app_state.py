@@ -50,7 +50,7 @@ class AppState:
     @cached_property
     def is_cached(self) -> bool:
         """Whether the engine skips steps; a cache may also come from the environment."""
-        return self.omni.config.attach_config().cache is not None
+        return self.omni.config.attach_config.cache is not None
 
     def problem(self) -> str | None:
         """Why no request is taken now, or None."""

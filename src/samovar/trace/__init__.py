@@ -1,7 +1,6 @@
 """What does a forward do? Watched, replayed and perturbed, for caches, plans over ranks and reports."""
 
-from .probe import probe_anatomy, probe_pipeline
-from .survey import ModelReport, survey, survey_by_running, survey_pipeline
+from .probe import ModelReport, probe_anatomy, probe_pipeline, survey, survey_by_running, survey_pipeline
 
 __all__ = [
     "ModelReport",

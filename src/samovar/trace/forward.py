@@ -1,15 +1,15 @@
-"""Which blocks did a forward call, in which order, and what did they take and give?
+"""Which blocks did a forward call, in which order, and what did they take and return?
 
-A trace is made of one forward and describes all later ones that are called alike. It cuts every stack into segments,
-runs of blocks that hand their streams on: nearly always one. What a segment adds to its streams, from its first input
-to its last output, is its residual.
+A trace is made from one forward and describes all later ones that are called alike. It cuts every stack into segments,
+runs of blocks that hand their streams on: nearly always one. A segment's residual is what it adds to its streams, from
+its first input to its last output.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,18 +21,17 @@ from ..arch.blocks import in_form_of, output_values
 from ..arch.declarations import declaration_for
 from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
-from .gates import Gate
-from .watch import Watcher
+from .watch import Gate, Watcher
 
 Place = int | str
-"""Where an argument is given: its position, or its name."""
+"""The position or name of an argument."""
 Tensors = list[torch.Tensor | None]
 _Key = tuple[str, int]
 """A list of blocks, and which run of its blocks."""
 
 
 class Given(NamedTuple):
-    """A module and what it was called with."""
+    """A module and its arguments."""
 
     module: torch.nn.Module
     args: Any
@@ -49,9 +48,9 @@ class Segment:
 
     stack: BlockStack
     slot: int = 0
-    """Where the residuals of its streams begin in the list of all."""
+    """Index of its first stream's residual in the list of all residuals."""
     writes_in_place: bool = False
-    """Whether its blocks overwrite what they are given."""
+    """Whether its blocks overwrite their inputs."""
 
 
 @dataclass(eq=False)
@@ -64,19 +63,25 @@ class Call:
     is_first: bool
     is_last: bool
     places: tuple[Place | None, ...]
-    """For each value that is returned: where the carried argument is given that becomes it."""
+    """For each returned value, the argument that carries it in."""
     returned: Any
-    """The form of what it returned, as tensors without data."""
+    """The form of its output, as tensors without data."""
     passes_on: bool = False
-    """Whether everything that is returned has the form of what is carried in."""
+    """Whether every returned value has the form of what is carried in."""
     hand_on: Callable[[Any, Any], Any] | None = None
     """For a block that is neither first nor last: makes its output from its arguments."""
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The carried arguments, for each value that is returned; None where nothing is carried."""
+        """The carried argument for each returned value; None where nothing is carried."""
         return [
             None if place is None else args[place] if isinstance(place, int) else kwargs[place] for place in self.places
         ]
+
+    def answer(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An output of the call's form with these values, and zeros where one is missing."""
+        if self.passes_on:
+            return in_form_of(self.returned, values)
+        return None if self.returned is None else filled(self.returned, values, (*args, *kwargs.values()))
 
 
 @dataclass(eq=False)
@@ -86,55 +91,59 @@ class Trace:
     calls: tuple[Call, ...]
     segments: tuple[Segment, ...]
     leader: Call
-    """The call by whose input a step is judged."""
+    """The call whose input decides whether a step is skipped."""
     leader_is_declared: bool = False
     side: tuple[str, ...] = ()
     """Lists whose members run between blocks."""
     stream: int = 0
-    """Which of the values that the leader returns is the sample."""
+    """Which value that the leader returns is the sample."""
     idle_slots: frozenset[int] = frozenset()
     """Residuals that have no effect on the output."""
-    zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property
     def early_segments(self) -> tuple[Segment, ...]:
-        """Those that run before the leader, such as refiners of the text."""
+        """Those that run before the leader, such as text refiners."""
         before = self.calls[: self.calls.index(self.leader)]
         return tuple(dict.fromkeys(call.segment for call in before if call.segment is not None))
 
-    def answer(self, call: Call, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An output of a call's form with these values, and zeros where one is missing."""
-        if call.passes_on:
-            return in_form_of(call.returned, values)
-        if call.returned is None:
-            return None
-        given = (value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        device = next(given, torch.device("cpu"))
-        forms = output_values(call.returned)
-        fitted = [self._fit(value, form, device) for value, form in zip(values, forms, strict=True)]
-        return in_form_of(call.returned, fitted)
 
-    def _fit(self, value: Any, form: Any, device: torch.device) -> Any:
-        if alike(value, form):
-            return value
-        return tree.map_tensors(lambda part: self._zeros(part, device), form)
+def filled(form: Any, values: Sequence[Any], given: Iterable[Any]) -> Any:
+    """An output of this form with these values. Zeros replace a value of another form, on the device of the tensors
+    that were given."""
+    device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
 
-    def _zeros(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
-        key = (form.dtype, device)
-        if key not in self.zeros:
-            self.zeros[key] = torch.zeros((), dtype=form.dtype, device=device)
-        return self.zeros[key].expand(form.shape)
+    def zeros(part: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=part.dtype, device=device).expand(part.shape)
+
+    pairs = zip(values, output_values(form), strict=True)
+    return in_form_of(form, [v if alike(v, part) else tree.map_tensors(zeros, part) for v, part in pairs])
+
+
+def added(inputs: Sequence[Any], output: Any, slot: int = 0, idle: Collection[int] = ()) -> Tensors:
+    """What was added to each input, from this slot on; the returned value itself where no input has its form."""
+    residuals: Tensors = []
+    for place, (before, after) in enumerate(zip(inputs, output_values(output), strict=True), start=slot):
+        if place in idle or not isinstance(after, torch.Tensor):
+            residuals.append(None)
+        else:
+            residuals.append((after - before if alike(before, after) else after.clone()).detach())
+    return residuals
+
+
+def alike(before: Any, after: Any) -> bool:
+    """Whether both are tensors of one shape."""
+    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape
 
 
 @dataclass(eq=False)
 class _Seen:
-    """A call, as it is remembered while its forward runs."""
+    """A call, noted while its forward runs."""
 
     gate: Gate
     run: int = 0
     """Which run of blocks of its list it belongs to."""
-    given: tuple[Place, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str | None, Place] = field(default_factory=dict)
+    """Where each parameter of the stack was given."""
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     returned: Any = None
 
@@ -144,19 +153,19 @@ class _Seen:
 
 
 class Watched(NamedTuple):
-    """What watching a forward gave."""
+    """A trace, and what its forward left."""
 
     trace: Trace
     residuals: Tensors
     first_calls: Mapping[Segment, Given]
-    """What the first block of each segment was called with, as copies."""
+    """The arguments of the first block of each segment, as copies."""
 
 
-class Tracer:
-    """A pass that lets every block compute, and makes a trace of it."""
+class Tracer(Watcher):
+    """A pass that lets every block compute, and makes a trace."""
 
     def __init__(self, model: torch.nn.Module, structure: Anatomy) -> None:
-        self._watcher = Watcher(model, structure)
+        super().__init__(model, structure)
         self._declared_leader = declaration_for(model).leader
         self._seen: list[_Seen] = []
         self._open: list[_Seen] = []
@@ -169,27 +178,25 @@ class Tracer:
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self._failure is None:
             try:
-                self._begin(gate, module, args, kwargs)
+                super().enter(gate, module, args, kwargs)
+                self._note(gate, Given(module, args, kwargs))
             except ModelError as error:  # The forward goes on all the same.
                 self._failure = error
         return NOT_BYPASSED
 
-    def _begin(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _note(self, gate: Gate, given: Given) -> None:
         seen = _Seen(gate)
-        if gate.stack is None:
-            self._watcher.before_other(gate.path)
-        else:
-            self._watcher.before_block(gate.stack, module, args, kwargs)
-            arguments = gate.stack.arguments(module, args, kwargs)
+        if gate.stack is not None:
+            arguments = self._last[gate.path].arguments
             seen.shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-            seen.names = gate.stack.names(module)
-            seen.given = (*range(len(args)), *kwargs)
+            names = gate.stack.names(given.module)
+            positional: dict[Any, Any] = dict(zip(names.values(), range(len(given.args)), strict=False))
+            seen.places = {**positional, **{names.get(name, name): name for name in given.kwargs}}
             seen.run = self._run_of(seen)
             if seen.key not in self._live:
-                self._live[seen.key] = Given(module, args, kwargs)
-                self._copies[seen.key] = self._live[seen.key].copied()
+                self._live[seen.key], self._copies[seen.key] = given, given.copied()
             self._latest[gate.path] = seen
-        if not self._open:  # What a module between blocks calls itself is its own affair.
+        if not self._open:  # Calls inside a module between blocks are its private business.
             self._seen.append(seen)
         self._open.append(seen)
 
@@ -199,14 +206,14 @@ class Tracer:
         try:
             seen = self._open.pop()
             seen.returned = tree.without_data(output)
+            super().leave(gate, module, output)
             if gate.stack is not None:
-                self._watcher.after_block(gate.stack, module, (), output)
                 self._last_output[seen.key] = output
         except ModelError as error:
             self._failure = error
 
     def _run_of(self, seen: _Seen) -> int:
-        """The same as before, unless the list starts again or hands on something of another shape."""
+        """The same as before, unless the list starts again or hands on another shape."""
         before = self._latest.get(seen.gate.path)
         if before is None:
             return 0
@@ -217,25 +224,22 @@ class Tracer:
         """The trace with the residuals of its forward; ModelError if the forward cannot be understood."""
         if self._failure is not None:
             raise self._failure
-        anatomy = self._watcher.anatomy()
+        anatomy = self.anatomy()
         stacks = {stack.path: stack for stack in anatomy.stacks}
         moments: dict[_Key, list[int]] = {}
         for moment, seen in enumerate(self._seen):
             if seen.gate.path in stacks:
                 moments.setdefault(seen.key, []).append(moment)
         segments: dict[_Key, Segment] = {}
-        num_slots = 0
+        residuals: Tensors = []
         for key in moments:
-            segments[key] = Segment(stacks[key[0]], num_slots)
-            num_slots += len(stacks[key[0]].streams)
+            segments[key] = Segment(stacks[key[0]], len(residuals))
+            residuals += self._residuals(key, segments[key])
         calls = tuple(self._calls(segments, moments))
         starts = [call for call in calls if call.is_first]
         if not starts:
-            raise ModelError("its blocks run inside of each other, so that none of them can be left out")
+            raise ModelError("its blocks run inside each other, so none of them can be skipped")
         leader = next((call for call in starts if call.gate.path == self._declared_leader), starts[0])
-        residuals: Tensors = []
-        for key, segment in segments.items():
-            residuals += self._residuals(key, segment)
         is_declared = leader.gate.path == self._declared_leader
         trace = Trace(calls, tuple(segments.values()), leader, is_declared, anatomy.side)
         return Watched(trace, residuals, {segment: self._copies[key] for key, segment in segments.items()})
@@ -252,12 +256,11 @@ class Tracer:
         for moment, seen in enumerate(self._seen):
             segment = segments.get(seen.key)
             if segment is not None:
-                own = moments[seen.key]
-                places = tuple(_place(seen, stream.parameter) for stream in segment.stack.streams)
-                forms = zip(segment.stack.streams, output_values(seen.returned), strict=True)
+                own, streams = moments[seen.key], segment.stack.streams
+                places = tuple(seen.places.get(stream.parameter) for stream in streams)
                 passes_on = all(
                     isinstance(form, torch.Tensor) and seen.shapes.get(stream.parameter or "") == form.shape
-                    for stream, form in forms
+                    for stream, form in zip(streams, output_values(seen.returned), strict=True)
                 )
                 is_first, is_last = moment == own[0], moment == own[-1]
                 hand_on = _handing_on(places, seen.returned) if passes_on and not (is_first or is_last) else None
@@ -267,24 +270,8 @@ class Tracer:
                 yield Call(seen.gate, None, False, False, (None,) * count, seen.returned)
 
 
-def added(inputs: Sequence[Any], output: Any, slot: int = 0, idle: Collection[int] = ()) -> Tensors:
-    """What was added to each input, from this slot on; what was returned itself, where no input has its form."""
-    residuals: Tensors = []
-    for place, (before, after) in enumerate(zip(inputs, output_values(output), strict=True), start=slot):
-        if place in idle or not isinstance(after, torch.Tensor):
-            residuals.append(None)
-        else:
-            residuals.append((after - before if alike(before, after) else after.clone()).detach())
-    return residuals
-
-
-def alike(before: Any, after: Any) -> bool:
-    """Whether one can be had from the other by adding something."""
-    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape
-
-
 def _handing_on(places: Sequence[Place | None], returned: Any) -> Callable[[Any, Any], Any] | None:
-    """The quickest way from a block's arguments to the same values in the form in which it returns them."""
+    """The fastest way from a block's arguments to the same values in the form in which it returns them."""
     if not isinstance(returned, torch.Tensor) and type(returned) is not tuple:
         return None
     pick: Callable[[Any], Any] = operator.itemgetter(*places)
@@ -293,13 +280,4 @@ def _handing_on(places: Sequence[Place | None], returned: Any) -> Callable[[Any,
         return lambda args, kwargs: (pick(kwargs),) if as_tuple else pick(kwargs)
     if all(isinstance(place, int) for place in places):
         return lambda args, kwargs: (pick(args),) if as_tuple else pick(args)
-    return None
-
-
-def _place(seen: _Seen, parameter: str | None) -> Place | None:
-    positional = list(seen.names.items())
-    for place in seen.given:
-        name = positional[place][1] if isinstance(place, int) else seen.names.get(place, place)
-        if name == parameter:
-            return place
     return None

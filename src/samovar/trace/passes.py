@@ -1,40 +1,73 @@
-"""What does each block do in this forward: compute, or hand on its input?
+"""What does each block do in this forward: compute, or hand on its input? And may it be skipped at all?
 
-On a skipped step no block runs. Every block of a segment hands its streams on but the last, which returns the segment's
-first input plus the residual, whatever the model did to the streams in between: that is in the residual. What stands
-between blocks returns zeros. The forward itself always runs to its end.
+On a skipped step no block runs. Every block of a segment hands its streams on except the last, which returns the
+segment's first input plus the residual; the residual includes whatever the model did to the streams in between. Modules
+between blocks return zeros. The forward itself always runs to its end.
+
+A rehearsal skips, on the model's shadow, a step that was just computed: the outputs must agree. Skipped again with
+another sample at another time, the forward shows which stack sees the sample, and so leads. With numbers in place of a
+residual, it shows whether that residual has any effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
 from .. import tree
 from ..arch.blocks import output_values
+from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
-from .forward import Call, Given, Segment, Tensors, Trace, added, alike
-from .gates import Gate
+from .forward import Call, Given, Segment, Tensors, Trace, Watched, added, alike
+from .shadow import Shadow, TrialFailed, trial
+from .watch import Gate
 
 Mode = Literal["compute", "skip", "ask"]
 
 
-class Outlook(Protocol):
-    """What the residuals of a skipped step are expected to be."""
+class Outlook:
+    """The expected residuals (or outputs) of a skipped step: a weighted sum of stored lists of tensors, made on
+    demand."""
+
+    def __init__(
+        self, weights: Sequence[float], stored: Sequence[Sequence[torch.Tensor | None]], is_precise: bool = False
+    ) -> None:
+        """`is_precise`: sum 16-bit values in 32 bits, as large weights that nearly cancel need."""
+        self._weights, self._stored, self._is_precise = weights, stored, is_precise
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return next((tensor.device for tensor in self._stored[0] if tensor is not None), torch.device("cpu"))
 
     def has(self, index: int) -> bool:
-        """Whether the residual of a slot is known."""
+        """Whether the list has a tensor at this index."""
+        return self._stored[0][index] is not None
 
     def value(self, index: int) -> torch.Tensor | None:
-        """The residual of a slot."""
+        """One tensor of the list."""
+        newest = self._stored[0][index]
+        if newest is None:
+            return None
+        if not (newest.is_floating_point() or newest.is_complex()):  # Integers cannot be interpolated.
+            return newest.clone()
+        start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
+        return self._add_rest(start * self._weights[0], index).to(newest.dtype)
 
     def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
-        """The same, added to a tensor."""
+        """One tensor of the list, added to another tensor."""
+        newest = self._stored[0][index]
+        assert newest is not None
+        return self._add_rest(torch.add(base, newest, alpha=self._weights[0]), index)
+
+    def _add_rest(self, total: torch.Tensor, index: int) -> torch.Tensor:
+        for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
+            older = tensors[index]
+            assert older is not None
+            total.add_(older, alpha=weight)
+        return total
 
 
 class StepPass:
@@ -50,16 +83,15 @@ class StepPass:
         *,
         keeps: Collection[Segment] | None = None,
     ) -> None:
-        """Without an outlook, a skipped step hands its streams on unchanged: its output is not used.
+        """Without an outlook, a skipped step hands its streams on unchanged, and its output is not used.
 
-        `choose` is asked at the leading block, with its arguments, how to go on. `poison` is a slot, and a number to
-        put in the place of its residual. `keeps`: the segments whose residuals are wanted of a
-        computed step, by default all.
+        `choose` picks the mode at the leading block, from its arguments. `poison` is a slot, and a number to put in
+        place of its residual. `keeps`: the segments whose residuals a computed step keeps, by default all.
         """
         self.mode = mode
         """`ask` computes until the leading block has chosen."""
         self.lost: str | None = None
-        """Why this forward is not like the trace, if it is not. The output of a skipped step is then of no use."""
+        """Why this forward does not follow the trace, if it does not. A skipped step's output is then useless."""
         self.inputs: dict[Segment, list[Any]] = {}
         """What reached the first block of each segment."""
         self._trace = trace
@@ -76,35 +108,25 @@ class StepPass:
 
     @property
     def residuals(self) -> Tensors | None:
-        """What each segment added to its streams, in the order of the slots; None if that is not known or wanted."""
+        """What each segment added to its streams, in the order of the slots; None if unknown or not kept."""
         if not self._keeps or self.lost is not None:
             return None
         nothing: dict[Segment, Tensors] = {s: [None] * len(s.stack.streams) for s in self._trace.segments}
         return [residual for parts in (nothing | self._residuals).values() for residual in parts]
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.mode == "skip" and self.lost is None and self._position < self._count:  # Most calls of a skipped step.
-            call = self._calls[self._position]
-            if call.gate is gate and call.hand_on is not None:
-                self._position += 1
-                try:
-                    return call.hand_on(args, kwargs)
-                except (IndexError, KeyError):
-                    self._lose(f"a block of {gate.path!r} is called in another way than before")
-                    return NOT_BYPASSED
-        return self._enter_slowly(gate, module, args, kwargs)
-
-    def _enter_slowly(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self.lost is not None:
             return NOT_BYPASSED
         call = self._calls[self._position] if self._position < self._count else None
         if call is None or call.gate is not gate:
-            # A list whose members run between blocks at times may well be called at others.
+            # Members of a list that runs between blocks may be called at other times too.
             if gate.stack is not None and gate.path not in self._trace.side:
                 self._lose(f"a block of {gate.path!r} was not expected here")
             return NOT_BYPASSED
         self._position += 1
         try:
+            if call.hand_on is not None and self.mode == "skip":  # Most calls of a skipped step.
+                return call.hand_on(args, kwargs)
             return self._enter(call, Given(module, args, kwargs))
         except (IndexError, KeyError):
             self._lose(f"a block of {gate.path!r} is called in another way than before")
@@ -121,23 +143,21 @@ class StepPass:
             if call.segment.writes_in_place:
                 inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
             self.inputs[call.segment] = inputs
-            self._versions[call.segment] = [tree.version(v) for v in inputs if isinstance(v, torch.Tensor)]
+            self._versions[call.segment] = _versions(inputs)
         return NOT_BYPASSED
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
         call = self._current
         segment = None if call is None or call.gate is not gate or not call.is_last else call.segment
         if segment is not None and segment in self._keeps:
-            idle = self._trace.idle_slots
-            before = self.inputs[segment]
-            if [tree.version(v) for v in before if isinstance(v, torch.Tensor)] != self._versions[segment]:
+            if _versions(self.inputs[segment]) != self._versions[segment]:
                 segment.writes_in_place = True
-                self._lose(f"what the blocks of {gate.path!r} were given was overwritten")
+                self._lose(f"the inputs of the blocks of {gate.path!r} were overwritten")
                 return
             try:
-                self._residuals[segment] = added(self.inputs.pop(segment), output, segment.slot, idle)
+                self._residuals[segment] = added(self.inputs.pop(segment), output, segment.slot, self._trace.idle_slots)
             except ValueError:
-                self._lose(f"a block of {gate.path!r} returned something of another form than before")
+                self._lose(f"a block of {gate.path!r} returned another form than before")
 
     def finish(self) -> None:
         """Called when the forward has returned."""
@@ -147,11 +167,11 @@ class StepPass:
     def _answer(self, call: Call, given: Given) -> Any:
         values = call.read(given.args, given.kwargs)
         if call.segment is not None:
-            if call.is_first:  # As copies: the model may write into what blocks hand on, between them.
+            if call.is_first:  # Copies: the model may write, between blocks, into what they hand on.
                 self.inputs[call.segment] = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
             if call.is_last and self._outlook is not None:
                 values = self._with_residuals(call, call.segment, self._outlook)
-        return self._trace.answer(call, values, given.args, given.kwargs)
+        return call.answer(values, given.args, given.kwargs)
 
     def _with_residuals(self, call: Call, segment: Segment, outlook: Outlook) -> list[Any]:
         values: list[Any] = []
@@ -170,3 +190,142 @@ class StepPass:
 
     def _lose(self, why: str) -> None:
         self.lost, self._current = why, None
+
+
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    return [tree.version(value) for value in values if isinstance(value, torch.Tensor)]
+
+
+Perturb = Callable[[bool], tuple[Any, Any]]
+"""Makes arguments of the model with another sample and, if asked to, at another time."""
+Rehearsed = tuple[Given, Given | None]
+"""Arguments of the leading block, and the same with another sample at another time."""
+
+
+class Replay(Shadow):
+    """Forwards of a model's shadow in which no block runs. The model itself is not called."""
+
+    def __init__(self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], trace: Trace) -> None:
+        self._gates = gates
+        self._first = {call.gate: call.segment for call in trace.calls if call.is_first and call.segment is not None}
+        self._step: StepPass | None = None
+        self._keeps_calls = False
+        self.first_calls: dict[Segment, Given] = {}
+        """The arguments of the first block of each segment in the last forward, as copies, if they were kept."""
+        super().__init__(model, dict.fromkeys(gates, self._answer))
+
+    def skip(self, step: StepPass, args: Any, kwargs: Any, *, keeps_calls: bool = False) -> Any:
+        """The output of a forward through this pass; TrialFailed if the model raises."""
+        self._step, self._keeps_calls, self.first_calls = step, keeps_calls, {}
+        try:
+            output = self.run(args, kwargs)
+        finally:
+            self._step = None
+        step.finish()
+        return output
+
+    def _answer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._step is None:
+            return NOT_BYPASSED
+        gate = self._gates[module]
+        segment = self._first.get(gate)
+        if self._keeps_calls and segment is not None and segment not in self.first_calls:
+            self.first_calls[segment] = Given(module, args, kwargs).copied()
+        return self._step.enter(gate, module, args, kwargs)
+
+
+class Rehearsal(Replay):
+    """Tries skipped steps on a model's shadow."""
+
+    def __init__(
+        self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], watched: Watched, args: Any, kwargs: Any
+    ) -> None:
+        self._trace, self._residuals, self._calls = watched
+        self._outlook = Outlook([1], [watched.residuals])
+        self._given = args, kwargs
+        super().__init__(model, gates, watched.trace)
+
+    def rehearse(self, output: Any, perturb: Perturb) -> Rehearsed:
+        """Complete the trace: the leader, and which residuals are idle. ModelError says why nothing can be skipped."""
+        try:
+            same, skipped = self._same(output)
+            self._find_leader(same, self._elsewhere(perturb, with_time=False))
+            segment = self._trace.leader.segment
+            assert segment is not None
+            expected = skipped, same.inputs[segment][self._trace.stream]
+            self._trace.idle_slots = frozenset(
+                slot for slot, residual in enumerate(self._residuals)
+                if residual is not None and residual.is_floating_point() and self._is_idle(slot, segment, expected)
+            )  # fmt: skip
+            return self._calls[segment], self._at_another_time(perturb, segment)
+        finally:
+            self.close()
+
+    def _skip(self, args: Any, kwargs: Any, poison: tuple[int, float] | None = None) -> tuple[StepPass, Any]:
+        step = StepPass(self._trace, "skip", self._outlook, poison=poison)
+        return step, self.skip(step, args, kwargs, keeps_calls=True)
+
+    def _same(self, output: Any) -> tuple[StepPass, Any]:
+        """The step that was just computed, skipped, if that gives what it gave."""
+        try:
+            same, skipped = self._skip(*self._given)
+        except TrialFailed as error:
+            raise ModelError(f"it cannot be tried outside its run ({error})") from error
+        if same.lost is not None:
+            raise ModelError(f"the blocks are not called in the same order each time: {same.lost}")
+        difference = tree.difference(skipped, output)
+        if not difference <= tolerance(self._residuals):
+            raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
+        return same, skipped
+
+    def _elsewhere(self, perturb: Perturb, *, with_time: bool) -> StepPass:
+        """A skipped step with another sample."""
+        try:
+            with trial(self._given):
+                given = perturb(with_time)
+            return self._skip(*given)[0]
+        except TrialFailed as error:
+            raise ModelError(f"which of its blocks see the sample cannot be tried ({error})") from error
+
+    def _find_leader(self, same: StepPass, other: StepPass) -> None:
+        """The first segment that another sample reaches leads, unless one is declared."""
+        trace = self._trace
+        moved: dict[Segment | None, list[bool]] = {}
+        for segment in trace.segments:
+            pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
+            moved[segment] = [isinstance(one, torch.Tensor) and not tree.equal(one, two) for one, two in pairs]
+        if not trace.leader_is_declared:
+            starts = (call for call in trace.calls if call.is_first and any(moved.get(call.segment, ())))
+            leader = next(starts, None)
+            if leader is None:
+                raise ModelError("the sample reaches none of its blocks directly, so nothing shows how it changes")
+            trace.leader = leader
+        streams = moved[trace.leader.segment]
+        trace.stream = streams.index(True) if True in streams else 0
+
+    def _at_another_time(self, perturb: Perturb, segment: Segment) -> Given | None:
+        """The arguments of the leading block at another time; None if the model refuses that time."""
+        try:
+            self._elsewhere(perturb, with_time=True)
+        except ModelError:
+            return None
+        return self.first_calls.get(segment)
+
+    def _is_idle(self, slot: int, segment: Segment, expected: tuple[Any, Any]) -> bool:
+        """Whether neither the output nor the signal changes with a residual."""
+        for number in (torch.nan, 1e3):
+            try:
+                poisoned, output = self._skip(*self._given, poison=(slot, number))
+            except TrialFailed:  # Something looked at it.
+                return False
+            if poisoned.lost is not None:
+                return False
+            if not tree.equal((output, poisoned.inputs[segment][self._trace.stream]), expected):
+                return False
+        return True
+
+
+def tolerance(value: Any) -> float:
+    """How far a result may be off that is computed in another order, by the precision of its tensors."""
+    is_precise = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tree.tensors(value))
+    return 1e-4 if is_precise else 5e-2

@@ -1,8 +1,11 @@
-"""How can a model be tried out without anybody noticing?
+"""How can a model be tried without anybody noticing, and is it still the one that was tried?
 
-By its shadow: other module objects of the same classes with the same parameters. A trial on the shadow fires no hook of
-anybody's, counts in no counter of the model's, draws no random number of the user's, and writes into no tensor that
-the user holds. Modules that should not run in a trial, such as blocks, are given an answer of their own.
+With its shadow: other module objects of the same classes with the same parameters. A trial on the shadow fires nobody's
+hooks, advances none of the model's counters, draws none of the user's random numbers, and writes into no tensor that
+the user holds. Modules that must not run in a trial, such as blocks, are answered for.
+
+A fingerprint compares parts and weights by identity, and in-place changes by torch's version counter. Writes through
+`.data` are not counted, so nothing whose bits matter may rest on it alone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -24,90 +28,86 @@ from .. import tree
 from ..arch.modules import unwrapped
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
 from ..hooks.intercept import attached_registry, bare_class, never_compiled
-from ..other_libraries import COMPILED_CALL, FORWARD_WRAPPERS, accelerate_weights, compute_dtype
+from ..other_libraries import (
+    COMPILED_CALL,
+    FORWARD_WRAPPERS,
+    accelerate_weights,
+    adapter_settings,
+    compute_dtype,
+    loaded_adapters,
+)
 
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
-"""Called with the original module and the arguments; NOT_BYPASSED lets the shadow's own forward run."""
+"""Called with the original module and its arguments; NOT_BYPASSED lets the shadow's forward run."""
 
 _SHARED = (
     type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.BuiltinFunctionType,
     types.ModuleType, torch.dtype, torch.device, torch.Size
 )  # fmt: skip
-"""What no forward can write into, or what is nobody's own."""
+"""Values that no forward writes into."""
 _HOOKS = frozenset(key for key in vars(torch.nn.Module()) if key.endswith("_hooks") or "_hooks_" in key)
-"""Where torch keeps a module's hooks."""
+"""Entries that hold torch's hooks."""
 _OTHERS_ENTRIES = FORWARD_WRAPPERS | {"_samovar_hooks", "_samovar_inside", COMPILED_CALL}
-"""What others, torch's compiler and we put into a module's `__dict__`; a copy has none of it."""
+"""Entries of hooks, ours and others', and of torch.compile; a shadow has none of them."""
 
 
 class TrialFailed(Exception):
-    """A model raised at inputs that it was never given, or outside of its usual surroundings."""
+    """The model raised during a trial."""
 
 
 class Shadow:
-    """A model that can be tried: `run` calls it, and raises TrialFailed for whatever the model raises."""
+    """A model that can be tried."""
 
     def __init__(self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer]) -> None:
-        """`answers`: in place of the modules that are not to run as they are."""
-        with trial(()):  # It may have parts that cannot be copied.
-            self._root = _Copier(answers).copy(unwrapped(model))
+        """`answers`: called in place of these modules. TrialFailed if the model has parts that cannot be copied."""
+        with trial(()):
+            self._root = shadow_of(model, answers)
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The output for copies of these arguments."""
+        """The output for copies of these arguments; TrialFailed for whatever the model raises."""
         given = tree.map_tensors(torch.clone, (args, kwargs))
         with trial((args, kwargs)):
             return never_compiled(self._root.__call__)(*given[0], **given[1])
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free the shadow at once: its classes form cycles that only the garbage collector would find."""
         del self._root
 
 
-def shadow_of(module: torch.nn.Module) -> torch.nn.Module:
-    """A single module's shadow, with all that is in it."""
-    return _Copier({}).copy(unwrapped(module))
+def shadow_of(module: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer] | None = None) -> torch.nn.Module:
+    """A module's shadow, with everything in it."""
+    return _Copier(answers or {}).copy(unwrapped(module))
 
 
 @contextlib.contextmanager
 def trial(given: Any) -> Iterator[None]:
-    """Inside, no gradients are recorded, and random numbers are put back afterwards. What is raised comes out as
+    """Inside, no gradients are recorded; afterwards all random generators are as before. An exception comes out as
     TrialFailed."""
     devices = {tensor.device for tensor in tree.tensors(given) if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False), _other_random_numbers_kept():
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False):
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception):  # The user's Ctrl-C is no failure of the model's.
+            if not isinstance(error, Exception):  # The user's Ctrl-C is not the model's failure.
                 raise
             raise TrialFailed(f"{type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _other_random_numbers_kept() -> Iterator[None]:
-    """What is drawn inside from Python's and numpy's generators is drawn again afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def draws_random_numbers(call: Callable[[], Any]) -> bool:
-    """Whether a call draws from any of the global generators."""
+    """Whether a call draws from any global generator."""
     before = _random_states()
     call()
-    return any(one != other for one, other in zip(before, _random_states(), strict=True))
-
-
-def _cuda_is_used() -> bool:
-    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
-    return is_initialized()
+    return before != _random_states()
 
 
 def _random_states() -> list[Any]:
-    torches = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _cuda_is_used() else ())]
-    return [random.getstate(), repr(np.random.get_state()), *(state.tolist() for state in torches)]
+    is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if is_cuda_used() else ())]
+    return [random.getstate(), repr(np.random.get_state()), *(state.tolist() for state in states)]
 
 
 class _Copier:
@@ -116,13 +116,13 @@ class _Copier:
     def __init__(self, answers: Mapping[torch.nn.Module, Answer]) -> None:
         self._answers = answers
         self._objects: dict[int, Any] = {}
-        """What attributes hold, by the identity of the original: shared objects stay shared."""
+        """Copies of attributes by the identity of the original: shared objects stay shared."""
         self._copies: dict[int, torch.nn.Module] = {}
 
     def copy(self, root: torch.nn.Module) -> torch.nn.Module:
         for module in root.modules():  # All of them first: attributes may hold any of them.
             bare = unwrapped(module)
-            if isinstance(bare, torch.jit.ScriptModule):  # It has no state in Python, and cannot be made anew.
+            if isinstance(bare, torch.jit.ScriptModule):  # It has no state in Python and cannot be copied.
                 self._copies[id(bare)] = bare
             elif id(bare) not in self._copies:
                 self._copies[id(bare)] = object.__new__(_quiet_class(bare_class(bare)))
@@ -158,7 +158,7 @@ class _Copier:
             shadow.register_forward_pre_hook(bring_weights(module))
 
     def _translated(self, value: Any, levels: int = 6) -> Any:
-        """An attribute as the shadow has it: with shadows for modules, and copies of what the model may write into."""
+        """An attribute for the shadow: shadows replace modules, copies replace what the model may write into."""
         if isinstance(value, types.FunctionType) and value.__closure__:
             return self._with_cells(value, levels)
         if isinstance(value, _SHARED) or not levels:
@@ -173,7 +173,7 @@ class _Copier:
         return self._objects[id(value)]
 
     def _with_cells(self, function: types.FunctionType, levels: int) -> Any:
-        """A function that closes over modules of the model closes over their shadows."""
+        """A function that closes over modules of the model, closing over their shadows instead."""
         held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
         if not any(isinstance(item, torch.nn.Module) or hasattr(item, "__self__") for item in held):
             return function
@@ -186,12 +186,8 @@ class _Copier:
 
     def _copied(self, value: Any, levels: int) -> Any:
         if isinstance(value, functools.partial):
-            arguments = {name: self._translated(item, levels) for name, item in value.keywords.items()}
-            return functools.partial(
-                self._translated(value.func, levels),
-                *(self._translated(item, levels) for item in value.args),
-                **arguments,
-            )
+            function, args, keywords = (self._translated(v, levels) for v in (value.func, value.args, value.keywords))
+            return functools.partial(function, *args, **keywords)
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, torch.nn.Parameter) or value.is_meta else value.detach().clone()
         if isinstance(value, torch.Generator):
@@ -202,7 +198,7 @@ class _Copier:
             return type(value)((key, self._translated(item, levels)) for key, item in value.items())
         try:
             copied = copy.copy(value)
-        except (TypeError, ValueError, RuntimeError):  # A lock, a stream, a group of processes: no state of a forward.
+        except (TypeError, ValueError, RuntimeError):  # A lock, a stream or a process group is not a forward's state.
             return value
         if copied is not value and hasattr(copied, "__dict__"):
             vars(copied).update({key: self._translated(item, levels) for key, item in vars(value).items()})
@@ -213,7 +209,7 @@ _quiet_classes: weakref.WeakKeyDictionary[type, type[torch.nn.Module]] = weakref
 
 
 def _quiet_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A class whose calls run no hooks but the instance's own: torch's global hooks are other people's."""
+    """A class whose calls run only the instance's hooks: torch's global hooks belong to others."""
     if cls not in _quiet_classes:
         _quiet_classes[cls] = subclass(cls, cls.forward, _call_impl=_quiet_call)
     return _quiet_classes[cls]
@@ -229,7 +225,7 @@ def _quiet_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_sharding(shadow: torch.nn.Module, module: torch.nn.Module, is_root: bool) -> None:
-    """Hooks that split the work over ranks are part of what a forward does; the root's have run when it is tried."""
+    """Hooks that shard work over ranks are part of a forward; the root's have already run when it is tried."""
     registry = attached_registry(module)
     if registry is not None and not is_root:
         for name, hook in registry.hooks(HookOrder.SHARD).items():
@@ -253,8 +249,7 @@ def subclass(cls: type[torch.nn.Module], forward: Callable[..., Any], **others: 
 
 
 def bring_weights(original: torch.nn.Module, device: torch.device | None = None) -> Any:
-    """A hook that gives a shadow weights of its own when it first runs, where the original's are elsewhere."""
-    # accelerate leaves nothing in the module itself.
+    """A hook that copies weights to a shadow when it first runs, where the original's are elsewhere."""
     stored, dtype = accelerate_weights(original), compute_dtype(original)
 
     def bring(module: torch.nn.Module, args: Any) -> None:
@@ -266,3 +261,89 @@ def bring_weights(original: torch.nn.Module, device: torch.device | None = None)
                     held[name] = source.detach().to(where, dtype)  # type: ignore[assignment]
 
     return bring
+
+
+_own: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def own(hook: Any) -> None:
+    """Make fingerprints ignore one of our hooks on a module."""
+    _own.add(hook)
+
+
+class Fingerprint:
+    """The parts, weights, hooks and adapters of some modules, as they were."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._held: list[tuple[Any, list[Any]]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._adapters: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._hooks: list[tuple[Any, int]] = []
+        self._processors: list[tuple[torch.nn.Module, Any, dict[str, Any]]] = []
+        for module in modules:
+            weights = [*module._parameters.values(), *module._buffers.values()]
+            tensors = [tensor for tensor in weights if tensor is not None]
+            self._held.append((module._modules, list(module._modules.values())))
+            # Weights on the meta device are elsewhere for now: accelerate puts new tensors there after each call.
+            if not any(tensor.is_meta for tensor in tensors):
+                for held in (module._parameters, module._buffers):
+                    self._held.append((held, list(held.values())))
+                self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
+            self._adapters += _adapters([module])
+            self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+            if "processor" in vars(module):  # Of diffusers' attentions.
+                self._processors.append((module, vars(module)["processor"], _settings(vars(module)["processor"])))
+        self._held = [(held, parts) for held, parts in self._held if parts]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        return (
+            all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
+            and [tensor._version for tensor in self._tensors] == self._versions
+            and all(adapter_settings(module) == adapter for module, adapter in self._adapters)
+            and all((_count(hooks) if hooks else 0) == count for hooks, count in self._hooks)
+            and all(
+                vars(module).get("processor") is processor and _settings(processor) == settings
+                for module, processor, settings in self._processors
+            )
+        )
+
+
+class Generation:
+    """Counts the changes of some modules, and of peft's adapters on a whole model."""
+
+    def __init__(self, model: torch.nn.Module, modules: Callable[[], Iterable[torch.nn.Module]] = tuple) -> None:
+        self._model = model
+        self._modules = modules
+        self._number = 0
+        self._look()
+
+    def _look(self) -> None:
+        self._fingerprint = Fingerprint(self._modules())
+        self._loaded = loaded_adapters(self._model)
+        self._adapters = _adapters(self._model.modules()) if self._loaded else []
+
+    def check(self) -> int:
+        """The current generation; it grows when something is seen to have changed."""
+        is_same = all(adapter_settings(module) == old for module, old in self._adapters)
+        if not is_same or loaded_adapters(self._model) != self._loaded or not self._fingerprint.holds():
+            self._number += 1
+            self._look()
+        return self._number
+
+
+def _adapters(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
+    """The layers that peft has put adapters on, with their settings."""
+    found = ((module, adapter_settings(module)) for module in modules)
+    return [(module, adapter) for module, adapter in found if adapter is not None]
+
+
+def _count(hooks: Mapping[int, Any]) -> int:
+    return sum(hook not in _own for hook in hooks.values())
+
+
+def _settings(processor: Any) -> dict[str, Any]:
+    """The settings of a processor, such as the scales of an IP-Adapter."""
+    entries = getattr(processor, "__dict__", {}).items()
+    return {name: copy.copy(value) for name, value in entries if isinstance(value, (bool, int, float, str, list))}

@@ -1,13 +1,13 @@
-"""What reaches the first attention of a block? The modulated input, by which steps are judged.
+"""What reaches the first attention of a block? The modulated input, which decides whether a step is skipped.
 
-It is read off a shadow of the block whose attention ends the call. So a decision runs no block and, where the block's
-weights are elsewhere, loads none: the shadow has copies of its own of the few that lead to the attention.
+It is read from a shadow of the block whose attention ends the call. So a decision runs no block and, where the block's
+weights are elsewhere, loads none: the shadow has copies of the few that lead to the attention.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +16,14 @@ from .. import tree
 from ..arch.blocks import attention_modules
 from ..arch.modules import unwrapped
 from ..hooks.intercept import never_compiled
-from .fingerprint import Fingerprint
 from .forward import Given
-from .shadow import TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
+from .shadow import Fingerprint, TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
 
 _PROJECTIONS = (torch.nn.Linear, torch.nn.Conv1d)
 
 
 class _Reached(Exception):
-    """The shadow has come to its attention."""
+    """The shadow has reached its attention."""
 
     def __init__(self, path: str, value: torch.Tensor) -> None:
         super().__init__(path)
@@ -32,14 +31,14 @@ class _Reached(Exception):
 
 
 class ModulatedInput:
-    """Reads the signal off the arguments of a block.
+    """Reads the signal from the arguments of a block.
 
-    It is the first argument of an attention (or, where blocks have no attention of their own, of a projection) that
-    has the form of the stream and is not the stream as it came in.
+    It is the first argument of an attention (or, in blocks without attention, of a projection) that has the form of the
+    stream and is not the stream itself.
     """
 
     class Known(NamedTuple):
-        """What was found of a block, and holds for it whatever its weights are."""
+        """What holds for a block whatever its weights are."""
 
         path: str | None
         idle: frozenset[str]
@@ -52,16 +51,16 @@ class ModulatedInput:
         other: tuple[Given, torch.Tensor] | None = None,
         known: Known | None = None,
     ) -> None:
-        """`stream` is the argument that carries the sample. `other`: the same at another step, to check by."""
+        """`stream` is the argument that carries the sample. `other`: the same at another step, to check against."""
         self._block = unwrapped(given.module)
         self._form = stream.shape
         self._raw: torch.Tensor | None = None
         self._made_of = Fingerprint(self._block.modules())
         self._copies_arguments = False
         self.is_checked = False
-        """Whether it was compared with what the real attention is given."""
+        """Whether it was compared with the real attention's input."""
         self.path: str | None = None
-        """Where it is taken, within the block; None where the block's own input has to do."""
+        """Where it is read within the block; None if the block's input has to do."""
         self.idle: frozenset[str] = frozenset()
         """Parts of the block that run before its attention and have no effect on the signal."""
         self._twin = self._made(given, stream)
@@ -73,13 +72,16 @@ class ModulatedInput:
             return
         self.path = first.path
         if known is not None and known.path == self.path:
-            self._silence_known(given, stream, known.idle)
+            self._silence(given, stream, lambda path, part, output: path in known.idle)
         elif other is not None:
-            self._silence(given, stream, first.value, other)
+            reached = self._run(*other)
+            if reached is not None:
+                expected = [(given, stream, first.value), (*other, reached.value)]
+                self._silence(given, stream, lambda path, part, output: self._is_idle(part, output, expected))
 
     @property
     def known(self) -> Known:
-        """What can be used for another one of the same block."""
+        """What another reader of the same block can use."""
         return self.Known(self.path, self.idle)
 
     def __call__(self, given: Given, stream: torch.Tensor) -> torch.Tensor:
@@ -88,20 +90,20 @@ class ModulatedInput:
         return stream if reached is None or reached.path != self.path else reached.value
 
     def close(self) -> None:
-        """Let go of the shadow, and of copies of weights in it, without waiting for the collector."""
+        """Free the shadow and its copies of weights without waiting for the garbage collector."""
         self._twin = None
 
     @property
     def attention(self) -> torch.nn.Module | None:
-        """The real module before which the signal is taken."""
+        """The real module whose input the signal is."""
         return None if self.path is None else self._block.get_submodule(self.path)
 
     def agrees_with(self, value: torch.Tensor, args: Any, kwargs: Any) -> bool:
-        """Whether the real module was given just this."""
+        """Whether the real module was given exactly this value."""
         return any(t.shape == value.shape and torch.equal(t, value) for t in tree.tensors((args, kwargs)))
 
     def is_current(self) -> bool:
-        """Whether the block still has the modules, weights and adapters that its shadow was made of."""
+        """Whether the block still has the modules, weights and adapters that its shadow was made from."""
         return self._made_of.holds()
 
     def _made(self, given: Given, stream: torch.Tensor) -> torch.nn.Module | None:
@@ -124,7 +126,7 @@ class ModulatedInput:
 
         try:
             with trial(given):
-                if draws_random_numbers(run):  # It would draw them at every step, and the block not the same again.
+                if draws_random_numbers(run):  # It would draw them at every step, and then differ from the block.
                     return None
         except TrialFailed:
             return None
@@ -164,35 +166,18 @@ class ModulatedInput:
         return None
 
     def _silence(
-        self, given: Given, stream: torch.Tensor, value: torch.Tensor, other: tuple[Given, torch.Tensor]
+        self, given: Given, stream: torch.Tensor, is_idle: Callable[[str, torch.nn.Module, Any], bool]
     ) -> None:
-        """Let those parts of the shadow return something at once whose output does not reach the signal."""
+        """Make those parts of the shadow return zeros at once whose output does not reach the signal."""
         assert self._twin is not None
-        reached = self._run(*other)
-        if reached is None:
-            return
-        expected = [(given, stream, value), (*other, reached.value)]
-        silenced = set()
         for path, output in self._outputs(given, stream).items():
             part = self._twin.get_submodule(path)
-            speaking = type(part)
-            if all(self._is_unmoved(part, speaking, output, number, expected) for number in (torch.nan, 1e3)):
-                part.__class__ = _returning(speaking, tree.map_tensors(_filled(0.0), output))
-                silenced.add(path)
-            else:
-                part.__class__ = speaking
-        self.idle = frozenset(silenced)
-
-    def _silence_known(self, given: Given, stream: torch.Tensor, idle: frozenset[str]) -> None:
-        assert self._twin is not None
-        for path, output in self._outputs(given, stream).items():
-            if path in idle:
-                part = self._twin.get_submodule(path)
-                part.__class__ = _returning(type(part), tree.map_tensors(_filled(0.0), output))
-        self.idle = idle
+            if is_idle(path, part, output):
+                part.__class__ = _returning(type(part), output, 0.0)
+                self.idle |= {path}
 
     def _outputs(self, given: Given, stream: torch.Tensor) -> dict[str, Any]:
-        """What the children of the shadow return that can be replaced by other numbers."""
+        """Outputs of the shadow's children that can be replaced by other numbers."""
         assert self._twin is not None
         outputs: dict[str, Any] = {}
 
@@ -209,18 +194,24 @@ class ModulatedInput:
             if tree.is_transparent(output) and all(tensor.is_floating_point() for tensor in tree.tensors(output))
         }
 
-    def _is_unmoved(
-        self, part: torch.nn.Module, speaking: type[torch.nn.Module], output: Any, number: float,
-        expected: list[tuple[Given, torch.Tensor, torch.Tensor]],
-    ) -> bool:  # fmt: skip
-        """Whether the signal stays the same, at all known steps, when a part returns nothing but one number."""
-        part.__class__ = _returning(speaking, tree.map_tensors(_filled(number), output))
-        found = [(self._run(given, stream), value) for given, stream, value in expected]
-        return all(reached is not None and torch.equal(reached.value, value) for reached, value in found)
+    def _is_idle(
+        self, part: torch.nn.Module, output: Any, expected: list[tuple[Given, torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        """Whether the signal stays the same, at all known steps, whatever number a part returns."""
+        speaking = type(part)
+        try:
+            for number in (torch.nan, 1e3):
+                part.__class__ = _returning(speaking, output, number)
+                found = [(self._run(given, stream), value) for given, stream, value in expected]
+                if not all(reached is not None and torch.equal(reached.value, value) for reached, value in found):
+                    return False
+            return True
+        finally:
+            part.__class__ = speaking
 
 
 def _stops(twin: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Where the signal may be taken: at attentions and the projections in them; without any, at all projections."""
+    """Where the signal may be read: at attentions and the projections in them; without any, at all projections."""
     attentions = attention_modules(twin)
     return {
         path: part
@@ -242,9 +233,11 @@ def _stream_among(given: Sequence[Any], form: torch.Size) -> torch.Tensor | None
     return next((value for found in (same_shape, same_size, longer) for value in found), None)
 
 
-def _filled(number: float) -> Any:
-    return lambda tensor: torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _returning(cls: type[torch.nn.Module], output: Any, number: float) -> type[torch.nn.Module]:
+    """A class whose forward returns an output of this form, filled with a number."""
 
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
-def _returning(cls: type[torch.nn.Module], output: Any) -> type[torch.nn.Module]:
-    return subclass(cls, lambda self, *args, **kwargs: output)
+    value = tree.map_tensors(fill, output)
+    return subclass(cls, lambda self, *args, **kwargs: value)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from samovar.cli.arguments import given, in_options, model_of, read_setting, use_saved_steps
 from samovar.cli.entry import make_parser
-from samovar.cli.options import given, in_options, model_of, read_setting, use_saved_steps
 from samovar.errors import SettingError
 
 

@@ -1,4 +1,4 @@
-"""Hard pictures are told by their forecast, go on by their own schedule, and get its very bits."""
+"""Outliers are recognised by their forecast, go on with their own schedule, and get exactly its bits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from driving import COND, UNCOND, Plain, at, cached, recorded
 
 import zoo
 from pipelines import PIPELINES
-from samovar.cache import TeaCacheConfig, apply_teacache_hook, remove_teacache_hook
-from samovar.cache.forecast import History
-from samovar.cache.hard import HardPictures
+from samovar.cache import TeaCacheConfig, apply_teacache_hook
+from samovar.cache.forecast import History, find_outliers
 from samovar.errors import SettingError
 from samovar.hooks import call_context
 from samovar.lab.fitting import OUTLIER_SHARE, Products, fit_outliers, fit_schedule, outlier_step
@@ -35,14 +34,15 @@ def line(mask: str) -> dict[str, dict[str, float]]:
 
 
 def settings(error: float | None, mask: str = USUAL, **more: Any) -> dict[str, Any]:
-    """A schedule for two branches; with an error, one for hard pictures, too."""
+    """A schedule for two branches; with an error, one for outliers, too."""
     both = {name: (mask, line(mask)) for name in ("cond", "uncond")}
     found: dict[str, Any] = {"forecast": "fitted", "forecast_of": "output"}
     found["schedule"] = {name: of for name, (of, _) in both.items()}
     found["forecast_weights"] = {name: of for name, (_, of) in both.items()}
     if error is not None:
-        hard = {name: settings(None, MORE)[name] for name in ("schedule", "forecast_weights")}
-        found["hard"] = {"branch": "cond", "step": 2, "weights": {"0": -1.0, "1": 2.0}, "error": error, **hard, **more}
+        denser = {name: settings(None, MORE)[name] for name in ("schedule", "forecast_weights")}
+        given = {"branch": "cond", "step": 2, "weights": {"0": -1.0, "1": 2.0}, "error": error}
+        found["outliers"] = given | denser | more
     return found
 
 
@@ -74,9 +74,7 @@ def masks(hook: Any) -> set[str]:
 
 @pytest.mark.parametrize(("error", "mask"), [(0.0, MORE), (1e9, USUAL)])
 @pytest.mark.parametrize("branches", [("cond", "uncond"), ("uncond", "cond")], ids=["cond first", "uncond first"])
-def test_a_picture_gets_the_bits_of_the_schedule_that_it_goes_by(
-    error: float, mask: str, branches: tuple[str, ...]
-) -> None:
+def test_an_image_gets_the_bits_of_its_schedule(error: float, mask: str, branches: tuple[str, ...]) -> None:
     alone, model = Plain(), Plain()
     apply_teacache_hook(alone, settings(None, mask))
     expected = run(alone, branches=branches)
@@ -84,67 +82,65 @@ def test_a_picture_gets_the_bits_of_the_schedule_that_it_goes_by(
     for _ in range(2):  # The next run begins as usual.
         assert all(map(torch.equal, run(model, branches=branches), expected))
         assert masks(hook) == {mask}
-        assert hook.stats().hard == (mask == MORE,)
-    assert f"of 1 pictures {int(mask == MORE)} are hard" in str(hook.stats())
-    remove_teacache_hook(model)
+        assert hook.stats().outliers == (mask == MORE,)
+    assert f"outliers: {int(mask == MORE)} of 1 images" in str(hook.stats())
+    hook.detach()
     assert all(map(torch.equal, run(model), run(Plain())))
 
 
-def test_a_batch_is_hard_if_one_of_its_pictures_is() -> None:
+def test_one_outlier_makes_its_batch_one() -> None:
     outputs = run(Plain(), rows=3, branches=("cond",))
     calm, _, wild = (float(each) for each in misses(2 * outputs[1] - outputs[0], outputs[2]))
     assert calm < wild / 3
     model = Plain()
     hook = apply_teacache_hook(model, settings(wild / 2))
     run(model, rows=3)
-    assert hook.stats().hard == (False, False, True)
+    assert hook.stats().outliers == (False, False, True)
     assert masks(hook) == {MORE}
-    assert hook.stats().to_dict()["branches"]["cond"]["steps"][2]["hard"] == [False, False, True]
+    assert hook.stats().to_dict()["branches"]["cond"]["steps"][2]["outliers"] == [False, False, True]
 
 
-def test_what_tells_is_how_far_off_the_forecast_would_have_been() -> None:
+def test_an_outlier_is_an_image_whose_forecast_is_far_off() -> None:
     outputs = run(Plain(), branches=("cond",))
     miss = float(misses(2 * outputs[1] - outputs[0], outputs[2]))
-    for error, is_hard in ((miss * 1.001, False), (miss * 0.999, True)):
+    for error, is_outlier in ((miss * 1.001, False), (miss * 0.999, True)):
         model = Plain()
         hook = apply_teacache_hook(model, settings(error))
         run(model)
-        assert hook.stats().hard == (is_hard,)
+        assert hook.stats().outliers == (is_outlier,)
 
 
-def test_without_the_branch_that_tells_all_goes_on_as_usual() -> None:
+def test_without_the_branch_that_is_compared_the_usual_schedule_stays() -> None:
     model = Plain()
     hook = apply_teacache_hook(model, settings(0.0))
     run(model, branches=("uncond",))
-    assert hook.stats().hard == ()
+    assert hook.stats().outliers == ()
     assert masks(hook) == {USUAL}
 
 
-# ------------------------------------------------------------------------------------------------ what tells
+# ------------------------------------------------------------------------------------------------ recognised
 
 
-def test_where_nothing_can_be_compared_all_are_hard() -> None:
-    hard = HardPictures.read(settings(0.5)["hard"])
-    assert hard is not None
+def test_where_nothing_can_be_compared_all_are_outliers() -> None:
+    weights = {0: -1.0, 1: 2.0}
     history = History(2, 1.0)
-    assert hard.told(history.weighted(hard.weights), torch.ones(2, 3)) == (True,)
+    assert find_outliers(history.weighted(weights), torch.ones(2, 3), 0.5) == (True,)
     for step in (0, 1):
         history.push(step, [torch.ones(2, 3)], step)
-    outlook = history.weighted(hard.weights)
-    assert hard.told(outlook, torch.ones(2, 3)) == (False, False)
-    assert hard.told(outlook, torch.tensor([[1.0, 1.0, 1.0], [1.0, torch.nan, 1.0]])) == (False, True)
-    assert hard.told(outlook, "no tensor") == (True,)
+    outlook = history.weighted(weights)
+    assert find_outliers(outlook, torch.ones(2, 3), 0.5) == (False, False)
+    assert find_outliers(outlook, torch.tensor([[1.0, 1.0, 1.0], [1.0, torch.nan, 1.0]]), 0.5) == (False, True)
+    assert find_outliers(outlook, "no tensor", 0.5) == (True,)
 
 
-def test_outputs_that_are_not_a_row_for_each_picture_are_hard_as_one() -> None:
-    hard = HardPictures.read(settings(0.5)["hard"])
-    assert hard is not None
+def test_outputs_without_a_row_for_each_image_count_as_one_image() -> None:
+    weights = {0: -1.0, 1: 2.0}
     history = History(2, 1.0)
     for step in (0, 1):
         history.push(step, [torch.ones(2, 3), torch.ones(4)], step)
-    outlook = history.weighted(hard.weights)
-    assert hard.told(outlook, (torch.ones(2, 3), torch.ones(4))) == (False,)
-    assert hard.told(outlook, (torch.ones(2, 3), 9 * torch.ones(4))) == (True,)
+    outlook = history.weighted(weights)
+    assert find_outliers(outlook, (torch.ones(2, 3), torch.ones(4)), 0.5) == (False,)
+    assert find_outliers(outlook, (torch.ones(2, 3), 9 * torch.ones(4)), 0.5) == (True,)
 
 
 # ------------------------------------------------------------------------------------------------ fitted
@@ -158,7 +154,7 @@ def watched(pipe: Any, steps: int, seed: int) -> tuple[torch.Tensor, dict[str, l
     return latents, {"cond": given[::2], "uncond": given[1::2]}
 
 
-def test_what_is_fitted_parts_real_pictures_as_it_says() -> None:
+def test_fitted_settings_separate_real_images() -> None:
     steps, pipe, seeds = 12, FLUX.build(0), range(10)
     runs = [watched(pipe, steps, seed)[1] for seed in seeds]
     sizes = pipe.scheduler.sigmas.diff().tolist()
@@ -167,50 +163,50 @@ def test_what_is_fitted_parts_real_pictures_as_it_says() -> None:
     first = {name: [torch.stack(outputs[name][: step + 1]) for outputs in runs] for name in GUIDANCE}
     each = {name: torch.stack([rows @ rows.T for rows in of]).numpy() for name, of in first.items()}
     usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "#" * (step + 1)))
-    hard = fit_outliers(products, usual, each, 20)
-    assert hard is not None
-    assert (hard["branch"], hard["step"]) == ("cond", step), "what counts for most"
-    assert set(hard["schedule"].values()) == {hard["schedule"]["cond"]}
-    assert hard["schedule"]["cond"].count("#") == 10
-    assert hard["schedule"]["cond"].startswith("#" * 2 * (step + 1)), "twice as long nothing is skipped"
-    told = []
-    backend = cached(pipe, **json.loads(json.dumps(usual.settings() | {"hard": hard})))
+    outliers = fit_outliers(products, usual, each, 20)
+    assert outliers is not None
+    assert (outliers["branch"], outliers["step"]) == ("cond", step), "what counts for most"
+    assert set(outliers["schedule"].values()) == {outliers["schedule"]["cond"]}
+    assert outliers["schedule"]["cond"].count("#") == 10
+    assert outliers["schedule"]["cond"].startswith("#" * 2 * (step + 1)), "twice as long nothing is skipped"
+    found = []
+    backend = cached(pipe, **json.loads(json.dumps(usual.settings() | {"outliers": outliers})))
     for seed in seeds:
         FLUX.run(pipe, steps, seed)
         stats = backend.stats().denoisers["transformer"]
-        told += stats.hard
-        expected = hard["schedule"] if stats.hard[0] else usual.schedules
+        found += stats.outliers
+        expected = outliers["schedule"] if stats.outliers[0] else usual.schedules
         assert {name: branch.mask for name, branch in stats.branches.items()} == dict(expected)
-    assert sum(told) == int(OUTLIER_SHARE * len(seeds)) == 1
-    old, weights = list(map(int, hard["weights"])), torch.tensor(list(hard["weights"].values())).double()
+    assert sum(found) == int(OUTLIER_SHARE * len(seeds)) == 1
+    old, weights = list(map(int, outliers["weights"])), torch.tensor(list(outliers["weights"].values())).double()
     outputs = torch.stack([torch.stack(given["cond"]) for given in runs])
     errors = misses(torch.einsum("rod,o->rd", outputs[:, old], weights), outputs[:, step])
-    assert told.index(True) == errors.argmax()
-    usual_error, hard_error = errors.sort().values[-2:].tolist()
-    assert hard["error"] == pytest.approx((usual_error + hard_error) / 2, rel=1e-4)
+    assert found.index(True) == errors.argmax()
+    usual_error, outlier_error = errors.sort().values[-2:].tolist()
+    assert outliers["error"] == pytest.approx((usual_error + outlier_error) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(("runs", "parted"), [(1, None), (9, None), (10, 9), (20, 18), (25, 23)])
-def test_what_parts_them_is_the_error_of_no_picture(runs: int, parted: int | None) -> None:
-    """Of none, so that a processor which rounds otherwise tells every picture the same."""
+def test_the_boundary_is_the_error_of_no_image(runs: int, parted: int | None) -> None:
+    """So a processor that rounds differently recognises the same outliers."""
     steps = 12
     rows = zoo.noise(0, runs, steps, 50).double()
     every = torch.einsum("rid,rjd->rij", rows, rows).numpy()
     whole = torch.cat([rows.mean(0)] * 2)
     products = Products(("cond", "uncond"), (2.0, -1.0), (1.0,) * steps, (whole @ whole.T).numpy())
     usual = fit_schedule(products, 12, together=True, begin=dict.fromkeys(GUIDANCE, "###"))
-    hard = fit_outliers(products, usual, dict.fromkeys(GUIDANCE, every), 20)
-    assert hard is not None
-    old, weights = list(map(int, hard["weights"])), torch.tensor(list(hard["weights"].values())).double()
-    step = hard["step"]
+    outliers = fit_outliers(products, usual, dict.fromkeys(GUIDANCE, every), 20)
+    assert outliers is not None
+    old, weights = list(map(int, outliers["weights"])), torch.tensor(list(outliers["weights"].values())).double()
+    step = outliers["step"]
     errors = misses(torch.einsum("rod,o->rd", rows[:, old], weights), rows[:, step]).sort().values.tolist()
     if parted is None:
-        assert hard["error"] == pytest.approx(1.01 * errors[-1])
+        assert outliers["error"] == pytest.approx(1.01 * errors[-1])
     else:
-        assert hard["error"] == pytest.approx((errors[parted - 1] + errors[parted]) / 2)
+        assert outliers["error"] == pytest.approx((errors[parted - 1] + errors[parted]) / 2)
 
 
-def test_a_plan_that_skips_at_once_tells_nothing() -> None:
+def test_a_plan_that_skips_at_once_shows_no_outliers() -> None:
     steps = 12
     rows = zoo.noise(0, 2 * steps, 50).double().numpy()
     products = Products(("cond", "uncond"), (2.0, -1.0), (1.0,) * steps, rows @ rows.T)
@@ -219,17 +215,17 @@ def test_a_plan_that_skips_at_once_tells_nothing() -> None:
     assert usual.schedules["cond"].startswith("#.#")
     assert fit_outliers(products, usual, each, 20) is None
     for wrong in ({}, {"uncond": each["uncond"]}, {"cond": each["cond"][0]}, {"cond": each["cond"][:, :2, :2]}):
-        with pytest.raises(
-            SettingError, match=r"for 'cond' products of some single runs were expected, of the first 3"
-        ):
+        with pytest.raises(SettingError, match=r"single runs for 'cond', .* at least the first 3 steps"):
             fit_outliers(products, usual, wrong, 20)
 
 
 def test_stored_steps_suffice_for_both_schedules() -> None:
     config = TeaCacheConfig.read(settings(0.0))
-    assert config.plan_of_hard is not None
+    assert config.outlier_plan is not None
     assert config.order == 1
     deep = settings(0.0)
-    deep["hard"]["forecast_weights"] = {name: line(MORE) | {"6": {"0": 0.1, "5": 0.9}} for name in ("cond", "uncond")}
+    deep["outliers"]["forecast_weights"] = {
+        name: line(MORE) | {"6": {"0": 0.1, "5": 0.9}} for name in ("cond", "uncond")
+    }
     assert TeaCacheConfig.read(deep).order == 4
     assert TeaCacheConfig.read(settings(0.0, weights={"0": 1.0})).order == 1
