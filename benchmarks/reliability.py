@@ -70,7 +70,7 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     12: ("sizes out of bounds", checks.sizes),
     13: ("bodies of 1 MB and 50 MB", checks.bodies),
     14: ("100 slow or half-open sockets", checks.dawdlers),
-    15: ("NaN in the latents", by_tests("tests/engine/test_worker.py::test_latents_that_are_no_numbers")),
+    15: ("NaN in the latents", by_tests("tests/engine/test_worker.py::test_latents_that_are_not_finite")),
     16: ("pickled weights, and code that comes with a model", by_tests(
         "tests/engine/test_models.py::test_pickled", "tests/engine/test_models.py::test_code_that_comes")),
     17: ("paths and URLs of clients", by_tests(
@@ -80,7 +80,7 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     19: ("requests do not affect each other", by_tests("tests/engine/test_supervisor.py::test_requests_do_not_touch")),
     20: ("SIGTERM with one running and five waiting, and a second one", checks.terminate),
     21: ("a bad prompt in a list", by_tests("tests/test_omni.py::test_a_bad_prompt_of_a_list")),
-    22: ("one of several ranks dies", by_tests("tests/engine/test_ranked.py::test_a_rank_that_dies")),
+    22: ("one of several ranks dies", by_tests("tests/engine/test_multirank.py::test_a_rank_that_dies")),
     23: ("keys: none, wrong, in the query, 10,000 tries", checks.keys),
     24: ("a decompression bomb in an edit", checks.bomb),
 }  # fmt: skip

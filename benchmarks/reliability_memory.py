@@ -54,7 +54,7 @@ def disconnects(bench: Bench) -> Outcome:
         grown = leave(500) - warm
         took = time.monotonic() - started
         status = server.status()
-    made = status["pictures"] - 2  # All but one for each `leave`.
+    made = status["images"] - 2  # All but one for each `leave`.
     figures = (
         f"by HTTP, in {took:.0f} s after 100 to warm up: {made} made in spite of it, {status['restarts']} workers "
     )

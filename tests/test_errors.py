@@ -53,7 +53,7 @@ def test_the_error_of_a_rank_travels_with_its_rank() -> None:
             ["Flux2KleinPipeline", "FluxPipeline", "Flux2Pipeline"],
             "'FluxPipeline' or 'Flux2Pipeline' or 'Flux2KleinPipeline'?",
         ),
-        ("q", [f"a{i:02}" for i in range(24)], "None of the 24 known names is near it."),
+        ("q", [f"a{i:02}" for i in range(24)], "None of the 24 known names is similar."),
         ("anything", [], "None is known."),
     ],
 )

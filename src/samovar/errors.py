@@ -1,7 +1,7 @@
 """Which errors can Samovar raise?
 
     SamovarError
-    ├── SettingError (ValueError)         a setting or argument that cannot be used
+    ├── SettingError (ValueError)         a setting or argument that cannot be used; `param` names it
     │   └── StrategyError                 an attention that a parallel strategy cannot compute
     ├── ModelError (ValueError)           a model or class that cannot be found, built or read
     ├── DeclarationError (ValueError)     a declaration that does not fit the model it is about
@@ -9,18 +9,18 @@
     ├── ShardingError (RuntimeError)      a sharded forward that would have given a wrong result
     ├── RankError (RuntimeError)          a rank that failed or died, and with it its group
     └── EngineError (RuntimeError)        a request that could not be served; `code` says why in one word
-        ├── QueueFullError                too many are waiting: ask again after `retry_after_s`
-        ├── QueueTimeoutError             it waited longer than it was allowed to
-        ├── CancelledRequestError         it was taken back
-        ├── WorkerLostError               the process that worked on it ended
-        ├── StepTimeoutError              that process hung, and was ended
+        ├── QueueFullError                too many requests are waiting: retry after `retry_after_s`
+        ├── QueueTimeoutError             it waited longer than its deadline
+        ├── CancelledRequestError         it was cancelled
+        ├── WorkerLostError               its worker process died
+        ├── StepTimeoutError              its worker process hung and was stopped
         ├── OutOfMemoryError              there was not enough memory for it
-        ├── NanLatentsError               the latents are no numbers any more
+        ├── NanLatentsError               the latents became NaN or infinite
         ├── ShuttingDownError             the engine is closing
-        └── EngineDownError               worker processes keep ending, so no new ones are started for a while
+        └── EngineDownError               worker processes keep dying, so none is started for a while
 
-Every message says what was given, what was expected and what to do. The built-in base of each class
-is what a caller who has never heard of Samovar would catch.
+Every message names the value, what was expected and a remedy. Each class also derives from the built-in error that a
+caller who does not know Samovar would catch.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class EngineError(SamovarError, RuntimeError):
     """A request that could not be served."""
 
     code = "engine_error"
-    """The same in one word, for programs."""
+    """The kind of error in one word, for programs."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With what is known beside the message, whichever way the class is called."""
+        """Pickle with all attributes, whatever the signature of the class."""
         return _restored, (type(self), str(self), dict(vars(self)))
 
 
@@ -103,25 +103,25 @@ class QueueFullError(EngineError):
 
 
 class QueueTimeoutError(EngineError):
-    """A request that waited longer than it was allowed to."""
+    """A request waited longer than its deadline."""
 
     code = "queue_timeout"
 
 
 class CancelledRequestError(EngineError):
-    """A request that was taken back."""
+    """A request was cancelled."""
 
     code = "cancelled"
 
 
 class WorkerLostError(EngineError):
-    """The process that worked on the request ended."""
+    """The worker process of a request died."""
 
     code = "worker_restarted"
 
 
 class StepTimeoutError(EngineError):
-    """The process that worked on the request hung, and was ended."""
+    """The worker process of a request hung and was stopped."""
 
     code = "step_timeout"
 
@@ -133,7 +133,7 @@ class OutOfMemoryError(EngineError):
 
 
 class NanLatentsError(EngineError):
-    """The latents hold what is no number, or infinite."""
+    """The latents became NaN or infinite."""
 
     code = "nan_latents"
 
@@ -142,7 +142,7 @@ class NanLatentsError(EngineError):
         self.step = step
         """Counted from 1."""
         self.cache = cache
-        """What the cache had done so far; None without one."""
+        """What the cache had done until then; None without one."""
 
 
 class ShuttingDownError(EngineError):
@@ -152,13 +152,13 @@ class ShuttingDownError(EngineError):
 
 
 class EngineDownError(EngineError):
-    """Worker processes keep ending, so that no new ones are started for a while."""
+    """Worker processes keep dying, so none is started for a while."""
 
     code = "engine_down"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the known ones nearest to it, or all of them if they are few."""
+    """A hint for an unknown name: the nearest known ones, or all if they are few."""
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}
     close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)]
@@ -168,5 +168,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean {' or '.join(repr(candidate) for candidate in close)}?"
     if len(names) > 20:
-        return f"None of the {len(names)} known names is near it."
+        return f"None of the {len(names)} known names is similar."
     return f"Known: {', '.join(map(repr, names))}." if names else "None is known."

@@ -86,14 +86,8 @@ class RayConfig:
         return options | {"autoscaling_config": autoscaling | {"target_ongoing_requests": 2}}
 
 
-@dataclass
-class _Here:
-    """The application of this process, if it is a replica."""
-
-    app: ASGIApp | None = None
-
-
-_here = _Here()
+_here: dict[str, ASGIApp] = {}
+"""The application of this process as "app", if the process is a replica."""
 
 
 class _Front:
@@ -105,8 +99,7 @@ class _Front:
                 await receive()
                 await send({"type": f"lifespan.{kind}.complete"})
         else:
-            assert _here.app is not None
-            await _here.app(scope, receive, send)
+            await _here["app"](scope, receive, send)
 
 
 @serve.deployment(name="samovar")
@@ -121,7 +114,7 @@ class Replica:
         await self._state.omni.start()
         self._state.open()
         # Ray sends this class by value, with a copy of everything that it names; `_Front` reads the module's.
-        importlib.import_module("samovar.serve_ray")._here.app = create_app(self._state)
+        importlib.import_module("samovar.serve_ray")._here["app"] = create_app(self._state)
 
     def check_health(self) -> None:
         """Ray calls this from time to time, and replaces a replica for which it raises. One that is restarting its
@@ -138,7 +131,10 @@ def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:
     """The application, from the settings of `RayConfig` and `OmniDiffusionConfig`, `config` (a file) and `api_key` (by
     default SAMOVAR_API_KEY). Text, as from the command line, is read as YAML, except for the key, which YAML would
     change (0123, no)."""
-    given = {name: value if name == "api_key" else _read(value) for name, value in (arguments or {}).items()}
+    given = {
+        name: yaml.safe_load(value) if isinstance(value, str) and name != "api_key" else value
+        for name, value in (arguments or {}).items()
+    }
     ray_names = [field.name for field in fields(RayConfig)]
     engine_names = [*(field.name for field in fields(OmniDiffusionConfig)), *ALIASES]
     check_names(given, [*ray_names, *engine_names, "api_key", "config"], "a setting of this application")
@@ -158,7 +154,3 @@ def _key(given: Any) -> str | None:
     if not isinstance(given, str):  # A YAML file was read already, and the key perhaps as another number.
         raise SettingError(f"api_key must be text, not {type(given).__name__}. Put it in quotes.", param="api_key")
     return given
-
-
-def _read(value: Any) -> Any:
-    return yaml.safe_load(value) if isinstance(value, str) else value

@@ -74,7 +74,7 @@ def visit(browser: Any, server: RunningServer) -> Iterator[Visit]:
     visited.context.close()
 
 
-def test_a_picture_appears_while_it_is_made(visit: Visit, server: RunningServer) -> None:
+def test_a_image_appears_while_it_is_made(visit: Visit, server: RunningServer) -> None:
     visit.ask(steps=12)
     visit.page.wait_for_selector("#first:not([hidden])")  # A preview.
     visit.page.wait_for_selector(".cell.computed")
@@ -121,7 +121,7 @@ def test_a_run_can_be_cancelled(visit: Visit, server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_a_picture_outlives_its_exact_half(visit: Visit, how: str) -> None:
+def test_a_image_outlives_its_exact_half(visit: Visit, how: str) -> None:
     if how == "failed":
         visit.page.route(
             "**/v1/images/generations",
@@ -148,7 +148,7 @@ def test_errors_are_shown_in_words(visit: Visit) -> None:
     assert "width must be a multiple of 8" in visit.page.inner_text("#problem")
 
 
-def test_history_outlives_a_reload_and_brings_a_picture_back(visit: Visit) -> None:
+def test_history_outlives_a_reload_and_brings_a_image_back(visit: Visit) -> None:
     visit.ask("rocket, flat style", steps=3, seed=5)
     visit.wait_done()
     visit.page.reload()

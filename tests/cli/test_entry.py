@@ -59,6 +59,33 @@ def test_bad_input_gets_a_message_and_exit_code_two() -> None:
     assert run("inspekt", "FluxPipeline").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["genrate", "cat"],
+            "samovar: argument COMMAND: 'genrate' is not known. Did you mean 'generate'? See samovar --help.\n",
+        ),
+        (["generate", "cat", "--steps", "abc"], "samovar generate: argument --steps: invalid int value: 'abc'. See"),
+        (["generate", "cat", "--stps", "5"], "samovar: unrecognized arguments: --stps 5. See samovar --help.\n"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(arguments)
+    assert exited.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(message)
+    assert said.count("\n") == 1
+
+
+def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "make images from text" in capsys.readouterr().err
+
+
 def test_an_engine_that_fails_is_no_bad_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,7 @@ def test_what_it_does_not_take_is_refused(facts: PipelineFacts, request_: Reques
     assert refused.value.param in ("height", "width", "true_cfg_scale", "image")
 
 
-def test_a_picture_says_how_large_the_new_one_is() -> None:
+def test_a_image_says_how_large_the_new_one_is() -> None:
     call = EDIT.check(ask(PICTURE, strength=0.5))
     assert (call["width"], call["height"], call["strength"]) == (64, 32, 0.5)
     assert (call["image"].mode, call["image"].size) == ("RGB", (70, 45))
@@ -78,7 +78,7 @@ def test_facts_are_read_off_a_pipeline() -> None:
         facts.check(ask(num_inference_steps=2))
 
 
-def test_a_picture_that_is_cut_off_is_refused() -> None:
+def test_a_image_that_is_cut_off_is_refused() -> None:
     file = io.BytesIO()
     Image.effect_noise((64, 64), 50).save(file, "PNG")
     cut = Image.open(io.BytesIO(file.getvalue()[: len(file.getvalue()) // 2]))

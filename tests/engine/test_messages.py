@@ -50,7 +50,7 @@ def through(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16"])
-def test_pictures_arrive_bit_for_bit(mode: str) -> None:
+def test_images_arrive_bit_for_bit(mode: str) -> None:
     levels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
     picture = Image.fromarray(levels).convert("L" if mode == "I;16" else mode).convert(mode)
     copy, nested = through((picture, {"deep": [picture]}))

@@ -1,4 +1,4 @@
-"""Workers in processes of their own: the same pictures, the same errors, and others in their place when one dies."""
+"""Workers in processes of their own: the same images, the same errors, and others in their place when one dies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def one(workers: MultirankWorker, request: Request, listener: Listener | None = 
     return outcome
 
 
-def test_branches_on_two_ranks_give_the_picture_of_one(workers: MultirankWorker, folder: Path) -> None:
+def test_branches_on_two_ranks_give_the_image_of_one(workers: MultirankWorker, folder: Path) -> None:
     alone = generate(Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **CACHE)), "a cat", PARAMS)
     steps: list[Event] = []
     result = one(workers, ask(), Listener(lambda index, event: steps.append(event), lambda index: False))
@@ -146,7 +146,7 @@ def test_degrees_must_make_up_the_world_of_torchrun(folder: Path, monkeypatch: p
         start_worker(OmniDiffusionConfig(str(folder), device="cpu"))
 
 
-def test_a_request_is_taken_back_while_nothing_happens() -> None:
+def test_a_request_is_cancelled_while_nothing_happens() -> None:
     class Silent:
         """A supervisor whose worker loads for ever."""
 

@@ -1,4 +1,4 @@
-"""Previews of whole pipelines: what is decoded at the end is the picture itself."""
+"""Previews of whole pipelines: what is decoded at the end is the image itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from samovar.engine.previews import decode_latents, predict_clean
 
 
 def run(name: str) -> tuple[Any, list[torch.Tensor], Any]:
-    """A pipeline, its latents after each step, and its picture."""
+    """A pipeline, its latents after each step, and its image."""
     tiny = PIPELINES[name]
     pipe = tiny.build(0)
     seen: list[torch.Tensor] = []
@@ -26,7 +26,7 @@ def run(name: str) -> tuple[Any, list[torch.Tensor], Any]:
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "qwen-image", "z-image", "flux2-klein"])
-def test_the_last_latents_are_the_picture(name: str) -> None:
+def test_the_last_latents_are_the_image(name: str) -> None:
     pipe, latents, picture = run(name)
     height, width = (PIPELINES[name].settings[side] for side in ("height", "width"))
     (preview,) = decode_latents(pipe, latents[-1], height, width)

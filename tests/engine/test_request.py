@@ -1,4 +1,4 @@
-"""Settings of a picture: what is refused, what wins over what, and a model's own defaults."""
+"""Settings of a image: what is refused, what wins over what, and a model's own defaults."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_requests_go_together_if_only_prompt_and_seed_differ() -> None:
         assert not one.fits_with(Request("a cat", OmniDiffusionSamplingParams(**changed)))  # type: ignore[arg-type]
 
 
-def test_no_pictures_and_why() -> None:
+def test_no_images_and_why() -> None:
     error = SettingError("no")
     failed = GenerationResult.failed(Request("a cat"), error)
     assert (failed.prompt, failed.images, failed.error) == ("a cat", (), error)

@@ -48,7 +48,7 @@ def test_a_bad_setting_is_refused(folder: str, settings: dict[str, Any], message
         OmniDiffusionConfig(folder, **settings)
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_what_is_not_a_model_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'emojy' is not a built-in model.*Did you mean 'emoji'\?"):
         OmniDiffusionConfig("emojy")
     assert find_model("emoji") is not None

@@ -45,7 +45,7 @@ def test_every_step_is_told_with_what_the_cache_did(worker: Worker) -> None:
     assert np.array_equal(np.asarray(plain.images[0]), np.asarray(result.images[0]))
 
 
-def test_a_request_that_is_taken_back_stops_after_the_step(worker: Worker) -> None:
+def test_a_request_that_is_cancelled_stops_after_the_step(worker: Worker) -> None:
     steps: list[int] = []
     calls: list[int] = []
 

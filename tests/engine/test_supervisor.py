@@ -48,7 +48,7 @@ LONG = 2000
 """Steps that nobody waits for: they take longer than any test does."""
 
 
-def test_a_request_is_told_about_from_start_to_end(engine: Supervisor, folder: Path) -> None:
+def test_a_request_reports_events_from_start_to_end(engine: Supervisor, folder: Path) -> None:
     before = engine.status()
     asked = Asked(engine, num_inference_steps=4, num_outputs_per_prompt=2, num_previews=1)
     result = asked.result()
@@ -112,7 +112,7 @@ def test_the_queue_ends_and_has_an_order_and_deadlines(engine: Supervisor) -> No
     assert failures["cancelled"] >= 4
 
 
-def test_what_is_taken_back_stops_at_its_step_and_leaves_no_trace(engine: Supervisor) -> None:
+def test_what_is_cancelled_stops_at_its_step_and_leaves_no_trace(engine: Supervisor) -> None:
     expected = pixels(Asked(engine, num_inference_steps=3).result())
     for stop_at in (1, 4, 7):
         before = engine.status().step_count
@@ -187,7 +187,7 @@ def config(folder: Path) -> OmniDiffusionConfig:
     return OmniDiffusionConfig(str(folder), device="cpu", progress=False)
 
 
-def test_a_model_that_cannot_be_loaded_is_told_to_who_starts_it(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_raised_by_start(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"]}')
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"")
@@ -263,7 +263,7 @@ def test_twenty_kills_in_a_row_leave_no_request_hanging_and_no_process(config: O
 
 
 @pytest.mark.slow
-def test_five_hundred_that_are_taken_back_leave_no_memory_behind(engine: Supervisor) -> None:
+def test_five_hundred_that_are_cancelled_leave_no_memory_behind(engine: Supervisor) -> None:
     def drop(count: int) -> int:
         for number in range(count):
             running = Asked(engine, num_inference_steps=LONG)
@@ -342,7 +342,7 @@ def ask(supervisor: Supervisor, **how: Any) -> Asked:
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_that_cannot_be_started_is_told_to_who_starts_it(
+def test_a_worker_that_cannot_be_started_is_raised_by_start(
     puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     def fail(self: Puppet, order: Run | Cancel | None) -> None:
@@ -425,7 +425,7 @@ def test_times_may_be_long_but_not_endless(puppets: type[Puppet]) -> None:
     supervisor.close()
 
 
-def test_only_a_picture_closes_the_circuit_and_a_worker_may_give_up(
+def test_only_a_image_closes_the_circuit_and_a_worker_may_give_up(
     puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restarts = Restarts()

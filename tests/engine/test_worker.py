@@ -48,7 +48,7 @@ def test_defaults_of_the_model_are_used_and_can_be_overridden(tiny: Worker) -> N
     assert generate(tiny, "a cat", OmniDiffusionSamplingParams(width=16, seed=4)).images[0].size == (16, 16)
 
 
-def test_a_seed_gives_the_same_picture_alone_and_among_others(tiny: Worker) -> None:
+def test_a_seed_gives_the_same_image_alone_and_among_others(tiny: Worker) -> None:
     several = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=4, num_outputs_per_prompt=3))
     assert several.seeds == (4, 5, 6)
     alone = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=5))
@@ -90,7 +90,7 @@ def test_a_pipeline_that_is_already_loaded_is_taken_as_it_is(folder: Path, tiny:
     assert set(vars(pipeline.transformer)) - {"_diffusers_hook"} == before
 
 
-def test_a_prompt_that_is_no_text_is_refused(tiny: Worker) -> None:
+def test_a_prompt_that_is_not_text_is_refused(tiny: Worker) -> None:
     with pytest.raises(SettingError, match="prompt must be text, not 3"):
         generate(tiny, 3, FAST)  # type: ignore[arg-type]
 
@@ -173,7 +173,7 @@ class Spoiled(ModelHook):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("cache", [{}, {"cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3}}])
-def test_latents_that_are_no_numbers_are_an_error_and_the_next_request_is_clean(
+def test_latents_that_are_not_finite_are_an_error_and_the_next_request_is_clean(
     folder: Path, value: float, cache: dict[str, Any]
 ) -> None:
     worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache))
@@ -227,7 +227,7 @@ def batching(folder: Path) -> Worker:
     return Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4))
 
 
-def test_pictures_made_at_once_are_those_made_alone(batching: Worker, tiny: Worker) -> None:
+def test_images_made_at_once_are_those_made_alone(batching: Worker, tiny: Worker) -> None:
     requests = [ask("a cat", seed=3), ask("an owl with a hat", seed=9), ask("a dog", seed=3, num_outputs_per_prompt=2)]
     told: list[tuple[int, Event]] = []
     together = batching.run(requests, Listener(lambda index, event: told.append((index, event)), lambda index: False))
@@ -258,7 +258,7 @@ def test_a_call_goes_on_as_long_as_somebody_waits(batching: Worker) -> None:
     assert all(isinstance(outcome, CancelledRequestError) for outcome in outcomes)
 
 
-def test_a_cache_decides_for_one_picture_at_a_time(folder: Path) -> None:
+def test_a_cache_decides_for_one_image_at_a_time(folder: Path) -> None:
     config = OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4, **CACHE)
     assert Worker(config).max_batch == 1
 
@@ -292,7 +292,7 @@ def editing(folder: Path, tmp_path: Path, class_name: str) -> Worker:
     return Worker(OmniDiffusionConfig(str(tmp_path / "copy"), device="cpu", progress=False))
 
 
-def test_a_picture_can_be_drawn_anew(folder: Path, tmp_path: Path, tiny: Worker) -> None:
+def test_a_image_can_be_drawn_anew(folder: Path, tmp_path: Path, tiny: Worker) -> None:
     worker = editing(folder, tmp_path, "FluxImg2ImgPipeline")
     assert worker.facts.can_edit
     assert not tiny.facts.can_edit
@@ -336,7 +336,7 @@ def boxed(size: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:
     return mask
 
 
-def test_an_exact_picture_is_that_without_a_cache(folder: Path, tiny: Worker) -> None:
+def test_an_exact_image_is_that_without_a_cache(folder: Path, tiny: Worker) -> None:
     params = OmniDiffusionSamplingParams(num_inference_steps=12, seed=2)
     settings = {"rel_l1_thresh": 1e9}
     worker = Worker(OmniDiffusionConfig(str(folder), progress=False, cache_backend="tea_cache", cache_config=settings))

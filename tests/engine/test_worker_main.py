@@ -147,7 +147,7 @@ def num_tensors() -> int:
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-def test_nothing_is_left_of_a_request_that_was_taken_back(folder: Path) -> None:
+def test_nothing_is_left_of_a_request_that_was_cancelled(folder: Path) -> None:
     here, there = multiprocessing.Pipe()
     worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, cache_backend="tea_cache"))
     place = Place(0, 1, os.getpid(), None)

@@ -1,4 +1,4 @@
-"""Two servers for all tests of this room: one open, one with a key that edits pictures."""
+"""Two servers for all tests of this room: one open, one with a key that edits images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def editing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights, in a pipeline that starts from a picture."""
+    """The same weights, in a pipeline that starts from a image."""
     from diffusers import FluxImg2ImgPipeline
 
     path = tmp_path_factory.mktemp("models") / "editor"

@@ -207,7 +207,7 @@ def test_no_path_of_a_client_is_opened(server: RunningServer) -> None:
         assert b'"error"' in answer
 
 
-def test_what_is_no_http_gets_openais_body_too(server: RunningServer) -> None:
+def test_what_is_not_http_gets_openais_body_too(server: RunningServer) -> None:
     host, port = server.address.removeprefix("http://").split(":")
     for junk in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"GET  /\r\n\r\n"):
         with socket.create_connection((host, int(port)), timeout=60) as raw:

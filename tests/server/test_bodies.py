@@ -89,7 +89,7 @@ def test_sizes_are_read_strictly(size: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "most"), [("webp", 16_383), ("jpeg", 65_500)])
-def test_a_picture_that_its_format_cannot_hold_is_refused(kind: str, most: int) -> None:
+def test_a_image_that_its_format_cannot_hold_is_refused(kind: str, most: int) -> None:
     assert read(size=f"{most}x8", output_format=kind).params().width == most
     assert read(size=f"8x{most + 1}").params().height == most + 1
     with pytest.raises(ApiError, match=f"{kind} holds at most {most} pixels a side") as refused:

@@ -36,7 +36,7 @@ def connect(server: RunningServer) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
 
 
-def test_dawdlers_are_closed_and_disturb_nobody(guarded: RunningServer) -> None:
+def test_slow_senders_are_closed_and_disturb_nobody(guarded: RunningServer) -> None:
     """A hundred sockets that send a little and stop: within a header, within a body, after an answer, or
     nothing; or a second request behind a whole one."""
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"

@@ -1,4 +1,4 @@
-"""Pictures over HTTP, asked for by OpenAI's own client."""
+"""Images over HTTP, asked for by OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def is_idle(server: RunningServer) -> bool:
     return bool(status["running"] == status["queued"] == 0)
 
 
-def test_the_client_gets_pictures(server: RunningServer) -> None:
+def test_the_client_gets_images(server: RunningServer) -> None:
     extra = {"seed": 7, "num_inference_steps": 4, "guidance_scale": 3.5}
     answer = client(server).images.generate(prompt=PROMPT, n=2, size="24x16", model="tiny", extra_body=extra)
     assert answer.data is not None
@@ -75,7 +75,7 @@ def test_the_client_gets_pictures(server: RunningServer) -> None:
     assert alone.data[0].b64_json == answer.data[1].b64_json
 
 
-def test_a_picture_without_the_cache_is_the_exact_one(server: RunningServer, folder: Path) -> None:
+def test_a_image_without_the_cache_is_the_exact_one(server: RunningServer, folder: Path) -> None:
     import torch
     from diffusers import FluxPipeline
 
@@ -209,7 +209,7 @@ def png(size: tuple[int, int] = (24, 16), colour: str = "teal") -> tuple[str, by
     return "../../etc/passwd", file.getvalue(), "image/png"
 
 
-def test_the_client_edits_a_picture(guarded: RunningServer) -> None:
+def test_the_client_edits_a_image(guarded: RunningServer) -> None:
     images = client(guarded, KEY).images
     extra = {"seed": 3, "num_inference_steps": 4, "strength": 0.6}
     answer = images.edit(image=png((32, 16)), prompt=PROMPT, n=1, extra_body=extra)
@@ -278,7 +278,7 @@ def test_an_editor_that_goes_away_frees_its_place(guarded: RunningServer) -> Non
 
 
 def test_nothing_is_left_of_requests_that_are_over(folder: Path) -> None:
-    """Not even for the collector, which may come hundreds of pictures later: made, streamed, refused, or given up."""
+    """Not even for the collector, which may come hundreds of images later: made, streamed, refused, or given up."""
     made: dict[str, Any] = {"num_inference_steps": 2}
     streamed, refused, given_up = (
         made | {"stream": True, "partial_images": 1},

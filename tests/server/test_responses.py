@@ -1,4 +1,4 @@
-"""What goes back: pictures that can be opened, and events that OpenAI's types accept."""
+"""What goes back: images that can be opened, and events that OpenAI's types accept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
-def test_pictures_come_in_the_format_asked_for(kind: str) -> None:
+def test_images_come_in_the_format_asked_for(kind: str) -> None:
     body = json.loads(images_response(asked(output_format=kind), RESULT, {"memory_bytes": 5}))
     answer = ImagesResponse.model_validate(body)
     assert answer.data is not None

@@ -1,4 +1,4 @@
-"""Bodies and pictures are measured before they are taken in."""
+"""Bodies and images are measured before they are taken in."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_bomb_is_known_by_its_header(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"GIF89a", b"<svg/>", b"\x89PNG\r\n\x1a\n", b"%PDF-1.4", bytes(1000), b"\xff\xd8\xff"]
 )
-def test_what_is_no_picture_is_refused(content: bytes) -> None:
+def test_what_is_not_an_image_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError, match="not a readable PNG, JPEG or WebP"):
         open_image(io.BytesIO(content), 1_000_000)
 

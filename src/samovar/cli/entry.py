@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import EngineError, SamovarError
+from ..errors import EngineError, SamovarError, nearest
 from . import arguments
 from .generate import add_generate
 from .inspect import add_inspect, add_plan
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(parser)
     options = parser.parse_args(argv)
+    if options.run is None:
+        parser.print_help(sys.stderr)
+        return EXIT_BAD_INPUT
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its advice on image processors is not for our users.
     # Two processes whose waiting threads spin for long starve each other: an image took over 60 s instead of 16.
     # Threads that never spin take twice as long on an idle machine. This must be set before torch is loaded.
@@ -44,15 +48,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses arguments in one line, as all our errors are."""
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} is not known. {nearest(value, action.choices)}")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="samovar",
         description="Makes diffusion transformers fast and small without touching their code.",
         epilog="exit codes: 0 done, 1 the engine failed, 2 bad input, 130 interrupted",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"samovar {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (add_generate, add_serve, add_inspect, add_plan, add_compare, add_calibrate, add_tune, add_bench):
         add(commands)
     arguments.add_command(commands, _completion).add_argument("shell", choices=SHELLS, help="the shell")

@@ -7,6 +7,7 @@ Samovar only reads safetensors: other weight formats can run code. Python files 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 import warnings
@@ -20,6 +21,10 @@ from ..files import read_json
 
 if TYPE_CHECKING:
     import torch
+
+# OpenMP threads that spin while they wait starve each other when processes share cores: an image took ten times longer.
+# torch reads this when it is first imported, here or in a worker process.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 INDEX = "model_index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

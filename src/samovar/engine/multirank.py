@@ -7,10 +7,9 @@ import queue
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import SamovarError, SettingError
-from .facts import PipelineFacts
 from .job import Job
 from .request import SILENT, Done, Event, Failed, Listener, Request, Started
 from .settings import OmniDiffusionConfig
@@ -19,19 +18,6 @@ from .worker import Outcome, Worker
 
 _POLL_S = 0.1
 """How often cancellation is checked while no event arrives."""
-
-
-class ImageWorker(Protocol):
-    """What `Omni` needs of a worker."""
-
-    facts: PipelineFacts
-    load_seconds: float
-    max_batch: int
-
-    def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
-        """Serve requests that fit together; an error for each that fails."""
-
-    def close(self) -> None: ...
 
 
 class MultirankWorker:
@@ -81,6 +67,9 @@ class MultirankWorker:
             for job in jobs.values():
                 self._supervisor.cancel(job)  # Does nothing if it is over.
         return [outcomes[index] for index in range(len(requests))]
+
+
+ImageWorker = Worker | MultirankWorker
 
 
 def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWorker:

@@ -124,8 +124,7 @@ def _open_store() -> Any:
 @contextlib.contextmanager
 def _environment(config: OmniDiffusionConfig) -> Iterator[None]:
     """Variables that a process must see before it loads its libraries."""
-    # Processes whose threads spin while they wait starve each other.
-    wanted = {"GOMP_SPINCOUNT": "10000", "TRANSFORMERS_VERBOSITY": "error"}
+    wanted = {"TRANSFORMERS_VERBOSITY": "error"}
     if not config.trust_remote_code:
         wanted["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
     added = {name: value for name, value in wanted.items() if name not in os.environ}

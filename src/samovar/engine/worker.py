@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import threading
 import time
@@ -74,7 +75,7 @@ class Worker:
             dtype = resolve_dtype(config.dtype, self._device)
             pipeline = load_pipeline(folder, dtype, trust_remote_code=config.trust_remote_code)
             # A bar is shown on a terminal (None), not in a file.
-            is_shown = config.progress and _rank() == 0
+            is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
@@ -164,6 +165,8 @@ class Worker:
 
     def _call(self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener) -> list[Any]:
         """One pipeline call."""
+        import torch
+
         from .steps import StepWatch, follow_steps
 
         lead = batch[slots[0][0]]
@@ -185,18 +188,13 @@ class Worker:
             if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
                 raise EngineError(f"{self.facts.class_name} failed: {type(error).__name__}: {error}") from error
         # The error holds every frame of the call. Memory can be freed only now that it is gone.
-        self._free_memory()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         raise OutOfMemoryError(f"There is not enough memory for {_described(lead.params, len(slots))}: {problem}")
 
     def _cache_for(self, request: Request) -> CacheBackend | None:
         return None if request.exact else self._attached.cache
-
-    def _free_memory(self) -> None:
-        import torch
-
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _from_first_rank(self, value: int) -> int:
         """Rank 0's value, on all ranks. It draws seeds, and alone hears of cancelled requests."""
@@ -224,12 +222,6 @@ class Worker:
         if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
             notes.append("guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale")
         return replace(outcome, notes=tuple(notes))
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _resident_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -154,26 +155,14 @@ def _errors(*codes: int) -> dict[int | str, Any]:
 
 def _status(state: AppState) -> dict[str, Any]:
     """What the page shows: the model, its limits, and how busy it is."""
-    status, limits = state.omni.status(), state.config.limits
     return {
+        **asdict(state.omni.status()),
         "version": __version__,
         "model": state.model_name,
         "problem": state.problem(),
         "defaults": state.omni.defaults.given() if state.is_loaded else {},
         "can_edit": state.omni.can_edit if state.is_loaded else False,
         "is_cached": state.is_cached,
-        "limits": {
-            "max_pixels": limits.max_pixels,
-            "max_steps": limits.max_steps,
-            "max_images": limits.max_images,
-            "max_prompt_characters": limits.max_prompt_characters,
-        },
-        "queued": status.queued,
-        "running": status.running,
+        "limits": asdict(state.config.limits),
         "max_queue": state.omni.config.max_queue,
-        "restarts": status.restarts,
-        "memory_bytes": status.memory_bytes,
-        "images": status.images,
-        "steps_computed": status.steps_computed,
-        "steps_skipped": status.steps_skipped,
     }

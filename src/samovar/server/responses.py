@@ -23,16 +23,6 @@ class ImageData(BaseModel):
     seed: int
 
 
-class TokenUsage(BaseModel):
-    """A measure of input and output: words of the prompt, and patches of 16x16 pixels."""
-
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-    input_tokens_details: dict[str, int]
-    output_tokens_details: dict[str, int]
-
-
 class ImagesBody(BaseModel):
     """Images"""
 
@@ -41,7 +31,7 @@ class ImagesBody(BaseModel):
     background: str = "opaque"
     output_format: str
     size: str
-    usage: TokenUsage
+    usage: dict[str, Any]
     samovar: dict[str, Any]
 
 
@@ -88,7 +78,7 @@ def preview_event(prefix: str, body: ImageBody, preview: Preview, index: int) ->
 
 def completed_events(prefix: str, body: ImageBody, result: GenerationResult, extra: dict[str, Any]) -> bytes:
     """One event for each image."""
-    shared = {"usage": _usage(body, result).model_dump(), "samovar": _details(result) | extra}
+    shared = {"usage": _usage(body, result), "samovar": _details(result) | extra}
     events = []
     for index, (image, seed) in enumerate(zip(result.images, result.seeds, strict=True)):
         data = _image_event(f"{prefix}.completed", body, image) | {"seed": seed, "image_index": index} | shared
@@ -115,16 +105,17 @@ def _details(result: GenerationResult) -> dict[str, Any]:
     }
 
 
-def _usage(body: ImageBody, result: GenerationResult) -> TokenUsage:
+def _usage(body: ImageBody, result: GenerationResult) -> dict[str, Any]:
+    """A measure of input and output: words of the prompt, and patches of 16x16 pixels."""
     words = len(body.prompt.split())
     patches = sum(-(-image.width * image.height // _PIXELS_PER_TOKEN) for image in result.images)
-    return TokenUsage(
-        input_tokens=words,
-        output_tokens=patches,
-        total_tokens=words + patches,
-        input_tokens_details={"text_tokens": words, "image_tokens": 0},
-        output_tokens_details={"text_tokens": 0, "image_tokens": patches},
-    )
+    return {
+        "input_tokens": words,
+        "output_tokens": patches,
+        "total_tokens": words + patches,
+        "input_tokens_details": {"text_tokens": words, "image_tokens": 0},
+        "output_tokens_details": {"text_tokens": 0, "image_tokens": patches},
+    }
 
 
 def _image_event(kind: str, body: ImageBody, image: Image) -> dict[str, Any]:
