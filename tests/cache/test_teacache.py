@@ -595,7 +595,7 @@ def test_on_off_and_on_again() -> None:
 def test_a_second_cache_and_a_wrong_place_are_refused() -> None:
     model = Plain()
     hook = apply_teacache_hook(model)
-    with pytest.raises(SettingError, match="This Plain has TeaCache already"):
+    with pytest.raises(SettingError, match="This Plain has a cache already"):
         apply_teacache_hook(model)
     with pytest.raises(SettingError, match="attaches to a denoiser"):
         apply_teacache_hook("a model")  # type: ignore[arg-type]
