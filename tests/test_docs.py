@@ -25,6 +25,7 @@ from server.running import running
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+SETTINGS = ROOT / "docs" / "reference" / "settings.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 ADDRESS = "http://127.0.0.1:8091"
 """Where the pages say that a server listens."""
@@ -135,6 +136,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_generated_parts_can_be_made(page: Path) -> None:
     assert "<!-- generate:" not in pages.expand(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", re.findall(r"generate: settings (\S+)", SETTINGS.read_text(encoding="utf-8")))
+def test_every_setting_is_explained(path: str) -> None:
+    assert [name for name, _, _, meaning in code.fields_of(code.named(path)) if not meaning] == []
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:

@@ -70,8 +70,9 @@ class TeaCacheConfig:
     min_steps: int = 8
     """Runs with fewer steps are computed in full."""
     start: float = 0.0
+    """Where skipping may begin, as a part of the run from 0 to 1."""
     end: float = 1.0
-    """Steps are skipped only within this part of the run, from 0 to 1."""
+    """Where skipping ends, as a part of the run from 0 to 1."""
 
     forecast: Forecast = "reuse"
     """What replaces a skipped step: the last computed one ("reuse"), a line through the last two ("linear"), a curve

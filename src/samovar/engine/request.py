@@ -30,14 +30,21 @@ class OmniDiffusionSamplingParams:
     """How an image is sampled. None means the model's default, or else its pipeline's."""
 
     num_inference_steps: int | None = None
+    """Number of denoising steps."""
     seed: int | None = None
     """None draws one, which the result names. Image i of a prompt uses seed + i."""
     height: int | None = None
+    """In pixels."""
     width: int | None = None
+    """In pixels."""
     guidance_scale: float | None = None
+    """How closely to follow the prompt, for pipelines with one such scale (SD3, SDXL, Wan) or a distilled one (FLUX)."""
     true_cfg_scale: float | None = None
+    """The same by classifier-free guidance, for FLUX, Qwen-Image and the built-in model."""
     negative_prompt: str | None = None
+    """What to avoid; used with classifier-free guidance."""
     num_outputs_per_prompt: int | None = None
+    """Number of images per prompt."""
     max_sequence_length: int | None = None
     """Number of text tokens the model reads."""
     strength: float | None = None
