@@ -38,7 +38,7 @@ class OmniDiffusionSamplingParams:
     width: int | None = None
     """In pixels."""
     guidance_scale: float | None = None
-    """How closely to follow the prompt, for pipelines with one such scale (SD3, SDXL, Wan) or a distilled one (FLUX)."""
+    """How closely to follow the prompt, for pipelines with one scale (SD3, SDXL, Wan) or a distilled one (FLUX)."""
     true_cfg_scale: float | None = None
     """The same by classifier-free guidance, for FLUX, Qwen-Image and the built-in model."""
     negative_prompt: str | None = None
