@@ -1,7 +1,7 @@
 """Do the declared versions hold? The tests with the oldest and newest libraries, as a table.
 
     python benchmarks/versions.py [oldest] [newest] [PACKAGE==VERSION,...] [--write docs/reference/versions.md]
-    python benchmarks/versions.py --here [--write docs/reference/versions.md]              # the environment that runs this
+    python benchmarks/versions.py --here [--write docs/reference/versions.md]  # the environment that runs this
     python benchmarks/versions.py --take RESULT.json --write docs/reference/versions.md    # the rows of another machine
 
 `oldest` takes every lower bound of pyproject.toml, `newest` the last release of each library; both keep the torch of
