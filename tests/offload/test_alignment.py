@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from holding import Holder
 
 import zoo
+from offload.holding import Holder
 from pipelines import tiny_flux_pipeline
 from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.host import HostMemory

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from holding import CASES, Holder, layerwise
 
 import zoo
+from offload.holding import CASES, Holder, layerwise
 from pipelines import tiny_flux_pipeline
 from samovar.errors import ModelError, SettingError
 from samovar.hooks import running

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from holding import CASES, Holder, blocks_of, layerwise
 
+from offload.holding import CASES, Holder, blocks_of, layerwise
 from pipelines import tiny_flux_pipeline
 from samovar.hooks import HookRegistry, ModelHook, running
 from samovar.offload import HostStage, OffloadConfig, apply_offload

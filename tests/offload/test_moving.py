@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from holding import CASES, Holder, Onlooker, Skip, blocks_of, blocks_on_device, hooked, layerwise
 
 import zoo
+from offload.holding import CASES, Holder, Onlooker, Skip, blocks_of, blocks_on_device, hooked, layerwise
 from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar.errors import SettingError
 from samovar.hooks import HookRegistry, Run, running
