@@ -178,9 +178,9 @@ def test_a_declaration_of_none_means_none() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("transformer", r"Wrong._dit_modules is 'transformer'; a list .* expected, such as \['transformer'\]"),
-        (5, r"Wrong._dit_modules is 5; a list"),
-        ([None], r"Wrong._dit_modules is \[None\]; a list"),
+        ("transformer", r"Wrong._dit_modules is 'transformer'; expected a list .*, such as \['transformer'\]"),
+        (5, r"Wrong._dit_modules is 5; expected a list"),
+        ([None], r"Wrong._dit_modules is \[None\]; expected a list"),
     ],
 )
 def test_a_declaration_that_is_no_list_of_names_is_refused(value: Any, message: str) -> None:

@@ -46,7 +46,7 @@ def register_declaration(class_name: str, declaration: BlockDeclaration) -> None
     for name, value in (("stacks", declaration.stacks), ("side", declaration.side), *declaration.carried.items()):
         if isinstance(value, str):
             raise DeclarationError(
-                f"The declaration for {class_name} has {name}={value!r}, a string; a tuple was expected: ({value!r},)."
+                f"The declaration for {class_name} has {name}={value!r}, a string; expected a tuple: ({value!r},)."
             )
     DECLARATIONS[class_name] = declaration
 
@@ -66,9 +66,7 @@ def declaration_for(model: torch.nn.Module) -> BlockDeclaration:
             raise DeclarationError(f"The declaration for {name} names the stack {path!r} twice. Name it once.")
         if path not in lists:
             what = f"is a {type(parts[path]).__name__}" if len(parts[path]._modules) else "is empty"
-            raise _misfit(
-                model, f"names {path!r} as a stack, but it {what}; a list of modules was expected", path, lists
-            )
+            raise _misfit(model, f"names {path!r} as a stack, but it {what}; expected a list of modules", path, lists)
     return declaration
 
 
