@@ -31,12 +31,10 @@ LAYERS = [
 """A room may import from the layers below its own, and from itself; never from a neighbour."""
 
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
-MOST_LINES_OF_THE_SOURCE = 23_000
+MOST_LINES_OF_THE_SOURCE = 22_400
 """May only shrink: new features pay with what they replace."""
 MOST_CAUGHT = 4
 """Types that one `except` may name."""
-WIDE_EXCEPTS = {"samovar.omni"}
-"""Files that break the rule for `except`. May only shrink."""
 LONGER: dict[str, int] = {}
 """Files and functions over the limit, with their length. May only shrink: split what you touch."""
 
@@ -183,10 +181,8 @@ def test_excepts_name_what_they_expect() -> None:
     for place, node in nodes_of(ast.ExceptHandler):
         names = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"Exception"}
         assert "Exception" not in names, place
-        if "BaseException" in names and place.partition(":")[0] not in WIDE_EXCEPTS:
+        if "BaseException" in names:
             assert any(isinstance(inner, ast.Raise) for inner in ast.walk(node)), f"{place} does not re-raise"
-        if place.partition(":")[0] in WIDE_EXCEPTS:
-            continue
         own = shared | constants[place.partition(":")[0]]
         assert caught_by(node, own) <= MOST_CAUGHT, f"{place} catches more than {MOST_CAUGHT} types"
 

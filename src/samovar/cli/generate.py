@@ -82,7 +82,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _check_prompt(prompt: str) -> None:
     """Refuse a model in place of the prompt."""
     folder = Path(prompt).expanduser()
-    is_path = " " not in prompt and prompt.startswith(("/", "./", "../", "~/"))
+    is_path = " " not in prompt and (prompt.startswith(("/", "./", "../", "~/")) or ("/" in prompt and folder.is_dir()))
     if is_path or (len(prompt) < 256 and (folder / "model_index.json").is_file()):
         raise SettingError(
             f"The prompt {prompt!r} looks like a model. Give it by --model: samovar generate PROMPT --model {prompt}"

@@ -330,8 +330,8 @@ class Snapshot:
 
     def equals(self, value: Any) -> bool:
         """Whether the value is the same. This may wait for the device."""
-        if not self._is_tensor and not isinstance(value, torch.Tensor):
-            return tree.equal(self.held, value)
+        if not isinstance(value, torch.Tensor):
+            return not self._is_tensor and tree.equal(self.held, value)
         if self._form is None:
             return self.is_object(value)
         if self.is_surely_same(value):

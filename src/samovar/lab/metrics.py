@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..errors import SettingError
+
 HIGHEST_PSNR = 100.0
 """In dB. Closer images, and equal ones, count as this, so that averages stay finite."""
 _WINDOW, _SIGMA = 11, 1.5
@@ -30,6 +32,11 @@ class Quality(NamedTuple):
 
 def measure(images: torch.Tensor, exact: torch.Tensor) -> list[Quality]:
     """The quality of each image; both tensors are (N, 3, height, width) with values from 0 to 1."""
+    if images.shape != exact.shape or images.ndim != 4 or images.shape[1] != 3:
+        raise SettingError(
+            f"Images of shape {tuple(images.shape)} and {tuple(exact.shape)} cannot be compared; two equal shapes "
+            "(N, 3, height, width) were expected."
+        )
     with torch.no_grad():
         images, exact = images.float(), exact.to(images.device).float()
         columns = [metric(images, exact).tolist() for metric in (psnr, ssim, lpips)]
