@@ -103,8 +103,8 @@ def build(bench: Bench, name: str) -> EncodeAndDenoise:
 
 def settings_on(bench: Bench, settings: dict[str, Any]) -> dict[str, Any]:
     """What `attach` is given: an offload computes on the bench's device, and a CPU keeps the bits when it compiles."""
-    device = {"device": str(bench.device)} if "offload" in settings else {}
-    return settings | device | ({"compile": "eager"} if bench.tiny and "compile" in settings else {})
+    offload = {"offload": {"mode": settings["offload"], "device": str(bench.device)}} if "offload" in settings else {}
+    return settings | offload | ({"compile": "eager"} if bench.tiny and "compile" in settings else {})
 
 
 def measure(bench: Bench, pipe: EncodeAndDenoise, settings: dict[str, Any], repeats: int) -> tuple[dict[str, Any], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # Before torch is imported, as the command line does.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # Before torch is imported, as the command line does.
 
 from pathlib import Path
 

@@ -90,6 +90,15 @@ def test_a_variable_with_a_mistake_is_refused(
         OmniDiffusionConfig.read({})
 
 
+def test_a_compiler_is_switched_on_or_named(bare_environment: pytest.MonkeyPatch) -> None:
+    for text, expected in (("1", True), ("off", False), ("eager", "eager")):
+        bare_environment.setenv("SAMOVAR_COMPILE", text)
+        assert OmniDiffusionConfig.read({}).compile == expected
+    bare_environment.setenv("SAMOVAR_COMPILE", "inductr")
+    with pytest.raises(SettingError, match="'inductr' is not a backend"):
+        OmniDiffusionConfig.read({})
+
+
 def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(SettingError, match=r"'cache_bakend' is not a setting of Omni. Did you mean 'cache_backend'\?"):
         OmniDiffusionConfig.read({"cache_bakend": "tea_cache"})

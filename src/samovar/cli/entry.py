@@ -36,9 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_BAD_INPUT
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its advice on image processors is not for our users.
-    # Two processes whose waiting threads spin for long starve each other: an image took over 60 s instead of 16.
-    # Threads that never spin take twice as long on an idle machine. This must be set before torch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # As in engine/models.py; the lab may load torch before it.
     try:
         return int(options.run(options))
     except (SamovarError, OSError) as error:

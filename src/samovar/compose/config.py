@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from ..errors import SettingError, nearest
 from ..files import is_file_name, read_config
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
+from ..parallel.mesh import StrategyName
 
 OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False] | None
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
@@ -113,8 +114,9 @@ def _read_parallel(parallel: ParallelSetting) -> SequenceParallelConfig:
     if _is_off(parallel):
         return SequenceParallelConfig()
     if isinstance(parallel, str) and not is_file_name(parallel):
-        if parallel not in ("ulysses", "ring"):
-            raise SettingError(f"parallel={parallel!r}. {nearest(parallel, ('ulysses', 'ring'))}", param="parallel")
+        names = get_args(StrategyName)
+        if parallel not in names:
+            raise SettingError(f"parallel={parallel!r} is not a strategy. {nearest(parallel, names)}", param="parallel")
         return SequenceParallelConfig.of_strategy(parallel, _world_size(parallel))
     return read_config(SequenceParallelConfig, parallel, "parallel")
 
@@ -125,7 +127,7 @@ def _world_size(name: str) -> int:
     if size < 1:
         raise SettingError(
             f"parallel={name!r} uses all ranks that torchrun started, or all GPUs, and there are none here. Give a "
-            f"number: parallel={{'{name}_degree': 2}}.",
+            "number of ranks: parallel={'ulysses_degree': 2}.",
             param="parallel",
         )
     return size

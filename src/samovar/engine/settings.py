@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
 from .models import find_model
-from .sources import gather, read_bool, read_name_or_json
+from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,9 @@ class OmniDiffusionConfig:
     """GPU memory budget, such as "12GiB". Alone it offloads as little as the budget demands."""
     parallel: ParallelSetting = None
     """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
-    compile: bool = False
-    """Whether to compile the denoiser's blocks. The first image takes longer, perhaps longer than `step_timeout_s`."""
+    compile: bool | str = False
+    """Compile the denoiser's blocks: True, or the name of a backend of torch.compile. The first image takes longer,
+    perhaps longer than `step_timeout_s`."""
     max_batch: int = 1
     """Most images computed at once. Above 1, an image may differ in its last bits from one computed alone."""
     max_queue: int = 16
@@ -143,5 +144,10 @@ def is_duration(value: Any) -> bool:
 
 def _reader(annotation: Any) -> Callable[[str], Any]:
     """Turns the text of an environment variable into a value."""
-    readers: dict[str, Callable[[str], Any]] = {"bool": read_bool, "int": int, "float": float}
+    readers: dict[str, Callable[[str], Any]] = {
+        "bool": read_bool,
+        "bool | str": read_bool_or_name,
+        "int": int,
+        "float": float,
+    }
     return readers.get(annotation, read_name_or_json if annotation.endswith("Setting") else str)

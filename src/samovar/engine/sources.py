@@ -70,6 +70,14 @@ def read_bool(text: str) -> bool:
     return words[text.strip().lower()]
 
 
+def read_bool_or_name(text: str) -> bool | str:
+    """A yes or no, or else a name."""
+    try:
+        return read_bool(text)
+    except ValueError:
+        return text
+
+
 def read_name_or_json(text: str) -> Any:
     """A name or a file as it is, or settings as JSON."""
     if not text.lstrip().startswith(("{", "[", '"')):
