@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from holding import Holder
 
 import zoo
 from pipelines import tiny_flux_pipeline
@@ -21,6 +20,8 @@ from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.host import HostMemory
 from samovar.offload.weight_groups import WeightGroup
 from samovar.offload.weights import ALIGNMENT, LEAST_PIECE, LINE, tensors_of
+
+from .holding import Holder
 
 CASES = {case.model: case for case in zoo.load() if not case.variant and case.model in zoo.exported_classes()}
 FEW = ["FluxTransformer2DModel", "HunyuanDiT2DModel", "Krea2Transformer2DModel", "WanTransformer3DModel"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from holding import CASES, Holder, layerwise
 
 import zoo
 from pipelines import tiny_flux_pipeline
@@ -16,6 +15,8 @@ from samovar.errors import ModelError, SettingError
 from samovar.hooks import running
 from samovar.offload import HostStage, OffloadConfig, apply_offload, prepare_offload
 from samovar.offload.apply import check_compiled
+
+from .holding import CASES, Holder, layerwise
 
 CALL = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8, "output_type": "pt"}
 

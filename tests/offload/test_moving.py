@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from holding import CASES, Holder, Onlooker, Skip, blocks_of, blocks_on_device, hooked, layerwise
 
 import zoo
 from pipelines import PIPELINES, tiny_flux_pipeline
@@ -20,6 +19,8 @@ from samovar.errors import SettingError
 from samovar.hooks import HookRegistry, Run, running
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
 from samovar.offload.moving import HOOK
+
+from .holding import CASES, Holder, Onlooker, Skip, blocks_of, blocks_on_device, hooked, layerwise
 
 REPEATS = {"RFD4ProteinaTransformer-recycling": 2}
 """How often blocks run in one forward, where that is more than once."""
