@@ -38,8 +38,8 @@ TESTS = ("arch", "hooks", "trace", "pipelines", "cache", "compose", "offload", "
 SHOWN = ("torch", "diffusers", "transformers", "accelerate", "numpy")
 HEADER = """# Versions that were tried
 
-`make test-versions` runs the tests of {tests} with the oldest versions that `pyproject.toml` allows and with the newest
-that exist; `benchmarks/versions.py --here` adds rows of other machines. Tests of classes that an older diffusers lacks
+`make test-versions` runs tests (in `tests`: {tests}) with the oldest versions that `pyproject.toml` allows and with the
+newest; `benchmarks/versions.py --here` adds rows of other machines. Tests of classes that an older diffusers lacks
 are skipped.
 
 | date | Python | {shown} | passed | skipped | failed |
@@ -136,10 +136,11 @@ def page(rows: Rows) -> str:
     tests = ", ".join(f"`{name}`" for name in TESTS)
     header = HEADER.format(tests=tests, shown=" | ".join(SHOWN), rule="---|" * len(SHOWN))
     columns = ("date", "python", *SHOWN, "passed", "skipped", "failed")
-    lines = ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows]
-    notes = [f"- {row['torch']}, diffusers {row['diffusers']}: {name}" for row in rows for name in row["failures"]]
-    failures = ["", "Failed:", "", *notes] if notes else []
-    return header + "\n".join([*lines, *failures]) + "\n"
+    lines = ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows] + [""]
+    for row in rows:
+        about = f"- torch {row['torch']} with diffusers {row['diffusers']}: "
+        lines += [about + text for text in (*row["failures"], *row.get("notes", ()))]
+    return header + "\n".join(lines) + "\n"
 
 
 def main() -> int:

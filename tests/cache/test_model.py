@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -23,9 +25,11 @@ from driving import (
     stepped,
 )
 
+from samovar import tree
 from samovar.cache import TeaCacheHook, apply_teacache_hook
 from samovar.errors import ModelError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context
+from samovar.trace.passes import Rehearsal
 
 SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}
 
@@ -366,3 +370,24 @@ def test_blocks_of_a_form_that_is_not_known_turn_the_cache_off(
         assert differing(loop(model), exact) == []
     assert hook.stats().problem is not None
     assert len(caplog.records) == 1
+
+
+def test_tensors_of_the_first_step_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+    rehearse = Rehearsal.rehearse
+
+    def noting(self: Rehearsal, *args: Any) -> Any:
+        kept.extend(weakref.ref(tensor) for tensor in tree.tensors((self._residuals, self._given)))
+        return rehearse(self, *args)
+
+    monkeypatch.setattr(Rehearsal, "rehearse", noting)
+    model = Oddity()
+    apply_teacache_hook(model, {"forecast": "linear", "forecast_of": "output"})
+    gc.collect()
+    gc.disable()
+    try:
+        turn(model, 0)
+        assert kept
+        assert not [reference for reference in kept if reference() is not None]
+    finally:
+        gc.enable()

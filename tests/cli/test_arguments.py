@@ -36,6 +36,11 @@ def test_messages_name_options(message: str, param: str | None, expected: str) -
     assert in_options(SettingError(message, param=param), parser) == expected
 
 
+def test_a_switch_takes_nothing_that_follows_it() -> None:
+    options = make_parser().parse_args(["generate", "--compile", "a cat"])
+    assert (options.prompt, options.compile) == ("a cat", True)
+
+
 def test_settings_are_names_files_or_json() -> None:
     assert read_setting("cache", "forecast") == "forecast"
     assert read_setting("cache", '{"rel_l1_thresh": 0.2}') == {"rel_l1_thresh": 0.2}

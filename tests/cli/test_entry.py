@@ -67,7 +67,8 @@ def test_bad_input_gets_a_message_and_exit_code_two() -> None:
             "samovar: argument COMMAND: 'genrate' is not known. Did you mean 'generate'? See samovar --help.\n",
         ),
         (["generate", "cat", "--steps", "abc"], "samovar generate: argument --steps: invalid int value: 'abc'. See"),
-        (["generate", "cat", "--stps", "5"], "samovar: unrecognized arguments: --stps 5. See samovar --help.\n"),
+        (["generate", "cat", "--stps", "5"], "samovar generate: unrecognized arguments: --stps 5. See samovar"),
+        (["serve", "emoji", "--port", "0", "other"], "samovar serve: unrecognized arguments: other. See samovar serve"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(
@@ -79,6 +80,11 @@ def test_wrong_arguments_are_refused_in_one_line(
     said = capsys.readouterr().err
     assert said.startswith(message)
     assert said.count("\n") == 1
+
+
+def test_a_model_may_come_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "cat", "--steps", "2", "emojy", "--seed", "1"]) == 2
+    assert "'emojy' is not a built-in model" in capsys.readouterr().err
 
 
 def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

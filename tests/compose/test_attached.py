@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -81,6 +83,14 @@ def test_a_lone_denoiser_is_enough() -> None:
         assert attached.stats().cache.denoisers == {}
         assert type(model) is not before[0], "something is on it"
     assert (type(model), set(vars(model))) == before
+
+
+def test_a_copy_of_what_is_attached_to_is_bare(pipe: Any) -> None:
+    with attach(pipe.transformer, compile="eager"):
+        torch.save(pipe.transformer, file := io.BytesIO())
+        for other in (copy.deepcopy(pipe.transformer), torch.load(io.BytesIO(file.getvalue()), weights_only=False)):
+            detach(other)
+            assert pipe.transformer.transformer_blocks[0]._compiled_call_impl is not None
 
 
 def test_nothing_wished_for_is_nothing_done(pipe: Any) -> None:

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import zoo
-from offload.holding import Holder
 from pipelines import tiny_flux_pipeline
 from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.host import HostMemory
 from samovar.offload.weight_groups import WeightGroup
 from samovar.offload.weights import ALIGNMENT, LEAST_PIECE, LINE, tensors_of
+
+from .holding import Holder
 
 CASES = {case.model: case for case in zoo.load() if not case.variant and case.model in zoo.exported_classes()}
 FEW = ["FluxTransformer2DModel", "HunyuanDiT2DModel", "Krea2Transformer2DModel", "WanTransformer3DModel"]

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import zoo
-from offload.holding import CASES, Holder, layerwise
 from pipelines import tiny_flux_pipeline
 from samovar.errors import ModelError, SettingError
 from samovar.hooks import running
 from samovar.offload import HostStage, OffloadConfig, apply_offload, prepare_offload
 from samovar.offload.apply import check_compiled
+
+from .holding import CASES, Holder, layerwise
 
 CALL = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8, "output_type": "pt"}
 

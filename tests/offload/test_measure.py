@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload.holding import CASES, Holder, blocks_of, layerwise
 from pipelines import tiny_flux_pipeline
 from samovar.hooks import HookRegistry, ModelHook, running
 from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.sizes import find_components
+
+from .holding import CASES, Holder, blocks_of, layerwise
 
 
 class Work(ModelHook):

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import zoo
-from offload.holding import CASES, Holder, Onlooker, Skip, blocks_of, blocks_on_device, hooked, layerwise
 from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar.errors import SettingError
 from samovar.hooks import HookRegistry, Run, running
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
 from samovar.offload.moving import HOOK
+
+from .holding import CASES, Holder, Onlooker, Skip, blocks_of, blocks_on_device, hooked, layerwise
 
 REPEATS = {"RFD4ProteinaTransformer-recycling": 2}
 """How often blocks run in one forward, where that is more than once."""

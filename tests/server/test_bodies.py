@@ -139,6 +139,7 @@ BAD = {
     "UTF-16": '{"n": 1}'.encode("utf-16"),
     "byte order mark": b'\xef\xbb\xbf{"n": 1}',
     "half a character": b'{"user": "\\ud800"}',
+    "half a character to avoid": b'{"negative_prompt": "\\udfff"}',
     "half a character as a name": b'{"\\udfff": 1}',
     "single quotes": b"{'a': 1}",
     "a comma too many": b'{"a": 1,}',

@@ -46,6 +46,12 @@ def test_a_shadow_gives_the_bits_of_its_model(name: str) -> None:
     assert state_of(model) == before
 
 
+def test_a_shadow_has_nothing_that_we_put_on_the_model() -> None:
+    model = Plain()
+    vars(model)["_samovar_attached"] = [model, torch.zeros(4)]
+    assert not [key for key in vars(shadow_of(model)) if key.startswith("_samovar_")]
+
+
 def test_its_weights_are_those_of_the_model_and_no_copies() -> None:
     model = Plain()
     shadow = shadow_of(model)

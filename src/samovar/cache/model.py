@@ -315,7 +315,9 @@ class BlockModel(CacheableModel):
 
     def _lose(self, signature: Hashable, why: str) -> None:
         """Trace the next step of this form again, unless that was done often enough."""
-        self._forms.pop(signature, None)
+        form = self._forms.pop(signature, None)
+        if form is not None:
+            form.close()
         self._attempts[signature] = self._attempts.get(signature, 0) + 1
         if self._attempts[signature] >= _MOST_TRACES:
             self._refuse(signature, f"its blocks are not called in the same order each time: {why}", None)

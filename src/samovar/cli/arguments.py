@@ -76,7 +76,7 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
-    group.add_argument("--compile", nargs="?", const=True, metavar="BACKEND", help="compile the denoiser's blocks")
+    _add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
     for name, alias in ALIASES.items():

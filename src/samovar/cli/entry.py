@@ -27,7 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options = parser.parse_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    if rest and not rest[0].startswith("-") and getattr(options, "positional_model", "") is None:
+        options.positional_model = rest.pop(0)  # argparse takes an optional argument only right behind a required one.
+    if rest:
+        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
     if options.run is None:
         parser.print_help(sys.stderr)
         return EXIT_BAD_INPUT

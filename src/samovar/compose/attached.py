@@ -60,6 +60,13 @@ class AttachedStats:
     __repr__ = __str__
 
 
+class _Handles(list["Attached"]):
+    """What is attached to one pipeline. A copy of the pipeline has none of it, in memory or in a file."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ()
+
+
 class Attached(Handle):
     """The features on a pipeline; `detach` takes them off."""
 
@@ -128,11 +135,11 @@ class Attached(Handle):
             self.offloaded.start()
             undo.callback(self.offloaded.detach)
         if self.features:
-            vars(self.pipe)[_ENTRY] = [*_handles(self.pipe), self]
+            vars(self.pipe)[_ENTRY] = _Handles((*_handles(self.pipe), self))
             undo.callback(self._forget)
 
     def _forget(self) -> None:
-        vars(self.pipe)[_ENTRY] = [handle for handle in _handles(self.pipe) if handle is not self]
+        vars(self.pipe)[_ENTRY] = _Handles(handle for handle in _handles(self.pipe) if handle is not self)
         if not vars(self.pipe)[_ENTRY]:
             del vars(self.pipe)[_ENTRY]
 

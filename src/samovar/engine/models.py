@@ -149,6 +149,8 @@ def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool =
             return loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)
         except (OSError, ValueError) as error:  # A part that is missing or does not fit.
             raise ModelError(f"{folder} cannot be loaded: {_first_line(error)} Check its files.") from error
+        except ImportError as error:  # Such as the library by which a part is quantised.
+            raise ModelError(f"{folder} needs a package that is not installed: {_first_line(error)}") from error
 
 
 def find_variant(folder: Path) -> str | None:

@@ -37,8 +37,28 @@ def gather(arguments: Mapping[str, Any], file: str | Path | None, readers: Mappi
     check_names(in_file, all_readers, f"a setting of Omni, in {str(file)!r}")
     settings: dict[str, Any] = {}
     for layer in (from_environment(all_readers), in_file, arguments):
-        settings.update(aliases.resolve(layer))
-    return settings
+        settings = {**_kept(settings, layer), **layer}
+    return aliases.resolve(settings)
+
+
+def _kept(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
+    """What a lower source still says: nothing on settings that a higher one decides, unless the aliases go together."""
+    decided = {aliases.setting_of(name) for name in higher}
+    return {
+        name: value
+        for name, value in lower.items()
+        if aliases.setting_of(name) not in decided or _goes_with(name, lower, higher)
+    }
+
+
+def _goes_with(name: str, lower: Mapping[str, Any], higher: Mapping[str, Any]) -> bool:
+    """Whether a higher source completes what a lower one says: a cache by its settings, or one degree by another."""
+    mentioned = {other for other in higher if aliases.setting_of(other) == aliases.setting_of(name)}
+    if name == "cache_backend":
+        return mentioned == {"cache_config"}
+    if name == "cache_config":
+        return mentioned == {"cache_backend"} and higher["cache_backend"] == lower.get("cache_backend")
+    return {name, *mentioned} <= aliases.DEGREES
 
 
 def from_environment(readers: Mapping[str, Reader]) -> dict[str, Any]:

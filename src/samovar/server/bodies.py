@@ -23,6 +23,7 @@ _CODES = {"missing": "missing_required_parameter", "literal_error": "unsupported
 _PATTERNS = {"prompt": "prompt is empty. Describe the image.",
              "size": "size should be auto or WIDTHxHEIGHT in plain digits, such as 512x512."}  # fmt: skip
 
+Text = Annotated[str, Field(min_length=0)]  # pydantic looks for halves of characters only where it counts them.
 Label = Annotated[str, Field(max_length=512)]
 Scale = Annotated[float, Field(ge=0, le=100)]
 
@@ -49,7 +50,7 @@ class ImageBody(BaseModel):
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: Scale | None = None
     true_cfg_scale: Scale | None = None
-    negative_prompt: str | None = None
+    negative_prompt: Text | None = None
     max_sequence_length: int | None = Field(None, ge=1, le=4096)
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     priority: int | None = Field(None, ge=-100, le=100)

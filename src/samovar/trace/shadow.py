@@ -47,8 +47,10 @@ _SHARED = (
 """Values that no forward writes into."""
 _HOOKS = frozenset(key for key in vars(torch.nn.Module()) if key.endswith("_hooks") or "_hooks_" in key)
 """Entries that hold torch's hooks."""
-_OTHERS_ENTRIES = FORWARD_WRAPPERS | {"_samovar_hooks", "_samovar_inside", COMPILED_CALL}
-"""Entries of hooks, ours and others', and of torch.compile; a shadow has none of them."""
+_OTHERS_ENTRIES = FORWARD_WRAPPERS | {COMPILED_CALL}
+"""Entries of others' hooks, and of torch.compile; a shadow has none of them."""
+_OWN_ENTRIES = "_samovar_"
+"""How our own entries begin; a shadow has none of them either. They hold hooks, weights and whole pipelines."""
 
 
 class TrialFailed(Exception):
@@ -70,8 +72,9 @@ class Shadow:
             return never_compiled(self._root.__call__)(*given[0], **given[1])
 
     def close(self) -> None:
-        """Free the shadow at once: its classes form cycles that only the garbage collector would find."""
-        del self._root
+        """Free the shadow at once, and all tensors here: its classes form cycles with this object, which only the
+        garbage collector would find."""
+        vars(self).clear()
 
 
 def shadow_of(module: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer] | None = None) -> torch.nn.Module:
@@ -139,7 +142,7 @@ class _Copier:
         answer = self._answers.get(module)
         is_wrapped = answer is not None or not FORWARD_WRAPPERS.isdisjoint(vars(module))
         for key, value in vars(module).items():
-            if key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
+            if key.startswith(_OWN_ENTRIES) or key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
                 continue
             if key in _HOOKS:
                 entries[key] = OrderedDict()
