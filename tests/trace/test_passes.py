@@ -493,7 +493,7 @@ def test_a_replay_that_goes_another_way_says_so() -> None:
     gated.model.order = (0, 1)
     replay, step = Replay(gated.model, gated.gates.by_module, trace), StepPass(trace, "skip", stored(residuals))
     replay.skip(step, (*at(0), COND), {})
-    assert step.lost == "the forward ended before it called the next block of 'blocks'"
+    assert step.lost == "the forward ended before it called a block of 'blocks'"
 
 
 def test_a_replay_that_the_model_refuses_fails_and_the_next_one_works() -> None:

@@ -162,8 +162,7 @@ class StepPass:
     def finish(self) -> None:
         """Called when the forward has returned."""
         if self.lost is None and self._position < self._count:
-            path = self._calls[self._position].gate.path
-            self._lose(f"the forward ended before it called the next block of {path!r}")
+            self._lose(f"the forward ended before it called a block of {self._calls[self._position].gate.path!r}")
 
     def _answer(self, call: Call, given: Given) -> Any:
         values = call.read(given.args, given.kwargs)
