@@ -56,7 +56,7 @@ def test_a_config_is_an_object_a_mapping_or_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [3, None, "three", [1]])
 def test_no_other_value_is_a_config(value: Any) -> None:
-    with pytest.raises(SettingError, match="a Point, a mapping of its settings, or a file") as caught:
+    with pytest.raises(SettingError, match="expected the settings of Point") as caught:
         read_config(Point, value, "point")
     assert caught.value.param == "point"
 

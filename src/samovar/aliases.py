@@ -35,8 +35,6 @@ ALIASES: Mapping[str, Alias] = {
 }
 
 DEGREES = frozenset(name for name, alias in ALIASES.items() if alias.kind == "int")
-"""The aliases that are numbers of ranks, which multiply."""
-
 CLASSES: Mapping[str, str] = {"DiffusionParallelConfig": "SequenceParallelConfig"}
 """Classes of `samovar` that have another name there."""
 

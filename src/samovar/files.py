@@ -35,7 +35,7 @@ def read_config(cls: type[Config], value: Any, param: str) -> Config:
             return read_config(cls, read_settings(value, param), param)
     if not isinstance(value, Mapping):
         raise SettingError(
-            f"{param}={value!r}; expected a {cls.__name__}, a mapping of its settings, or a file with them.",
+            f"{param}={value!r}; expected the settings of {cls.__name__}: an object of it, a mapping, or a file.",
             param=param,
         )
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]

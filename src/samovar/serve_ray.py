@@ -61,7 +61,9 @@ class RayConfig:
         if not self.health_period_s:
             raise SettingError("health_period_s must be above 0.", param="health_period_s")
         if self.num_replicas is not None and self.max_replicas is not None:
-            raise SettingError("Give num_replicas (fixed) or max_replicas (autoscaling), not both.", param="max_replicas")
+            raise SettingError(
+                "Give num_replicas (fixed) or max_replicas (autoscaling), not both.", param="max_replicas"
+            )
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise SettingError(
                 f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}.",

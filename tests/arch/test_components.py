@@ -202,7 +202,9 @@ def test_half_a_declaration_is_reported_and_not_used() -> None:
         assert names_of(Half()) == {"vae": ["vae"]}
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError, NotImplementedError, ImportError])
+@pytest.mark.parametrize(
+    "error", [RuntimeError, ValueError, KeyError, NotImplementedError, ImportError, TypeError, AssertionError, OSError]
+)
 def test_the_scan_passes_over_what_raises(error: type[Exception]) -> None:
     class Raising:
         def __init__(self) -> None:

@@ -157,7 +157,7 @@ def test_a_refusal_names_the_value_and_what_was_expected(settings: dict[Any, Any
 
 @pytest.mark.parametrize("settings", [[("rel_l1_thresh", 0.2)], "rel_l1_thresh=0.2", 0.2, True])
 def test_only_a_mapping_is_read(settings: Any) -> None:
-    with pytest.raises(SettingError, match=r"cache=.*; expected a TeaCacheConfig, a mapping"):
+    with pytest.raises(SettingError, match=r"cache=.*; expected the settings of TeaCacheConfig"):
         TeaCacheConfig.read(settings)
 
 

@@ -159,3 +159,12 @@ def test_auto_is_bfloat16_on_gpus() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [resolve_dtype("auto", device) for device in (cpu, gpu)] == [torch.float32, torch.bfloat16]
     assert resolve_dtype("float16", cpu) == torch.float16
+
+
+def test_a_folder_that_is_missing_beside_others_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "flux").mkdir(parents=True)
+    (tmp_path / "models" / "flux" / "model_index.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match=r"There is no model 'fluks' in the folder 'models'. It has 'flux'"):
+        fetch_model("models/fluks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -46,6 +47,9 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
     assert decode_latents(pipe, latents[0][0], 16, 24) == []
     assert decode_latents(pipe, torch.zeros(1, 9, 8, 12), 16, 24) == [], "of other channels"
     assert decode_latents(object(), latents[0], 16, 24) == []
+    for error in (IndexError, KeyError, AssertionError):
+        pipe.vae.decode = Mock(side_effect=error)
+        assert decode_latents(pipe, latents[0], 16, 24) == []
 
 
 def test_without_a_step_before_or_a_straight_line_the_latents_stand_for_themselves() -> None:

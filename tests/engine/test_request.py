@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import Failed, GenerationResult, Listener, Progress, Request, Started
@@ -113,3 +114,11 @@ def test_nobody_hears_and_nobody_stops() -> None:
     assert isinstance(SILENT, Listener)
     SILENT.on_event(0, Started(0.0))
     assert not SILENT.is_cancelled(0)
+
+
+def test_a_result_shows_what_was_made_or_why_not() -> None:
+    params = OmniDiffusionSamplingParams()
+    made = GenerationResult("a cat", (Image.new("RGB", (64, 48)),), (7,), params, 1.25)
+    assert repr(made) == "<GenerationResult for 'a cat': 64x48, seed 7; 1.2 s>"
+    failed = GenerationResult("a cat", (), (), params, 0.0, error=SettingError("too large"))
+    assert repr(failed) == "<GenerationResult for 'a cat': SettingError: too large>"

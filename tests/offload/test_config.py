@@ -52,7 +52,7 @@ def test_a_config_is_read_from_a_name_a_mapping_or_a_file(tmp_path: Path) -> Non
     [
         ("layers", r"offload='layers'. Did you mean 'layerwise'"),
         ({"gpu_memry": 1}, r"'gpu_memry' is not a setting of offload. Did you mean 'gpu_memory'"),
-        (3, r"offload=3; expected a OffloadConfig, a mapping"),
+        (3, r"offload=3; expected the settings of OffloadConfig"),
         ("missing.json", "'missing.json' cannot be read"),
     ],
 )

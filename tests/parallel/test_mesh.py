@@ -64,7 +64,9 @@ def test_one_rank_needs_no_world() -> None:
 
 
 def test_degrees_that_do_not_fit_the_world() -> None:
-    with pytest.raises(SettingError, match=r"need 4 ranks \(cfg 2 x ring 1 x ulysses 2.*but 1 is running. Start 4"):
+    with pytest.raises(
+        SettingError, match=r"need 4 ranks \(cfg 2 x ring 1 x ulysses 2.*but 1 is running. Start.*torchrun"
+    ):
         make_mesh(SequenceParallelConfig(ulysses_degree=2, cfg_parallel_size=2))
 
 

@@ -227,5 +227,7 @@ def _read(owner: Any, name: str) -> Any:
     """An attribute; `_MISSING` if there is none, or if its property raises because the pipeline is not set up."""
     try:
         return getattr(owner, name, _MISSING)
-    except (ImportError, LookupError, RuntimeError, ValueError):
+    except BaseException as error:  # Of any kind: it is somebody else's property.
+        if not isinstance(error, Exception):
+            raise
         return _MISSING

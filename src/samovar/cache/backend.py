@@ -264,6 +264,8 @@ class CacheChoice:
                     param="cache",
                 )
             return None
+        if not isinstance(backend, str):
+            raise SettingError(f"cache: backend={backend!r}; a name such as 'tea_cache' was expected.", param="cache")
         if backend in PRESETS:
             return cls(backend, TeaCacheConfig.read({**PRESETS[backend], **settings}))
         if backend not in CACHE_BACKENDS:

@@ -60,6 +60,11 @@ def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:
     try:
         return Path(download(model, use_safetensors=True, trust_remote_code=trust_remote_code))
     except (OSError, ValueError) as error:  # Not there, or no network.
+        parent = Path(model).expanduser().parent
+        if parent.is_dir():
+            here = sorted(folder.parent.name for folder in parent.glob(f"*/{INDEX}"))
+            found = f" It has {', '.join(map(repr, here))}." if here else ""
+            raise ModelError(f"There is no model {Path(model).name!r} in the folder {str(parent)!r}.{found}") from error
         raise ModelError(
             f"{model!r} is not a folder here and could not be downloaded from the hub: {_first_line(error)} Check the "
             f"name and the network, or download it elsewhere: hf download {model} --local-dir FOLDER"

@@ -163,6 +163,14 @@ class GenerationResult:
     error: SamovarError | None = None
     """Why there are no images, for a prompt of a list. A single prompt that fails raises it instead."""
 
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"<GenerationResult for {self.prompt!r}: {type(self.error).__name__}: {self.error}>"
+        made = ", ".join(
+            f"{image.width}x{image.height}, seed {seed}" for image, seed in zip(self.images, self.seeds, strict=True)
+        )
+        return f"<GenerationResult for {self.prompt!r}: {made}; {self.seconds:.1f} s>"
+
     @classmethod
     def failed(cls, request: Request, error: SamovarError) -> GenerationResult:
         return cls(request.prompt, (), (), request.params, 0.0, error=error)

@@ -42,23 +42,17 @@ def gather(arguments: Mapping[str, Any], file: str | Path | None, readers: Mappi
 
 
 def _kept(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
-    """What a lower source still says: nothing on settings that a higher one decides, unless the aliases go together."""
-    decided = {aliases.setting_of(name) for name in higher}
-    return {
-        name: value
-        for name, value in lower.items()
-        if aliases.setting_of(name) not in decided or _goes_with(name, lower, higher)
-    }
-
-
-def _goes_with(name: str, lower: Mapping[str, Any], higher: Mapping[str, Any]) -> bool:
-    """Whether a higher source completes what a lower one says: a cache by its settings, or one degree by another."""
-    mentioned = {other for other in higher if aliases.setting_of(other) == aliases.setting_of(name)}
-    if name == "cache_backend":
-        return mentioned == {"cache_config"}
-    if name == "cache_config":
-        return mentioned == {"cache_backend"} and higher["cache_backend"] == lower.get("cache_backend")
-    return {name, *mentioned} <= aliases.DEGREES
+    """What a lower source still says: nothing on a setting that a higher one decides, unless the higher one completes
+    it: a cache by its settings, or one degree by another."""
+    kept = dict(lower)
+    for name in lower:
+        others = {other for other in higher if aliases.setting_of(other) == aliases.setting_of(name)}
+        is_completed = {name, *others} <= aliases.DEGREES or (name == "cache_backend" and others == {"cache_config"})
+        if name == "cache_config" and others == {"cache_backend"}:
+            is_completed = higher["cache_backend"] == lower.get("cache_backend")
+        if others and not is_completed:
+            del kept[name]
+    return kept
 
 
 def from_environment(readers: Mapping[str, Reader]) -> dict[str, Any]:

@@ -92,6 +92,8 @@ def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
         cache = read_settings(cache, "cache")  # type: ignore[arg-type]
     choice = CacheChoice.read(cache)
     if choice is None:
-        raise SettingError(f"cache={cache!r} means no cache: exact images are always made. Leave it out.", param="cache")
+        raise SettingError(
+            f"cache={cache!r} means no cache: exact images are always made. Leave it out.", param="cache"
+        )
     settings = cache.items() if isinstance(cache, Mapping) else ()
     return cached(choice.backend, {name: value for name, value in settings if name != "backend"})

@@ -69,4 +69,6 @@ class OffloadConfig:
             if value not in (None, *get_args(Mode)):
                 raise SettingError(f"offload={value!r}. {nearest(str(value), get_args(Mode))}", param="offload")
             return cls(mode=value or "auto")  # type: ignore[arg-type]
+        if value is True:  # type: ignore[comparison-overlap]
+            raise SettingError("offload=True does not say how. Use 'auto', 'model' or 'layerwise'.", param="offload")
         return read_config(cls, value, "offload")

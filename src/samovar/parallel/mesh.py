@@ -130,8 +130,9 @@ def make_mesh(config: SequenceParallelConfig) -> ParallelMesh:
         raise SettingError(
             f"These degrees need {config.num_ranks} ranks (cfg {config.cfg_parallel_size} x ring {config.ring_degree} "
             f"x ulysses {config.ulysses_degree} x allgather {config.allgather_degree}), but {world} "
-            f"{'is' if world == 1 else 'are'} running. Start {config.num_ranks}, or choose degrees whose product is "
-            f"{world}."
+            f"{'is' if world == 1 else 'are'} running. Start them with torchrun --nproc-per-node {config.num_ranks}, "
+            f"or choose degrees whose product is {world}.",
+            param="parallel",
         )
     shape = config.cfg_parallel_size, config.allgather_degree * config.ring_degree, config.ulysses_degree
     default = 0 if world == 1 else id(dist.group.WORLD)

@@ -48,9 +48,7 @@ _SHARED = (
 _HOOKS = frozenset(key for key in vars(torch.nn.Module()) if key.endswith("_hooks") or "_hooks_" in key)
 """Entries that hold torch's hooks."""
 _OTHERS_ENTRIES = FORWARD_WRAPPERS | {COMPILED_CALL}
-"""Entries of others' hooks, and of torch.compile; a shadow has none of them."""
-_OWN_ENTRIES = "_samovar_"
-"""How our own entries begin; a shadow has none of them either. They hold hooks, weights and whole pipelines."""
+"""Entries of others' hooks, and of torch.compile; a shadow has none of them, and none of ours."""
 
 
 class TrialFailed(Exception):
@@ -142,7 +140,7 @@ class _Copier:
         answer = self._answers.get(module)
         is_wrapped = answer is not None or not FORWARD_WRAPPERS.isdisjoint(vars(module))
         for key, value in vars(module).items():
-            if key.startswith(_OWN_ENTRIES) or key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
+            if key.startswith("_samovar_") or key in _OTHERS_ENTRIES or (key == "forward" and is_wrapped):
                 continue
             if key in _HOOKS:
                 entries[key] = OrderedDict()
