@@ -124,7 +124,9 @@ def test_a_target_out_of_reach_is_reported(make_session: MakeSession) -> None:
         SettingError, match=r"No setting that skips steps reaches a PSNR of at least 99 dB\. The best"
     ) as said:
         tune(tuning, testing, Target("psnr", 99.0))
-    computed = re.search(r"with ([\d.]+) of 10 steps computed; its 1 images show .* reach [\d.]+ dB\.", str(said.value))
+    computed = re.search(
+        r"with ([\d.]+) of 10 steps computed; from its 1 images, .* reach [\d.]+ dB\.", str(said.value)
+    )
     assert computed is not None
     assert float(computed[1]) < 10, "what skips nothing is not the best that skips"
     assert "give more prompts" in str(said.value)

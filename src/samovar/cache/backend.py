@@ -265,7 +265,7 @@ class CacheChoice:
                 )
             return None
         if not isinstance(backend, str):
-            raise SettingError(f"cache: backend={backend!r}; a name such as 'tea_cache' was expected.", param="cache")
+            raise SettingError(f"cache: backend={backend!r}; expected a name such as 'tea_cache'.", param="cache")
         if backend in PRESETS:
             return cls(backend, TeaCacheConfig.read({**PRESETS[backend], **settings}))
         if backend not in CACHE_BACKENDS:
