@@ -155,7 +155,7 @@ def test_anything_but_a_name_a_config_a_mapping_or_a_file_is_refused(cache: Any)
     with pytest.raises(SettingError, match=r"cache=.*; expected a name") as caught:
         make_cache_backend(cache)
     assert caught.value.param == "cache"
-    with pytest.raises(SettingError, match=r"cache: backend=.*; a name such as 'tea_cache' was expected"):
+    with pytest.raises(SettingError, match=r"cache: backend=.*; expected a name such as 'tea_cache'"):
         make_cache_backend({"backend": cache})
 
 
