@@ -40,7 +40,7 @@ def test_aliases_become_settings(given: dict[str, Any], expected: dict[str, Any]
 @pytest.mark.parametrize(
     ("given", "message", "param"),
     [
-        ({"cache": "forecast", "cache_backend": "forecast"}, "cache was given, and cache_backend too", "cache"),
+        ({"cache": "forecast", "cache_backend": "forecast"}, "cache and cache_backend were both given", "cache"),
         ({"enable_cpu_offload": 1}, "enable_cpu_offload must be true or false, not 1", "enable_cpu_offload"),
         (
             {"enable_cpu_offload": True, "enable_layerwise_offload": True},
@@ -52,7 +52,7 @@ def test_aliases_become_settings(given: dict[str, Any], expected: dict[str, Any]
             "parallel_config and ring_degree",
             "parallel_config",
         ),
-        ({"cache_backend": "forecast", "cache_config": [1]}, r"cache_config=\[1\]; a mapping", "cache_config"),
+        ({"cache_backend": "forecast", "cache_config": [1]}, r"cache_config=\[1\]; expected a mapping", "cache_config"),
     ],
 )
 def test_contradictions_are_refused(given: dict[str, Any], message: str, param: str) -> None:

@@ -124,7 +124,7 @@ def test_errors_are_those_of_the_server(address: str) -> None:
     [
         ({"num_replica": "2"}, "Did you mean 'num_replicas'"),
         ({"num_replicas": "0"}, "num_replicas must be a whole number of at least 1, not 0"),
-        ({"num_replicas": "2", "max_replicas": "4"}, "Give one of them"),
+        ({"num_replicas": "2", "max_replicas": "4"}, "exclude each other"),
         ({"min_replicas": "4", "max_replicas": "2"}, "less than min_replicas"),
         ({"num_cpus": "many"}, "num_cpus must be a number of at least 0, not 'many'"),
         ({"max_queued": "0"}, "max_queued must be a whole number of at least 1, not 0"),

@@ -70,7 +70,7 @@ def headlines(folder: str = "") -> str:
             f"[table]({models})",
         ]
     )
-    return markdown_table(["", "Samovar", "beside it", ""], table)
+    return markdown_table(["", "Samovar", "compared with", ""], table)
 
 
 def quality(_: str) -> str:

@@ -53,7 +53,7 @@ def resolve(settings: Mapping[str, Any]) -> dict[str, Any]:
     for setting, given in aliases.items():
         if setting in resolved:
             names = ", ".join(sorted(given))
-            raise SettingError(f"{setting} was given, and {names} too. Use {setting} alone.", param=setting)
+            raise SettingError(f"{setting} and {names} were both given. Give {setting} only.", param=setting)
         resolved[setting] = _RESOLVERS[setting](given)
     return resolved
 
@@ -86,7 +86,7 @@ def _cache(given: Mapping[str, Any]) -> Any:
         config = saved
     if not isinstance(config, Mapping):
         raise SettingError(
-            f"cache_config={config!r}; a mapping such as {{'rel_l1_thresh': 0.2}}, or a file with one, was expected.",
+            f"cache_config={config!r}; expected a mapping such as {{'rel_l1_thresh': 0.2}}, or a file with one.",
             param="cache_config",
         )
     return {**config, "backend": backend}
@@ -112,7 +112,8 @@ def _parallel(given: Mapping[str, Any]) -> Any:
         return dict(given)
     if len(given) > 1:
         others = ", ".join(sorted(given.keys() - {"parallel_config"}))
-        raise SettingError(f"parallel_config and {others} were both given. Put all into one.", param="parallel_config")
+        message = f"parallel_config and {others} were both given. Put {others} into parallel_config."
+        raise SettingError(message, param="parallel_config")
     return given["parallel_config"]
 
 

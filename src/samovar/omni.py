@@ -66,7 +66,7 @@ class Omni:
     ) -> None:
         pipeline = None if model is None or isinstance(model, (str, Path)) else model
         if pipeline is not None and not callable(pipeline):
-            raise SettingError(f"model={model!r}; a name, a folder or a loaded pipeline was expected.", param="model")
+            raise SettingError(f"model={model!r}; expected a name, a folder or a loaded pipeline.", param="model")
         name = None if pipeline is not None else model
         self._worker: ImageWorker | None = start_worker(_read(name, od_config, config, settings), pipeline)
 
@@ -295,7 +295,7 @@ def _read(
         given = ", ".join(settings) or "config"
         raise SettingError(f"od_config holds all settings, and {given} was given too. Put it into od_config.")
     if not isinstance(od_config, OmniDiffusionConfig):
-        raise SettingError(f"od_config={od_config!r}; an OmniDiffusionConfig was expected.", param="od_config")
+        raise SettingError(f"od_config={od_config!r}; expected an OmniDiffusionConfig.", param="od_config")
     return od_config
 
 

@@ -61,7 +61,8 @@ class RayConfig:
         if not self.health_period_s:
             raise SettingError("health_period_s must be above 0.", param="health_period_s")
         if self.num_replicas is not None and self.max_replicas is not None:
-            raise SettingError("num_replicas is fixed, max_replicas is not. Give one of them.", param="max_replicas")
+            message = "num_replicas (a fixed number) and max_replicas (autoscaling) exclude each other. Give only one."
+            raise SettingError(message, param="max_replicas")
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise SettingError(
                 f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}.",

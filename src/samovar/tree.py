@@ -73,7 +73,7 @@ def shape(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def signature(value: Any) -> Hashable:
-    """Two values share it if they differ in nothing but the contents of their tensors and in fractions."""
+    """Equal for two values that differ only in tensor contents and in the values of floats."""
     if isinstance(value, torch.Tensor):
         return shape(value), value.dtype, value.device
     if isinstance(value, ATOMS):

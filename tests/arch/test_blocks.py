@@ -295,11 +295,11 @@ def test_outputs_are_read_and_rebuilt_in_their_form() -> None:
         assert rebuilt[0] is three
         assert rebuilt[1] is two
     assert pair.read((None, two)) == {"context": None}
-    with pytest.raises(ModelError, match=r"'blocks' returned 1 values; 2 were expected"):
+    with pytest.raises(ModelError, match=r"'blocks' returned 1 values; expected 2"):
         pair.read(one)
-    with pytest.raises(ModelError, match=r"'blocks' returned 3 values; 2 were expected"):
+    with pytest.raises(ModelError, match=r"'blocks' returned 3 values; expected 2"):
         pair.rebuild((one, two, three), {})
-    with pytest.raises(ModelError, match="A block returned dict; a tensor, a tuple or a list was expected"):
+    with pytest.raises(ModelError, match="A block returned dict; expected a tensor, a tuple or a list"):
         output_values({"sample": one})
 
 

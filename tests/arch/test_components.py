@@ -178,9 +178,9 @@ def test_a_declaration_of_none_means_none() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("transformer", r"Wrong._dit_modules is 'transformer'; a list .* expected, such as \['transformer'\]"),
-        (5, r"Wrong._dit_modules is 5; a list"),
-        ([None], r"Wrong._dit_modules is \[None\]; a list"),
+        ("transformer", r"Wrong._dit_modules is 'transformer'; expected a list .*, such as \['transformer'\]"),
+        (5, r"Wrong._dit_modules is 5; expected a list"),
+        ([None], r"Wrong._dit_modules is \[None\]; expected a list"),
     ],
 )
 def test_a_declaration_that_is_no_list_of_names_is_refused(value: Any, message: str) -> None:
@@ -202,7 +202,9 @@ def test_half_a_declaration_is_reported_and_not_used() -> None:
         assert names_of(Half()) == {"vae": ["vae"]}
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError, NotImplementedError, ImportError, TypeError, AssertionError, OSError])
+@pytest.mark.parametrize(
+    "error", [RuntimeError, ValueError, KeyError, NotImplementedError, ImportError, TypeError, AssertionError, OSError]
+)
 def test_the_scan_passes_over_what_raises(error: type[Exception]) -> None:
     class Raising:
         def __init__(self) -> None:

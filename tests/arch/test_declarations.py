@@ -108,8 +108,11 @@ def test_a_path_that_is_not_there_is_named(declaration: BlockDeclaration) -> Non
             BlockDeclaration(stacks=("inner.steps",), carried={"inner.steps": ("stat", None)}),
             r"Foreign carries 'stat' through 'inner.steps', but Mixer takes no such parameter. Did you mean 'state'\?",
         ),
-        (BlockDeclaration(stacks=("inner",)), r"'inner' as a stack, but it is a Module; a list .* 'inner.steps'"),
-        (BlockDeclaration(stacks=("nothing",)), r"'nothing' as a stack, but it is empty; a list .* expected"),
+        (
+            BlockDeclaration(stacks=("inner",)),
+            r"'inner' as a stack, but it is a Module; expected a list .* 'inner.steps'",
+        ),
+        (BlockDeclaration(stacks=("nothing",)), r"'nothing' as a stack, but it is empty; expected a list"),
         (BlockDeclaration(stacks=("inner.steps",) * 2), r"names the stack 'inner.steps' twice"),
         (
             BlockDeclaration(stacks=("inner.steps",), leader="inner"),

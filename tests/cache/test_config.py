@@ -95,9 +95,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (FITTED | {"forecast": "linear"}, ["forecast='linear' with forecast_weights"]),
     (FITTED | {"schedule": None}, ["schedule=None", "that its weights were fitted for"]),
     (FITTED | {"forecast_of": "residual"}, ["forecast_of='residual'", "forecast_of='output'"]),
-    (FITTED | {"forecast_weights": 3}, ["forecast_weights=3", "by branch and skipped step"]),
+    (FITTED | {"forecast_weights": 3}, ["forecast_weights=3", "{branch: {skipped step"]),
     (FITTED | {"forecast_weights": {}}, ["forecast_weights of the branches []", "['cond', 'uncond']"]),
-    (FITTED | {"forecast_weights": {"cond": [1.0]}}, ["forecast_weights={'cond': [1.0]}", "by branch and skipped"]),
+    (FITTED | {"forecast_weights": {"cond": [1.0]}}, ["forecast_weights={'cond': [1.0]}", "{branch: {skipped step"]),
     (FITTED | {"forecast_weights": {"cond": WEIGHTS}}, ["['cond']", "['cond', 'uncond']", "the same branches"]),
     (FITTED | {"schedule": "#.."}, ["'cond' at step 1 combine the steps []", "computed steps before it"]),
     (
@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["step 2 combine the steps [0,"],
     ),
     (FITTED | {"schedule": "#.##."}, ["'cond' at step 1 combine the steps []", "computed steps before it"]),
-    (FITTED | {"forecast_weights": {"*": {"2": {"1": NAN}}}, "schedule": "##."}, ["{'1': nan}", "a finite weight"]),
+    (FITTED | {"forecast_weights": {"*": {"2": {"1": NAN}}}, "schedule": "##."}, ["{'1': nan}", "finite weights"]),
     (
         FITTED | {"forecast_weights": {"*": {"2": {"3": 1.0}}}, "schedule": "##.#"},
         ["combine the steps [3]"],
@@ -120,7 +120,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (outliers(branch="third"), ["outliers: step 1 of 'third'", "'cond', 'uncond'"]),
     (outliers(error=-1.0), ["outliers: error=-1.0", "from 0 upwards"]),
     (outliers(error=NAN), ["outliers: error=nan", "from 0 upwards"]),
-    (outliers(weights=[1.0]), ["outliers={'cond': {1: [1.0]}}", "a finite weight for each"]),
+    (outliers(weights=[1.0]), ["outliers={'cond': {1: [1.0]}}", "with finite weights"]),
     (outliers(weights={}), ["outliers={'cond': {1: {}}}", "finite"]),
     (outliers(weights={"1": 1.0}), ["outliers: weights of the steps [1]", "computed steps before 1"]),
     (
@@ -157,7 +157,7 @@ def test_a_refusal_names_the_value_and_what_was_expected(settings: dict[Any, Any
 
 @pytest.mark.parametrize("settings", [[("rel_l1_thresh", 0.2)], "rel_l1_thresh=0.2", 0.2, True])
 def test_only_a_mapping_is_read(settings: Any) -> None:
-    with pytest.raises(SettingError, match=r"cache=.*; a TeaCacheConfig, a mapping"):
+    with pytest.raises(SettingError, match=r"cache=.*; expected a TeaCacheConfig, a mapping"):
         TeaCacheConfig.read(settings)
 
 

@@ -236,7 +236,7 @@ def test_what_is_not_a_number_is_not_below_any_threshold() -> None:
     [
         ("flux", {}, "rescaled by the coefficients of FLUX.1-dev"),
         ("flux", {"coefficients": GIVEN}, "rescaled by the coefficients of the settings"),
-        ("flux2-klein", {}, "taken as it is"),
+        ("flux2-klein", {}, "not rescaled"),
     ],
 )
 def test_a_hook_says_what_it_uses(name: str, settings: dict[str, object], says: str) -> None:

@@ -353,7 +353,7 @@ def test_a_new_state_has_nothing_to_give() -> None:
     assert state.obstacle(inputs(1), asks=True) == "nothing stored", "there is no signal to compare with"
     computed(state, 1, signal=SIGNAL)
     assert state.obstacle(inputs(1), asks=True) is None
-    assert state.obstacle(inputs(1, UNCOND[:, :2]), asks=True) == "inputs have another form"
+    assert state.obstacle(inputs(1, UNCOND[:, :2]), asks=True) == "the shapes, dtypes or set of arguments changed"
     state.reset()
     assert state.obstacle(inputs(1), asks=False) == "nothing stored"
     assert tensors_in(state) == []

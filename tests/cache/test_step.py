@@ -88,7 +88,7 @@ def test_a_history_ends_at_inputs_of_another_form(settings: dict[str, Any]) -> N
     hook = apply_teacache_hook(model, settings)
     longer = [(torch.cat([at(index)[0]] * 2, dim=1), at(index)[1], COND) for index in range(4, 6)]
     found = steps(model, usual(4) + longer)
-    assert reasons(hook)[4] == "inputs have another form"
+    assert reasons(hook)[4] == "the shapes, dtypes or set of arguments changed"
     assert mask(hook) == "##..#."
     with torch.no_grad():
         assert torch.equal(found[4], Plain()(*longer[0]))
@@ -132,7 +132,7 @@ def test_several_calls_of_one_step_by_one_name_are_all_computed(settings: dict[s
                 found.append(model(*given))
     assert differing(found, exact) == []
     assert set(mask(hook)) == {"#"}
-    assert "several call sequences share this branch name" in reasons(hook)
+    assert "this branch was called twice at the same step" in reasons(hook)
 
 
 def test_a_sample_that_stays_is_no_step_where_nobody_counts_them() -> None:
@@ -146,7 +146,7 @@ def test_a_sample_that_stays_is_no_step_where_nobody_counts_them() -> None:
             for when in (time, 0.99 * time):
                 found.append(model(sample, when, COND))
                 exact.append(bare(sample, when, COND))
-    assert reasons(hook)[1] == "the sample is that of the call before"
+    assert reasons(hook)[1] == "the sample is the same as in the previous call"
     assert differing(found, exact) == []
 
 
@@ -211,7 +211,7 @@ def test_a_time_on_a_device_that_stands_still_is_a_second_call_of_a_step() -> No
                 found.append(model(sample.clone(), time, COND))
                 exact.append(bare(sample.clone(), time, COND))
     assert differing(found, exact) == []
-    assert "several call sequences share this branch name" in reasons(hook)
+    assert "this branch was called twice at the same step" in reasons(hook)
 
 
 # ------------------------------------------------------------------------------------------------ branches that follow

@@ -115,9 +115,9 @@ def test_a_model_without_coefficients_says_so_and_borrows_none(caplog: pytest.Lo
     model = Plain()
     with caplog.at_level(logging.INFO):
         hook = apply_teacache_hook(model, {**UNGUARDED, "rel_l1_thresh": 0.3})
-    assert "No coefficients are known for Plain" in caplog.text
+    assert "No TeaCache coefficients are known for Plain" in caplog.text
     loop(model)
-    assert "taken as it is" in hook.stats().signal
+    assert "not rescaled" in hook.stats().signal
     steps, accumulated = hook.stats().branches["only"].steps, 0.0
     for step in steps[1:]:
         assert step.distance is not None

@@ -227,7 +227,7 @@ def test_spellings_of_vllm_omni_are_understood_and_unknown_ones_refused(pipe: An
         assert attached.features == ("cache", "offload")
     with pytest.raises(SettingError, match=r"'ofload' is not a setting of attach. Did you mean 'offload'\?"):
         attach(pipe, ofload="model")
-    with pytest.raises(SettingError, match="cache was given, and cache_backend too"):
+    with pytest.raises(SettingError, match="cache and cache_backend were both given"):
         attach(pipe, cache="forecast", cache_backend="forecast")
 
 

@@ -131,7 +131,7 @@ def test_a_process_alone_needs_no_ranks(folder: Path) -> None:
 
 def test_a_loaded_pipeline_cannot_go_to_other_processes(folder: Path) -> None:
     config = OmniDiffusionConfig(str(folder), device="cpu", cfg_parallel_size=2)
-    with pytest.raises(SettingError, match="A loaded pipeline stays in this process, and these settings need 2"):
+    with pytest.raises(SettingError, match="These settings need 2 processes, and a loaded pipeline cannot be sent"):
         start_worker(config, pipeline=object())
 
 

@@ -1,4 +1,4 @@
-"""Worker processes: heard, and ended."""
+"""Worker processes: heard, and stopped."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_what_the_pipeline_refuses_is_a_setting_error(tiny: Worker) -> None:
 
 def test_guidance_that_has_no_effect_is_noted(tiny: Worker) -> None:
     (note,) = generate(tiny, "a cat", OmniDiffusionSamplingParams(guidance_scale=9.0, num_inference_steps=1)).notes
-    assert note == "guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale"
+    assert note == "guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale"
 
 
 def test_a_class_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_wrong_settings_are_refused() -> None:
         read_method({"rel_l1_tresh": 0.2})
     with pytest.raises(SettingError, match=r"'forecats'.*'forecast'"):
         read_method({"backend": "forecats"})
-    with pytest.raises(SettingError, match="'none' is not a cache"):
+    with pytest.raises(SettingError, match="'none' means no cache"):
         read_method("none")
 
 

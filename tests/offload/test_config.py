@@ -21,7 +21,7 @@ from samovar.offload import OffloadConfig, Timing
         ({"activations": {"vae": "much"}}, "activations", "activations='much'"),
         ({"device": "gpu"}, "device", "device='gpu' is not a device"),
         ({"device": "xpu"}, "device", "device='xpu' cannot be used for offload"),
-        ({"skipped": 1.0}, "skipped", "skipped=1.0; a share from 0 to below 1"),
+        ({"skipped": 1.0}, "skipped", "skipped=1.0; expected a fraction from 0 to below 1"),
         ({"skipped": -0.1}, "skipped", "skipped=-0.1"),
         ({"timing": {"bus": 1}}, "bus", "'bus' is not a setting of timing"),
     ],
@@ -52,7 +52,7 @@ def test_a_config_is_read_from_a_name_a_mapping_or_a_file(tmp_path: Path) -> Non
     [
         ("layers", r"offload='layers'. Did you mean 'layerwise'"),
         ({"gpu_memry": 1}, r"'gpu_memry' is not a setting of offload. Did you mean 'gpu_memory'"),
-        (3, r"offload=3; a OffloadConfig, a mapping"),
+        (3, r"offload=3; expected a OffloadConfig, a mapping"),
         ("missing.json", "'missing.json' cannot be read"),
     ],
 )

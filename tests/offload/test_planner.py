@@ -113,7 +113,9 @@ def test_activations_that_nobody_measured_are_assumed_and_said_to_be() -> None:
     found = planned(PIPELINE, gpu_memory=23 * GIB)
     assert "assumed to be 1.00 GiB" in found.notes[0]
     assert planned(PIPELINE, gpu_memory=23 * GIB, activations=0).notes == ()
-    with pytest.raises(SettingError, match=r"'transfomer' is not a component with activations.*'transformer'"):
+    with pytest.raises(
+        SettingError, match=r"'transfomer' is not a component of this pipeline .in activations.*'transformer'"
+    ):
         planned(PIPELINE, gpu_memory=GIB, activations={"transfomer": 1})
 
 

@@ -109,7 +109,7 @@ def test_what_two_groups_share_is_found_by_memory_not_by_name() -> None:
 
 
 class Quantised(torch.nn.Parameter):
-    """A parameter that is more than its memory."""
+    """A parameter that is not one plain block of memory."""
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ class Quantised(torch.nn.Parameter):
         (torch.nn.Parameter(torch.zeros(2, 2).to_sparse()), "is torch.sparse_coo"),
     ],
 )
-def test_what_is_more_than_its_memory_is_refused_by_name(parameter: torch.nn.Parameter, expected: str) -> None:
+def test_what_is_not_plain_memory_is_refused_by_name(parameter: torch.nn.Parameter, expected: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0].register_parameter("odd", parameter)
     with pytest.raises(ModelError, match=rf"transformer\.0\.odd cannot be offloaded: it {expected}"):

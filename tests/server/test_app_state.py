@@ -87,10 +87,10 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
     [
         (
             Limits(max_pixels=1000),
-            "max_pixels is 1000, and the model's own default, size 40x30, is 1200. Raise --max-p",
+            "The model's default size, 40x30, has 1200 pixels, more than max_pixels=1000. Raise --max-p",
         ),
-        (Limits(max_steps=4), "max_steps is 4, and the model's own default, num_inference_steps, is 5"),
-        (Limits(max_images=1), "max_images is 1"),
+        (Limits(max_steps=4), "The model's default num_inference_steps is 5, more than max_steps=4"),
+        (Limits(max_images=1), "more than max_images=1"),
     ],
 )
 def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:

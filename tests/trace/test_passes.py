@@ -229,7 +229,7 @@ def test_blocks_that_are_called_in_another_way_are_noticed(by_name: bool) -> Non
     model.by_name = not by_name
     step = StepPass(trace, "skip", stored(first))
     gated.through(step, gated.inputs(*at(1), COND))
-    assert step.lost == "a block of 'blocks' is called in another way than before"
+    assert step.lost == "a block of 'blocks' got other arguments than in the traced forward"
 
 
 def test_a_block_that_returns_something_else_is_noticed() -> None:
@@ -240,7 +240,7 @@ def test_a_block_that_returns_something_else_is_noticed() -> None:
     model.blocks[2].register_forward_hook(lambda module, args, output: (output, output))
     step = StepPass(trace, "compute")
     gated.through(step, gated.inputs(*at(1), COND))
-    assert step.lost == "a block of 'blocks' returned another form than before"
+    assert step.lost == "a block of 'blocks' returned other shapes than in the traced forward"
 
 
 KEPT = {
@@ -418,7 +418,7 @@ class Strict(Plain):
 
 def test_a_model_that_refuses_another_sample_is_not_skipped() -> None:
     gated = Gated(Strict())
-    with pytest.raises(ModelError, match=r"which of its blocks see the sample cannot be tried \(ValueError: another"):
+    with pytest.raises(ModelError, match=r"could not test which blocks depend on the sample \(ValueError: another"):
         gated.rehearsed(gated.inputs(*at(0), COND))
 
 
@@ -443,7 +443,7 @@ def test_a_model_that_cannot_be_tried_is_not_skipped(monkeypatch: pytest.MonkeyP
     watched, output = gated.watched(gated.inputs(*at(0), COND))
     rehearsal = Rehearsal(gated.model, gated.gates.by_module, watched, (*at(0), COND), {})
     monkeypatch.setitem(globals(), "HOME", [False])
-    with pytest.raises(ModelError, match=r"cannot be tried outside its run \(RuntimeError: not at home\)"):
+    with pytest.raises(ModelError, match=r"a trial of the model failed \(RuntimeError: not at home\)"):
         rehearsal.rehearse(output, lambda with_time: ((*at(1), COND), {}))
 
 
@@ -493,7 +493,7 @@ def test_a_replay_that_goes_another_way_says_so() -> None:
     gated.model.order = (0, 1)
     replay, step = Replay(gated.model, gated.gates.by_module, trace), StepPass(trace, "skip", stored(residuals))
     replay.skip(step, (*at(0), COND), {})
-    assert step.lost == "the forward ended before 'blocks'"
+    assert step.lost == "the forward ended before it called the next block of 'blocks'"
 
 
 def test_a_replay_that_the_model_refuses_fails_and_the_next_one_works() -> None:

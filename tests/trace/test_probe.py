@@ -423,7 +423,9 @@ def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", look_up)
     tiny_flux_pipeline().transformer.save_pretrained(tmp_path)
     for source in ("FluxPipeline", "black-forest-labs/FLUX.1-dev", str(tmp_path), str(tmp_path / "nowhere")):
-        with pytest.raises(ModelError, match=f"'{source}' cannot be run: a local folder that holds a whole pipeline"):
+        with pytest.raises(
+            ModelError, match=f"'{source}' cannot be run; expected a local folder that holds a whole pipeline"
+        ):
             survey_by_running(source)
 
 

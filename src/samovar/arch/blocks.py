@@ -97,7 +97,7 @@ class BlockStack:
         values = output_values(output)
         if len(values) != len(self.streams):
             raise ModelError(
-                f"A block of {self.path!r} returned {len(values)} values; {len(self.streams)} were expected. "
+                f"A block of {self.path!r} returned {len(values)} values; expected {len(self.streams)}. "
                 "Probe the model again with its present inputs."
             )
         return list(zip(self.streams, values, strict=True))
@@ -125,7 +125,7 @@ def output_values(output: Any) -> tuple[Any, ...]:
     if isinstance(output, (tuple, list)):
         return tuple(output)
     raise ModelError(
-        f"A block returned {type(output).__name__}; a tensor, a tuple or a list was expected. Register an "
+        f"A block returned {type(output).__name__}; expected a tensor, a tuple or a list. Register an "
         "extractor for such a model."
     )
 

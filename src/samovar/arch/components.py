@@ -172,7 +172,7 @@ def _declared_names(pipeline: Any, attribute: str) -> Sequence[str]:
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         example = [names] if isinstance(names, str) else ["transformer"]
         raise DeclarationError(
-            f"{type(pipeline).__name__}.{attribute} is {names!r}; a list of attribute names was expected, "
+            f"{type(pipeline).__name__}.{attribute} is {names!r}; expected a list of attribute names, "
             f"such as {example!r}."
         )
     return names

@@ -1,8 +1,8 @@
 """What does structure alone not explain? A few lines of data for each such model.
 
-A declaration is keyed by the model's class name and overrides what was found. Every field is optional. None of
-diffusers' models needs one. A model of another library whose blocks look different is declared by
-`register_declaration`.
+A declaration is keyed by the model's class name and overrides what was found. Every field is optional. A class of
+diffusers is declared in `DECLARATIONS`, which ships with Samovar; none needs it today. A class of your own or of another
+library is declared by `register_declaration`, from the code that defines or imports it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def register_declaration(class_name: str, declaration: BlockDeclaration) -> None
     for name, value in (("stacks", declaration.stacks), ("side", declaration.side), *declaration.carried.items()):
         if isinstance(value, str):
             raise DeclarationError(
-                f"The declaration for {class_name} has {name}={value!r}, a string; a tuple was expected: ({value!r},)."
+                f"The declaration for {class_name} has {name}={value!r}, a string; expected a tuple: ({value!r},)."
             )
     DECLARATIONS[class_name] = declaration
 
@@ -66,9 +66,7 @@ def declaration_for(model: torch.nn.Module) -> BlockDeclaration:
             raise DeclarationError(f"The declaration for {name} names the stack {path!r} twice. Name it once.")
         if path not in lists:
             what = f"is a {type(parts[path]).__name__}" if len(parts[path]._modules) else "is empty"
-            raise _misfit(
-                model, f"names {path!r} as a stack, but it {what}; a list of modules was expected", path, lists
-            )
+            raise _misfit(model, f"names {path!r} as a stack, but it {what}; expected a list of modules", path, lists)
     return declaration
 
 

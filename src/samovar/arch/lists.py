@@ -64,8 +64,8 @@ def _declared_paths(model: torch.nn.Module) -> Iterator[str]:
         else:
             problem = f"is a {type(parts[path]).__name__}" if path in parts else "does not exist"
             warnings.warn(
-                f"{type(model).__name__}.{attribute} names {path!r}, which {problem}; a list of blocks was "
-                "expected. It is ignored. Correct the path.",
+                f"{type(model).__name__}.{attribute} names {path!r}, which {problem}; expected a list of "
+                "blocks. It is ignored. Correct the path.",
                 stacklevel=2,
             )
 

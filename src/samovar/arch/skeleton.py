@@ -133,8 +133,8 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     if not entries:
         raise ModelError(
-            f"{folder / 'model_index.json'} lists no components; entries such as "
-            '"transformer": ["diffusers", "FluxTransformer2DModel"] were expected. Save the pipeline again with '
+            f"{folder / 'model_index.json'} lists no components; expected entries such as "
+            '"transformer": ["diffusers", "FluxTransformer2DModel"]. Save the pipeline again with '
             "save_pretrained."
         )
     parts: Parts = {}

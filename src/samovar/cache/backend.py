@@ -249,8 +249,8 @@ class CacheChoice:
             cache = {"backend": cache}
         if not isinstance(cache, Mapping):
             raise SettingError(
-                f"cache={cache!r}; a name such as 'tea_cache', a TeaCacheConfig, a mapping such as "
-                "{'rel_l1_thresh': 0.2} or a file with one was expected.",
+                f"cache={cache!r}; expected a name such as 'tea_cache', a TeaCacheConfig, a mapping such as "
+                "{'rel_l1_thresh': 0.2} or a file with one.",
                 param="cache",
             )
         settings = {name: value for name, value in cache.items() if name != "backend"}

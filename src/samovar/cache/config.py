@@ -201,7 +201,7 @@ def _written(config: TeaCacheConfig) -> str:
 
 
 def _refusal(name: str, value: Any, expected: str, hint: str = "") -> SettingError:
-    message = f"{name}={value!r:.200}; {expected} was expected. {hint}".rstrip()
+    message = f"{name}={value!r:.200}; expected {expected}. {hint}".rstrip()
     return SettingError(message, param=name.partition(":")[0])
 
 
@@ -235,7 +235,7 @@ def _read_schedule(schedule: Any) -> Mask | dict[str, Mask] | None:
     masks = {name: _read_mask(mask) for name, mask in schedule.items()}
     if len({len(mask) for mask in masks.values()}) != 1 or not all(isinstance(name, str) for name in masks):
         hint = f"{EVERY_BRANCH!r} stands for every branch that is not named."
-        raise _refusal("schedule", schedule, "one mask for each branch name, all of the same length,", hint)
+        raise _refusal("schedule", schedule, "one mask for each branch name, all of the same length", hint)
     return masks
 
 
@@ -244,7 +244,7 @@ def _read_mask(schedule: Any) -> Mask:
     if isinstance(schedule, str):
         steps = [{"#": True, ".": False}.get(sign) for sign in schedule]
     if not steps or not all(isinstance(step, (bool, int)) and step in (0, 1) for step in steps):
-        expected = "one True or False for each step, or a string of '#' (computed) and '.' (skipped),"
+        expected = "one True or False for each step, or a string of '#' (computed) and '.' (skipped)"
         raise _refusal("schedule", schedule, expected)
     if not steps[0]:
         raise SettingError(
@@ -255,8 +255,9 @@ def _read_mask(schedule: Any) -> Mask:
 
 def _read_weights(weights: Any, name: str) -> dict[str, dict[int, dict[int, float]]]:
     """With integers for steps, which JSON has as strings."""
-    expected = "by branch and skipped step, a finite weight for each computed step combined (samovar.lab.fitting)"
-    refusal = _refusal(name, weights, f"{expected}, such as {{'cond': {{'3': {{'2': 1.9, '1': -0.9}}}}}},")
+    expected = "{branch: {skipped step: {computed step: weight}}} with finite weights"
+    example = {"cond": {"3": {"2": 1.9, "1": -0.9}}}
+    refusal = _refusal(name, weights, f"{expected}, such as {example!r}", "Fit them: samovar.lab.fitting.")
     try:
         read = {
             str(branch): {int(step): {int(old): float(w) for old, w in row.items()} for step, row in steps.items()}
@@ -274,25 +275,25 @@ def _check_fitted(config: TeaCacheConfig) -> None:
     weights, problem = config.forecast_weights, None
     if (config.forecast == "fitted") != (weights is not None):
         problem = (
-            f"forecast={config.forecast!r} {'without' if weights is None else 'with'} forecast_weights; 'fitted' and "
-            "its weights were expected together. Fit them: samovar.lab.fitting."
+            f"forecast={config.forecast!r} {'without' if weights is None else 'with'} forecast_weights; expected "
+            "'fitted' together with its weights. Fit them: samovar.lab.fitting."
         )
     elif weights is not None and (config.schedule is None or config.forecast_of != "output"):
         problem = (
-            f"forecast='fitted' with schedule={config.schedule!r} and forecast_of={config.forecast_of!r}; the schedule "
-            "that its weights were fitted for and forecast_of='output' were expected."
+            f"forecast='fitted' with schedule={config.schedule!r} and forecast_of={config.forecast_of!r}; expected "
+            "the schedule that its weights were fitted for, and forecast_of='output'."
         )
     elif weights == {} or (weights and isinstance(config.schedule, Mapping) and set(weights) != set(config.masks)):
         problem = (
-            f"forecast_weights of the branches {sorted(weights)!r} for schedules of {sorted(config.masks)!r}; the same "
-            "branches were expected."
+            f"forecast_weights of the branches {sorted(weights)!r} for schedules of {sorted(config.masks)!r}; expected "
+            "the same branches."
         )
     else:
         for branch, step, row, mask in _rows(config):
             if not row or not all(0 <= old < step and mask[old] for old in row):
                 problem = (
-                    f"forecast_weights of {branch!r} at step {step} combine the steps {sorted(row)!r}; computed steps "
-                    "before it were expected. Fit the weights to the schedule that they are used with."
+                    f"forecast_weights of {branch!r} at step {step} combine the steps {sorted(row)!r}; expected "
+                    "computed steps before it. Fit the weights to the schedule that they are used with."
                 )
                 break
     if problem is not None:
@@ -312,7 +313,7 @@ def _read_outliers(outliers: Any) -> OutlierSchedule | None:
     names = [field.name for field in dataclasses.fields(OutlierSchedule)]
     is_whole = isinstance(outliers, Mapping) and set(names) <= set(outliers)
     if not is_whole and not isinstance(outliers, OutlierSchedule):
-        raise _refusal("outliers", outliers, f"a mapping with {', '.join(names)}, as samovar tune saves it,")
+        raise _refusal("outliers", outliers, f"a mapping with {', '.join(names)}, as samovar tune saves it")
     return read_config(OutlierSchedule, outliers, "outliers")
 
 
@@ -325,15 +326,15 @@ def _check_outliers(config: TeaCacheConfig) -> None:
     if config.forecast != "fitted" or set(config.masks) != set(plan.masks):
         problem = (
             f"a schedule of {sorted(plan.masks)!r} beside one of {sorted(config.masks)!r} with "
-            f"forecast={config.forecast!r}; the same branches and 'fitted' were expected"
+            f"forecast={config.forecast!r}; expected the same branches and 'fitted'"
         )
     elif mask is None or step >= len(mask) or not mask[step]:
-        problem = f"step {step} of {outliers.branch!r}; a computed step of one of {sorted(config.masks)!r} was expected"
+        problem = f"step {step} of {outliers.branch!r}; expected a computed step of one of {sorted(config.masks)!r}"
     elif not all(0 <= old < step and mask[old] for old in outliers.weights):
-        problem = f"weights of the steps {sorted(outliers.weights)!r}; computed steps before {step} were expected"
+        problem = f"weights of the steps {sorted(outliers.weights)!r}; expected computed steps before {step}"
     elif any(plan.masks[name][: step + 1] != usual[: step + 1] for name, usual in config.masks.items()):
         problem = f"a schedule that differs in its first {step + 1} steps; only later steps may differ"
     elif plan.scheduled_steps != config.scheduled_steps:
-        problem = f"a schedule of {plan.scheduled_steps} steps; {config.scheduled_steps} steps were expected"
+        problem = f"a schedule of {plan.scheduled_steps} steps; expected {config.scheduled_steps} steps"
     if problem is not None:
         raise SettingError(f"outliers: {problem}.", param="outliers")

@@ -17,8 +17,8 @@ import torch
 
 from ..errors import SettingError
 from ..trace.passes import Mode
-from . import inputs as change
 from .config import TeaCacheConfig
+from .inputs import Pair, size
 
 Rescale = Callable[[float], float]
 
@@ -144,15 +144,15 @@ class Signal:
 
     def __init__(self, value: torch.Tensor, source: Hashable = None) -> None:
         self.value = value.detach()
-        self.size = change.size(self.value)
+        self.size = size(self.value)
         self.source = source
         """Where it was read; signals of two sources cannot be compared."""
 
-    def change(self, now: Signal) -> change.Pair | None:
+    def change(self, now: Signal) -> Pair | None:
         """How much a later one differs, and how large this one is; None if they cannot be compared."""
         if (self.source, self.value.shape, self.value.device) != (now.source, now.value.shape, now.value.device):
             return None
-        return [change.size(now.value - self.value), self.size]
+        return [size(now.value - self.value), self.size]
 
 
 class Measured(NamedTuple):
@@ -166,8 +166,8 @@ class Measured(NamedTuple):
 
 
 def measure(
-    signal: change.Pair | None,
-    others: Sequence[change.Pair],
+    signal: Pair | None,
+    others: Sequence[Pair],
     times: Sequence[torch.Tensor],
     agree: Agree | None,
     device: torch.device | None = None,
@@ -180,7 +180,7 @@ def measure(
         signal = torch.tensor([torch.inf, 1.0], device=device).unbind()
     pairs = torch.stack([part.to(signal[0].device, torch.float32) for pair in (signal, *others) for part in pair])
     if agree is not None:
-        pairs = (agree.within_branch if within_branch else agree)(_in_four(pairs))
+        pairs = (agree.within_branch if within_branch else agree)(_signal_and_worst_other(pairs))
     count = len(pairs)
     numbers = torch.cat([pairs, *(time.max().reshape(1).to(pairs) for time in times)]).tolist()
     distances = [_relative(*pair) for pair in zip(numbers[:count:2], numbers[1:count:2], strict=True)]
@@ -199,7 +199,7 @@ def _relative(changed: float, size: float) -> float:
     return math.inf if math.isnan(relative) or relative >= _HUGE else relative
 
 
-def _in_four(pairs: torch.Tensor) -> torch.Tensor:
+def _signal_and_worst_other(pairs: torch.Tensor) -> torch.Tensor:
     """The signal's pair, and one for the largest of the others: ranks exchange equally many numbers."""
     change_of_others, size_of_others = pairs[2::2], pairs[3::2]
     largest = pairs.new_zeros(1)

@@ -271,7 +271,7 @@ class BlockModel(CacheableModel):
         self._lose(inputs.signature, step.lost)
         if step.mode == "skip":
             output = forward(*spare)
-        return Outcome(output, True, None, signal, "the blocks are called in another way than before")
+        return Outcome(output, True, None, signal, "the blocks were called in another way than in the traced forward")
 
     def _ask_ahead(self, form: _Form, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Read the signal of a model with blocks before the leader from its shadow, so that they need not run where

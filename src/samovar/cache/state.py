@@ -17,11 +17,10 @@ import torch
 from ..hooks import BaseState, Run
 from ..trace.forward import Tensors
 from ..trace.passes import Outlook
-from . import inputs as change
 from .config import TeaCacheConfig
 from .decision import Signal, Step, Verdict
 from .forecast import History, OutputForm, take_apart
-from .inputs import Inputs, Sample, on_host
+from .inputs import Inputs, Sample, Watch, on_host, watch
 
 
 class Last(NamedTuple):
@@ -60,7 +59,7 @@ class Clock:
         self.last_time: torch.Tensor | float | None = None
         """Time of the branch's last call, as given."""
         self.is_unclear = False
-        """Whether it may have been: the sample is that of the call before, at another time."""
+        """Whether the branch may already have been called in this step: its sample is unchanged, its time is not."""
         self.has_gap = False
         """Whether its branch missed the step before."""
         self._loop: Any = None
@@ -147,7 +146,7 @@ class TeaCacheState(BaseState):
         """Residuals of blocks before the leader, where the output is forecast."""
         self.form: OutputForm | None = None
         """Form of the model's output, where that is forecast."""
-        self.watched: change.Watch = {}
+        self.watched: Watch = {}
         self.numbers: tuple[float, ...] = ()
         self.objects: list[Any] = []
         """Tensors, numbers and other inputs that should not change."""
@@ -157,7 +156,7 @@ class TeaCacheState(BaseState):
         if not len(self.history) or (asks and self.signal is None):
             return "nothing stored"
         if inputs.signature != self.signature:
-            return "inputs have another form"
+            return "the shapes, dtypes or set of arguments changed"
         same = inputs.numbers == self.numbers and len(inputs.objects) == len(self.objects)
         return None if same and all(map(_is_same, inputs.objects, self.objects)) else "conditioning changed"
 
@@ -165,7 +164,7 @@ class TeaCacheState(BaseState):
         """Note a computed step; `store` keeps its result."""
         if self.signature != inputs.signature or self.numbers != inputs.numbers:
             self.reset()
-        self.signature, self.numbers, self.watched = inputs.signature, inputs.numbers, change.watch(inputs)
+        self.signature, self.numbers, self.watched = inputs.signature, inputs.numbers, watch(inputs)
         self.generation, self.objects = generation, inputs.objects
         self.signal = signal or self.signal
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
@@ -188,7 +187,7 @@ class TeaCacheState(BaseState):
         self.skipped_in_a_row += 1
         self.accumulated_rel_l1_distance = accumulated
         if others_changed:  # Changes add up from step to step, like the signal's.
-            self.watched = change.watch(inputs)
+            self.watched = watch(inputs)
 
     def forecast_output(self, outlook: Outlook) -> Any:
         """The output of a skipped step, where outputs are forecast."""

@@ -115,7 +115,7 @@ class CacheStats:
         if self.problem:
             lines.append(f"  nothing is skipped: {self.problem}")
         if self.coverage is not None:
-            lines.append(f"  a skipped step runs no block: {self.coverage}")
+            lines.append(f"  a skipped step leaves out all blocks: {self.coverage}")
         width = max(map(len, self.branches), default=0)
         for name, branch in self.branches.items():
             counts = f"{branch.computed} computed, {branch.skipped} skipped"

@@ -13,18 +13,17 @@ import torch
 
 from ..hooks import CallContext
 from ..trace.passes import Outlook
-from . import inputs as change
 from .config import OutlierSchedule, TeaCacheConfig
 from .decision import Agree, Measured, Rescale, Signal, Verdict, judge, measure
 from .forecast import find_outliers
-from .inputs import Inputs, is_on_host
+from .inputs import Inputs, Pair, changes, is_on_host
 from .model import CacheableModel, Forward, Instruction, Outcome
 from .state import Clock, TeaCacheState
 from .stats import StepRecord
 
 NEW_RUN = "a new run"
-"""The reason of a step whose time, read from a device, is an earlier one."""
-AGAIN = "several call sequences share this branch name"
+"""Why a step is computed whose timestep, once read from the device, has gone backwards: a new run has begun."""
+AGAIN = "this branch was called twice at the same step"
 """The reason of a call that may not be a step; nothing of it is stored."""
 NEVER = ("settings", "min_steps")
 """Reasons for which no step of a run is ever skipped."""
@@ -45,7 +44,7 @@ class Plan(NamedTuple):
 
     verdict: Verdict
     outlook: Outlook | None = None
-    others: tuple[change.Pair, ...] = ()
+    others: tuple[Pair, ...] = ()
     """How much inputs other than sample and time have changed."""
 
 
@@ -70,7 +69,7 @@ class Steps(NamedTuple):
         if len(state.history) and state.generation != self.model.generation():
             state.reset()
             return self._computes("weights or adapters changed", call, verdict)
-        others = tuple(change.changes(inputs, state.watched)) if len(state.history) else ()
+        others = tuple(changes(inputs, state.watched)) if len(state.history) else ()
         has_changed = verdict.action != "ask" and self._have_changed(others)
         if has_changed:
             state.reset()
@@ -79,7 +78,7 @@ class Steps(NamedTuple):
         outlook = None
         obstacle = "conditioning changed" if has_changed else state.obstacle(inputs, asks=verdict.action == "ask")
         if obstacle is None and clock.is_unclear:
-            obstacle = "the sample is that of the call before"
+            obstacle = "the sample is the same as in the previous call"
         obstacle = obstacle or self._problem(inputs)
         if obstacle is None:
             outlook = self._outlook(call)
@@ -92,7 +91,7 @@ class Steps(NamedTuple):
             measure(None, (), (), self.agree, call.inputs.device)
         return Plan(Verdict("compute", why))
 
-    def _have_changed(self, others: tuple[change.Pair, ...]) -> bool:
+    def _have_changed(self, others: tuple[Pair, ...]) -> bool:
         """Whether a branch's inputs changed too much for its history to go on, where no signal will be asked."""
         if not others:
             return False

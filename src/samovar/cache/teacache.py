@@ -89,7 +89,7 @@ class TeaCacheHook(ModelHook, Handle):
         self._names = parameter_names(module)
         known = coefficients_for(module, self.config.coefficients)
         self.rescale_func = rescaling(known)
-        self._polynomial = f"rescaled by the coefficients of {known.origin}" if known else "taken as it is"
+        self._polynomial = f"rescaled by the coefficients of {known.origin}" if known else "not rescaled"
         self.extractor_fn = extractor_for(module)
         if self.extractor_fn is not None:
             self._model = ExtractorModel(module, self.extractor_fn)
@@ -97,7 +97,8 @@ class TeaCacheHook(ModelHook, Handle):
             self._model = BlockModel(module, HOOK_NAME)
         self._steps = Steps(self.config, self._model, self.rescale_func, self._agree)
         if known is None and self.config.schedule is None:
-            _logger.info("No coefficients are known for %s; its signal is taken as it is.", self._model_name)
+            text = "No TeaCache coefficients are known for %s; changes of its signal are used without rescaling."
+            _logger.info(text, self._model_name)
         return module
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:

@@ -35,7 +35,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
 def add_model(parser: Any, what: str = "a built-in model, a folder in diffusers format, or a hub name") -> None:
     """A model is given as an argument or by --model; `model_of` reads it."""
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=f"{what} (emoji)")
-    parser.add_argument("--model", metavar="MODEL", help="another way to give it")
+    parser.add_argument("--model", metavar="MODEL", help="the model, as an option instead of an argument")
 
 
 def model_of(options: argparse.Namespace) -> str | None:

@@ -27,7 +27,7 @@ def add_inspect(commands: Any) -> None:
     parser = arguments.add_command(commands, _inspect)
     arguments.add_model(parser, _MODEL)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    parser.add_argument("--probe", action="store_true", help="load it and run two steps to see what its blocks carry")
+    parser.add_argument("--probe", action="store_true", help="run two steps to see which values its blocks pass on")
 
 
 def add_plan(commands: Any) -> None:
@@ -123,7 +123,7 @@ def _print_report(report: ModelReport) -> None:
         anatomy = part.anatomy
         print(f"\n{_paint(part.name, 1)}  {_paint(f'stacks of {part.class_name}', 2)}")
         stacks = [
-            (s.path, f"{len(s)} x {' / '.join(s.block_classes)}", format_bytes(s.num_bytes), _carries(s))
+            (s.path, f"{len(s)} x {' / '.join(s.block_classes)}", format_bytes(s.num_bytes), _passed_on(s))
             for s in anatomy.stacks
         ]
         for row in aligned(stacks, right=(2,)) or [_paint("none found", 2)]:
@@ -140,18 +140,18 @@ def _print_report(report: ModelReport) -> None:
         print(f"  {feature.name:{width}}  {works}  {_paint(feature.reason, 2)}")
 
 
-def _carries(stack: BlockStack) -> str:
+def _passed_on(stack: BlockStack) -> str:
     if not stack.streams:
-        return "carries: not known before a probe"
-    values = (f"{s.parameter or '(not carried)'}{f' [{s.kind}]' if s.kind else ''}" for s in stack.streams)
-    return f"carries {', '.join(values)}"
+        return "passes on: unknown without --probe"
+    values = (f"{s.parameter or '(not passed on)'}{f' [{s.kind}]' if s.kind else ''}" for s in stack.streams)
+    return f"passes on {', '.join(values)}"
 
 
 def _size_of(part: ComponentReport) -> tuple[str, str]:
     from ..offload import format_bytes
 
     if part.num_parameters is None or part.num_bytes is None:
-        return "", "as in its checkpoint"
+        return "", "unknown without a checkpoint"
     size, unit = next((size, unit) for size, unit in _UNITS if part.num_parameters >= size)
     return f"{part.num_parameters / (size or 1):.2f} {unit}", format_bytes(part.num_bytes)
 

@@ -37,8 +37,8 @@ def add_calibrate(commands: Any) -> None:
 def add_tune(commands: Any) -> None:
     parser = _add_command(commands, _tune)
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--target-psnr", type=float, metavar="DB", help="at least this close to the exact images")
-    target.add_argument("--target-lpips", type=float, metavar="X", help="at most this different from them")
+    target.add_argument("--target-psnr", type=float, metavar="DB", help="PSNR to the exact images in dB, at least")
+    target.add_argument("--target-lpips", type=float, metavar="X", help="LPIPS to the exact images, at most")
     target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
     _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
@@ -48,12 +48,11 @@ def add_tune(commands: Any) -> None:
 def add_bench(commands: Any) -> None:
     parser = _add_command(commands, _bench)
     parser.add_argument("--plot-from", type=Path, metavar="FILE", help="only plot the curves of a saved bench.json")
-    parser.add_argument(
-        "--only", metavar="WORDS", action="append", default=[], help="methods with this name; repeatable"
-    )
+    parser.add_argument("--only", metavar="WORDS", action="append", default=[],
+                        help="only methods whose name contains this; may be repeated")  # fmt: skip
     parser.add_argument("--cache", action="append", metavar="SETTING", help=_CACHE_HELP)
     parser.add_argument("--alone", type=int, default=8, metavar="N",
-                        help="images that adaptive methods also make one at a time, besides a batch (8)")  # fmt: skip
+                        help="number of images that adaptive methods make a second time, one by one (8)")  # fmt: skip
     _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
     _add_prompts(parser, "testing", 64, seeds=4, test="test-")
@@ -85,7 +84,8 @@ def _add_prompts(parser: Any, source: str, most: int, seeds: int = 1, test: str 
 
 
 def _add_refine(parser: Any) -> None:
-    parser.add_argument("--refine", type=int, default=0, metavar="N", help="changes of a schedule to try on images (0)")
+    parser.add_argument("--refine", type=int, default=0, metavar="N",
+                        help="how many variations of each schedule to test by making images (0)")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the commands

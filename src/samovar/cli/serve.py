@@ -31,12 +31,10 @@ def _add_address_options(group: Any) -> None:
     group.add_argument(
         "--open-metrics", action="store_true", dest="is_metrics_open", help="let /metrics be read without the key"
     )
-    group.add_argument(
-        "--cors-origin", action="append", dest="cors_origins", metavar="URL", help="a site whose pages may use it"
-    )
-    group.add_argument(
-        "--allowed-host", action="append", dest="allowed_hosts", metavar="NAME", help="its name behind a proxy"
-    )
+    group.add_argument("--cors-origin", action="append", dest="cors_origins", metavar="URL",
+                       help="a site whose pages may call the server")  # fmt: skip
+    group.add_argument("--allowed-host", action="append", dest="allowed_hosts", metavar="NAME",
+                       help="a host name by which clients reach the server, such as that of a proxy")  # fmt: skip
 
 
 def _add_limit_options(group: Any) -> None:

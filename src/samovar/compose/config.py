@@ -104,7 +104,7 @@ def _read_offload(offload: OffloadSetting, gpu_memory: str | int | None) -> Offl
         return config
     if config.gpu_memory not in (None, gpu_memory):
         raise SettingError(
-            f"gpu_memory={gpu_memory!r} was given, and {config.gpu_memory!r} in offload. Leave out one of the two.",
+            f"gpu_memory={gpu_memory!r} contradicts gpu_memory={config.gpu_memory!r} in offload. Give one of them.",
             param="gpu_memory",
         )
     return replace(config, gpu_memory=gpu_memory)
@@ -151,6 +151,6 @@ def _check_compile(value: Any, *, offloads: bool) -> None:
             )
     elif not isinstance(value, bool) and not callable(value):
         raise SettingError(
-            f"compile={value!r}; True, False, or a backend of torch.compile such as 'inductor' was expected.",
+            f"compile={value!r}; expected True, False, or a backend of torch.compile such as 'inductor'.",
             param="compile",
         )

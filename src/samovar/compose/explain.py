@@ -153,8 +153,10 @@ def _interactions(attached: Attached) -> Iterator[str]:
         yield f"the cache decides from the figures of all {config.num_ranks} ranks, so all ranks skip the same steps"
     if config.cache is not None and offloaded is not None:
         share = skipped_share(config.cache)
-        known = "unknown before a run and taken as 0" if share is None else f"{share:.0%}"
-        yield f"the offload planner counts on the share of skipped forwards, which is {known}"
+        if share is None:
+            yield "the offload planner does not know yet how many forwards will be skipped, and assumes none"
+        else:
+            yield f"the offload planner assumes that {share:.0%} of the forwards are skipped"
         yield "the cache keeps its own copies of the few weights that it needs to decide, if their block is offloaded"
     if offloaded is not None:
         yield f"the pipeline creates its latents on {offloaded.execution_device}, wherever its weights are"

@@ -66,8 +66,8 @@ def check_peers(denoisers: Mapping[str, torch.nn.Module], config: AttachConfig) 
         there = f"{peer.name} is on {peer.where}"
         if peer.kind == "cache" and config.cache is not None:
             raise SettingError(
-                f"{there}, and a second cache was asked for: each would take what the other reused for computed. Take "
-                "it off first (model.disable_cache(), or cache_dit.disable_cache), or leave out cache.",
+                f"{there}, and a second cache was asked for: each cache would mistake the other's reused results for "
+                "computed ones. Take it off (model.disable_cache(), or cache_dit.disable_cache), or leave out cache.",
                 param="cache",
             )
         if peer.kind == "cache" and config.num_ranks > 1:

@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether all ranks, which have all finished, are at the same place."""
+        """Whether the ranks can take the next batch: all ended this one in the same way."""
         endings = [
             [type(outcome) if isinstance(outcome, SamovarError) else None for outcome in answer.outcomes]
             for answer in self.answers.values()
@@ -107,10 +107,11 @@ class Batch:
     def timeout_error(self, config: OmniDiffusionConfig, now: float) -> EngineError | None:
         """The error if the worker hangs, else None."""
         if self.must_settle_by is not None and now >= self.must_settle_by:
-            return WorkerLostError(f"Other ranks did not follow {self.errors()}. All were ended: try again.")
+            problem = f"Other ranks did not answer after an error ({self.errors()})."
+            return WorkerLostError(f"{problem} All ranks were stopped and are being replaced: try again.")
         if now - self.last_heard < config.step_timeout_s:
             return None
         return StepTimeoutError(
-            f"The worker sent nothing for {config.step_timeout_s:g} s, {self.step}, and was ended. Try again; if steps "
-            "do take that long, raise step_timeout_s."
+            f"The worker sent nothing for {config.step_timeout_s:g} s, {self.step}, and was stopped. Try again; if "
+            "steps do take that long, raise step_timeout_s."
         )

@@ -84,8 +84,8 @@ def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWork
             return Worker(config, pipeline)
         if pipeline is not None:
             raise SettingError(
-                f"A loaded pipeline stays in this process, and these settings need {config.num_ranks}. Give the "
-                "model's name or folder, or start this script with torchrun.",
+                f"These settings need {config.num_ranks} processes, and a loaded pipeline cannot be sent to another "
+                "process. Give the model's name or folder, or start this script with torchrun.",
                 param="model",
             )
         return MultirankWorker(config)

@@ -1,4 +1,4 @@
-"""How are worker processes started, heard and ended? One for each rank; together they make one image."""
+"""How are worker processes started, heard and stopped? One for each rank; together they make one image."""
 
 from __future__ import annotations
 

@@ -156,6 +156,6 @@ class _StepHook(ModelHook):
         return args, kwargs
 
     def end(self) -> None:
-        """The last step has no next one that would show its end."""
+        """Report the last step, which no later call ends."""
         if self._step is not None:
             self._watch.end_step(self._step - self._first, None)

@@ -1,6 +1,6 @@
 """Who keeps a worker busy and alive? The supervisor, in its own thread.
 
-It gives the worker one batch at a time, passes on what it reports, ends it when it hangs and replaces it when it has
+It gives the worker one batch at a time, passes on what it reports, stops it when it hangs and replaces it when it has
 ended. One lock guards all state; messages from worker processes wait in an inbox for the thread's next turn.
 """
 
@@ -236,8 +236,8 @@ class Supervisor:
             error = self._batch.timeout_error(self.config, now)
         elif self._group is not None and not self._is_loaded() and now - self._group.since >= limit:
             error = StepTimeoutError(
-                f"The worker did not load the model within {limit:g} s, and was ended. Is the disk or the network very "
-                "slow? If loading does take that long, raise load_timeout_s."
+                f"The worker did not load the model within {limit:g} s, and was stopped. Is the disk or the network "
+                "very slow? If loading does take that long, raise load_timeout_s."
             )
         if error is not None:
             self._lose_worker(now, error)
@@ -250,7 +250,7 @@ class Supervisor:
             self._lose_worker(now, error)
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            self._lose_worker(now, EngineError(f"No worker process could be started: {reason}. Is memory left?"))
+            self._lose_worker(now, EngineError(f"No worker process could be started: {reason}. Is enough memory free?"))
         else:
             self._group = group
             self._restarts.count += self._ready is not None
@@ -274,7 +274,7 @@ class Supervisor:
 
     def _receive(self, group: WorkerGroup, rank: int, message: FromWorker | None, now: float) -> None:
         if group is not self._group:
-            return  # From a group that was ended.
+            return  # From a group that was stopped.
         if message is None:
             self._worker_ended(now, group)
         elif isinstance(message, Fatal):
@@ -305,7 +305,7 @@ class Supervisor:
     def _finish(self, batch: Batch, now: float) -> None:
         """All ranks have answered."""
         if not batch.can_go_on:
-            self._lose_worker(now, WorkerLostError(f"The ranks failed and were ended: {batch.errors()}"))
+            self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {batch.errors()}"))
             return
         self._batch = None
         for job, outcome in zip(batch.jobs, batch.answers[0].outcomes, strict=True):
@@ -364,7 +364,7 @@ class Supervisor:
         rest = max(1.0, self._restarts.next_start(now) - now)
         return EngineDownError(
             f"{self._restarts.max_crashes} workers ended within {self._restarts.window_s:g} s. The next one starts in "
-            f"{rest:.0f} s. The log of the worker, or its memory, may say why."
+            f"{rest:.0f} s. See the worker's log, and check whether the machine ran out of memory."
         )
 
     def _end_group(self, wait_s: float = 0.0) -> None:

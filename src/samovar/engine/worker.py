@@ -220,7 +220,7 @@ class Worker:
                 notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
         config = getattr(getattr(self._pipeline, "transformer", None), "config", {})
         if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
-            notes.append("guidance_scale has no effect on this model, which is not distilled: use true_cfg_scale")
+            notes.append("guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale")
         return replace(outcome, notes=tuple(notes))
 
 

@@ -24,7 +24,7 @@ from .runs import Adopt, current_run, current_step, run_around
 _logger = logging.getLogger(__name__)
 _MOST_STRANGE = 4
 """Steps in a row that may look like new requests before a warning is logged."""
-_NOTHING = "it is given nothing but the sample and what changes with it"
+_NOTHING = "all of its arguments change at every step"
 
 
 class _Branch:
@@ -96,7 +96,7 @@ class _Group:
         return [branch for branch in self.branches if not branch.is_named]
 
     def merge(self, roles: Roles) -> None:
-        """Keep one of the branches that nothing distinguishes any more."""
+        """Merge branches that can no longer be told apart."""
         kept: list[_Branch] = []
         for branch in self.unnamed():
             held = {path: value.held for path, value in branch.values.items()}
@@ -268,7 +268,8 @@ class BranchHook(ModelHook):
         moved = branch.moved(leaves, samples)
         stayed = [path for path in samples if path not in moved]
         if len(moved) == 1 and not roles.have_moved(moved) and any(role_by_name(path) == "sample" for path in stayed):
-            roles.note_telling(*moved)  # What stayed is denoised, so it is this that distinguishes branches.
+            # The argument that stayed is the one that is denoised, so the one that moved is what tells branches apart.
+            roles.note_telling(*moved)
         return bool(moved) and roles.have_moved(times)
 
     def _is_changing(self, nearest: _Branch, paths: set[str], leaves: Leaves) -> bool:

@@ -267,7 +267,8 @@ class Roles:
 
     def _form(self, path: str, value: Any, moved: Collection[str], leaves: Leaves) -> Role:
         if self._is_like_output(value):
-            # Beside a known sample of that form it may be either. A residual is watched more closely.
+            # If another argument of this shape is already the sample, this may be a sample or a residual. Take
+            # residual: its changes are watched.
             samples = [leaves[p] for p in self.paths(moved, "sample") if p != path and p in leaves]
             is_taken = any(isinstance(other, torch.Tensor) and other.shape == value.shape for other in samples)
             return "residual" if is_taken else "sample"

@@ -92,6 +92,7 @@ def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
         cache = read_settings(cache, "cache")  # type: ignore[arg-type]
     choice = CacheChoice.read(cache)
     if choice is None:
-        raise SettingError(f"cache={cache!r} is not a cache, and exact images are made anyway.", param="cache")
+        message = f"cache={cache!r} means no cache, and the exact images are always part of a comparison. Leave it out."
+        raise SettingError(message, param="cache")
     settings = cache.items() if isinstance(cache, Mapping) else ()
     return cached(choice.backend, {name: value for name, value in settings if name != "backend"})

@@ -34,8 +34,8 @@ def measure(images: torch.Tensor, exact: torch.Tensor) -> list[Quality]:
     """The quality of each image; both tensors are (N, 3, height, width) with values from 0 to 1."""
     if images.shape != exact.shape or images.ndim != 4 or images.shape[1] != 3:
         raise SettingError(
-            f"Images of shape {tuple(images.shape)} and {tuple(exact.shape)} cannot be compared; two equal shapes "
-            "(N, 3, height, width) were expected."
+            f"Images of shape {tuple(images.shape)} and {tuple(exact.shape)} cannot be compared; expected two equal "
+            "shapes (N, 3, height, width)."
         )
     with torch.no_grad():
         images, exact = images.float(), exact.to(images.device).float()

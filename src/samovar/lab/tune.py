@@ -216,10 +216,10 @@ class _Search:
         if not self._is_speedup:
             unit = " dB" if self._target.metric == "psnr" else ""
             bound = self._target.bound(best.images)
-            text += f"; its {len(best.images)} images show that 95 of 100 reach {bound:.5g}{unit}"
+            text += f"; from its {len(best.images)} images, 95 of 100 can be expected to reach {bound:.5g}{unit}"
         is_few = values_below(len(self._session.tasks)) < 0
-        more = ", give more prompts (with 45 or more there is no margin)" if is_few else ""
-        return f"{text}. Choose an easier target{more}, or use the model without a cache."
+        more = " With fewer than 45 images the bound has an extra margin: give more prompts." if is_few else ""
+        return f"{text}. Choose an easier target, or use the model without a cache.{more}"
 
     def try_thresholds(self) -> None:
         """Higher thresholds are faster and worse: stop when a quality breaks, or when a speedup is reached."""

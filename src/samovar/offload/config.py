@@ -56,7 +56,7 @@ class OffloadConfig:
                 f"device={str(device)!r} cannot be used for offload: use 'cuda' or 'cpu'.", param="device"
             )
         if not isinstance(self.skipped, (int, float)) or not 0.0 <= self.skipped < 1.0:
-            raise SettingError(f"skipped={self.skipped!r}; a share from 0 to below 1 was expected.", param="skipped")
+            raise SettingError(f"skipped={self.skipped!r}; expected a fraction from 0 to below 1.", param="skipped")
         exclude = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
         object.__setattr__(self, "exclude", exclude)
         if self.timing is not None:

@@ -148,7 +148,7 @@ class _Planner:
     def _read_activations(self) -> dict[str, int]:
         given, names = self.config.activations, [size.name for size in self.sizes]
         by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
-        check_names(by_name, names, "a component with activations", param="activations")
+        check_names(by_name, names, "a component of this pipeline (in activations)", param="activations")
         default = ASSUMED_ACTIVATIONS if self.budget is not None else 0
         needs = {}
         for size in self.sizes:

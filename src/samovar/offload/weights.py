@@ -76,7 +76,7 @@ class Span:
 
     @property
     def phase(self) -> int:
-        """Where in a cache line it begins; 0 where a tensor begins inside an element, as layouts go by elements."""
+        """Where in a cache line it begins; 0 if a tensor is not aligned to its elements, which layouts count."""
         return self.start % LINE if all(map(_is_at_an_element, self.tensors)) else 0
 
     def offset(self, tensor: torch.Tensor) -> int:
@@ -153,7 +153,7 @@ def shared_tensors(groups: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tenso
 
 
 def check_movable(name: str, module: torch.nn.Module) -> None:
-    """Refuse tensors that are more than their memory, such as quantised ones: only `tensor.data` is swapped."""
+    """Refuse tensors that are not one plain block of memory, such as quantised ones: only `tensor.data` is swapped."""
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         problem = _problem(tensor)
         if problem:

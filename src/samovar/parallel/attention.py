@@ -170,9 +170,8 @@ def _mask(call: AttentionCall, queries: Layout, keys: Layout, group: Group) -> t
             )
         return _ordered(rows, 2, queries, group) & _ordered(columns, 3, keys, group)
     if keys.is_sharded and mask.shape[3] == keys.length + keys.rows:
-        mask = mask[
-            ..., : keys.length
-        ]  # diffusers' Attention pads a mask that has not as many columns as there are keys.
+        # diffusers' Attention pads a mask that has fewer columns than there are keys.
+        mask = mask[..., : keys.length]
     if mask.shape[2] > 1:
         mask = _ordered(mask, 2, queries, group)
     if mask.shape[3] == 1:

@@ -102,7 +102,7 @@ def split_stack(model: torch.nn.Module, stack: BlockStack, watched: Watcher, siz
     if not splits:
         raise ModelError(
             f"The blocks of {stack.path!r} cannot be split: no argument of {type(block).__name__} has a dimension of "
-            f"at least {size} along which tokens meet only in attention."
+            f"at least {size} along which tokens interact through attention only."
         )
     return splits[0]
 

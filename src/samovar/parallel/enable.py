@@ -119,7 +119,7 @@ class Sharding(Handle, ModelHook):
             raise ShardingError(
                 f"A sharded forward of {type(self._model).__name__} runs no attention on several ranks: they would not "
                 "see each other's tokens. Its attention is not torch's scaled dot product attention, or the plan "
-                "splits nothing that attends."
+                "splits no tensor that reaches an attention."
             )
 
     def _rehearse(self, given: tuple[Any, Any]) -> Trace:
@@ -133,7 +133,7 @@ class Sharding(Handle, ModelHook):
         except TrialFailed as error:
             failure = error.__cause__
         if self.region.group.max(float(failure is not None), given):
-            raise failure or ShardingError("The plan does not fit on another rank; see its message.")
+            raise failure or ShardingError("The plan failed on another rank; see the error of that rank.")
         return forward.trace
 
     def _run_bare(self, given: tuple[Any, Any]) -> Any:

@@ -78,7 +78,7 @@ class SequenceParallelConfig:
             return cls(**settings)
         if strategy != "hybrid":
             raise SettingError(
-                f"strategy is {strategy!r}. {nearest(strategy, get_args(StrategyName))}", param="strategy"
+                f"{strategy!r} is not a strategy. {nearest(strategy, get_args(StrategyName))}", param="strategy"
             )
         if size < 4 or size % 2:
             raise SettingError(

@@ -237,5 +237,6 @@ class Region:
             if count % rows == 0:
                 return replicated + count // rows * partition.length
         if count != sum(by_rows):
-            raise ShardingError(f"A gather of {count} rows is not of any sequence that was split.")
+            problem = f"The plan gathers {count} split rows, but splits no sequence with that many on this rank."
+            raise ShardingError(f"{problem} Correct the plan.")
         return replicated + sum(partition.length for partition in partitions)

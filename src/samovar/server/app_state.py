@@ -28,14 +28,15 @@ class AppState:
         """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
         defaults, limits = self.omni.defaults, self.config.limits
         pixels = (defaults.width or 0) * (defaults.height or 0)
-        for what, value, option, most in (
-            (f"size {defaults.width}x{defaults.height}", pixels, "max_pixels", limits.max_pixels),
-            ("num_inference_steps", defaults.num_inference_steps or 0, "max_steps", limits.max_steps),
-            ("num_outputs_per_prompt", defaults.num_outputs_per_prompt or 0, "max_images", limits.max_images),
+        steps, images = defaults.num_inference_steps or 0, defaults.num_outputs_per_prompt or 0
+        for default, value, option, most in (
+            (f"size, {defaults.width}x{defaults.height}, has {pixels} pixels", pixels, "max_pixels", limits.max_pixels),
+            (f"num_inference_steps is {steps}", steps, "max_steps", limits.max_steps),
+            (f"num_outputs_per_prompt is {images}", images, "max_images", limits.max_images),
         ):
             if value > most:
                 raise SettingError(
-                    f"{option} is {most}, and the model's own default, {what}, is {value}. "
+                    f"The model's default {default}, more than {option}={most}. "
                     f"Raise --{option.replace('_', '-')}, or set a smaller default in the model's samovar.json.",
                     param=option,
                 )

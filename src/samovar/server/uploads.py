@@ -50,12 +50,12 @@ def find_image(files: Mapping[str, UploadFile], max_pixels: int) -> Image:
     """The one image of a form, with its size but not decoded."""
     for name in files:
         if name == "mask":
-            message = "A separate mask is not supported. Make transparent in the image itself what is to be redrawn."
+            message = "A separate mask is not supported. Instead, make the area to redraw transparent in the image."
             raise ApiError(400, message, param="mask", code="unsupported_value")
         if name not in ("image", "image[]"):
             raise ApiError(400, f"{name[:50]!r} is not a known file.", param=name[:100], code="unknown_field")
     if len(files) != 1:
-        raise ApiError(400, f"One image was expected, not {len(files)}.", param="image", code="invalid_value")
+        raise ApiError(400, f"{len(files)} images were sent; expected one.", param="image", code="invalid_value")
     (file,) = files.values()
     return open_image(file.file, max_pixels)
 

@@ -129,7 +129,7 @@ class StepPass:
                 return call.hand_on(args, kwargs)
             return self._enter(call, Given(module, args, kwargs))
         except (IndexError, KeyError):
-            self._lose(f"a block of {gate.path!r} is called in another way than before")
+            self._lose(f"a block of {gate.path!r} got other arguments than in the traced forward")
             return NOT_BYPASSED
 
     def _enter(self, call: Call, given: Given) -> Any:
@@ -157,12 +157,13 @@ class StepPass:
             try:
                 self._residuals[segment] = added(self.inputs.pop(segment), output, segment.slot, self._trace.idle_slots)
             except ValueError:
-                self._lose(f"a block of {gate.path!r} returned another form than before")
+                self._lose(f"a block of {gate.path!r} returned other shapes than in the traced forward")
 
     def finish(self) -> None:
         """Called when the forward has returned."""
         if self.lost is None and self._position < self._count:
-            self._lose(f"the forward ended before {self._calls[self._position].gate.path!r}")
+            path = self._calls[self._position].gate.path
+            self._lose(f"the forward ended before it called the next block of {path!r}")
 
     def _answer(self, call: Call, given: Given) -> Any:
         values = call.read(given.args, given.kwargs)
@@ -270,7 +271,7 @@ class Rehearsal(Replay):
         try:
             same, skipped = self._skip(*self._given)
         except TrialFailed as error:
-            raise ModelError(f"it cannot be tried outside its run ({error})") from error
+            raise ModelError(f"a trial of the model failed ({error})") from error
         if same.lost is not None:
             raise ModelError(f"the blocks are not called in the same order each time: {same.lost}")
         difference = tree.difference(skipped, output)
@@ -285,7 +286,7 @@ class Rehearsal(Replay):
                 given = perturb(with_time)
             return self._skip(*given)[0]
         except TrialFailed as error:
-            raise ModelError(f"which of its blocks see the sample cannot be tried ({error})") from error
+            raise ModelError(f"could not test which blocks depend on the sample ({error})") from error
 
     def _find_leader(self, same: StepPass, other: StepPass) -> None:
         """The first segment that another sample reaches leads, unless one is declared."""

@@ -155,8 +155,8 @@ def _sample_and_conditioning(inputs: Inputs, later_inputs: Inputs) -> tuple[set[
     sample = {name for name in names if not _same(inputs[name], later_inputs.get(name))}
     if not sample:
         raise ModelError(
-            f"inputs and later_inputs hold the same values in {', '.join(map(repr, sorted(names)))}. The arguments of "
-            "two different denoising steps were expected: what differs between them is the sample. Change it in "
+            f"inputs and later_inputs hold the same values in {', '.join(map(repr, sorted(names)))}; expected the "
+            "arguments of two different denoising steps: what differs between them is the sample. Change it in "
             "later_inputs, or leave later_inputs out."
         )
     geometry = {name for name in names if any(word in name for word in _GEOMETRY)} - {"input_ids"}
@@ -252,8 +252,8 @@ def survey_by_running(source: str) -> ModelReport:
     folder = Path(source).expanduser()
     if not (folder / "model_index.json").is_file():
         raise ModelError(
-            f"{source!r} cannot be run: a local folder that holds a whole pipeline, with a model_index.json, was "
-            "expected. Give one (hf download NAME --local-dir FOLDER), or inspect it without running it."
+            f"{source!r} cannot be run; expected a local folder that holds a whole pipeline, with a "
+            "model_index.json. Give one (hf download NAME --local-dir FOLDER), or inspect it without running it."
         )
     pipeline = _load(folder)
     parts = loaded_parts(pipeline)
@@ -362,7 +362,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
 
 
 def _quantised(parts: Parts) -> str:
-    """Why the components cannot all be offloaded: quantised tensors are more than their memory."""
+    """Why the components cannot all be offloaded: quantised tensors are not one plain block of memory."""
     methods = {name: quantization(part.module) for name, part in parts.items() if part.module is not None}
     found = [f"{name} ({method})" for name, method in methods.items() if method]
     return f"quantised weights cannot be moved: {', '.join(found)}; leave them out with exclude" if found else ""

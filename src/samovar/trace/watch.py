@@ -222,9 +222,9 @@ class Watcher:
         ran = [known[path] for path in moments if path in known and path not in side]
         if not ran:
             raise ModelError(
-                f"No block of {self._structure.model_class} ran, in {', '.join(map(repr, known))}; at least one stack "
-                "was expected to run. Probe the model before attaching hooks that skip blocks, with inputs that reach "
-                "the blocks."
+                f"No block of {self._structure.model_class} ran, in {', '.join(map(repr, known))}; expected at "
+                "least one stack to run. Probe the model before attaching hooks that skip blocks, with inputs that "
+                "reach the blocks."
             )
         idle = tuple(path for path in known if path not in moments)
         return replace(self._structure, stacks=tuple(map(self._with_streams, ran)), side=side, idle=idle)
@@ -250,8 +250,8 @@ class Watcher:
         if len(path_by_count) != 1:
             counts = ", ".join(f"{count} by {path!r}" for count, path in path_by_count.items())
             raise ModelError(
-                f"The blocks of {stack.path!r} return different numbers of values ({counts}); the same number was "
-                "expected from each. Register an extractor for such a model: samovar.cache.register_extractor."
+                f"The blocks of {stack.path!r} return different numbers of values ({counts}); expected the same "
+                "number from each. Register an extractor for such a model: samovar.cache.register_extractor."
             )
         return next(iter(path_by_count))
 
