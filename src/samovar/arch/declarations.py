@@ -1,8 +1,8 @@
 """What does structure alone not explain? A few lines of data for each such model.
 
 A declaration is keyed by the model's class name and overrides what was found. Every field is optional. A class of
-diffusers is declared in `DECLARATIONS`, which ships with Samovar; none needs it today. A class of your own or of
-another library is declared by `register_declaration`, from the code that defines or imports it.
+diffusers is declared in `DECLARATIONS`, which ships with Samovar; none needs it today. Declare your own class, or one
+of another library, with `register_declaration` from the code that defines or imports it.
 """
 
 from __future__ import annotations
