@@ -139,7 +139,10 @@ def test_what_is_refused_is_refused_by_name_and_changes_nothing(on_ranks: OnRank
     found = on_ranks(2, refusals)[0]
     assert "'proj_uot', but Transformer has no such module. Did you mean 'proj_out'?" in found["path"]
     assert "need 3 ranks" in found["world"]
-    assert "2 are running. Start 3, or choose degrees whose product is 2" in found["world"]
+    assert (
+        "2 are running. Start them with torchrun --nproc-per-node 3, or choose degrees whose product is 2"
+        in found["world"]
+    )
     assert "ModelError: Sequential has no plan" in found["plan"]
     assert "strategy='ring' contradicts" in found["strategy"]
     assert "is 'flash', which cannot be sharded" in found["backend"]
