@@ -34,14 +34,10 @@ ALIASES: Mapping[str, Alias] = {
     "cfg_parallel_size": Alias("parallel", "int"),
 }
 
+SETTINGS = {name: alias.setting for name, alias in ALIASES.items()}
 DEGREES = frozenset(name for name, alias in ALIASES.items() if alias.kind == "int")
 CLASSES: Mapping[str, str] = {"DiffusionParallelConfig": "SequenceParallelConfig"}
 """Classes of `samovar` that have another name there."""
-
-
-def setting_of(name: str) -> str:
-    """Our setting for a name, which may be an alias."""
-    return ALIASES[name].setting if name in ALIASES else name
 
 
 def resolve(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,6 +200,15 @@ def test_a_cell_that_is_run_twice_replaces_what_it_attached(pipe: Any) -> None:
         attach(pipe, offload={"mode": "layerwise", "device": "cpu"}, gpu_memory="1MiB", replace=True)
     assert torch.equal(FLUX.run(pipe, STEPS), expected), "what is refused leaves the earlier one on"
     detach(pipe)
+    assert footprint(pipe) == before
+
+
+def test_it_comes_off_even_if_the_figures_of_the_cache_cannot_be_read(pipe: Any) -> None:
+    before = footprint(pipe)
+    attached = attach(pipe, **ALL)
+    attached.cache.stats = Mock(side_effect=ZeroDivisionError)  # type: ignore[union-attr, method-assign]
+    with pytest.raises(ZeroDivisionError):
+        attached.detach()
     assert footprint(pipe) == before
 
 

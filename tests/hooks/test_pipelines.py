@@ -470,6 +470,31 @@ def test_a_pipeline_that_is_a_module() -> None:
     assert "samovar" not in repr(pipe.state_dict().keys())
 
 
+def test_a_module_pipeline_whose_registry_is_reset_is_bare_and_can_be_hooked_again() -> None:
+    pipe, watch = ModulePipeline(), Watch()
+    before = footprint(pipe)
+    handle = hook_pipeline(pipe, "watch", Watch())
+    HookRegistry.get_or_create(pipe).reset()
+    assert footprint(pipe) == before
+    with hook_pipeline(pipe, "other", watch):
+        handle.detach()
+        pipe(current_run)
+    assert watch.names == ["start", "end"]
+
+
+def test_a_class_that_others_made_of_a_hooked_one_stays() -> None:
+    pipe = Own()
+    with hook_pipeline(pipe, "watch", Watch()):
+        derived = type("Derived", (type(pipe),), {})()
+        handle = hook_pipeline(derived, "watch", Watch())
+        handle.detach()
+        assert type(derived).__name__ == "Derived"
+        assert pipeline_hooks(derived) == {}
+        other = type("Other", (Own,), {})
+        pipe.__class__ = other
+    assert type(pipe) is other
+
+
 def test_a_module_pipeline_keeps_its_other_hooks() -> None:
     class Plus(ModelHook):
         def post_forward(self, module: torch.nn.Module, output: Any) -> Any:

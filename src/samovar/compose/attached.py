@@ -145,8 +145,8 @@ class Attached(Handle):
 
     def detach(self) -> None:
         """Take everything off: the pipeline is what it was before. `stats()` keeps the last figures."""
-        self._final = self.stats()
-        super().detach()
+        with self._undo:  # Also if a cache cannot tell its figures.
+            self._final = self.stats()
 
     @property
     def is_detached(self) -> bool:

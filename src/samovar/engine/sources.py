@@ -46,7 +46,8 @@ def _kept(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]
     it: a cache by its settings, or one degree by another."""
     kept = dict(lower)
     for name in lower:
-        others = {other for other in higher if aliases.setting_of(other) == aliases.setting_of(name)}
+        setting = aliases.SETTINGS.get(name, name)
+        others = {other for other in higher if aliases.SETTINGS.get(other, other) == setting}
         is_completed = {name, *others} <= aliases.DEGREES or (name == "cache_backend" and others == {"cache_config"})
         if name == "cache_config" and others == {"cache_backend"}:
             is_completed = higher["cache_backend"] == lower.get("cache_backend")

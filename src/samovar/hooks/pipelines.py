@@ -62,7 +62,7 @@ def _detach(reference: weakref.ref[Any], name: str, hook: PipelineHook) -> None:
         if isinstance(pipeline, torch.nn.Module):
             HookRegistry.get_or_create(pipeline).remove_hook(_MODULE_HOOK)
         else:
-            set_class(pipeline, vars(type(pipeline))["_samovar_bare"])
+            set_class(pipeline, vars(type(pipeline)).get("_samovar_bare", type(pipeline)))
 
 
 class _RunHook(ModelHook):
@@ -78,6 +78,10 @@ class _RunHook(ModelHook):
         stack.enter_context(_run_of(module))
         vars(self._thread).setdefault("open", []).append(stack)
         return args, kwargs
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        vars(module).pop(HOOKS, None)  # Also if the registry was reset.
+        return module
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         self._thread.open.pop().close()
