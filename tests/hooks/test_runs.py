@@ -168,6 +168,22 @@ def test_a_pipeline_that_is_found_is_adopted() -> None:
     assert vars(pipe).keys() == {"model", "inner", "scheduler"}
 
 
+def test_a_hook_that_is_attached_during_a_call_sees_the_start_and_the_end_of_its_run() -> None:
+    ends, handles = Ends(), []
+    model, seen = watched(lambda pipeline: None)
+
+    def inner() -> None:
+        if not handles:
+            handles.append(hook_pipeline(pipe, "ends", ends))
+
+    pipe = Own(model, inner)
+    pipe()
+    pipe()
+    runs = runs_of(seen)
+    assert ends.events == [(name, run) for run in runs for name in ("start", "end")]
+    assert len(runs) == 2
+
+
 @pytest.mark.parametrize("after", ["the same", "another", "nothing"])
 def test_a_run_that_is_given_up_ends_with_the_next_call_from_elsewhere(after: str) -> None:
     adopting = Adopting()

@@ -87,7 +87,7 @@ class Run:
     def start(self) -> None:
         """Call the pipeline's hooks, in order."""
         self._known = list(pipeline_hooks(self.pipeline).values())
-        for hook in self._known:
+        for hook in [hook for hook in self._known if hook not in self._started]:
             self._started.append(hook)
             hook.start_run(self)
 
@@ -197,10 +197,11 @@ def run_around(module: torch.nn.Module, adopt: Adopt | None = None) -> Run | Non
     while run is not None and not run.holds(module):
         run = run.outer
     run = run or _found.run_of(module)
-    if run is not None and adopt is not None and not run.was_offered and not pipeline_hooks(run.pipeline):
+    if run is not None and adopt is not None and not run.was_offered:
         run.was_offered = True
-        with contextlib.suppress(SettingError):  # It cannot be hooked.
-            adopt(run.pipeline)
+        if not pipeline_hooks(run.pipeline):
+            with contextlib.suppress(SettingError):  # It cannot be hooked.
+                adopt(run.pipeline)
         run.start()
     return run or current_run()
 
