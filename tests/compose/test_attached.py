@@ -13,6 +13,7 @@ import torch
 from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES
 from samovar import AttachConfig, Attached, SequenceParallelConfig, attach, detach
+from samovar.cache import CACHE_BACKENDS, TeaCacheBackend
 from samovar.errors import HookConflictError, ModelError, SamovarError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage
@@ -239,6 +240,16 @@ def test_spellings_of_vllm_omni_are_understood_and_unknown_ones_refused(pipe: An
         attach(pipe, ofload="model")
     with pytest.raises(SettingError, match="cache and cache_backend were both given"):
         attach(pipe, cache="forecast", cache_backend="forecast")
+
+
+def test_a_backend_that_could_not_be_detached_is_refused(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(TeaCacheBackend):
+        def enable(self, pipeline: Any) -> Any:
+            return None
+
+    monkeypatch.setitem(CACHE_BACKENDS, "forgetful", lambda settings: Forgetful(settings))
+    with pytest.raises(SettingError, match=r"enable\(\) of Forgetful returned None; expected a samovar.hooks.Handle"):
+        attach(pipe, "forgetful")
 
 
 def test_false_and_none_are_off(pipe: Any) -> None:

@@ -127,7 +127,7 @@ class Attached(Handle):
                 undo.enter_context(apply_cfg_parallel(denoiser, self.mesh))
                 undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh))
         if self.cache is not None:
-            self._cache_handle = self.cache.enable(self.pipe)
+            self._enable_cache(self.cache)
             undo.callback(lambda: self._cache_handle.detach())
         if self.regions:
             undo.callback(compile_regions(self.regions, None if isinstance(config.compile, bool) else config.compile))
@@ -176,11 +176,18 @@ class Attached(Handle):
                 undo.enter_context(self.cache.paused())
             elif self.cache is not None:
                 self._cache_handle.detach()
-                undo.callback(self._resume_cache, self.cache)
+                undo.callback(self._enable_cache, self.cache)
             yield
 
-    def _resume_cache(self, cache: CacheBackend) -> None:
-        self._cache_handle = cache.enable(self.pipe)
+    def _enable_cache(self, cache: CacheBackend) -> None:
+        handle = cache.enable(self.pipe)
+        if not isinstance(handle, Handle):
+            raise SettingError(
+                f"enable() of {type(cache).__name__} returned {handle!r}; expected a samovar.hooks.Handle, so that the "
+                "cache can be detached.",
+                param="cache",
+            )
+        self._cache_handle = handle
 
 
 def attach(
