@@ -82,7 +82,7 @@ class TeaCacheBackend:
         self._adopted: list[Handle] = []
         """The hooks on pipelines that share a denoiser with these."""
         self._latest: tuple[Hooks, Hashable] | None = None
-        """Where the most recent run was and what its request is; None as long as no pipeline has told."""
+        """The hooks and the request of the most recent run; None before any pipeline has run."""
 
     def enable(self, pipeline: Any) -> Handle:
         if id(pipeline) in self._hooks:

@@ -1,4 +1,4 @@
-"""Which rows of a tensor belong to whom? Some tokens are on every rank, others are spread over the ranks.
+"""Which rank holds which rows of a tensor? Some tokens are on every rank, others are spread over the ranks.
 
 Where tokens are follows from the length of the whole sequence and the number of ranks, so ranks never exchange sizes.
 """
