@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -172,6 +173,12 @@ def tuples_in(file: Path) -> dict[str, int]:
         for target in node.targets
         if isinstance(node.value, ast.Tuple) and isinstance(target, ast.Name)
     }
+
+
+def test_the_tests_that_benchmarks_run_exist() -> None:
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        for path, name in re.findall(r'"(tests/[\w/]+\.py)::(\w+)"', file.read_text(encoding="utf-8")):
+            assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), f"{file.name} runs {path}::{name}"
 
 
 def test_excepts_name_what_they_expect() -> None:

@@ -10,7 +10,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from driving import COND, INFINITE, UNCOND, UNGUARDED, Block, Plain, at, case, counted, differing, loop, stepped
+from driving import (
+    COND,
+    INFINITE,
+    UNCOND,
+    UNGUARDED,
+    Block,
+    Leaking,
+    Plain,
+    at,
+    case,
+    counted,
+    differing,
+    loop,
+    stepped,
+)
 
 import zoo
 from samovar.cache import TeaCacheHook, apply_teacache_hook
@@ -70,27 +84,6 @@ def test_other_precisions_are_learned_as_well(dtype: torch.dtype) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ models in the way
-
-
-class Leaking(Plain):
-    """Its blocks hand something to the end of the forward behind everybody's back."""
-
-    class Block(Block):
-        leak: list[torch.Tensor]
-
-        def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-            self.leak.append(x.mean(dim=1, keepdim=True))
-            return super().forward(x, temb)
-
-    def block(self) -> torch.nn.Module:
-        return self.Block(self.width)
-
-    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        leak: list[torch.Tensor] = []
-        for block in self.blocks:
-            block.leak = leak
-        x = super().run(x, temb)
-        return x + sum(leak)
 
 
 class Counting(Plain):

@@ -24,21 +24,11 @@ from .conftest import Count, OnRanks
 LEAST_CLASSES, LEAST_WHOLE = 76, 66
 """Of diffusers' transformer classes that run sharded by a derived plan, and of those whose blocks are split as a whole
 and not around the modules in them. May only grow."""
-CASES = {case.id: case for case in zoo.load()}
-
-
-def watched_run(name: str) -> tuple[torch.nn.Module, Any, Watcher]:
-    case = CASES[name]
-    model = case.build()
-    anatomy = find_anatomy(model)
-    watched = Watcher(model, anatomy, keeps_calls=True)
-    with watched.watching():
-        case.run(model)
-    return model, anatomy, watched
+CASES = toys.CASES
 
 
 def test_the_plan_of_a_stack() -> None:
-    model, anatomy, watched = watched_run("WanTransformer3DModel")
+    model, anatomy, watched = toys.watched_run("WanTransformer3DModel")
     stack = {stack.path: stack for stack in anatomy.stacks}["blocks"]
     split = split_stack(model, stack, watched, 2)
     once = stack_plan(stack, split, watched, each_block=False)
@@ -133,7 +123,7 @@ def test_what_fits_is_taken(on_ranks: OnRanks) -> None:
 
 
 def plan(name: str, *, attends: bool) -> Any:
-    model, anatomy, watched = watched_run(name)
+    model, anatomy, watched = toys.watched_run(name)
     made = in_block_plan(model, anatomy.stacks[0], watched, 2, attends=attends)
     assert place_plan(model, made)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -174,7 +164,7 @@ def test_blocks_with_nothing_to_split_are_refused() -> None:
 
 
 def test_an_error_leaves_no_hook_behind() -> None:
-    model, anatomy, watched = watched_run("HeliosTransformer3DModel")
+    model, anatomy, watched = toys.watched_run("HeliosTransformer3DModel")
     watched.calls["blocks.0"].arguments["hidden_states"] = torch.zeros(1, 3, 5)
     with pytest.raises(RuntimeError):
         in_block_plan(model, anatomy.stacks[0], watched, 2, attends=True)

@@ -6,23 +6,15 @@ from typing import Any
 
 import pytest
 
-import zoo
-from samovar.arch import find_anatomy
 from samovar.errors import ModelError
 from samovar.parallel import SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput
 from samovar.parallel.derive import split_stack
-from samovar.trace.watch import Watcher
 
-CASES = {case.id: case for case in zoo.load()}
+from . import toys
 
 
 def split(name: str, stack: str, size: int = 2) -> Any:
-    case = CASES[name]
-    model = case.build()
-    anatomy = find_anatomy(model)
-    watched = Watcher(model, anatomy, keeps_calls=True)
-    with watched.watching():
-        case.run(model)
+    model, anatomy, watched = toys.watched_run(name)
     return split_stack(model, {each.path: each for each in anatomy.stacks}[stack], watched, size)
 
 

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import zoo
+from samovar.arch import find_anatomy
+from samovar.trace.watch import Watcher
+
 WIDTH, HEADS = 16, 4
 
 
@@ -76,3 +80,17 @@ def build(attention: Callable[[], Attention] = Attention) -> Transformer:
 
 def tokens(length: int, batch: int = 1) -> torch.Tensor:
     return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(length))
+
+
+CASES = {case.id: case for case in zoo.load()}
+"""Every transformer of diffusers, tiny."""
+
+
+def watched_run(name: str) -> tuple[torch.nn.Module, Any, Watcher]:
+    case = CASES[name]
+    model = case.build()
+    anatomy = find_anatomy(model)
+    watched = Watcher(model, anatomy, keeps_calls=True)
+    with watched.watching():
+        case.run(model)
+    return model, anatomy, watched

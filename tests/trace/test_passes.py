@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from driving import COND, Block, Gated, Plain, at, case, counted
+from driving import COND, Block, Gated, Leaking, Plain, at, case, counted
 from torch.utils import _pytree as pytree
 
 import zoo
@@ -308,27 +308,6 @@ def test_nobody_sees_a_rehearsal() -> None:
         calls.clear()
         gated.rehearsed(gated.of(case(name)))
     assert len(calls) == bare
-
-
-class Leaking(Plain):
-    """Its blocks hand something to the end of the forward behind everybody's back."""
-
-    class Block(Block):
-        leak: list[torch.Tensor]
-
-        def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-            self.leak.append(x.mean(dim=1, keepdim=True))
-            return super().forward(x, temb)
-
-    def block(self) -> torch.nn.Module:
-        return self.Block(self.width)
-
-    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        leak: list[torch.Tensor] = []
-        for block in self.blocks:
-            block.leak = leak
-        x = super().run(x, temb)
-        return x + sum(leak)
 
 
 class Tapped(Plain):
