@@ -15,7 +15,7 @@ import torch
 
 from ..arch.devices import read_device
 from ..errors import SettingError
-from ..hooks import Handle, HookRegistry, PipelineHook, Run, hook_pipeline
+from ..hooks import Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from .config import OffloadConfig
 from .cuda import CudaStage
@@ -27,6 +27,7 @@ from .ring import OffloadStats
 from .sizes import Component, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
+from .time_layers import TimeLayers, find_time_layers
 from .weights import check_movable, num_bytes_of
 
 _UNLIMITED = 2**62
@@ -68,6 +69,9 @@ class Offloaded(Handle, PipelineHook):
         self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
         self._components = {c.name: OffloadedComponent(c, stage, self._host) for c in components}
         self._hooks = contextlib.ExitStack()
+        self.time_layers: dict[str, TimeLayers] = {}
+        """By component: the layers that are computed ahead."""
+        self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
         self.plan = self._plan_for(config)
 
     def start(self) -> None:
@@ -111,6 +115,8 @@ class Offloaded(Handle, PipelineHook):
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
+        for layers in self.time_layers.values():
+            layers.end_run()
         for component in self._components.values():
             if component.others:
                 component.unload()
@@ -144,15 +150,53 @@ class Offloaded(Handle, PipelineHook):
         if all(component.component.module is not self._pipeline for component in self._components.values()):
             # A lone model is called once a step, so its calls are not runs.
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
+        for name in self._not_tried:
+            install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
+        for name, component in self._components.items():
+            if plan.component(name).ahead_bytes:
+                whole = component.whole
+                layers = TimeLayers(name, whole.module, list(whole.time_layers), self.stage, self._host)
+                layers.install(self._hooks)
+                self.time_layers[name] = layers
         for component in self._components.values():
             if not component.others:
                 component.load()
 
+    def learn(self, name: str, args: Any, kwargs: Any) -> None:
+        """Look for time-only layers in the first call of a denoiser, and plan again if there are any."""
+        self._not_tried.discard(name)
+        component = self._components[name]
+        layers = find_time_layers(component.whole, args, kwargs)
+        if layers:
+            component.whole = replace(component.whole, time_layers=layers)
+            self._sizes = measure_components(
+                [c.whole for c in self._components.values()], in_phase=self.stage.keeps_phase
+            )
+            self._follow(self._plan_for(self.config))
+            if name in self.time_layers:  # Their hook is not among those of the running call.
+                self.time_layers[name].begin(args, kwargs)
+
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""
         self._hooks.close()
+        for layers in self.time_layers.values():
+            layers.restore()
+        self.time_layers = {}
         for component in self._components.values():
             component.unload(keep_changes=True)
+
+
+class _FormHook(ModelHook):
+    """Looks at the first call of a denoiser."""
+
+    order = HookOrder.OUTERMOST
+
+    def __init__(self, offloaded: Offloaded, name: str) -> None:
+        self._offloaded, self._name = offloaded, name
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._offloaded.learn(self._name, args, kwargs)
+        return args, kwargs
 
 
 def _check_free(component: Component) -> None:
