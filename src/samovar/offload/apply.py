@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,9 @@ class Offloaded(Handle, PipelineHook):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = measure_components(components, in_phase=stage.keeps_phase)
         self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
-        self._components = {c.name: OffloadedComponent(c, stage, self._host) for c in components}
+        self._lock = threading.RLock()
+        """Held by the one thread that calls a component or changes where weights are."""
+        self._components = {c.name: OffloadedComponent(c, stage, self._host, self._lock) for c in components}
         self._hooks = contextlib.ExitStack()
         self.plan = self._plan_for(config)
 
@@ -83,8 +86,9 @@ class Offloaded(Handle, PipelineHook):
     def replan(self, **changes: Any) -> OffloadPlan:
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
-        plan = self._plan_for(config)
-        self._follow(plan)
+        with self._lock:
+            plan = self._plan_for(config)
+            self._follow(plan)
         self.config = config
         return plan
 
@@ -99,21 +103,24 @@ class Offloaded(Handle, PipelineHook):
 
     def detach(self) -> None:
         """Take the offload off: every weight is where it was, with the value that it has now."""
-        self._undo_plan()
-        for component in self._components.values():
-            component.restore()
-        self._host.close()
+        with self._lock:
+            self._undo_plan()
+            for component in self._components.values():
+                component.restore()
+            self._host.close()
 
     def start_run(self, run: Run) -> None:
         """Weights may have changed since the last run."""
-        for component in self._components.values():
-            component.refresh()
+        with self._lock:
+            for component in self._components.values():
+                component.refresh()
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
-        for component in self._components.values():
-            if component.others:
-                component.unload()
+        with self._lock:
+            for component in self._components.values():
+                if component.others:
+                    component.unload()
 
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
@@ -152,7 +159,7 @@ class Offloaded(Handle, PipelineHook):
         """Move everything to the host and remove the hooks."""
         self._hooks.close()
         for component in self._components.values():
-            component.unload(keep_changes=True)
+            component.unload()
 
 
 def _check_free(component: Component) -> None:
