@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -67,7 +68,9 @@ class Offloaded(Handle, PipelineHook):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = measure_components(components, in_phase=stage.keeps_phase)
         self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
-        self._components = {c.name: OffloadedComponent(c, stage, self._host) for c in components}
+        self._lock = threading.RLock()
+        """Held by the one thread that calls a component or changes where weights are."""
+        self._components = {c.name: OffloadedComponent(c, stage, self._host, self._lock) for c in components}
         self._hooks = contextlib.ExitStack()
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
@@ -87,8 +90,9 @@ class Offloaded(Handle, PipelineHook):
     def replan(self, **changes: Any) -> OffloadPlan:
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
-        plan = self._plan_for(config)
-        self._follow(plan)
+        with self._lock:
+            plan = self._plan_for(config)
+            self._follow(plan)
         self.config = config
         return plan
 
@@ -103,23 +107,26 @@ class Offloaded(Handle, PipelineHook):
 
     def detach(self) -> None:
         """Take the offload off: every weight is where it was, with the value that it has now."""
-        self._undo_plan()
-        for component in self._components.values():
-            component.restore()
-        self._host.close()
+        with self._lock:
+            self._undo_plan()
+            for component in self._components.values():
+                component.restore()
+            self._host.close()
 
     def start_run(self, run: Run) -> None:
         """Weights may have changed since the last run."""
-        for component in self._components.values():
-            component.refresh()
+        with self._lock:
+            for component in self._components.values():
+                component.refresh()
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
-        for layers in self.time_layers.values():
-            layers.end_run()
-        for component in self._components.values():
-            if component.others:
-                component.unload()
+        with self._lock:
+            for layers in self.time_layers.values():
+                layers.end_run()
+            for component in self._components.values():
+                if component.others:
+                    component.unload()
 
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
@@ -164,8 +171,12 @@ class Offloaded(Handle, PipelineHook):
 
     def learn(self, name: str, args: Any, kwargs: Any) -> None:
         """Look for time-only layers in the first call of a denoiser, and plan again if there are any."""
-        self._not_tried.discard(name)
-        component = self._components[name]
+        with self._lock:
+            if name in self._not_tried:
+                self._not_tried.discard(name)
+                self._learn(self._components[name], name, args, kwargs)
+
+    def _learn(self, component: OffloadedComponent, name: str, args: Any, kwargs: Any) -> None:
         layers = find_time_layers(component.whole, args, kwargs)
         if layers:
             component.whole = replace(component.whole, time_layers=layers)
@@ -183,7 +194,7 @@ class Offloaded(Handle, PipelineHook):
             layers.restore()
         self.time_layers = {}
         for component in self._components.values():
-            component.unload(keep_changes=True)
+            component.unload()
 
 
 class _FormHook(ModelHook):
