@@ -226,15 +226,12 @@ def _write(form: Form, table: torch.Tensor, words: torch.Tensor, data: torch.Ten
 def _clear_gaps(form: Form, data: torch.Tensor) -> None:
     """Zero what no part covers, so that equal weights have equal bytes."""
     planes = [form.planes_at + plane * form.plane_bytes for plane in range(form.num_planes)]
-    ends = {
-        form.planes_at: HEADER + form.coded_weights,
-        **{at + form.plane_bytes: at + form.coded_weights // 8 for at in planes},
-        form.escapes_at: form.tiles_at + (form.num_tiles + 1) * 4,
-        form.tail_at: form.escapes_at + form.num_escapes,
-        form.num_bytes: form.tail_at + (form.num_weights - form.coded_weights) * 2,
-    }
-    for end, start in ends.items():
-        data[start:end] = 0
+    data[HEADER + form.coded_weights : form.planes_at] = 0
+    for at in planes:
+        data[at + form.coded_weights // 8 : at + form.plane_bytes] = 0
+    data[form.tiles_at + (form.num_tiles + 1) * 4 : form.escapes_at] = 0
+    data[form.escapes_at + form.num_escapes : form.tail_at] = 0
+    data[form.tail_at + (form.num_weights - form.coded_weights) * 2 :] = 0
 
 
 def _exponents(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
