@@ -16,7 +16,7 @@ import torch
 
 from ..arch.devices import read_device
 from ..errors import SettingError
-from ..hooks import Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from .config import OffloadConfig
 from .cuda import CudaStage
@@ -169,23 +169,20 @@ class Offloaded(Handle, PipelineHook):
             if not component.others:
                 component.load()
 
-    def learn(self, name: str, args: Any, kwargs: Any) -> None:
-        """Look for time-only layers in the first call of a denoiser, and plan again if there are any."""
+    def learn(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Look for time-only layers in the first call of a denoiser. If there are any, plan again and say so."""
         with self._lock:
-            if name in self._not_tried:
-                self._not_tried.discard(name)
-                self._learn(self._components[name], name, args, kwargs)
-
-    def _learn(self, component: OffloadedComponent, name: str, args: Any, kwargs: Any) -> None:
-        layers = find_time_layers(component.whole, args, kwargs)
-        if layers:
-            component.whole = replace(component.whole, time_layers=layers)
-            self._sizes = measure_components(
-                [c.whole for c in self._components.values()], in_phase=self.stage.keeps_phase
-            )
-            self._follow(self._plan_for(self.config))
-            if name in self.time_layers:  # Their hook is not among those of the running call.
-                self.time_layers[name].begin(args, kwargs)
+            if name not in self._not_tried:
+                return False
+            self._not_tried.discard(name)
+            component = self._components[name]
+            layers = find_time_layers(component.whole, args, kwargs)
+            if layers:
+                component.whole = replace(component.whole, time_layers=layers)
+                wholes = [c.whole for c in self._components.values()]
+                self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
+                self._follow(self._plan_for(self.config))
+            return bool(layers)
 
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""
@@ -205,9 +202,9 @@ class _FormHook(ModelHook):
     def __init__(self, offloaded: Offloaded, name: str) -> None:
         self._offloaded, self._name = offloaded, name
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._offloaded.learn(self._name, args, kwargs)
-        return args, kwargs
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # After a new plan the call begins again, with the hooks of that plan.
+        return module(*args, **kwargs) if self._offloaded.learn(self._name, args, kwargs) else NOT_BYPASSED
 
 
 def _check_free(component: Component) -> None:
