@@ -34,7 +34,10 @@ class OffloadConfig:
     activations: Size | Mapping[str, Size] | None = None
     """Memory that a component needs beside its weights, for all components or by name. See `Offloaded.measure`."""
     host_memory: Size | None = None
-    """Host memory that may be pinned; 85 % of it by default."""
+    """Budget of host memory for weights, pinned or not. What is over it is read from the model's files again. By
+    default, 85 % of the memory may be pinned."""
+    spill_folder: str | Path | None = None
+    """Where to write weights that are over `host_memory` and in no file. Without it they are refused."""
     exclude: tuple[str, ...] = ()
     """Names of components that stay where they are."""
     timing: Timing | None = None
@@ -50,6 +53,12 @@ class OffloadConfig:
             raise SettingError(f"mode={self.mode!r}. {nearest(str(self.mode), get_args(Mode))}", param="mode")
         parse_bytes(self.gpu_memory, "gpu_memory")
         parse_bytes(self.host_memory, "host_memory")
+        if self.spill_folder is not None and not Path(self.spill_folder).is_dir():
+            raise SettingError(
+                f"spill_folder={str(self.spill_folder)!r} is not a folder. Make it first, on a disk with room for the "
+                "weights.",
+                param="spill_folder",
+            )
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
         for value in by_name.values():
             parse_bytes(value, "activations")
