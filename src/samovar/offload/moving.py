@@ -31,7 +31,7 @@ from .ring import Ring
 from .sizes import Component
 from .staging import Stage
 from .weight_groups import WeightGroup
-from .weights import owners_of, spans_of
+from .weights import owners_of, spans_of, tensors_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -41,7 +41,9 @@ class OffloadedComponent:
     """A component whose weights are on the device always, while it is used, or block by block, as planned."""
 
     def __init__(self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock) -> None:
-        self.component, self.stage, self.lock = component, stage, lock
+        self.whole = self.component = component
+        """`component` is without its time-only layers, if they are computed ahead."""
+        self.stage, self.lock = stage, lock
         self.is_loaded = self._is_pinned = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
@@ -49,19 +51,23 @@ class OffloadedComponent:
         self._host = host
         self._last_run: weakref.ref[Run] | None = None
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
-        rest = WeightGroup(component.name, component.rest, stage, host)
+        rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", functools.partial(component.block, path), stage, host)
-            for path in component.blocks
+            path: WeightGroup(f"{component.name}.{path}", functools.partial(self._tensors_in, block), stage, host)
+            for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]
         self._kept: list[WeightGroup] = []
         self._checksums: torch.Tensor | None = None
         """Of what is kept, as it was loaded."""
 
+    def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
+        return tensors_of(block, self.component.skip)
+
     def follow(self, plan: ComponentPlan) -> None:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
         assert not self.is_loaded
+        self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)

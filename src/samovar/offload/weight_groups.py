@@ -44,7 +44,9 @@ class WeightGroup:
         """`find` looks up the tensors as the model holds them now."""
         self.name = name
         self.keeps_host = True
-        """Whether there is a pinned host copy while it is loaded. Resident weights have none."""
+        """Whether there is a host copy while it is loaded. Resident weights have none."""
+        self.is_pinned = True
+        """Whether that copy is to be pinned."""
         self.pieces: Sequence[int] = ()
         self.sources: list[torch.Tensor] = []
         """The host bytes of each piece."""
@@ -69,7 +71,7 @@ class WeightGroup:
         tensors = self._find()
         self._return_to_host(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
-        self.sources = self._host.adopt(pieces, pinned=self.keeps_host)
+        self.sources = self._host.adopt(pieces, pinned=self.keeps_host and self.is_pinned)
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
             _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - start, (offset, span.num_bytes))
@@ -86,7 +88,7 @@ class WeightGroup:
         """Make sure that what is about to be sent is what the model holds."""
         if not self.is_current():
             self.adopt()
-            if self.keeps_host:
+            if self.keeps_host and self.is_pinned:
                 self._host.pin(self.sources)
 
     def is_current(self) -> bool:
