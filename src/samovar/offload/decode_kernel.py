@@ -152,20 +152,9 @@ def _write(
 
 @triton.jit(do_not_specialize=["num_rows", "planes_at", "plane_size", "tiles_at", "num_tiles", "escapes_at"])
 def _decode(
-    coded,
-    out,
-    num_rows,
-    planes_at,
-    plane_size,
-    tiles_at,
-    num_tiles,
-    escapes_at,
-    BITS: tl.constexpr,
-    FP16: tl.constexpr,
-    ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    coded, out, num_rows, planes_at, plane_size, tiles_at, num_tiles, escapes_at,
+    BITS: tl.constexpr, FP16: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """A row is eight weights. Positions in `coded` are multiples of 16 bytes. Each program decodes 2 * ROWS rows: each
     thread one of the first half (a) and one of the second (b), which share a prefix sum."""
     program = tl.program_id(0)
