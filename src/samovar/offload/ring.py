@@ -31,7 +31,11 @@ class OffloadStats:
     """Totals since the offload was attached."""
 
     sent_bytes: int = 0
-    """Bytes of weights copied to the device."""
+    """Bytes copied to the device."""
+    coded_bytes: int = 0
+    """Of these, bytes of coded weights."""
+    decoded_bytes: int = 0
+    """What they were decoded to."""
     block_loads: int = 0
     late_blocks: int = 0
     """Blocks whose copy had not been started when they were called."""
