@@ -49,8 +49,8 @@ class Omni:
         config: A YAML or JSON file with settings.
         od_config: All settings at once, in place of the others.
         settings: The settings of `OmniDiffusionConfig` by name, among them those of `attach`: `cache`, `offload`,
-            `parallel`, `compile` and `gpu_memory`. What is not given is taken from the file, then from environment
-            variables such as SAMOVAR_CACHE. vllm-omni's spellings are understood.
+            `parallel`, `compile`, `gpu_memory` and `host_memory`. What is not given is taken from the file, then from
+            environment variables such as SAMOVAR_CACHE. vllm-omni's spellings are understood.
 
     With `parallel`, one process per rank is started; they end with `close`. A script that starts them needs the guard
     `if __name__ == "__main__":`, because each process imports it. Under torchrun the processes are there already.

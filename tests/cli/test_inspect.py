@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,21 @@ def test_a_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split()[:4] == ["transformer", "FluxTransformer2DModel", "22.15", "GiB"]
     assert "of 57 blocks stream" in lines[1]
     assert lines[3].startswith("Expected peak: 11.")
-    assert lines[-1] == "Note: activations are assumed to be 1.00 GiB per component."
+    assert lines[4] == "Note: activations are assumed to be 1.00 GiB per component."
+    assert lines[5] == "Host memory: 22.15 GiB."
+
+
+def test_a_plan_for_two_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    """38 GiB within 12 on the device and 16 on the host: the rest is read from disk, and the plan says how long."""
+    command = ["plan", "QwenImageTransformer2DModel", "--gpu-memory", "12GiB", "--host-memory", "16GiB"]
+    assert cli.main(command) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"Host memory: 15\.\d\d GiB of 16.00 GiB", text)
+    assert re.search(r"1\d\.\d\d GiB are read from disk in every forward: about \d\.\d+ s at 2.0 GB/s", text)
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host"]["held_bytes"] <= 16 * 2**30
+    assert cli.main([*command[:-1], "2KiB"]) == 2
+    assert "--host-memory 2.00 KiB is not enough: at least 12.00 KiB" in capsys.readouterr().err
 
 
 def test_the_built_in_model_fits_nearly_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

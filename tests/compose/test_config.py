@@ -126,3 +126,12 @@ def test_what_the_planner_is_told_of_a_cache(settings: dict[str, Any], share: fl
     assert skipped_share(config.cache) == share
     assert config.offload is not None
     assert config.offload.skipped == (share or 0.0)
+
+
+def test_either_budget_alone_means_auto_and_both_are_passed_on() -> None:
+    for budgets in ({"host_memory": "3GiB"}, {"gpu_memory": "2GiB", "host_memory": "3GiB"}):
+        config = AttachConfig.read(**budgets).offload
+        assert config is not None
+        assert (config.mode, config.gpu_memory, config.host_memory) == ("auto", budgets.get("gpu_memory"), "3GiB")
+    with pytest.raises(SettingError, match=r"host_memory='3GiB' contradicts host_memory='4GiB' in offload"):
+        AttachConfig.read(offload={"host_memory": "4GiB"}, host_memory="3GiB")

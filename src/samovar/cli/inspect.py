@@ -34,6 +34,7 @@ def add_plan(commands: Any) -> None:
     parser = arguments.add_command(commands, _plan)
     arguments.add_model(parser, _MODEL)
     parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="likewise for weights in host memory; more is on disk")
     parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
     parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -47,14 +48,20 @@ def _plan(options: argparse.Namespace) -> int:
 
     examples:
       samovar plan FluxTransformer2DModel --gpu-memory 12GiB
+      samovar plan QwenImageTransformer2DModel --gpu-memory 12GiB --host-memory 16GiB
       samovar plan ./my-model --mode layerwise --json
     """
     with Status("reading the model"):
-        from ..offload import OffloadConfig, plan_offload, read_sizes
+        from ..offload import OffloadConfig, parse_bytes, plan_offload, plan_tiers, read_sizes, uses_of
 
-        config = OffloadConfig(options.mode, gpu_memory=options.gpu_memory, activations=options.activations)
-        plan = plan_offload(read_sizes(_find_config(options)), config)
-    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+        config = OffloadConfig(options.mode, **arguments.given(options, ("gpu_memory", "host_memory", "activations")))
+        sizes = read_sizes(_find_config(options))
+        plan = plan_offload(sizes, config)
+        tiers = plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory"))
+    if options.json:
+        print(json.dumps(plan.to_dict() | {"host": tiers.to_dict()}, indent=2))
+    else:
+        print(plan, *[tiers] * plan.offloads_anything, sep="\n")
     return 0
 
 

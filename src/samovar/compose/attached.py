@@ -198,6 +198,7 @@ def attach(
     parallel: ParallelSetting = None,
     compile: CompileSetting = False,
     gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
     replace: bool = False,
     **aliases: Any,
 ) -> Attached:
@@ -215,10 +216,13 @@ def attach(
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
         compile: Compiles the blocks with torch.compile. True, or a backend's name or function.
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
+        host_memory: The budget for host memory that holds weights; the rest is read from the model's files. Alone, it
+            means offload="auto" too.
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
-    settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "gpu_memory": gpu_memory}
+    settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "gpu_memory": gpu_memory,
+                "host_memory": host_memory}  # fmt: skip
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
     config = AttachConfig.read(**resolve({**given, **aliases}))

@@ -39,12 +39,13 @@ class AttachConfig:
         parallel: ParallelSetting = None,
         compile: CompileSetting = False,
         gpu_memory: str | int | None = None,
+        host_memory: str | int | None = None,
         device: torch.device | None = None,
     ) -> AttachConfig:
         """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
         say."""
         choice, degrees = CacheChoice.read(cache), _read_parallel(parallel)
-        moves = _read_offload(offload, gpu_memory)
+        moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory})
         if moves is not None:
             moves = replace(moves, device=moves.device or device, skipped=moves.skipped or skipped_share(choice) or 0.0)
         return cls(choice, moves, degrees, compile)
@@ -94,20 +95,20 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == "none"
 
 
-def _read_offload(offload: OffloadSetting, gpu_memory: str | int | None) -> OffloadConfig | None:
+def _read_offload(offload: OffloadSetting, budgets: Mapping[str, str | int | None]) -> OffloadConfig | None:
+    given: dict[str, Any] = {name: budget for name, budget in budgets.items() if budget is not None}
     if _is_off(offload):
-        if gpu_memory is None:
+        if not given:
             return None
         offload = None
     config = OffloadConfig.read(offload)  # type: ignore[arg-type]
-    if gpu_memory is None:
-        return config
-    if config.gpu_memory not in (None, gpu_memory):
-        raise SettingError(
-            f"gpu_memory={gpu_memory!r} contradicts gpu_memory={config.gpu_memory!r} in offload. Give one of them.",
-            param="gpu_memory",
-        )
-    return replace(config, gpu_memory=gpu_memory)
+    for name, budget in given.items():
+        other = getattr(config, name)
+        if other not in (None, budget):
+            raise SettingError(
+                f"{name}={budget!r} contradicts {name}={other!r} in offload. Give one of them.", param=name
+            )
+    return replace(config, **given)
 
 
 def _read_parallel(parallel: ParallelSetting) -> SequenceParallelConfig:

@@ -44,6 +44,8 @@ class OmniDiffusionConfig:
     """CPU offload: "auto", "model" or "layerwise", an OffloadConfig, a mapping or a file."""
     gpu_memory: str | int | None = None
     """GPU memory budget, such as "12GiB". Alone it offloads as little as the budget demands."""
+    host_memory: str | int | None = None
+    """Budget of host memory for weights that are not on the GPU; the rest is read from the model's files again."""
     parallel: ParallelSetting = None
     """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
     compile: bool | str = False
@@ -98,6 +100,7 @@ class OmniDiffusionConfig:
             parallel=self.parallel,
             compile=self.compile,
             gpu_memory=self.gpu_memory,
+            host_memory=self.host_memory,
             device=self.execution_device(),
         )
 

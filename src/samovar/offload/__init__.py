@@ -8,11 +8,13 @@ from .ring import OffloadStats
 from .sizes import BlockSize, ComponentSize, format_bytes, parse_bytes, read_sizes
 from .staging import HostStage, Stage
 from .streaming import Timing
+from .tiers import HostSpeeds, TierPlan, WeightUse, plan_tiers, uses_of
 
 __all__ = [
     "BlockSize",
     "ComponentPlan",
     "ComponentSize",
+    "HostSpeeds",
     "HostStage",
     "Measured",
     "OffloadConfig",
@@ -20,11 +22,15 @@ __all__ = [
     "OffloadStats",
     "Offloaded",
     "Stage",
+    "TierPlan",
     "Timing",
+    "WeightUse",
     "apply_offload",
     "format_bytes",
     "parse_bytes",
     "plan_offload",
+    "plan_tiers",
     "prepare_offload",
     "read_sizes",
+    "uses_of",
 ]

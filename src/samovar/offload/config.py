@@ -34,11 +34,17 @@ class OffloadConfig:
     activations: Size | Mapping[str, Size] | None = None
     """Memory that a component needs beside its weights, for all components or by name. See `Offloaded.measure`."""
     host_memory: Size | None = None
-    """Host memory that may be pinned; 85 % of it by default."""
+    """Budget of host memory for weights, pinned or not. What is over it is read from the model's files again. By
+    default, 85 % of the memory may be pinned."""
+    spill_folder: str | Path | None = None
+    """Where to write weights that are over `host_memory` and in no file. Without it they are refused."""
     exclude: tuple[str, ...] = ()
     """Names of components that stay where they are."""
     timing: Timing | None = None
     """Known speeds of bus and model; by default the bus is measured."""
+    precompute: bool | None = None
+    """Whether layers that depend on time alone are computed ahead of the steps and kept off the device. By default they
+    are where not everything fits."""
     skipped: float = 0.0
     """The expected share of denoiser forwards that a cache skips. These load nothing."""
 
@@ -47,6 +53,12 @@ class OffloadConfig:
             raise SettingError(f"mode={self.mode!r}. {nearest(str(self.mode), get_args(Mode))}", param="mode")
         parse_bytes(self.gpu_memory, "gpu_memory")
         parse_bytes(self.host_memory, "host_memory")
+        if self.spill_folder is not None and not Path(self.spill_folder).is_dir():
+            raise SettingError(
+                f"spill_folder={str(self.spill_folder)!r} is not a folder. Make it first, on a disk with room for the "
+                "weights.",
+                param="spill_folder",
+            )
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
         for value in by_name.values():
             parse_bytes(value, "activations")
@@ -57,6 +69,8 @@ class OffloadConfig:
             )
         if not isinstance(self.skipped, (int, float)) or not 0.0 <= self.skipped < 1.0:
             raise SettingError(f"skipped={self.skipped!r}; expected a fraction from 0 to below 1.", param="skipped")
+        if self.precompute not in (None, True, False):
+            raise SettingError(f"precompute={self.precompute!r}; expected True, False or None.", param="precompute")
         exclude = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
         object.__setattr__(self, "exclude", exclude)
         if self.timing is not None:

@@ -4,6 +4,8 @@ There is one host copy. Weights move, once, into chunks that have their own page
 They keep their phase (see `weights`), except for small ones bound for a device that places them elsewhere. Shared pages
 must not be pinned: CUDA refuses to copy a tensor that is partly on pinned pages, and malloc may put one at either end
 of any weight. Memory that cannot be pinned is used as it is, with a warning.
+
+Tensors in a chunk have a storage each, over their own bytes of it: `torch.save` writes whole storages.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _THREADS = 4
 _TRIM_BYTES = 2**28
 """After moving this many bytes, malloc is asked to return the old memory to the system."""
 _chunks: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""By address, the memory that `new_chunk` mapped and some tensor still uses."""
+"""By the address of each storage in it, the memory that `new_chunk` mapped and some tensor still uses."""
 
 
 def host_limit(root: Path = Path("/")) -> int | None:
@@ -86,14 +88,15 @@ class HostMemory:
         return sources
 
     def _move(self, span: Span, target: torch.Tensor) -> None:
-        _move(span, target[: span.num_bytes])
+        move(span, _own_storage(target[: span.num_bytes]) if span.num_bytes else target[:0])
         self._untrimmed_bytes += span.num_bytes
         self._stage.stats.copied_bytes += span.num_bytes
 
     def pin(self, sources: Iterable[torch.Tensor]) -> None:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
-        storages = [source.untyped_storage() for source in sources if not _is_pinned(source)]
-        chunks = {storage.data_ptr(): storage for storage in storages if storage.data_ptr() in _chunks}
+        starts = {source.untyped_storage().data_ptr() for source in sources if not _is_pinned(source)}
+        found = [_whole(_chunks[start]) for start in starts if start in _chunks]
+        chunks = {chunk.data_ptr(): chunk.untyped_storage() for chunk in found}
         wanted = [chunk for start, chunk in chunks.items() if start not in self._pinned]
         left = float("inf")
         if self.limit_bytes is not None:
@@ -153,23 +156,36 @@ def new_chunk(num_bytes: int) -> torch.Tensor:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2**21:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    chunk = _whole(memory)
     _chunks[chunk.data_ptr()] = memory
     return chunk
+
+
+def _whole(memory: mmap.mmap) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The same bytes of a chunk, as a storage of their own. It begins at a cache line, so at an element of any type."""
+    memory = _chunks[part.untyped_storage().data_ptr()]
+    line, phase = divmod(int(part.storage_offset()), LINE)
+    own = torch.frombuffer(memory, dtype=torch.uint8, offset=line * LINE, count=phase + part.numel())
+    _chunks[own.data_ptr()] = memory
+    return own[phase:]
 
 
 def move_to_host(span: Span, phase: int) -> None:
     """Move tensors from any device into their own host memory, which begins at `phase` in a cache line."""
     memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8)
-    _move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
+    move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
 
 
-def _move(span: Span, target: torch.Tensor) -> None:
+def move(span: Span, target: torch.Tensor) -> None:
     """Move the tensors of a span into other memory, with the same distances between them."""
     target.copy_(_flat(span))
     for tensor, offset in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
         start = (target.storage_offset() + offset) // tensor.element_size()
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device=target.device)
         tensor.data = empty.set_(target.untyped_storage(), start, tensor.shape, tensor.stride())
 
 

@@ -112,6 +112,9 @@ class Stage(DeviceQueues):
     def free_bytes(self) -> int | None:
         """Bytes available on the device, including what torch holds in reserve; None if unlimited."""
 
+    def begin_call(self) -> None:
+        """A component is called, maybe on another stream than the last one: that one's work comes first."""
+
     def check_call(self) -> None:
         """Refuse a call that cannot work while weights come and go."""
         if torch.is_grad_enabled():
@@ -185,6 +188,9 @@ class HostStage(Stage):
 
     def copies_wait(self, mark: Mark) -> None:
         self.timeline.copies_wait(mark[0])
+
+    def host_waits(self, mark: Mark) -> None:
+        pass  # Where compute has waited, the bytes are there.
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._buffers

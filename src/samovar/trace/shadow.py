@@ -60,16 +60,19 @@ class TrialFailed(Exception):
 class Shadow:
     """A model that can be tried."""
 
-    def __init__(self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer]) -> None:
-        """`answers`: called in place of these modules. TrialFailed if the model has parts that cannot be copied."""
+    def __init__(
+        self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer], *, sharded: bool = True
+    ) -> None:
+        """`answers`: called in place of these modules. `sharded`: as a rank computes its share, if the model is split.
+        TrialFailed if the model has parts that cannot be copied."""
         with trial(()):
-            self._root = shadow_of(model, answers)
+            self.root = shadow_of(model, answers, sharded=sharded)
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The output for copies of these arguments; TrialFailed for whatever the model raises."""
         given = tree.map_tensors(torch.clone, (args, kwargs))
         with trial((args, kwargs)):
-            return never_compiled(self._root.__call__)(*given[0], **given[1])
+            return never_compiled(self.root.__call__)(*given[0], **given[1])
 
     def close(self) -> None:
         """Free the shadow at once, and all tensors here: its classes form cycles with this object, which only the
@@ -77,9 +80,11 @@ class Shadow:
         vars(self).clear()
 
 
-def shadow_of(module: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer] | None = None) -> torch.nn.Module:
+def shadow_of(
+    module: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer] | None = None, *, sharded: bool = True
+) -> torch.nn.Module:
     """A module's shadow, with everything in it."""
-    return Copier(answers or {}).copy(unwrapped(module))
+    return Copier(answers or {}, sharded).copy(unwrapped(module))
 
 
 @contextlib.contextmanager
@@ -116,8 +121,8 @@ def _random_states() -> list[Any]:
 class Copier:
     """Copies a tree of modules, each once however often it is held."""
 
-    def __init__(self, answers: Mapping[torch.nn.Module, Answer]) -> None:
-        self._answers = answers
+    def __init__(self, answers: Mapping[torch.nn.Module, Answer], sharded: bool = True) -> None:
+        self._answers, self._sharded = answers, sharded
         self._objects: dict[int, Any] = {}
         """Copies of attributes by the identity of the original: shared objects stay shared."""
         self._copies: dict[int, torch.nn.Module] = {}
@@ -134,7 +139,8 @@ class Copier:
             shadow = self._copies[id(bare)]
             if not vars(shadow):
                 self._fill(shadow, bare)
-                _keep_sharding(shadow, bare, is_root=bare is root)
+                if self._sharded:
+                    _keep_sharding(shadow, bare, is_root=bare is root)
         return self._copies[id(root)]
 
     def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:

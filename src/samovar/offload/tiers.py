@@ -1,0 +1,259 @@
+"""Which weights are kept in pinned memory, and which are read from where they are? Decided from sizes alone.
+
+Pinned memory is copied at the speed of the bus. Anything else passes through a few pinned buffers: from pageable memory
+at the speed of a copy on the host, from the model's own files at that of the disk. `host_memory` limits the memory that
+holds weights, pinned or not. The page cache of files is not counted: the system takes it back when it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
+
+from ..errors import SettingError
+from .planner import OffloadPlan
+from .ring import ASSUMED_BUS
+from .sizes import ComponentSize, format_bytes
+
+Tier = Literal["pinned", "pageable", "disk"]
+Crossing = Literal["forward", "run", "once"]
+"""How often weights are sent to the device, most often first."""
+Key = tuple[str, str]
+"""A component and the path of a block in it, or "" for what is outside its blocks."""
+
+PINNABLE = 0.85
+"""The share of the host's memory that may be pinned by default."""
+ASSUMED_DISK = 2e9
+"""Bytes per second of a disk that nobody measured."""
+ASSUMED_COPY = 10e9
+"""Bytes per second of copies on the host, likewise."""
+BOUNCE_BUFFERS, BOUNCE_BYTES = 3, 2**26
+"""Pinned buffers that everything else passes through, and the most that each holds."""
+_LEAST_BUFFER = 2**12
+
+
+class WeightUse(NamedTuple):
+    """A group of weights that leaves the device."""
+
+    key: Key
+    num_bytes: int
+    crossing: Crossing
+    anonymous_bytes: int = 0
+    """Bytes of it that are in memory alone; the rest is mapped from files."""
+
+    @property
+    def file_bytes(self) -> int:
+        return self.num_bytes - self.anonymous_bytes
+
+
+@dataclass(frozen=True)
+class HostSpeeds:
+    """Measured or assumed bytes per second."""
+
+    bus: float = ASSUMED_BUS
+    pageable: float = ASSUMED_COPY
+    disk: float = ASSUMED_DISK
+    is_disk_measured: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Groups of one component in one tier."""
+
+    component: str
+    tier: Tier
+    crossing: Crossing
+    num_groups: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        often = {"forward": "in every forward", "run": "once in a run", "once": "once"}[self.crossing]
+        where = {"pinned": "pinned", "pageable": "in pageable memory", "disk": "in its file on disk"}[self.tier]
+        why = {"pinned": "", "pageable": ": no more may be pinned", "disk": ": host_memory holds no more"}[self.tier]
+        if self.crossing == "once":
+            why = ", and the device keeps it"
+        groups = f"{self.num_groups} groups, " if self.num_groups > 1 else ""
+        return f"{self.component}: {groups}{format_bytes(self.num_bytes)} {where}, sent {often}{why}"
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Where every group of weights is kept. `print` shows it."""
+
+    tiers: Mapping[Key, Tier]
+    parts: tuple[Part, ...]
+    held_bytes: int
+    """Expected host memory that holds weights, pinned or not, with the buffers."""
+    budget_bytes: int | None
+    buffer_bytes: int
+    """Bytes of each bounce buffer; 0 if none is needed."""
+    spilled: frozenset[Key]
+    """Groups whose weights must be written to a file first."""
+    speeds: HostSpeeds
+
+    def tier(self, key: Key) -> Tier:
+        return self.tiers.get(key, "pinned")
+
+    def bytes_in(self, tier: Tier, *crossings: Crossing) -> int:
+        return sum(p.num_bytes for p in self.parts if p.tier == tier and (not crossings or p.crossing in crossings))
+
+    def read_seconds(self, crossing: Crossing) -> float:
+        """Seconds that reading through the buffers takes, in a forward or in a run."""
+        disk, memory = self.bytes_in("disk", crossing), self.bytes_in("pageable", crossing)
+        return disk / self.speeds.disk + memory / self.speeds.pageable
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, for JSON."""
+        return {
+            "parts": [asdict(part) for part in self.parts],
+            "held_bytes": self.held_bytes,
+            "budget_bytes": self.budget_bytes,
+            "buffer_bytes": self.buffer_bytes,
+            "disk_bytes_per_forward": self.bytes_in("disk", "forward"),
+            "read_seconds_per_forward": self.read_seconds("forward"),
+            "read_seconds_per_run": self.read_seconds("run"),
+        }
+
+    def __str__(self) -> str:
+        budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
+        buffers = BOUNCE_BUFFERS * self.buffer_bytes
+        through = f", {format_bytes(buffers)} of it as buffers" if buffers else ""
+        lines = [f"Host memory: {format_bytes(self.held_bytes)}{budget}{through}.", *(f"  {p}" for p in self.parts)]
+        how = "measured" if self.speeds.is_disk_measured else "assumed"
+        for crossing, often in (("forward", "in every forward"), ("run", "once in a run")):
+            num_bytes = self.bytes_in("disk", crossing)  # type: ignore[arg-type]
+            if num_bytes:
+                speed, seconds = f"{self.speeds.disk / 1e9:.1f} GB/s ({how})", num_bytes / self.speeds.disk
+                lines.append(f"{format_bytes(num_bytes)} are read from disk {often}: about {seconds:.3g} s at {speed}.")
+        if self.spilled:
+            lines.append(f"{len(self.spilled)} groups are written to spill_folder first: no file holds them.")
+        return "\n".join(lines)
+
+
+def uses_of(
+    sizes: Sequence[ComponentSize],
+    plan: OffloadPlan,
+    anonymous: Callable[[Key], int] | None = None,
+) -> list[WeightUse]:
+    """The groups that a plan lets leave the device. By default, files hold all weights."""
+    uses = []
+    for size in sizes:
+        placed = plan.component(size.name)
+        stays = placed.placement == "streams" and not plan.take_turns
+        every: Crossing = "forward" if size.role == "denoiser" else "run"
+        groups = {"": size.rest_bytes, **{block.path: block.num_bytes for block in size.blocks}}
+        for path, num_bytes in groups.items() if placed.placement != "resident" else ():
+            crossing: Crossing = every if path in placed.streamed else "once" if stays else "run"
+            held = min(anonymous((size.name, path)), num_bytes) if anonymous else 0
+            uses.append(WeightUse((size.name, path), num_bytes, crossing, held))
+    return uses
+
+
+def plan_tiers(
+    groups: Sequence[WeightUse],
+    host_memory: int | None,
+    speeds: HostSpeeds | None = None,
+    *,
+    host_bytes: int | None = None,
+    can_spill: bool = False,
+) -> TierPlan:
+    """Pin what is sent most often, as far as the budget goes; read the rest from where it is.
+
+    Without a budget, most of the host's memory (`host_bytes`) may be pinned and nothing is refused. With one, weights
+    that no file holds must fit, unless they may be written to one (`can_spill`).
+    """
+    most_pinned = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
+    budget = most_pinned if host_memory is None else float(host_memory)
+    if sum(group.num_bytes for group in groups) <= min(budget, most_pinned):
+        return _made(groups, {group.key: "pinned" for group in groups}, host_memory, 0, speeds, can_spill)
+    buffer = _buffer_bytes(groups, budget)
+    room = budget - BOUNCE_BUFFERS * buffer
+    if not can_spill:
+        room -= sum(group.anonymous_bytes for group in groups)
+    if room < 0 and host_memory is not None:
+        _refuse(groups, host_memory, buffer, can_spill)
+    tiers: dict[Key, Tier] = {}
+    pinnable = most_pinned - BOUNCE_BUFFERS * buffer
+    # Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
+    kinds = [(crossing, has_file) for crossing in get_args(Crossing) for has_file in (False, True)]
+    for kind in kinds:
+        some = [group for group in groups if (group.crossing, group.file_bytes > 0) == kind]
+        for group in _evenly(some, room, can_spill):
+            tier, cost = _place(group, room, pinnable, can_spill)
+            tiers[group.key] = tier
+            room -= cost
+            pinnable -= group.num_bytes if tier == "pinned" else 0
+    return _made(groups, tiers, host_memory, buffer, speeds, can_spill)
+
+
+def _place(group: WeightUse, room: float, pinnable: float, can_spill: bool) -> tuple[Tier, int]:
+    """The tier of a group and the room that it takes."""
+    cost = group.num_bytes if can_spill else group.file_bytes  # Other bytes are in memory wherever it goes.
+    if group.crossing != "once" and (not cost or cost <= room) and group.num_bytes <= pinnable:
+        return "pinned", cost
+    if group.file_bytes or (can_spill and cost > room):
+        return "disk", 0
+    return "pageable", cost
+
+
+def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
+    """Bytes of a bounce buffer: a small part of a small budget, and no more than there is to read."""
+    largest = max(group.num_bytes for group in groups)
+    most = min(BOUNCE_BYTES, largest, int(min(budget, 2**62)) // 16)
+    return max(most // _LEAST_BUFFER, 1) * _LEAST_BUFFER
+
+
+def _evenly(groups: Sequence[WeightUse], room: float, can_spill: bool) -> Iterable[WeightUse]:
+    """Groups in the order in which to pin them: those left out are spread evenly, so that reading never pauses."""
+    costs = [group.num_bytes if can_spill else group.file_bytes for group in groups]
+    whole = sum(costs)
+    share = 1.0 if whole <= max(room, 0) else max(room, 0) / whole
+    chosen, left, passed, used = [], [], 0, 0
+    for group, cost in zip(groups, costs, strict=True):
+        passed += cost
+        if used + cost <= passed * share + 1e-6:
+            used += cost
+            chosen.append(group)
+        else:
+            left.append(group)
+    return [*chosen, *left]
+
+
+def _made(
+    groups: Sequence[WeightUse],
+    tiers: Mapping[Key, Tier],
+    host_memory: int | None,
+    buffer: int,
+    speeds: HostSpeeds | None,
+    can_spill: bool,
+) -> TierPlan:
+    held = BOUNCE_BUFFERS * buffer
+    found: dict[tuple[str, Tier, Crossing], list[int]] = {}
+    spilled = set()
+    for group in groups:
+        tier = tiers[group.key]
+        is_spilled = tier == "disk" and can_spill and group.anonymous_bytes > 0
+        if is_spilled:
+            spilled.add(group.key)
+        held += group.num_bytes if tier == "pinned" else 0 if is_spilled else group.anonymous_bytes
+        found.setdefault((group.key[0], tier, group.crossing), []).append(group.num_bytes)
+    parts = [Part(*key, len(some), sum(some)) for key, some in found.items()]
+    return TierPlan(tiers, tuple(parts), held, host_memory, buffer, frozenset(spilled), speeds or HostSpeeds())
+
+
+def _refuse(groups: Sequence[WeightUse], host_memory: int, buffer: int, can_spill: bool) -> NoReturn:
+    buffers = BOUNCE_BUFFERS * buffer
+    anonymous = 0 if can_spill else sum(group.anonymous_bytes for group in groups)
+    remedy = "Allow more."
+    if anonymous:
+        remedy = (
+            "Allow more; load the model in the dtype of its files, so that it can be read from them again; or name a "
+            'folder on disk that these weights may be written to: OffloadConfig(spill_folder="...").'
+        )
+    raise SettingError(
+        f"host_memory={format_bytes(host_memory)} is not enough: at least {format_bytes(buffers + anonymous)} is "
+        f"needed, {format_bytes(anonymous)} for weights that are in memory and in no file, and {format_bytes(buffers)} "
+        f"for buffers. {remedy}",
+        param="host_memory",
+    )

@@ -1,0 +1,96 @@
+"""The second budget: what is sent most often is pinned first, what no file holds must fit, and the figures add up."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from samovar.errors import SettingError
+from samovar.offload import OffloadConfig, WeightUse, plan_offload, plan_tiers, read_sizes, uses_of
+from samovar.offload.tiers import BOUNCE_BUFFERS, Crossing
+
+GIB = 2**30
+
+
+def groups(count: int, crossing: Crossing = "forward", *, size: int = GIB, anonymous: int = 0) -> list[WeightUse]:
+    return [WeightUse((crossing, str(index)), size, crossing, anonymous) for index in range(count)]
+
+
+def test_without_a_budget_everything_is_pinned() -> None:
+    plan = plan_tiers([*groups(3), *groups(2, "run", anonymous=GIB)], None)
+    assert set(plan.tiers.values()) == {"pinned"}
+    assert (plan.held_bytes, plan.buffer_bytes) == (5 * GIB, 0)
+
+
+def test_without_a_budget_nothing_is_refused_and_most_of_the_host_is_used() -> None:
+    plan = plan_tiers([*groups(6), *groups(6, "run", anonymous=GIB)], None, host_bytes=10 * GIB)
+    assert [plan.bytes_in("pinned", "forward"), plan.bytes_in("pinned", "run")] == [2 * GIB, 6 * GIB]
+    assert plan.bytes_in("disk") == 4 * GIB
+    plan = plan_tiers(groups(12, anonymous=GIB), None, host_bytes=10 * GIB)
+    assert [plan.bytes_in("pinned"), plan.bytes_in("pageable")] == [8 * GIB, 4 * GIB], "what is in memory stays there"
+
+
+def test_what_is_sent_most_often_is_pinned_first() -> None:
+    plan = plan_tiers([*groups(4, "run"), *groups(4, "once"), *groups(4)], 6 * GIB)
+    assert plan.bytes_in("pinned", "forward") == 4 * GIB
+    assert plan.bytes_in("pinned", "run") == GIB, "the buffers take a part of the sixth"
+    assert plan.bytes_in("disk", "once") == 4 * GIB
+    assert plan.held_bytes == 5 * GIB + BOUNCE_BUFFERS * plan.buffer_bytes <= 6 * GIB
+
+
+def test_what_is_read_from_disk_is_spread_evenly() -> None:
+    """Reading pauses while its buffers are full, so it must not all be at one end of the model."""
+    plan = plan_tiers(groups(60), 30 * GIB)
+    runs = [len([*run]) for _, run in itertools.groupby(plan.tier(("forward", str(index))) for index in range(60))]
+    assert max(runs) <= 2
+
+
+def test_what_no_file_holds_must_fit_or_be_spilled() -> None:
+    some = [*groups(2, anonymous=GIB), *groups(4, "run")]
+    with pytest.raises(SettingError, match=r"host_memory=1.00 GiB is not enough: at least 2.19 GiB.*spill_folder") as e:
+        plan_tiers(some, GIB)
+    assert e.value.param == "host_memory"
+    held = plan_tiers(some, 3 * GIB)
+    assert [held.tier(("forward", "0")), held.tier(("run", "0"))] == ["pinned", "disk"]
+    spilled = plan_tiers(some, GIB, can_spill=True)
+    assert spilled.spilled == {("forward", "0"), ("forward", "1")}
+    assert spilled.held_bytes <= GIB
+    assert "2 groups are written to spill_folder" in str(spilled)
+
+
+def test_a_budget_below_its_buffers_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"at least 12.00 KiB is needed, 0 B for weights.*12.00 KiB for buffers"):
+        plan_tiers(groups(2), 1000)
+
+
+def test_any_mixture_stays_within_the_budget() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        some = []
+        for index in range(rng.randint(1, 12)):
+            size = rng.randint(1, 2**20)
+            anonymous = rng.choice([0, size, rng.randint(0, size)])
+            some.append(WeightUse(("a", str(index)), size, rng.choice(["forward", "run", "once"]), anonymous))
+        budget, can_spill = rng.randint(2**14, 2**23), rng.random() < 0.5
+        try:
+            plan = plan_tiers(some, budget, can_spill=can_spill, host_bytes=rng.choice([None, 2**22]))
+        except SettingError:
+            assert not can_spill
+            assert sum(group.anonymous_bytes for group in some) > budget - 3 * 2**17
+            continue
+        assert plan.held_bytes <= budget
+        assert plan.tiers.keys() == {group.key for group in some}
+        assert sum(part.num_bytes for part in plan.parts) == sum(group.num_bytes for group in some)
+
+
+def test_a_model_of_38_gib_within_16_says_what_the_disk_allows() -> None:
+    sizes = read_sizes("QwenImageTransformer2DModel")
+    plan = plan_offload(sizes, OffloadConfig(gpu_memory="12GiB", device="cpu"))
+    tiers = plan_tiers(uses_of(sizes, plan), 16 * GIB)
+    assert tiers.held_bytes <= 16 * GIB
+    read = tiers.bytes_in("disk", "forward")
+    assert read + tiers.bytes_in("pinned", "forward") == plan.component("transformer").streamed_bytes
+    assert f"are read from disk in every forward: about {read / 2e9:.3g} s at 2.0 GB/s (assumed)" in str(tiers)
+    assert tiers.to_dict()["read_seconds_per_forward"] == pytest.approx(read / 2e9)
