@@ -74,6 +74,8 @@ class Offloaded(Handle, PipelineHook):
         self._hooks = contextlib.ExitStack()
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
+        self.not_ahead: dict[str, str] = {}
+        """By component: which layers stay what they are though they see time alone, and why."""
         self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
         self.plan = self._plan_for(config)
 
@@ -122,11 +124,11 @@ class Offloaded(Handle, PipelineHook):
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
         with self._lock:
-            for layers in self.time_layers.values():
-                layers.end_run()
             for component in self._components.values():
                 if component.others:
                     component.unload()
+            for layers in self.time_layers.values():
+                layers.settle()
 
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
@@ -167,10 +169,8 @@ class Offloaded(Handle, PipelineHook):
             install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
-                whole = component.whole
-                layers = TimeLayers(name, whole.module, list(whole.time_layers), self.stage, self._host)
+                layers = self.time_layers[name] = TimeLayers(component.whole, self.stage, self._host, self._lock)
                 layers.install(self._hooks)
-                self.time_layers[name] = layers
         for component in self._components.values():
             if not component.others:
                 component.load()
@@ -182,7 +182,7 @@ class Offloaded(Handle, PipelineHook):
                 return False
             self._not_tried.discard(name)
             component = self._components[name]
-            layers = find_time_layers(component.whole, args, kwargs)
+            layers, self.not_ahead[name] = find_time_layers(component.whole, args, kwargs)
             if layers:
                 component.whole = replace(component.whole, time_layers=layers)
                 wholes = [c.whole for c in self._components.values()]

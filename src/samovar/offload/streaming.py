@@ -92,7 +92,9 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
             for streamed in choices(allowed, ring_bytes):
                 kept = component.num_bytes - sum(b.num_bytes for b in blocks if b.path in streamed)
                 if kept + ring_bytes < component.num_bytes:
-                    seconds = pass_seconds(blocks, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0)
+                    seconds = pass_seconds(
+                        blocks, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0
+                    )
                     candidates.append(Streaming(streamed, ring_bytes, kept, seconds))
     if not candidates:
         return None
