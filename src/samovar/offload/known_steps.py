@@ -117,4 +117,7 @@ def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as bytes, so that NaN equals itself."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # One number has any stride.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)

@@ -72,7 +72,7 @@ def _courses(times: Sequence[torch.Tensor], tensor: torch.Tensor) -> Iterator[_C
     """For each value of a tensor, what follows it in each form of the scheduler's times that has it."""
     if tensor.is_meta or not tensor.numel() or tensor.dtype is torch.bool:
         return
-    distinct: torch.Tensor = torch.unique(tensor.detach().cpu())  # type: ignore[no-untyped-call]
+    distinct: torch.Tensor = torch.unique(tensor.detach().cpu())
     seen: set[_Course] = set()
     for now in distinct.tolist() if len(distinct) <= _MOST_VALUES else ():
         for scale in times:

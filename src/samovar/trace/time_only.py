@@ -267,7 +267,7 @@ def _own_bytes(module: torch.nn.Module) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
