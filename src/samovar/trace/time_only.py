@@ -85,8 +85,8 @@ def _rehearse(model: torch.nn.Module, args: Any, kwargs: Any, is_wanted: Callabl
         shadow = Shadow(model, {}, sharded=False)
         try:
             recorder = _Recorder(shadow.root, is_wanted)
+            given = recorder.given((args, kwargs))
             with Weightless(), recorder:
-                given = recorder.given((args, kwargs))
                 shadow.root(*given[0], **given[1])
             return recorder
         finally:
@@ -110,7 +110,7 @@ class _Recorder(TorchFunctionMode):
         """All tensors of the tables, so that no identity is used twice."""
         self._in_memory: dict[int, list[int]] = {}
         """By memory: the identities of the known tensors in it."""
-        self._forms: dict[Hashable, tuple[Any, list[int]]] = {}
+        self._forms: dict[Hashable, tuple[Any, list[int | None]]] = {}
         """By call, unknown tensors that it returned: blocks repeat each other, and forms take torch long."""
         self._inside: str | None = None
         self._count = 0
@@ -172,7 +172,7 @@ class _Recorder(TorchFunctionMode):
             made = tensors_in(output)
             if name in _PLACES or made:
                 self._check_weights(tensors)
-            written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+            written = [t for t, version in zip(tensors, versions, strict=True) if tree.version(t) != version]
             if self._inside is None:
                 self._note(Call(function, "", args, kwargs, ()), is_known, tensors, written, made)
             is_new = made and not any(one is other for one in made for other in tensors)
@@ -214,14 +214,12 @@ class _Recorder(TorchFunctionMode):
                 output = forward(*args, **kwargs)
             finally:
                 self._inside = None
-            is_small = output.nbytes <= SMALL_OUTPUT * _own_bytes(module)
-            if is_small and output.is_contiguous():
-                forms = tuple(Form(tensor.shape, tensor.dtype) for tensor in tensors)
-                layer = Call(None, path, args, kwargs, (), None, forms, Form(output.shape, output.dtype))
-                self._add(layer, [output])
-                self.layers.append(path)
-            else:
+            if output.nbytes > SMALL_OUTPUT * _own_bytes(module) or not output.is_contiguous():
                 self.rejected.add(path)
+                return forward(*args, **kwargs)  # What it does may lead to other layers.
+            forms = tuple(Form(tensor.shape, tensor.dtype) for tensor in tensors)
+            self._add(Call(None, path, args, kwargs, (), None, forms, Form(output.shape, output.dtype)), [output])
+            self.layers.append(path)
             return output
 
         return watched
@@ -270,8 +268,8 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int | None]:
+    return [tree.version(tensor) for tensor in tensors]
 
 
 def _call_key(function: Any, args: Any, kwargs: Any, tensors: Iterable[torch.Tensor]) -> Hashable:
