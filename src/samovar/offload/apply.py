@@ -18,6 +18,7 @@ from ..arch.devices import read_device
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
+from ..trace.time_only import is_autocast
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
@@ -28,7 +29,8 @@ from .ring import OffloadStats
 from .sizes import Component, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
-from .time_layers import TimeLayers, find_time_layers
+from .time_candidates import find_time_layers
+from .time_layers import TimeLayers
 from .weights import check_movable, num_bytes_of
 
 _UNLIMITED = 2**62
@@ -120,6 +122,10 @@ class Offloaded(Handle, PipelineHook):
         with self._lock:
             for component in self._components.values():
                 component.refresh()
+            for name, problem in [(name, layers.problem) for name, layers in self.time_layers.items()]:
+                if problem:
+                    self.not_ahead[name] = problem
+                    self._set_time_layers(name, {})
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
@@ -178,17 +184,20 @@ class Offloaded(Handle, PipelineHook):
     def learn(self, name: str, args: Any, kwargs: Any) -> bool:
         """Look for time-only layers in the first call of a denoiser. If there are any, plan again and say so."""
         with self._lock:
-            if name not in self._not_tried:
+            if name not in self._not_tried or is_autocast():
                 return False
             self._not_tried.discard(name)
-            component = self._components[name]
-            layers, self.not_ahead[name] = find_time_layers(component.whole, args, kwargs)
+            layers, self.not_ahead[name] = find_time_layers(self._components[name].whole, args, kwargs)
             if layers:
-                component.whole = replace(component.whole, time_layers=layers)
-                wholes = [c.whole for c in self._components.values()]
-                self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
-                self._follow(self._plan_for(self.config))
+                self._set_time_layers(name, layers)
             return bool(layers)
+
+    def _set_time_layers(self, name: str, layers: dict[str, torch.nn.Module]) -> None:
+        component = self._components[name]
+        component.whole = replace(component.whole, time_layers=layers)
+        wholes = [c.whole for c in self._components.values()]
+        self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
+        self._follow(self._plan_for(self.config))
 
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""
