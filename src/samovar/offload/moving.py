@@ -74,8 +74,8 @@ class OffloadedComponent:
             self.stage.stats.component_loads.setdefault(plan.name, 0)
         for group in self._groups:
             group.keeps_host, group.is_coded = self._is_pinned, is_coded
-            if self._is_pinned and not group.is_current():
-                group.adopt()
+            if self._is_pinned:
+                group.update()
         self._host.pin(wire for group in self._groups for wire in group.wires)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in self._groups if group not in streamed]
