@@ -95,19 +95,24 @@ class DeviceQueues(Protocol):
 
 
 class Timeline:
-    """A simulated device: the times at which its two queues finish."""
+    """A simulated device: the times at which its two queues finish, and at which the host has filled them."""
 
     def __init__(self, bus_bytes_s: float) -> None:
         self.bus_bytes_s = bus_bytes_s
         self.stats = OffloadStats()
         self.copied_s = 0.0
         self.computed_s = 0.0
+        self.launched_s = 0.0
+
+    def launch(self, seconds: float) -> None:
+        """The host takes this long to enqueue what comes next."""
+        self.launched_s += seconds
 
     def copy(self, num_bytes: int) -> None:
-        self.copied_s += num_bytes / self.bus_bytes_s
+        self.copied_s = max(self.copied_s, self.launched_s) + num_bytes / self.bus_bytes_s
 
     def compute(self, seconds: float) -> None:
-        self.computed_s += seconds
+        self.computed_s = max(self.computed_s, self.launched_s) + seconds
 
     def allocate(self, num_bytes: int) -> None:
         pass
@@ -128,7 +133,7 @@ class Timeline:
         self.copied_s = max(self.copied_s, mark)
 
     def host_waits(self, mark: float) -> None:
-        pass
+        self.launched_s = max(self.launched_s, mark)
 
 
 class StreamedBlock(Protocol):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ..errors import SettingError
 from .coding import Coded, Form, decode_into, encode
@@ -41,6 +42,11 @@ class Buffer:
         with torch.inference_mode(False):  # Otherwise a parameter that takes it would be bound to inference mode.
             empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
             return empty.set_(self._storage, start, like.shape, like.stride())
+
+    def part(self, offset: int, num_bytes: int) -> Buffer:
+        """Some of it as a storage of its own: `torch.save` writes whole storages."""
+        with torch.inference_mode(False):
+            return Buffer(from_dlpack(self.flat[offset : offset + num_bytes]))
 
 
 class _Area:
@@ -231,7 +237,8 @@ class HostStage(Stage):
         self.registered: dict[int, int] = {}
         """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
-        self._buffers: set[int] = set()
+        self._buffers: dict[int, int] = {}
+        """Address and length of allocated memory."""
         self._due: deque[Callable[[], object]] = deque()
         self._done = 0
 
@@ -242,11 +249,12 @@ class HostStage(Stage):
             )
         flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
         flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
-        self._buffers.add(flat.untyped_storage().data_ptr())
+        memory = flat.untyped_storage()
+        self._buffers[memory.data_ptr()] = memory.nbytes()
         return flat
 
     def _free(self, flat: torch.Tensor) -> None:
-        self._buffers.remove(flat.untyped_storage().data_ptr())
+        del self._buffers[flat.untyped_storage().data_ptr()]
         flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -289,7 +297,8 @@ class HostStage(Stage):
         pass  # Where compute has waited, the bytes are there.
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._buffers
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < start + num_bytes for start, num_bytes in self._buffers.items())
 
     def register(self, address: int, num_bytes: int) -> str | None:
         self.registered[address] = num_bytes

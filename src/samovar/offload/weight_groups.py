@@ -19,7 +19,7 @@ import torch
 from .coded_copy import CodedCopy, code, version_of
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
-from .weights import Piece, Span, lay_out, spans_of
+from .weights import LINE, Piece, Span, lay_out, spans_of
 
 _RESIDUES = 262_147
 """Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
@@ -34,6 +34,8 @@ class _Entry(NamedTuple):
     piece: int
     offset: int
     """Where in the piece it begins."""
+    span: tuple[int, int]
+    """Where in the piece the memory that it shares with others begins, and its length."""
 
 
 class WeightGroup:
@@ -57,8 +59,8 @@ class WeightGroup:
         self._entries: list[_Entry] = []
         self._left: dict[int, _Place] = {}
         """By tensor id, where its data is as we left it."""
-        self._lent: list[tuple[_Place, int]] = []
-        """The place and the count of changes of each tensor, as the block's call began."""
+        self._lent: list[tuple[torch.Tensor, int]] = []
+        """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
         self._was_coded = False
         self._starts: Sequence[int] = ()
         """Where in each piece its source begins."""
@@ -83,9 +85,10 @@ class WeightGroup:
         ]
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
-            _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - min(t.data_ptr() for t in span.tensors))
+            _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - start, (offset, span.num_bytes))
             for index, piece in enumerate(pieces)
             for span, offset in piece.spans
+            for start in [min(tensor.data_ptr() for tensor in span.tensors)]
             for tensor in span.tensors
         ]
         self.pieces = [piece.num_bytes for piece in pieces]
@@ -199,22 +202,27 @@ class WeightGroup:
 
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
-        for tensor, host, piece, offset in self._entries:
-            tensor.data = memory.view(host, offsets[piece] + offset)
-        self._lent = [(_place(entry.tensor), version_of(entry.tensor)) for entry in self._entries]
+        self._lent = []
+        for tensor, host, piece, offset, _ in self._entries:
+            tensor.data = view = memory.view(host, offsets[piece] + offset)
+            self._lent.append((view, version_of(tensor)))
 
     @torch.inference_mode(False)
     def use_host(self) -> None:
         """Point the tensors at the host copy, if they are lent. What the call has changed is copied back."""
-        now = [(_place(entry.tensor), version_of(entry.tensor)) for entry in self._entries]
-        is_any_changed = self._lent not in (now, [])
-        for (tensor, host, _, _), before, after in zip(self._entries, self._lent, now, strict=False):
+        lent = list(zip(self._entries, self._lent, strict=False))
+        is_counted = any(version_of(entry.tensor) != version for entry, (_, version) in lent)
+        for (tensor, host, piece, *_), (view, version) in lent:
             # Batch norms do not have torch count the changes of their statistics, only those of their counter.
-            if is_any_changed and (before != after or not isinstance(tensor, torch.nn.Parameter)):
-                if _place(host)[1:] != after[0][1:]:
-                    tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
-                    continue
+            is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
+            if _place(tensor)[1:] != _place(host)[1:]:
+                tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
+                continue
+            # Layers that are cast for their call have other data, mostly with the same content.
+            if is_changed or (tensor.data_ptr() != view.data_ptr() and not torch.equal(_bits(tensor), _bits(view))):
                 host.copy_(tensor.data)
+                if copy := self.copies[piece]:
+                    copy.expire()
             tensor.data = host
         self._lent = []
 
@@ -224,8 +232,12 @@ class WeightGroup:
         offsets = [sum(self.pieces[:piece]) for piece in range(len(self.pieces))]
         for piece, offset in enumerate(offsets):
             self.send(piece, self._buffer, offset)
-        self.use_device(offsets, self._buffer)
-        self._lent = []
+        parts: dict[tuple[int, int], Buffer] = {}
+        for tensor, host, piece, offset, (start, num_bytes) in self._entries:
+            if (piece, start) not in parts:
+                line = start - start % LINE
+                parts[piece, start] = self._buffer.part(offsets[piece] + line, start - line + max(num_bytes, 1))
+            tensor.data = parts[piece, start].view(host, offset - start + start % LINE)
         self._remember()
         if not self.keeps_host:
             self.sources, self.copies, self._entries = [], [], []
@@ -250,7 +262,7 @@ class WeightGroup:
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, self._find())):
                 move_to_host(span, self._phase_before(span))
-        for tensor, host, piece, _ in self._entries if keep_changes else ():
+        for tensor, host, piece, *_ in self._entries if keep_changes else ():
             if self._is_ours(tensor):
                 host.copy_(tensor.data)
                 if copy := self.copies[piece]:
@@ -267,3 +279,8 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 def _place(tensor: torch.Tensor) -> _Place:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as bytes, so that NaN equals itself."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
