@@ -299,3 +299,66 @@ def test_no_room_for_the_area_leaves_everything_off() -> None:
         apply_offload(pipe.transformer, OffloadConfig("layerwise", compress="lossless"), stage=stage)
     assert stage.stats.held_bytes == 0
     assert not stage.registered
+
+
+# ---------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flux", "qwen-image", "wan"])
+@pytest.mark.parametrize("mode", ["model", "layerwise"])
+def test_a_gpu_gives_the_same_bits(name: str, mode: Any) -> None:
+    pipe = tiny(name).to("cuda")
+    expected = image(pipe, name)
+    pipe.to("cpu")
+    offloaded = apply_offload(pipe, OffloadConfig(mode, compress="lossless", device="cuda"))
+    for _ in range(3):
+        assert torch.equal(image(pipe, name), expected)
+    stats = offloaded.stats()
+    assert 0 < stats.coded_bytes < stats.decoded_bytes
+    offloaded.detach()
+    assert offloaded.stage.stats.held_bytes == 0
+    assert torch.equal(image(pipe.to("cuda"), name), expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_never_reads_what_is_not_there_yet() -> None:
+    """Coded and raw pieces of all sizes pass through a small area and a small ring, while slow work uses them."""
+    from samovar.offload.cuda import CudaStage
+
+    stage = CudaStage(torch.device("cuda"))
+    assert stage.decodes_fast
+    generator = torch.Generator().manual_seed(0)
+    pieces = []
+    for index in range(24):
+        count = int(torch.randint(1, 2**21, (1,), generator=generator)) * 2
+        words = (torch.randn(count, generator=generator) * 0.02).to(torch.bfloat16)
+        each = stage.encode(words.view(torch.int16), torch.bfloat16) if index % 3 else None
+        data = words.view(torch.uint8) if each is None else each.data.cpu()
+        chunk = host.new_chunk(data.numel())
+        chunk[: data.numel()].copy_(data)
+        assert stage.register(chunk.data_ptr(), chunk.numel()) is None
+        pieces.append((words, chunk, chunk[: data.numel()], each and each.form))
+    buffers = [stage.allocate(2**23) for _ in range(2)]
+    stage.open_area(max(len(data) for _, _, data, form in pieces if form))
+    used = [stage.mark_computed(), stage.mark_computed()]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    expected = [words.cuda().view(torch.uint8) for words, *_ in pieces]
+    for turn in range(6):
+        for index, (_, _, data, form) in enumerate(pieces):
+            buffer = buffers[index % 2]
+            stage.copies_wait(used[index % 2])
+            stage.send(buffer, 0, data, form)
+            stage.compute_waits(stage.mark_copied())
+            if (turn + index) % 5 == 0:
+                torch.cuda._sleep(3_000_000)
+            wrong += (buffer.flat[: expected[index].numel()] != expected[index]).sum()
+            used[index % 2] = stage.mark_computed()
+    assert wrong.item() == 0
+    stage.close_area()
+    for buffer in buffers:
+        stage.free(buffer)
+    stage.synchronize()
+    for _, chunk, _, _ in pieces:
+        stage.unregister(chunk.data_ptr())
+    assert stage.stats.held_bytes == 0
