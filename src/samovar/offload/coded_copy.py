@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from .coding import Form
+from .coded_file import CodedFile
+from .coding import Form, expected_ratio
 from .host import flat_bytes, new_chunk
 from .staging import Stage
 from .weights import LEAST_PIECE, Piece
@@ -61,15 +62,22 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def code(piece: Piece, stage: Stage, known: CodedCopy | None) -> CodedCopy | None:
-    """The coded copy of a piece: the known one, if it still is that. None if coding gains too little."""
+def code(piece: Piece, stage: Stage, known: CodedCopy | None, file: CodedFile | None) -> CodedCopy | None:
+    """The coded copy of a piece: the known one, if it still is that, or the file's. None if coding gains too little."""
     span = piece.spans[0][0]
     truth = flat_bytes(span)
     if known is not None and known.is_of(truth):
         return known
     if span.num_bytes < LEAST_PIECE or truth.device.type != "cpu" or span.start % 2 or span.num_bytes % 2:
         return None
-    return _coded(truth, span.tensors, stage)
+    dtype = span.tensors[0].dtype
+    found = file.take(truth, dtype) if file is not None and expected_ratio(dtype) < 1 else None
+    if found is not None:
+        return CodedCopy(truth, span.tensors, found.form, found.data)
+    copy = _coded(truth, span.tensors, stage)
+    if copy is not None and file is not None:
+        file.put(truth, dtype, copy.data)
+    return copy
 
 
 def _coded(truth: torch.Tensor, tensors: tuple[torch.Tensor, ...], stage: Stage) -> CodedCopy | None:

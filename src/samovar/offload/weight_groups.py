@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .coded_copy import CodedCopy, code, version_of
+from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .weights import LINE, Piece, Span, lay_out, spans_of
 
-_RESIDUES = 262_147
-"""Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
 _SAMPLES = 512
 """Bytes of each piece that are looked at for changes that torch does not count."""
 
@@ -53,6 +52,8 @@ class WeightGroup:
         self.pieces: Sequence[int] = ()
         self.sources: list[torch.Tensor] = []
         """The host bytes of each piece."""
+        self.file: CodedFile | None = None
+        """Where coded copies are looked for, and kept."""
         self.copies: list[CodedCopy | None] = []
         """The coded copy of each piece that has one."""
         self._find, self._stage, self._host = find, stage, host
@@ -102,7 +103,9 @@ class WeightGroup:
         known = {copy.address: copy for copy in self.copies if copy is not None}
         self._was_coded = self.is_coded
         self.copies = [
-            code(piece, self._stage, known.get(piece.spans[0][0].start)) if self.is_coded and self.keeps_host else None
+            code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
+            if self.is_coded and self.keeps_host
+            else None
             for piece in pieces
         ]
 
@@ -245,14 +248,7 @@ class WeightGroup:
     def checksum(self) -> torch.Tensor:
         """A number on the device that tells whether its device memory changed. This does not wait for the device."""
         assert self._buffer is not None
-        words = self._buffer.flat.view(torch.int64)
-        columns = max(min(words.numel(), _RESIDUES), 1)
-        rows = words.numel() // columns
-        sums = words[: rows * columns].view(rows, columns).sum(0)
-        rest = words[rows * columns :]
-        sums[: rest.numel()] += rest
-        weights = torch.arange(1, 2 * columns, 2, device=words.device) * -7046029254386353131
-        return (sums * weights).sum()
+        return checksum(self._buffer.flat)
 
     @torch.inference_mode(False)
     def unload(self, *, keep_changes: bool = False) -> None:
