@@ -64,20 +64,20 @@ class OffloadedComponent:
     def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
         return tensors_of(block, self.component.skip)
 
-    def follow(self, plan: ComponentPlan, *, is_coded: bool = False) -> None:
+    def follow(self, plan: ComponentPlan) -> None:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
         assert not self.is_loaded
-        self._is_coded = is_coded
+        self._is_coded = plan.is_coded
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
+        streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         for group in self._groups:
-            group.keeps_host, group.is_coded = self._is_pinned, is_coded
+            group.keeps_host, group.is_coded = self._is_pinned, plan.is_coded and group in streamed
             if self._is_pinned and not group.is_current():
                 group.adopt()
         self._host.pin(wire for group in self._groups for wire in group.wires)
-        streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in self._groups if group not in streamed]
         is_repeated = self.component.role == "denoiser"  # An encoder runs once, so nothing is sent ahead.
         self.ring = None
