@@ -9,6 +9,7 @@ import contextlib
 import copy
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from .cuda import CudaStage
 from .host import HostMemory
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
-from .planner import ComponentPlan, OffloadPlan, plan_offload
+from .planner import OffloadPlan, plan_offload
 from .ring import OffloadStats
-from .sizes import Component, find_components, measure_components, parse_bytes
+from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
 from .time_layers import TimeLayers, find_time_layers
@@ -67,7 +68,7 @@ class Offloaded(Handle, PipelineHook):
             check_movable(component.name, component.module)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
-        self._sizes = measure_components(components, in_phase=stage.keeps_phase)
+        self._sizes = self._measure(components)
         self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
         self._lock = threading.RLock()
         """Held by the one thread that calls a component or changes where weights are."""
@@ -92,8 +93,13 @@ class Offloaded(Handle, PipelineHook):
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
         with self._lock:
-            plan = self._plan_for(config)
-            self.config = config
+            before, self.config = self.config, config
+            try:
+                self._sizes = self._measure([component.whole for component in self._components.values()])
+                plan = self._plan_for(config)
+            except BaseException:
+                self.config = before
+                raise
             self._follow(plan)
         return plan
 
@@ -129,6 +135,10 @@ class Offloaded(Handle, PipelineHook):
                 if component.others:
                     component.unload()
 
+    def _measure(self, components: Sequence[Component]) -> tuple[ComponentSize, ...]:
+        coded = self.config.compress == "lossless" or (self.config.compress == "auto" and self.stage.decodes_fast)
+        return measure_components(components, in_phase=self.stage.keeps_phase, coded=coded)
+
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
         if budget is None and config.mode == "auto":
@@ -143,18 +153,12 @@ class Offloaded(Handle, PipelineHook):
         cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
             for name, component in self._components.items():
-                component.follow(plan.component(name), is_coded=self._is_coded(plan.component(name)), cache=cache)
+                component.follow(plan.component(name), cache=cache)
             self._install(plan)
         except BaseException:
             self.detach()
             raise
         self.plan = plan
-
-    def _is_coded(self, plan: ComponentPlan) -> bool:
-        """Whether the weights of a component cross the bus coded."""
-        if self.config.compress == "auto":
-            return plan.placement == "streams" and self.stage.decodes_fast
-        return plan.placement != "resident" and self.config.compress == "lossless"
 
     def _install(self, plan: OffloadPlan) -> None:
         active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
@@ -187,8 +191,7 @@ class Offloaded(Handle, PipelineHook):
             layers = find_time_layers(component.whole, args, kwargs)
             if layers:
                 component.whole = replace(component.whole, time_layers=layers)
-                wholes = [c.whole for c in self._components.values()]
-                self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
+                self._sizes = self._measure([c.whole for c in self._components.values()])
                 self._follow(self._plan_for(self.config))
             return bool(layers)
 

@@ -224,8 +224,8 @@ def decode(
     coded: torch.Tensor,
     out: torch.Tensor,
     *,
-    rows: int = 256,
-    warps: int = 4,
+    rows: int = 128,
+    warps: int = 2,
     asm: bool = torch.version.hip is None,
 ) -> None:
     """Decode all but the tail on the current stream, between addresses that are multiples of 16.

@@ -66,20 +66,21 @@ class OffloadedComponent:
     def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
         return tensors_of(block, self.component.skip)
 
-    def follow(self, plan: ComponentPlan, *, is_coded: bool = False, cache: Path | None = None) -> None:
+    def follow(self, plan: ComponentPlan, *, cache: Path | None = None) -> None:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident.
 
-        With `is_coded` it crosses the bus coded; `cache` is a folder that keeps what was coded.
+        `cache` is a folder that keeps compressed weights.
         """
         assert not self.is_loaded
-        self._is_coded = is_coded
-        file = CodedFile(cache / f"{plan.name}.coded") if is_coded and cache is not None else None
+        self._is_coded = plan.is_coded
+        file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
+        streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         for group in self._groups:
-            group.keeps_host, group.is_coded = self._is_pinned, is_coded
+            group.keeps_host, group.is_coded = self._is_pinned, plan.is_coded and group in streamed
             group.file = file
             if self._is_pinned:
                 group.update()
@@ -87,7 +88,6 @@ class OffloadedComponent:
         if file is not None:
             file.close()
         self._host.pin(wire for group in self._groups for wire in group.wires)
-        streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in self._groups if group not in streamed]
         is_repeated = self.component.role == "denoiser"  # An encoder runs once, so nothing is sent ahead.
         self.ring = None

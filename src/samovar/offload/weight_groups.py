@@ -258,11 +258,9 @@ class WeightGroup:
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, self._find())):
                 move_to_host(span, self._phase_before(span))
-        for tensor, host, piece, *_ in self._entries if keep_changes else ():
+        for tensor, host, *_ in self._entries if keep_changes else ():
             if self._is_ours(tensor):
                 host.copy_(tensor.data)
-                if copy := self.copies[piece]:
-                    copy.expire()
         self._return_to_host([entry.tensor for entry in self._entries])
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
         self._stage.free(self._buffer)
