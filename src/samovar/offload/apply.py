@@ -23,7 +23,7 @@ from .cuda import CudaStage
 from .host import HostMemory
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
-from .planner import OffloadPlan, plan_offload
+from .planner import ComponentPlan, OffloadPlan, plan_offload
 from .ring import OffloadStats
 from .sizes import Component, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
@@ -92,8 +92,8 @@ class Offloaded(Handle, PipelineHook):
         config = replace(self.config, **changes)
         with self._lock:
             plan = self._plan_for(config)
+            self.config = config
             self._follow(plan)
-        self.config = config
         return plan
 
     def measure(self) -> contextlib.AbstractContextManager[Measured]:
@@ -141,12 +141,18 @@ class Offloaded(Handle, PipelineHook):
         self._undo_plan()
         try:
             for name, component in self._components.items():
-                component.follow(plan.component(name))
+                component.follow(plan.component(name), is_coded=self._is_coded(plan.component(name)))
             self._install(plan)
         except BaseException:
             self.detach()
             raise
         self.plan = plan
+
+    def _is_coded(self, plan: ComponentPlan) -> bool:
+        """Whether the weights of a component cross the bus coded."""
+        if self.config.compress == "auto":
+            return plan.placement == "streams" and self.stage.decodes_fast
+        return plan.placement != "resident" and self.config.compress == "lossless"
 
     def _install(self, plan: OffloadPlan) -> None:
         active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]

@@ -44,7 +44,7 @@ class OffloadedComponent:
         self.whole = self.component = component
         """`component` is without its time-only layers, if they are computed ahead."""
         self.stage, self.lock = stage, lock
-        self.is_loaded = self._is_pinned = False
+        self.is_loaded = self._is_pinned = self._is_coded = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
         """Components that are unloaded before this one is loaded."""
@@ -64,18 +64,19 @@ class OffloadedComponent:
     def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
         return tensors_of(block, self.component.skip)
 
-    def follow(self, plan: ComponentPlan) -> None:
+    def follow(self, plan: ComponentPlan, *, is_coded: bool = False) -> None:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
         assert not self.is_loaded
+        self._is_coded = is_coded
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
         for group in self._groups:
-            group.keeps_host = self._is_pinned
+            group.keeps_host, group.is_coded = self._is_pinned, is_coded
             if self._is_pinned and not group.is_current():
                 group.adopt()
-        self._host.pin(source for group in self._groups for source in group.sources)
+        self._host.pin(wire for group in self._groups for wire in group.wires)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in self._groups if group not in streamed]
         is_repeated = self.component.role == "denoiser"  # An encoder runs once, so nothing is sent ahead.
@@ -93,6 +94,9 @@ class OffloadedComponent:
         try:
             for group in self._kept:
                 group.prepare()
+            copies = [copy.data.numel() for group in self._groups for copy in group.copies if copy is not None]
+            self.stage.open_area(max(copies, default=0))
+            for group in self._kept:
                 group.load()
             if self.ring is not None:
                 self.ring.open()
@@ -124,6 +128,8 @@ class OffloadedComponent:
             self.ring.close()
         for index, group in enumerate(self._kept):
             group.unload(keep_changes=bool(is_changed) and is_changed[index])
+        if self._is_coded:
+            self.stage.close_area()
 
     def restore(self) -> None:
         """Put the weights where they were before."""

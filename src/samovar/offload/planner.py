@@ -264,7 +264,7 @@ class _Planner:
             activation_bytes=self.activations[size.name],
             num_blocks=len(size.blocks),
             streamed=choice.streamed,
-            streamed_bytes=size.num_bytes - choice.kept_bytes,
+            streamed_bytes=sum(sum(block.sent) for block in size.blocks if block.path in choice.streamed),
             ring_bytes=choice.ring_bytes,
             forward_s=choice.forward_s if resident_s is not None else None,
             resident_s=resident_s,

@@ -50,10 +50,19 @@ class BlockSize:
     pieces: tuple[int, ...]
     """Bytes of the pieces in which it is copied."""
     compute_s: float = 0.0
+    launch_s: float = 0.0
+    """Seconds in which the host enqueues one call of it."""
+    coded: tuple[int, ...] = ()
+    """Bytes of each piece in which it crosses the bus if it is compressed, as expected."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self.pieces)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes of each piece that cross the bus."""
+        return self.coded or self.pieces
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ class Timing:
     """By component name, seconds of one forward with all weights on the device."""
     block_s: Mapping[str, float] = field(default_factory=dict)
     """By "component.block_path", seconds of one block; by default in proportion to its bytes."""
+    rest_s: Mapping[str, float] = field(default_factory=dict)
+    """By component name, seconds of one forward outside of its blocks."""
+    launch_s: Mapping[str, float] = field(default_factory=dict)
+    """By "component.block_path", seconds in which the host enqueues one call of a block."""
+    send_s: float = 0.0
+    """Seconds in which the host sends one block."""
 
     def forward_s(self, component: ComponentSize) -> float | None:
         """Seconds of one forward of a component; None if unknown."""
@@ -39,7 +45,7 @@ class Timing:
             return self.compute_s[component.name]
         times = [self.block_s.get(f"{component.name}.{block.path}") for block in component.blocks]
         known = [seconds for seconds in times if seconds is not None]
-        return sum(known) if known and len(known) == len(times) else None
+        return sum(known) + self.rest_s.get(component.name, 0.0) if known and len(known) == len(times) else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
             for streamed in choices(allowed, ring_bytes):
                 kept = component.num_bytes - sum(b.num_bytes for b in blocks if b.path in streamed)
                 if kept + ring_bytes < component.num_bytes:
-                    seconds = pass_seconds(blocks, streamed, ring_bytes, timing.bus_bytes_s, rest_s)
+                    seconds = pass_seconds(blocks, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0)
                     candidates.append(Streaming(streamed, ring_bytes, kept, seconds))
     if not candidates:
         return None
@@ -108,9 +114,10 @@ def _with_times(component: ComponentSize, timing: Timing) -> tuple[list[BlockSiz
     byte_s = left_s / left_bytes if left_bytes else 0.0
     blocks = []
     for block in component.blocks:
-        seconds = known[block.path]
-        blocks.append(replace(block, compute_s=byte_s * block.num_bytes if seconds is None else seconds))
-    return blocks, byte_s * component.rest_bytes
+        seconds, path = known[block.path], f"{component.name}.{block.path}"
+        compute_s = byte_s * block.num_bytes if seconds is None else seconds
+        blocks.append(replace(block, compute_s=compute_s, launch_s=timing.launch_s.get(path, 0.0)))
+    return blocks, left_s if not left_bytes - component.rest_bytes else byte_s * component.rest_bytes
 
 
 def spread(blocks: Sequence[BlockSize], allowed: set[str], needed: int, lead: float = 0.5) -> frozenset[str]:
@@ -138,14 +145,14 @@ def spread(blocks: Sequence[BlockSize], allowed: set[str], needed: int, lead: fl
 class _SimulatedBlock:
     """A streamed block whose copies only take time."""
 
-    def __init__(self, pieces: Sequence[int], timeline: Timeline) -> None:
-        self.pieces, self._timeline = pieces, timeline
+    def __init__(self, size: BlockSize, timeline: Timeline) -> None:
+        self.pieces, self._sent, self._timeline = size.pieces, size.sent, timeline
 
     def prepare(self) -> None:
         pass
 
     def send(self, piece: int, memory: Memory, offset: int) -> None:
-        self._timeline.copy(self.pieces[piece])
+        self._timeline.copy(self._sent[piece])
 
     def edits(self) -> int:
         return 0
@@ -154,18 +161,29 @@ class _SimulatedBlock:
 
 
 def pass_seconds(
-    blocks: Sequence[BlockSize], streamed: Collection[str], ring_bytes: int, bus_bytes_s: float, rest_s: float = 0.0
+    blocks: Sequence[BlockSize],
+    streamed: Collection[str],
+    ring_bytes: int,
+    timing: Timing,
+    rest_s: float = 0.0,
+    *,
+    waits: bool = False,
 ) -> float:
-    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks."""
-    timeline = Timeline(bus_bytes_s)
-    moving = {block.path: _SimulatedBlock(block.pieces, timeline) for block in blocks if block.path in streamed}
+    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks. `waits`: the host waits
+    for the device at the start of each forward."""
+    timeline = Timeline(timing.bus_bytes_s)
+    moving = {block.path: _SimulatedBlock(block, timeline) for block in blocks if block.path in streamed}
     ring = Ring(timeline, ring_bytes, list(moving.values()), has_next_pass=lambda: True)
     ends = [0.0]
     for _ in range(3):  # The first pass starts with an empty ring.
         timeline.compute(rest_s)
+        if waits:
+            timeline.host_waits(timeline.mark_computed())
         ring.begin_pass()
         for block in blocks:
+            timeline.launch(block.launch_s)
             if block.path in streamed:
+                timeline.launch(timing.send_s)
                 ring.acquire(moving[block.path])
             timeline.compute(block.compute_s)
             if block.path in streamed:

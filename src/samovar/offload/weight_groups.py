@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .coded_copy import CodedCopy, code, version_of
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
-from .weights import LINE, Span, lay_out, spans_of
+from .weights import LINE, Piece, Span, lay_out, spans_of
 
 _RESIDUES = 262_147
 """Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
@@ -47,15 +48,20 @@ class WeightGroup:
         """Whether there is a host copy while it is loaded. Resident weights have none."""
         self.is_pinned = True
         """Whether that copy is to be pinned."""
+        self.is_coded = False
+        """Whether pieces cross the bus coded if that gains enough. Then the copy that is pinned is the coded one."""
         self.pieces: Sequence[int] = ()
         self.sources: list[torch.Tensor] = []
         """The host bytes of each piece."""
+        self.copies: list[CodedCopy | None] = []
+        """The coded copy of each piece that has one."""
         self._find, self._stage, self._host = find, stage, host
         self._entries: list[_Entry] = []
         self._left: dict[int, _Place] = {}
         """By tensor id, where its data is as we left it."""
         self._lent: list[tuple[torch.Tensor, int]] = []
         """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
+        self._was_coded = False
         self._starts: Sequence[int] = ()
         """Where in each piece its source begins."""
         self._phases: dict[int, int] = {}
@@ -71,7 +77,11 @@ class WeightGroup:
         tensors = self._find()
         self._return_to_host(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
-        self.sources = self._host.adopt(pieces, pinned=self.keeps_host and self.is_pinned)
+        self._code(pieces)
+        self.sources = [
+            self._host.adopt([piece], pinned=self.keeps_host and self.is_pinned and copy is None)[0]
+            for piece, copy in zip(pieces, self.copies, strict=True)
+        ]
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
             _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - start, (offset, span.num_bytes))
@@ -84,26 +94,47 @@ class WeightGroup:
         self._starts = [piece.start for piece in pieces]
         self._remember()
 
+    def _code(self, pieces: Sequence[Piece]) -> None:
+        """Code what gains by it, but for what is coded already."""
+        known = {copy.address: copy for copy in self.copies if copy is not None}
+        self.copies = [
+            code(piece, self._stage, known.get(piece.spans[0][0].start)) if self.is_coded and self.keeps_host else None
+            for piece in pieces
+        ]
+        self._was_coded = self.is_coded
+        self._host.release(copy.data for copy in known.values() if copy not in self.copies)
+
+    @property
+    def wires(self) -> list[torch.Tensor]:
+        """The host bytes of each piece as they cross the bus."""
+        copies = self.copies or [None] * len(self.sources)
+        return [source if copy is None else copy.data for source, copy in zip(self.sources, copies, strict=True)]
+
     def prepare(self) -> None:
         """Make sure that what is about to be sent is what the model holds."""
         if not self.is_current():
             self.adopt()
             if self.keeps_host and self.is_pinned:
-                self._host.pin(self.sources)
+                self._host.pin(self.wires)
 
     def is_current(self) -> bool:
-        """Whether the model holds what we left it with."""
+        """Whether the model holds what we left it with, and it is kept as it is to be."""
         tensors, left = self._find(), self._left
-        return len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
+        return (
+            len(tensors) == len(left)
+            and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
+            and self.is_coded == self._was_coded
+            and all(copy is None or copy.is_fresh() for copy in self.copies)
+        )
 
     def edits(self) -> int:
         """A number that changes when torch counts a change of one of the tensors."""
-        return sum(_version(entry.tensor) for entry in self._entries)
+        return sum(version_of(entry.tensor) for entry in self._entries)
 
     def fingerprint(self) -> Any:
         """What the model holds, as far as a quick look tells; equal as long as nobody changes it."""
         samples = [source[:: max(source.numel() // _SAMPLES, 1) | 1].numpy().tobytes() for source in self.sources]
-        return [(id(tensor), _place(tensor), _version(tensor)) for tensor in self._find()], samples
+        return [(id(tensor), _place(tensor), version_of(tensor)) for tensor in self._find()], samples
 
     def _return_to_host(self, tensors: list[torch.Tensor]) -> None:
         """Point our tensors back at the host copy; copy replaced ones to the host."""
@@ -132,7 +163,7 @@ class WeightGroup:
         for span in spans_of(ours):
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
-        self.sources, self._entries, self._left, self._phases = [], [], {}, {}
+        self.sources, self.copies, self._entries, self._left, self._phases = [], [], [], {}, {}
 
     def _phase_before(self, span: Span) -> int:
         return self._phases.get(id(span.tensors[0]), span.phase)
@@ -141,7 +172,12 @@ class WeightGroup:
 
     def send(self, piece: int, memory: Buffer, offset: int) -> None:
         """Start to copy one piece."""
-        self._stage.send(memory, offset + self._starts[piece], self.sources[piece])
+        copy = self.copies[piece]
+        target = offset + self._starts[piece]
+        if copy is None:
+            self._stage.send(memory, target, self.sources[piece])
+        else:
+            self._stage.send(memory, target, copy.data, copy.form)
 
     @torch.inference_mode(False)
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
@@ -149,23 +185,25 @@ class WeightGroup:
         self._lent = []
         for tensor, host, piece, offset, _ in self._entries:
             tensor.data = view = memory.view(host, offsets[piece] + offset)
-            self._lent.append((view, _version(tensor)))
+            self._lent.append((view, version_of(tensor)))
 
     @torch.inference_mode(False)
     def use_host(self) -> None:
         """Point the tensors at the host copy, if they are lent. What the call has changed is copied back."""
         lent = list(zip(self._entries, self._lent, strict=False))
-        is_counted = any(_version(entry.tensor) != version for entry, (_, version) in lent)
-        for (tensor, host, *_), (view, version) in lent:
+        is_counted = any(version_of(entry.tensor) != version for entry, (_, version) in lent)
+        for (tensor, host, piece, *_), (view, version) in lent:
             is_set = not tensor.is_set_to(view)
             if is_set and _place(tensor)[1:] != _place(host)[1:]:
                 tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
                 continue
             # Batch norms do not have torch count the changes of their statistics, only those of their counter.
-            is_changed = is_counted and (_version(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
+            is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
             # Layers that are cast for their call have other data, mostly with the same content.
             if is_changed or (is_set and not torch.equal(_bits(tensor), _bits(view))):
                 host.copy_(tensor.data)
+                if copy := self.copies[piece]:
+                    copy.expire()
             tensor.data = host
         self._lent = []
 
@@ -184,7 +222,7 @@ class WeightGroup:
             tensor.data = parts[piece, start].view(host, offset - start + start % LINE)
         self._remember()
         if not self.keeps_host:
-            self.sources, self._entries = [], []
+            self.sources, self.copies, self._entries = [], [], []
 
     def checksum(self) -> torch.Tensor:
         """A number on the device that tells whether its device memory changed. This does not wait for the device."""
@@ -206,9 +244,11 @@ class WeightGroup:
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, self._find())):
                 move_to_host(span, self._phase_before(span))
-        for entry in self._entries if keep_changes else ():
-            if self._is_ours(entry.tensor):
-                entry.host.copy_(entry.tensor.data)
+        for tensor, host, piece, *_ in self._entries if keep_changes else ():
+            if self._is_ours(tensor):
+                host.copy_(tensor.data)
+                if copy := self.copies[piece]:
+                    copy.expire()
         self._return_to_host([entry.tensor for entry in self._entries])
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
         self._stage.free(self._buffer)
@@ -226,11 +266,3 @@ def _place(tensor: torch.Tensor) -> _Place:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as bytes, so that NaN equals itself."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed, as far as torch counts; not at all for one that was made in inference mode."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0

@@ -183,6 +183,7 @@ class _Recorder(TorchFunctionMode):
         """Tensors that the model holds, but not as parameters or buffers."""
         twins: dict[int, torch.Tensor] = {}
         for path, module in named_parts(shadow).items():
+            module._forward_pre_hooks.clear()  # Nobody needs to bring weights.
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
