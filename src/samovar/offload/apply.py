@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,9 +145,10 @@ class Offloaded(Handle, PipelineHook):
 
     def _follow(self, plan: OffloadPlan) -> None:
         self._undo_plan()
+        cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
             for name, component in self._components.items():
-                component.follow(plan.component(name))
+                component.follow(plan.component(name), cache=cache)
             self._install(plan)
         except BaseException:
             self.detach()

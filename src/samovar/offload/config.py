@@ -46,6 +46,8 @@ class OffloadConfig:
     compress: Compress = "auto"
     """"lossless": 16-bit weights cross the bus in about 0.7 of their bytes and are decoded on the device, bit for bit.
     "auto" does so for components that stream to a GPU that has Triton. "none": all cross as they are."""
+    compress_cache: str | Path | None = None
+    """A folder that keeps coded weights, so that they need not be coded again by the next process."""
     precompute: bool | None = None
     """Whether layers that depend on time alone are computed ahead of the steps and kept off the device. By default they
     are where not everything fits."""
@@ -60,12 +62,12 @@ class OffloadConfig:
             raise SettingError(f"compress={self.compress!r}. {nearest(str(self.compress), known)}", param="compress")
         parse_bytes(self.gpu_memory, "gpu_memory")
         parse_bytes(self.host_memory, "host_memory")
-        if self.spill_folder is not None and not Path(self.spill_folder).is_dir():
-            raise SettingError(
-                f"spill_folder={str(self.spill_folder)!r} is not a folder. Make it first, on a disk with room for the "
-                "weights.",
-                param="spill_folder",
-            )
+        for param, folder in (("spill_folder", self.spill_folder), ("compress_cache", self.compress_cache)):
+            if folder is not None and not Path(folder).is_dir():
+                raise SettingError(
+                    f"{param}={str(folder)!r} is not a folder. Make it first, on a disk with room for the weights.",
+                    param=param,
+                )
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
         for value in by_name.values():
             parse_bytes(value, "activations")

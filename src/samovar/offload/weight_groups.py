@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .coded_copy import CodedCopy, code, version_of
+from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .weights import LINE, Piece, Span, lay_out, spans_of
 
-_RESIDUES = 262_147
-"""Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
 _SAMPLES = 512
 """Bytes of each piece that are looked at for changes that torch does not count."""
 
@@ -53,6 +52,8 @@ class WeightGroup:
         self.pieces: Sequence[int] = ()
         self.sources: list[torch.Tensor] = []
         """The host bytes of each piece."""
+        self.file: CodedFile | None = None
+        """Where coded copies are looked for, and kept."""
         self.copies: list[CodedCopy | None] = []
         """The coded copy of each piece that has one."""
         self._find, self._stage, self._host = find, stage, host
@@ -77,6 +78,7 @@ class WeightGroup:
         tensors = self._find()
         self._return_to_host(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
+        before = self.wires
         self._code(pieces)
         self.sources = [
             self._host.adopt([piece], pinned=self.keeps_host and self.is_pinned and copy is None)[0]
@@ -93,39 +95,61 @@ class WeightGroup:
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
         self._remember()
+        starts = {wire.untyped_storage().data_ptr() for wire in self.wires}
+        self._host.release(wire for wire in before if wire.untyped_storage().data_ptr() not in starts)
 
     def _code(self, pieces: Sequence[Piece]) -> None:
         """Code what gains by it, but for what is coded already."""
         known = {copy.address: copy for copy in self.copies if copy is not None}
+        self._was_coded = self.is_coded
         self.copies = [
-            code(piece, self._stage, known.get(piece.spans[0][0].start)) if self.is_coded and self.keeps_host else None
+            code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
+            if self.is_coded and self.keeps_host
+            else None
             for piece in pieces
         ]
-        self._was_coded = self.is_coded
-        self._host.release(copy.data for copy in known.values() if copy not in self.copies)
 
     @property
     def wires(self) -> list[torch.Tensor]:
         """The host bytes of each piece as they cross the bus."""
-        copies = self.copies or [None] * len(self.sources)
-        return [source if copy is None else copy.data for source, copy in zip(self.sources, copies, strict=True)]
+        both = zip(self.sources, self.copies, strict=True)
+        return [source if copy is None else copy.data for source, copy in both]
 
     def prepare(self) -> None:
         """Make sure that what is about to be sent is what the model holds."""
-        if not self.is_current():
+        if self.update() and self.keeps_host and self.is_pinned:
+            self._host.pin(self.wires)
+
+    def update(self) -> bool:
+        """Take over what the model holds now, if that is not what we left it with, and say whether."""
+        if not self._is_in_place():
             self.adopt()
-            if self.keeps_host and self.is_pinned:
-                self._host.pin(self.wires)
+        elif not self._is_fresh():
+            self._code_again()
+        else:
+            return False
+        return True
 
     def is_current(self) -> bool:
-        """Whether the model holds what we left it with, and it is kept as it is to be."""
+        """Whether the model holds what we left it with."""
+        return self._is_in_place() and self._is_fresh()
+
+    def _is_in_place(self) -> bool:
         tensors, left = self._find(), self._left
-        return (
-            len(tensors) == len(left)
-            and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
-            and self.is_coded == self._was_coded
-            and all(copy is None or copy.is_fresh() for copy in self.copies)
-        )
+        is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
+        return is_ours and self.is_coded == self._was_coded
+
+    def _is_fresh(self) -> bool:
+        return all(copy is None or copy.is_fresh() for copy in self.copies)
+
+    @torch.inference_mode(False)
+    def _code_again(self) -> None:
+        """Code the weights that have changed where they are."""
+        before = self.copies
+        self.copies = [copy and (copy if copy.is_fresh() else copy.renewed(self._stage)) for copy in before]
+        if [copy is None for copy in before] != [copy is None for copy in self.copies]:
+            self.adopt()  # One gains nothing any more, and is to be pinned as it is.
+        self._host.release(copy.data for copy in before if copy is not None and copy not in self.copies)
 
     def edits(self) -> int:
         """A number that changes when torch counts a change of one of the tensors."""
@@ -227,14 +251,7 @@ class WeightGroup:
     def checksum(self) -> torch.Tensor:
         """A number on the device that tells whether its device memory changed. This does not wait for the device."""
         assert self._buffer is not None
-        words = self._buffer.flat.view(torch.int64)
-        columns = max(min(words.numel(), _RESIDUES), 1)
-        rows = words.numel() // columns
-        sums = words[: rows * columns].view(rows, columns).sum(0)
-        rest = words[rows * columns :]
-        sums[: rest.numel()] += rest
-        weights = torch.arange(1, 2 * columns, 2, device=words.device) * -7046029254386353131
-        return (sums * weights).sum()
+        return checksum(self._buffer.flat)
 
     @torch.inference_mode(False)
     def unload(self, *, keep_changes: bool = False) -> None:
