@@ -179,8 +179,8 @@ def measure_components(components: Sequence[Component], *, in_phase: bool = Fals
     return tuple(map(with_ahead, components))
 
 
-def read_sizes(source: str) -> tuple[ComponentSize, ...]:
-    """The sizes of a model folder or of a diffusers class, without reading weights."""
+def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
+    """The components of a model folder or of a diffusers class, without weights; `dtype` as which they are loaded."""
     name, parts = read_skeleton(source)
     unbuilt = [part.cls.__name__ for part in parts.values() if part.module is None and part.role == "denoiser"]
     if unbuilt or not parts:
@@ -195,4 +195,16 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
                 f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
                 "folder with unquantised weights."
             )
+        if part.module is not None and dtype is not None:
+            part.module.to(dtype)
+    return parts
+
+
+def sizes_of(parts: Parts) -> tuple[ComponentSize, ...]:
+    """The sizes of components that were read without weights."""
     return measure_components(_split(parts))
+
+
+def read_sizes(source: str) -> tuple[ComponentSize, ...]:
+    """The sizes of a model folder or of a diffusers class, without reading weights."""
+    return sizes_of(read_parts(source))

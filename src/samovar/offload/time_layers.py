@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -125,9 +125,7 @@ class TimeStats:
 class TimeLayers:
     """The time-only layers of one component."""
 
-    def __init__(
-        self, name: str, model: torch.nn.Module, paths: Sequence[str], stage: Stage, host: HostMemory
-    ) -> None:
+    def __init__(self, name: str, model: torch.nn.Module, paths: Sequence[str], stage: Stage, host: HostMemory) -> None:
         parts = named_parts(model)
         self.layers: dict[str, torch.nn.Module] = {path: parts[path] for path in paths}
         self.stats = TimeStats()
@@ -262,9 +260,7 @@ class TimeLayers:
 
     # ------------------------------------------------------------------------------------------------ ahead of a step
 
-    def _compute(
-        self, form: Hashable, tape: Tape, key: torch.Tensor, steps: list[list[torch.Tensor]]
-    ) -> _Known:
+    def _compute(self, form: Hashable, tape: Tape, key: torch.Tensor, steps: list[list[torch.Tensor]]) -> _Known:
         """Compute the layers for some steps."""
         outputs: list[_Part] = []
         inputs: list[list[_Part]] = []
