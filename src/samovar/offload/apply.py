@@ -9,7 +9,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from ..arch.devices import read_device
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
+from ..trace.activations import Activations, activations_of
+from ..trace.rehearse import RequestSize
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
@@ -74,6 +76,7 @@ class Offloaded(Handle, PipelineHook):
         """Held by the one thread that calls a component or changes where weights are."""
         self._components = {c.name: OffloadedComponent(c, stage, self._host, self._lock) for c in components}
         self._hooks = contextlib.ExitStack()
+        self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
         self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
@@ -146,7 +149,17 @@ class Offloaded(Handle, PipelineHook):
             tensors = [tensor for c in self._components.values() for tensor in c.component.tensors()]
             budget = _UNLIMITED if free is None else free + num_bytes_of(filter(self.stage.is_here, tensors))
         timing = config.timing or Timing(self.stage.measure_bus())
-        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing))
+        known = self._activations_for(config) if budget not in (None, _UNLIMITED) else None
+        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing), known)
+
+    def _activations_for(self, config: OffloadConfig) -> Activations | None:
+        """What a run without weights shows, unless the settings say it all."""
+        given = config.activations
+        if given is not None and (not isinstance(given, Mapping) or {c.name for c in self._sizes} <= set(given)):
+            return None
+        if config.size not in self._known:
+            self._known[config.size] = activations_of(self._pipeline, config.size)
+        return self._known[config.size]
 
     def _follow(self, plan: OffloadPlan) -> None:
         self._undo_plan()

@@ -12,6 +12,7 @@ import torch
 from ..arch.devices import read_device
 from ..errors import SettingError, nearest
 from ..files import is_file_name, read_config
+from ..trace.rehearse import RequestSize
 from .sizes import parse_bytes
 from .streaming import Timing
 
@@ -33,7 +34,16 @@ class OffloadConfig:
     device: str | torch.device | None = None
     """Where the pipeline computes; a GPU if there is one. With "cpu", host memory simulates the device."""
     activations: Size | Mapping[str, Size] | None = None
-    """Memory that a component needs beside its weights, for all components or by name. See `Offloaded.measure`."""
+    """Memory that a component needs beside its weights, for all components or by name. By default it is counted in a
+    run without weights at the size below, with a margin. See `Offloaded.measure`."""
+    height: int | None = None
+    """Pixels of the largest request that will be made; the pipeline's default size if nothing is said."""
+    width: int | None = None
+    """Likewise."""
+    frames: int | None = None
+    """Likewise, for videos."""
+    batch: int | None = None
+    """Likewise, images or videos per request."""
     host_memory: Size | None = None
     """Budget of host memory for weights, pinned or not. What is over it is read from the model's files again. By
     default, 85 % of the memory may be pinned."""
@@ -71,6 +81,7 @@ class OffloadConfig:
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
         for value in by_name.values():
             parse_bytes(value, "activations")
+        _ = self.size
         device = read_device(self.device)
         if device.type not in ("cuda", "cpu"):
             raise SettingError(
@@ -84,6 +95,11 @@ class OffloadConfig:
         object.__setattr__(self, "exclude", exclude)
         if self.timing is not None:
             object.__setattr__(self, "timing", read_config(Timing, self.timing, "timing"))
+
+    @property
+    def size(self) -> RequestSize:
+        """What will be asked of the pipeline."""
+        return RequestSize(self.height, self.width, self.frames, self.batch)
 
     @classmethod
     def read(cls, value: OffloadConfig | str | Path | Mapping[str, Any] | None) -> OffloadConfig:

@@ -67,10 +67,8 @@ class OffloadedComponent:
         return tensors_of(block, self.component.skip)
 
     def follow(self, plan: ComponentPlan, *, cache: Path | None = None) -> None:
-        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident.
-
-        `cache` is a folder that keeps compressed weights.
-        """
+        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident. `cache` is
+        a folder that keeps what was coded."""
         assert not self.is_loaded
         self._is_coded = plan.is_coded
         file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 from ..errors import ModelError, SettingError
 from ..files import check_names
+from ..trace.activations import Activations
 from .config import OffloadConfig
 from .sizes import ComponentSize, format_bytes, parse_bytes
 from .streaming import Streaming, Timing, choose_streaming, least_bytes
@@ -128,11 +129,13 @@ class OffloadPlan:
         return "; ".join(parts) + "."
 
 
-def plan_offload(sizes: Sequence[ComponentSize], config: OffloadConfig) -> OffloadPlan:
+def plan_offload(
+    sizes: Sequence[ComponentSize], config: OffloadConfig, activations: Activations | None = None
+) -> OffloadPlan:
     """Place each component so that everything stays within the budget and takes the least time.
 
     "auto" offloads as little as it must. "model" lets denoisers and encoders take turns; "layerwise" streams their
-    blocks, or with a budget as few of them as it allows.
+    blocks, or with a budget as few of them as it allows. `activations`: those that `config` does not give.
     """
     if not any(size.num_bytes for size in sizes):
         raise ModelError(
@@ -140,14 +143,14 @@ def plan_offload(sizes: Sequence[ComponentSize], config: OffloadConfig) -> Offlo
             "declares (_dit_modules, _encoder_modules, _vae_modules), what diffusers lists as its components, and "
             "well-known names such as transformer, text_encoder and vae."
         )
-    return _Planner(tuple(sizes), config).plan()
+    return _Planner(tuple(sizes), config, activations).plan()
 
 
 class _Planner:
     """The choices for some sizes and a budget."""
 
-    def __init__(self, sizes: tuple[ComponentSize, ...], config: OffloadConfig) -> None:
-        self.sizes, self.config = sizes, config
+    def __init__(self, sizes: tuple[ComponentSize, ...], config: OffloadConfig, known: Activations | None) -> None:
+        self.sizes, self.config, self._known = sizes, config, known
         self._ahead = tuple(size.ahead or size for size in sizes)
         self.timing = config.timing or Timing()
         self.budget = parse_bytes(config.gpu_memory, "gpu_memory")
@@ -166,12 +169,18 @@ class _Planner:
         given, names = self.config.activations, [size.name for size in self.sizes]
         by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
         check_names(by_name, names, "a component of this pipeline (in activations)", param="activations")
-        default = ASSUMED_ACTIVATIONS if self.budget is not None else 0
-        needs = {}
-        for size in self.sizes:
-            read = parse_bytes(by_name.get(size.name), "activations")
-            needs[size.name] = 0 if size.role == "resident" else default if read is None else read
-        return needs
+        computing = [size.name for size in self.sizes if size.role != "resident"]
+        needs = dict.fromkeys(names, 0) | {n: parse_bytes(by_name.get(n), "activations") or 0 for n in computing}
+        unknown = [n for n in computing if by_name.get(n) is None and self.budget is not None]
+        known = self._known.by_name if self._known is not None else {}
+        assumed = [name for name in unknown if name not in known]
+        self._notes = (self._known.note,) if self._known is not None and len(assumed) < len(unknown) else ()
+        if assumed:
+            which = "per component" if len(assumed) == len(computing) else f"for {', '.join(assumed)}"
+            why = f" ({self._known.problem})" if self._known is not None and self._known.problem else ""
+            note = f"activations are assumed to be {format_bytes(ASSUMED_ACTIVATIONS)} {which}{why}"
+            self._notes = (*self._notes, note)
+        return needs | {name: known.get(name, ASSUMED_ACTIVATIONS) for name in unknown}
 
     def plan(self) -> OffloadPlan:
         mode = self.config.mode
@@ -258,11 +267,7 @@ class _Planner:
         peak = sum(plan.device_bytes for plan in staying) + max(peaks, default=0)
         if self.budget is not None and peak > self.budget:
             return None
-        is_assumed = self.budget is not None and self.config.activations is None
-        notes = (f"activations are assumed to be {format_bytes(ASSUMED_ACTIVATIONS)} per component",)
-        return OffloadPlan(
-            plans, peak, self.budget, self.timing.bus_bytes_s, notes if is_assumed else (), self.config.skipped
-        )
+        return OffloadPlan(plans, peak, self.budget, self.timing.bus_bytes_s, self._notes, self.config.skipped)
 
     def _place(self, size: ComponentSize, takes_turns: bool, streaming: Streaming | None) -> ComponentPlan:
         resident_s = self.timing.forward_s(size)

@@ -207,8 +207,8 @@ def _expected_bytes(piece: Piece) -> int:
     return int(piece.num_bytes * expected_ratio(span.tensors[0].dtype))
 
 
-def read_sizes(source: str) -> tuple[ComponentSize, ...]:
-    """The sizes of a model folder or of a diffusers class, without reading weights."""
+def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
+    """The components of a model folder or of a diffusers class, without weights; `dtype` as which they are loaded."""
     name, parts = read_skeleton(source)
     unbuilt = [part.cls.__name__ for part in parts.values() if part.module is None and part.role == "denoiser"]
     if unbuilt or not parts:
@@ -223,4 +223,16 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
                 f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
                 "folder with unquantised weights."
             )
+        if part.module is not None and dtype is not None:
+            part.module.to(dtype)
+    return parts
+
+
+def sizes_of(parts: Parts) -> tuple[ComponentSize, ...]:
+    """The sizes of components that were read without weights."""
     return measure_components(_split(parts), coded=True)
+
+
+def read_sizes(source: str) -> tuple[ComponentSize, ...]:
+    """The sizes of a model folder or of a diffusers class, without reading weights."""
+    return sizes_of(read_parts(source))

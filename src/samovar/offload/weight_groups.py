@@ -203,6 +203,7 @@ class WeightGroup:
         else:
             self._stage.send(memory, target, copy.data, copy.form)
 
+    @torch.inference_mode(False)
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
         self._lent = []
@@ -216,19 +217,21 @@ class WeightGroup:
         lent = list(zip(self._entries, self._lent, strict=False))
         is_counted = any(version_of(entry.tensor) != version for entry, (_, version) in lent)
         for (tensor, host, piece, *_), (view, version) in lent:
-            # Batch norms do not have torch count the changes of their statistics, only those of their counter.
-            is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
-            if _place(tensor)[1:] != _place(host)[1:]:
+            is_set = not tensor.is_set_to(view)
+            if is_set and _place(tensor)[1:] != _place(host)[1:]:
                 tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
                 continue
+            # Batch norms do not have torch count the changes of their statistics, only those of their counter.
+            is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
             # Layers that are cast for their call have other data, mostly with the same content.
-            if is_changed or (tensor.data_ptr() != view.data_ptr() and not torch.equal(_bits(tensor), _bits(view))):
+            if is_changed or (is_set and not torch.equal(_bits(tensor), _bits(view))):
                 host.copy_(tensor.data)
                 if copy := self.copies[piece]:
                     copy.expire()
             tensor.data = host
         self._lent = []
 
+    @torch.inference_mode(False)
     def load(self) -> None:
         """Copy it to its own device memory. `compute_waits` is up to the caller."""
         self._buffer = self._stage.allocate(sum(self.pieces))

@@ -140,12 +140,19 @@ class _Search:
     def is_video(self) -> bool:
         return "f" in self.layout or "num_frames" in parameters_of(self.model)
 
+    @property
+    def made(self) -> RequestSize:
+        """The size in pixels."""
+        side = self.factor * _PIXELS
+        frames = (self.frames - 1) * _FRAMES + 1 if self.is_video else None
+        return RequestSize(self.height * side, self.width * side, frames, self.batch)
+
     def width_of(self, name: str) -> int:
         return self.widths.setdefault(name, _FIRST_WIDTH + 2 * len(self.widths))
 
     def sample(self) -> Any:
         sizes = {"b": self.batch, "c": self.width_of("sample"), "f": self.frames, "n": self.tokens,
-                 "h": self.height, "w": self.width}  # fmt: skip
+                 "h": self.height, "w": self.width, "1": 1}  # fmt: skip
         shape = [sizes[axis] for axis in self.layout.strip("[]")]
         tensor = torch.empty(shape, dtype=self._dtype(), device="meta")
         return [tensor] * self.batch if self.layout.startswith("[") else tensor
@@ -197,7 +204,7 @@ def guess(model: torch.nn.Module, size: RequestSize | None = None, name: str = "
         if isinstance(found, str):
             problem = found
         else:
-            return Rehearsal({name: found[0]}, {name: found[1]})
+            return Rehearsal({name: found[0]}, {name: found[1]}, search.made)
     return Rehearsal(problem=problem)
 
 
@@ -237,7 +244,7 @@ def _is_alike(sample: Any, output: Any, layout: str) -> bool:
 
 def _layouts(model: torch.nn.Module) -> list[tuple[str, int]]:
     """Forms of the sample to try: that which the first layer with many inputs suggests, then all."""
-    layouts = [("bnc", 2), ("bchw", 1), ("bcfhw", 1), ("bfchw", 1), ("bfhwc", 1), ("[cfhw]", 1), ("bnc", 4), ("bcn", 2)]
+    layouts = [("bnc", 2), ("bchw", 1), ("bcfhw", 1), ("bfchw", 1), ("bfhwc", 1), ("[c1hw]", 1), ("bnc", 4), ("bcn", 2)]
     takes = parameters_of(model)
     convolutions = [m for m in model.modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Conv3d))]
     if not {"img_ids", "img_shapes"} & set(takes) and convolutions:

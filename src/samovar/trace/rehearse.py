@@ -36,6 +36,8 @@ _BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per
 _IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
 _SIDE = 512
 """Pixels of an image that is given where the size is not."""
+_ROUNDED = 64
+"""A pipeline that rounds a size changes it by less; one that makes larger videos of smaller ones, by more."""
 _DEVICES = ("device", "_execution_device")
 
 
@@ -77,6 +79,8 @@ class Rehearsal:
     """The first call of each component that was called as a module; VAEs are called otherwise."""
     peaks: Mapping[str, int] = field(default_factory=dict)
     """Bytes that were needed beside the weights while a component ran."""
+    size: RequestSize | None = None
+    """What was made."""
     problem: str | None = None
     """Why it ended early, if it did. Components that are in `peaks` were run to their end."""
 
@@ -93,11 +97,20 @@ def rehearse(pipeline: Any, size: RequestSize | None = None, **settings: Any) ->
     for arguments in _choices(pipeline, size):
         tried = _Rehearsing(pipeline).run(arguments | settings)
         if tried.problem is None:
+            _check_made(type(pipeline).__name__, size, tried.size)
             return tried
         found = max(tried, found, key=lambda one: (len(one.peaks), len(one.calls)))
     if size != RequestSize() and not found.peaks and rehearse(pipeline, **settings).peaks:
         raise SettingError(f"{type(pipeline).__name__} does not take {size}: {found.problem}", param="height")
     return found
+
+
+def _check_made(pipeline: str, asked: RequestSize, made: RequestSize | None) -> None:
+    """Refuse a size that a pipeline rounds: nobody would notice."""
+    for name in ("height", "width", "frames") if made is not None else ():
+        wanted, got = getattr(asked, name), getattr(made, name)
+        if None not in (wanted, got) and 0 < abs(wanted - got) < _ROUNDED:
+            raise SettingError(f"{pipeline} makes {name}={got} of {name}={wanted}. Ask for {got}.", param=name)
 
 
 def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
@@ -159,24 +172,24 @@ class _Rehearsing:
         self._deadline = time.monotonic() + _MOST_SECONDS
 
     def run(self, arguments: Mapping[str, Any]) -> Rehearsal:
-        problem = None
+        problem, output = None, None
         try:
             with trial(()), quiet(), torch.compiler.set_stance("force_eager"):
                 twin = self._twin()
                 with self._mode:
-                    type(twin).__call__(twin, **arguments)
+                    output = type(twin).__call__(twin, **arguments)
         except TrialFailed as failed:
             problem = str(failed).splitlines()[0]
             if failed.__cause__ is not None and self._is_inside(failed.__cause__):
                 self._peaks.pop(self._current or "", None)
                 self._current = None
         self._end_slice()
-        return Rehearsal(self._calls, self._peaks, problem)
+        return Rehearsal(self._calls, self._peaks, _size_of(output), problem)
 
     def _twin(self) -> Any:
         """The pipeline with weightless components, for which the CPU is the device that it runs on."""
         answers = {module: self._answer(name) for name, module in self._components.items()}
-        copier = WeightlessCopier(answers)
+        copier = WeightlessCopier(answers, sharded=False)
         cls: Any = self._pipeline.__class__  # As it is without our hooks.
         if isinstance(self._pipeline, torch.nn.Module):
             twin: Any = copier.copy(unwrapped(self._pipeline))
@@ -232,6 +245,14 @@ class _Rehearsing:
         """Whether an error was raised while a component's code ran."""
         frames = traceback.walk_tb(error.__traceback__)
         return any(id(frame.f_locals.get("self")) in self._modules for frame, _ in frames)
+
+
+def _size_of(output: Any) -> RequestSize | None:
+    """The size of images (batch, channels, height, width) or videos (batch, frames, channels, height, width)."""
+    shape = next((tensor.shape for tensor in tree.tensors(output)), torch.Size())
+    if len(shape) not in (4, 5):
+        return None
+    return RequestSize(shape[-2], shape[-1], shape[1] if len(shape) == 5 else None, shape[0])
 
 
 def _translated(copier: WeightlessCopier, value: Any) -> Any:
