@@ -15,7 +15,7 @@ from .host import flat_bytes, new_chunk
 from .staging import Stage
 from .weights import LEAST_PIECE, Piece
 
-_SAMPLES = 64
+_SAMPLES = 32
 
 
 class CodedCopy:
