@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from .coding import FEW, HEADER, TABLE_AT, TILE, Form
+
+__all__ = ["TritonError", "decode"]
 
 _TABLE_AT = tl.constexpr(TABLE_AT)
 _HEADER = tl.constexpr(HEADER)

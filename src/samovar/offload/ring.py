@@ -55,6 +55,8 @@ class OffloadStats:
 
     def __str__(self) -> str:
         sent, held = format_bytes(self.sent_bytes), format_bytes(self.peak_held_bytes)
+        if self.coded_bytes:
+            sent += f" for {format_bytes(self.sent_bytes - self.coded_bytes + self.decoded_bytes)} of weights"
         late = f", {self.late_blocks} of them late" if self.late_blocks else ""
         return (
             f"{sent} sent in {self.block_loads} block loads{late}; at most {held} of weights on the device; "
