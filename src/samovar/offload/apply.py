@@ -22,6 +22,7 @@ from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, Pi
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
+from .ahead import may_have_time_layers, with_time_layers
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
@@ -79,8 +80,21 @@ class Offloaded(Handle, PipelineHook):
         self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
-        self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
+        is_wanted = config.precompute is not False
+        self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
         self.plan = self._plan_for(config)
+        if self._not_tried and (self.plan.offloads_anything or config.precompute):
+            self._find_layers(components)
+            self.plan = self._plan_for(config)
+
+    def _find_layers(self, components: Sequence[Component]) -> None:
+        """Look for time-only layers in a run without weights."""
+        calls = self._rehearsed(self.config.size).calls
+        found = with_time_layers(components, calls)
+        self._not_tried -= set(calls)
+        for component in found:
+            self._components[component.name].whole = component
+        self._sizes = self._measure(found)
 
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
@@ -157,9 +171,12 @@ class Offloaded(Handle, PipelineHook):
         given = config.activations
         if given is not None and (not isinstance(given, Mapping) or {c.name for c in self._sizes} <= set(given)):
             return None
-        if config.size not in self._known:
-            self._known[config.size] = activations_of(self._pipeline, config.size)
-        return self._known[config.size]
+        return self._rehearsed(config.size)
+
+    def _rehearsed(self, size: RequestSize) -> Activations:
+        if size not in self._known:
+            self._known[size] = activations_of(self._pipeline, size)
+        return self._known[size]
 
     def _follow(self, plan: OffloadPlan) -> None:
         self._undo_plan()

@@ -140,10 +140,11 @@ class Component:
 
 def find_components(pipeline: object, exclude: Collection[str] = ()) -> list[Component]:
     """The components of a pipeline, and last the weights that several of them or their blocks share."""
-    return _split(loaded_parts(pipeline), exclude)
+    return split_parts(loaded_parts(pipeline), exclude)
 
 
-def _split(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
+def split_parts(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
+    """The components among the parts of a model, and last the weights that several of them or their blocks share."""
     check_names(exclude, parts, "a component, so it cannot be in exclude", param="exclude")
     modules = frozenset(id(part.module) for part in parts.values())
     components = [
@@ -228,11 +229,6 @@ def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
     return parts
 
 
-def sizes_of(parts: Parts) -> tuple[ComponentSize, ...]:
-    """The sizes of components that were read without weights."""
-    return measure_components(_split(parts), coded=True)
-
-
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:
     """The sizes of a model folder or of a diffusers class, without reading weights."""
-    return sizes_of(read_parts(source))
+    return measure_components(split_parts(read_parts(source)), coded=True)

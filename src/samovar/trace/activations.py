@@ -7,14 +7,14 @@ is left out, with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..arch.components import is_denoiser_itself
 from ..arch.skeleton import Parts, build_pipeline, loaded_parts
 from ..errors import ModelError
 from .guess import guess
-from .rehearse import Rehearsal, RequestSize, rehearse
+from .rehearse import CallForm, Rehearsal, RequestSize, rehearse
 
 _SHARE, _BYTES = 0.10, 32 * 2**20
 """What is added: kernels take memory of their own, and matrix products on a GPU a workspace of 32 MiB."""
@@ -30,6 +30,8 @@ class Activations:
     """For which size they are."""
     problem: str | None = None
     """Why some are missing."""
+    calls: Mapping[str, CallForm] = field(default_factory=dict)
+    """How each component is called, as far as that was seen."""
 
 
 def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activations:
@@ -37,7 +39,9 @@ def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activation
     parts = loaded_parts(pipeline)
     if is_denoiser_itself(pipeline):
         return _guessed(parts, size or RequestSize())
-    return _of(rehearse(pipeline, size), parts, size or RequestSize())
+    size = size or RequestSize()
+    seen = rehearse(pipeline, size)
+    return _of(seen, parts, size) if seen.calls or seen.peaks else replace(_guessed(parts, size), problem=seen.problem)
 
 
 def read_activations(source: str, parts: Parts, size: RequestSize | None = None) -> Activations:
@@ -52,13 +56,15 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
 
 def _guessed(parts: Parts, size: RequestSize) -> Activations:
     found: dict[str, int] = {}
+    calls: dict[str, CallForm] = {}
     problem = None
     for name, part in parts.items():
         if part.role == "denoiser" and part.module is not None:
             tried = guess(part.module, size, name)
             found |= tried.peaks
+            calls |= tried.calls
             size, problem = tried.size or size, tried.problem or problem
-    return _of(Rehearsal(peaks=found, size=size, problem=problem), parts, size)
+    return _of(Rehearsal(calls, found, size, problem), parts, size)
 
 
 def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
@@ -71,4 +77,4 @@ def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
     missing = [name for name, part in parts.items() if name not in by_name and part.role != "resident"]
     problem = seen.problem or ("it was not called in a run without weights" if missing else None)
     note = f"activations are those of {seen.size or size}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
-    return Activations(by_name, note, problem if missing else None)
+    return Activations(by_name, note, problem if missing else None, seen.calls)

@@ -91,7 +91,7 @@ def rehearse(pipeline: Any, size: RequestSize | None = None, **settings: Any) ->
     `settings`: other arguments of its call.
     """
     size = size or RequestSize()
-    if is_denoiser_itself(pipeline):
+    if is_denoiser_itself(pipeline) or not callable(pipeline):
         return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline")
     found = Rehearsal(problem="it was not tried")
     for arguments in _choices(pipeline, size):
