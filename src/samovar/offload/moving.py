@@ -144,7 +144,7 @@ class OffloadedComponent:
         for group in self._groups if self._home.type == "cpu" else ():
             group.restore()
         with torch.inference_mode(False):
-            for span in spans_of(tensor for tensor in self.component.tensors() if tensor.device != self._home):
+            for span in spans_of(tensor for tensor in self.whole.tensors() if tensor.device != self._home):
                 move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
 
     def refresh(self) -> None:

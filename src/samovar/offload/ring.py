@@ -27,6 +27,28 @@ ASSUMED_BUS = 25 * 2**30
 
 
 @dataclass
+class TimeStats:
+    """What was computed ahead of the steps for the time-only layers of a component."""
+
+    layers: int = 0
+    num_bytes: int = 0
+    """Their weights, on the host."""
+    computed_steps: int = 0
+    found_forwards: int = 0
+    """Forwards that found their outputs."""
+    live_calls: int = 0
+    """Calls of layers whose weights were brought in for the call."""
+    surprises: int = 0
+    """Forwards in which a layer was given something unexpected."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers ({format_bytes(self.num_bytes)}) that see time alone: {self.computed_steps} steps "
+            f"computed ahead, {self.found_forwards} forwards found theirs, {self.live_calls} calls computed on the spot"
+        )
+
+
+@dataclass
 class OffloadStats:
     """Totals since the offload was attached."""
 
@@ -52,6 +74,8 @@ class OffloadStats:
     copied_bytes: int = 0
     """Bytes copied on the host in order to be pinned; the rest is pinned in place."""
     setup_s: float = 0.0
+    ahead: dict[str, TimeStats] = field(default_factory=dict)
+    """By component: what was computed ahead of the steps."""
 
     def __str__(self) -> str:
         sent, held = format_bytes(self.sent_bytes), format_bytes(self.peak_held_bytes)
