@@ -7,10 +7,9 @@ is left out, with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..arch.components import is_denoiser_itself
 from ..arch.skeleton import Parts, build_pipeline, loaded_parts
 from ..errors import ModelError
 from .guess import guess
@@ -33,11 +32,9 @@ class Activations:
 
 
 def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activations:
-    """Those of a loaded pipeline or model."""
-    parts = loaded_parts(pipeline)
-    if is_denoiser_itself(pipeline):
-        return _guessed(parts, size or RequestSize())
-    return _of(rehearse(pipeline, size), parts, size or RequestSize())
+    """Those of a loaded pipeline or model. SettingError for a size that it does not take."""
+    size = size or RequestSize()
+    return _of(rehearse(pipeline, size), loaded_parts(pipeline), size)
 
 
 def read_activations(source: str, parts: Parts, size: RequestSize | None = None) -> Activations:
@@ -46,29 +43,25 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
     try:
         pipeline = build_pipeline(source, parts)
     except ModelError as error:
-        return replace(_guessed(parts, size), problem=str(error))
-    return _guessed(parts, size) if pipeline is None else _of(rehearse(pipeline, size), parts, size)
-
-
-def _guessed(parts: Parts, size: RequestSize) -> Activations:
-    found: dict[str, int] = {}
-    problem = None
-    for name, part in parts.items():
-        if part.role == "denoiser" and part.module is not None:
-            tried = guess(part.module, size, name)
-            found |= tried.peaks
-            size, problem = tried.size or size, tried.problem or problem
-    return _of(Rehearsal(peaks=found, size=size, problem=problem), parts, size)
+        return _of(Rehearsal(problem=str(error)), parts, size)
+    return _of(Rehearsal() if pipeline is None else rehearse(pipeline, size), parts, size)
 
 
 def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
-    peaks = dict(seen.peaks)
-    for name, part in parts.items():  # A denoiser for later steps, of which two steps show nothing.
+    """What a rehearsal shows; of denoisers that it does not show, what is found by trying."""
+    peaks, made, problem = dict(seen.peaks), seen.size, seen.problem
+    for name, part in parts.items():
+        if name in peaks or part.role != "denoiser" or part.module is None:
+            continue
         twins = [peaks[n] for n, other in parts.items() if n in peaks and other.cls is part.cls]
-        if name not in peaks and part.role == "denoiser" and twins:
+        if twins:  # It is for later steps.
             peaks[name] = max(twins)
+        else:
+            tried = guess(part.module, size, name)
+            peaks |= tried.peaks
+            made, problem = made or tried.size, problem or tried.problem
     by_name = {name: int(peak * (1 + _SHARE)) + _BYTES for name, peak in peaks.items()}
     missing = [name for name, part in parts.items() if name not in by_name and part.role != "resident"]
-    problem = seen.problem or ("it was not called in a run without weights" if missing else None)
-    note = f"activations are those of {seen.size or size}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
+    problem = problem or ("it was not called in a run without weights" if missing else None)
+    note = f"activations are those of {made or size}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
     return Activations(by_name, note, problem if missing else None)

@@ -91,8 +91,8 @@ def rehearse(pipeline: Any, size: RequestSize | None = None, **settings: Any) ->
     `settings`: other arguments of its call.
     """
     size = size or RequestSize()
-    if is_denoiser_itself(pipeline):
-        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline")
+    if is_denoiser_itself(pipeline) or not callable(pipeline):
+        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline that can be called")
     found = Rehearsal(problem="it was not tried")
     for arguments in _choices(pipeline, size):
         tried = _Rehearsing(pipeline).run(arguments | settings)
