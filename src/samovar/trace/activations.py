@@ -12,7 +12,7 @@ from typing import Any
 
 from ..arch.skeleton import Parts, build_pipeline, loaded_parts
 from ..errors import ModelError
-from .guess import guess
+from .guess import LATENT, guess
 from .rehearse import Rehearsal, RequestSize, rehearse
 
 _SHARE, _BYTES = 0.10, 32 * 2**20
@@ -49,7 +49,8 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
 
 def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
     """What a rehearsal shows; of denoisers that it does not show, what is found by trying."""
-    peaks, made, problem = dict(seen.peaks), seen.size, seen.problem
+    peaks, problem = dict(seen.peaks), seen.problem
+    made = seen.size and str(seen.size)
     for name, part in parts.items():
         if name in peaks or part.role != "denoiser" or part.module is None:
             continue
@@ -59,7 +60,7 @@ def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
         else:
             tried = guess(part.module, size, name)
             peaks |= tried.peaks
-            made, problem = made or tried.size, problem or tried.problem
+            made, problem = made or (tried.size and f"{tried.size} (if {LATENT})"), problem or tried.problem
     by_name = {name: int(peak * (1 + _SHARE)) + _BYTES for name, peak in peaks.items()}
     missing = [name for name, part in parts.items() if name not in by_name and part.role != "resident"]
     problem = problem or ("it was not called in a run without weights" if missing else None)
