@@ -78,9 +78,10 @@ def _plan(options: argparse.Namespace) -> int:
         source = _find_config(options)
         size = RequestSize(**_default_size(source) | {name: given[name] for name in _REQUEST if name in given})
         parts = read_parts(source, getattr(torch, options.dtype) if options.dtype else None)
-        sizes = sizes_of(parts)
+        seen = read_activations(source, parts, size)
+        sizes = sizes_of(parts, seen.calls)
         is_counted = config.gpu_memory is not None and config.activations is None
-        plan = plan_offload(sizes, config, read_activations(source, parts, size) if is_counted else None)
+        plan = plan_offload(sizes, config, seen if is_counted else None)
         tiers = plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory"))
     if options.json:
         print(json.dumps(plan.to_dict() | {"host": tiers.to_dict()}, indent=2))

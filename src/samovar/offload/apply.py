@@ -9,8 +9,9 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, Pi
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
+from .ahead import may_have_time_layers, with_time_layers
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
@@ -28,7 +30,7 @@ from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
 from .ring import OffloadStats
-from .sizes import Component, find_components, measure_components, parse_bytes
+from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
 from .time_layers import TimeLayers, find_time_layers
@@ -69,7 +71,7 @@ class Offloaded(Handle, PipelineHook):
             check_movable(component.name, component.module)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
-        self._sizes = measure_components(components, in_phase=stage.keeps_phase)
+        self._sizes = self._measure(components)
         self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
         self._lock = threading.RLock()
         """Held by the one thread that calls a component or changes where weights are."""
@@ -78,8 +80,21 @@ class Offloaded(Handle, PipelineHook):
         self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
-        self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
+        is_wanted = config.precompute is not False
+        self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
         self.plan = self._plan_for(config)
+        if self._not_tried and (self.plan.offloads_anything or config.precompute):
+            self._find_layers(components)
+            self.plan = self._plan_for(config)
+
+    def _find_layers(self, components: Sequence[Component]) -> None:
+        """Look for time-only layers in a run without weights."""
+        calls = self._rehearsed(self.config.size).calls
+        found = with_time_layers(components, calls)
+        self._not_tried -= set(calls)
+        for component in found:
+            self._components[component.name].whole = component
+        self._sizes = self._measure(found)
 
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
@@ -96,8 +111,8 @@ class Offloaded(Handle, PipelineHook):
         config = replace(self.config, **changes)
         with self._lock:
             plan = self._plan_for(config)
+            self.config = config
             self._follow(plan)
-        self.config = config
         return plan
 
     def measure(self) -> contextlib.AbstractContextManager[Measured]:
@@ -132,6 +147,10 @@ class Offloaded(Handle, PipelineHook):
                 if component.others:
                     component.unload()
 
+    def _measure(self, components: Sequence[Component]) -> tuple[ComponentSize, ...]:
+        coded = self.stage.decodes_fast or self.config.compress == "lossless"
+        return measure_components(components, in_phase=self.stage.keeps_phase, coded=coded)
+
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
         if budget is None and config.mode == "auto":
@@ -147,15 +166,19 @@ class Offloaded(Handle, PipelineHook):
         given = config.activations
         if given is not None and (not isinstance(given, Mapping) or {c.name for c in self._sizes} <= set(given)):
             return None
-        if config.size not in self._known:
-            self._known[config.size] = activations_of(self._pipeline, config.size)
-        return self._known[config.size]
+        return self._rehearsed(config.size)
+
+    def _rehearsed(self, size: RequestSize) -> Activations:
+        if size not in self._known:
+            self._known[size] = activations_of(self._pipeline, size)
+        return self._known[size]
 
     def _follow(self, plan: OffloadPlan) -> None:
         self._undo_plan()
+        cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
             for name, component in self._components.items():
-                component.follow(plan.component(name))
+                component.follow(plan.component(name), cache=cache)
             self._install(plan)
         except BaseException:
             self.detach()
@@ -193,8 +216,7 @@ class Offloaded(Handle, PipelineHook):
             layers = find_time_layers(component.whole, args, kwargs)
             if layers:
                 component.whole = replace(component.whole, time_layers=layers)
-                wholes = [c.whole for c in self._components.values()]
-                self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
+                self._sizes = self._measure([c.whole for c in self._components.values()])
                 self._follow(self._plan_for(self.config))
             return bool(layers)
 

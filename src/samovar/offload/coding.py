@@ -23,6 +23,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from subprocess import SubprocessError
 from typing import Any
 
@@ -61,44 +62,44 @@ class Form:
     code_bits: int
     num_escapes: int
 
-    @property
+    @cached_property
     def coded_weights(self) -> int:
         """All but the tail."""
         return self.num_weights // _GROUP * _GROUP
 
-    @property
+    @cached_property
     def raw_bytes(self) -> int:
         return self.num_weights * 2
 
-    @property
+    @cached_property
     def num_planes(self) -> int:
         return self.code_bits + (3 if self.dtype is torch.float16 else 0)
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         return -(-self.coded_weights // TILE)
 
-    @property
+    @cached_property
     def plane_bytes(self) -> int:
         return _aligned(self.coded_weights // 8)
 
-    @property
+    @cached_property
     def planes_at(self) -> int:
         return HEADER + _aligned(self.coded_weights)
 
-    @property
+    @cached_property
     def tiles_at(self) -> int:
         return self.planes_at + self.num_planes * self.plane_bytes
 
-    @property
+    @cached_property
     def escapes_at(self) -> int:
         return self.tiles_at + _aligned((self.num_tiles + 1) * 4)
 
-    @property
+    @cached_property
     def tail_at(self) -> int:
         return self.escapes_at + _aligned(self.num_escapes)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the coded tensor."""
         return self.tail_at + _aligned((self.num_weights - self.coded_weights) * 2)
@@ -265,11 +266,8 @@ def decode_into(form: Form, coded: torch.Tensor, out: torch.Tensor) -> None:
         )
     if coded.device.type == "cpu" and Form.read(coded) != form:
         raise ModelError(f"The coded weights are of another tensor: {Form.read(coded)} instead of {form}.")
-    kernel = fast_decoder(coded.device) if coded.data_ptr() % ALIGNED == out.data_ptr() % ALIGNED == 0 else None
-    if kernel is not None:
-        kernel(form, coded, out)
-    else:
-        _decode(form, coded, out)
+    kernel = fast_decoder(coded.device) if (coded.data_ptr() | out.data_ptr()) % ALIGNED == 0 else None
+    (kernel or _decode)(form, coded, out)
     if form.num_weights > form.coded_weights:
         tail = coded[form.tail_at :][: out.numel() - form.coded_weights * 2]
         out[form.coded_weights * 2 :].copy_(tail)

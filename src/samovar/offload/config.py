@@ -17,6 +17,7 @@ from .sizes import parse_bytes
 from .streaming import Timing
 
 Mode = Literal["auto", "model", "layerwise"]
+Compress = Literal["auto", "lossless", "none"]
 Size = str | int
 """A number of bytes, or text such as "12GiB"."""
 
@@ -52,6 +53,11 @@ class OffloadConfig:
     """Names of components that stay where they are."""
     timing: Timing | None = None
     """Known speeds of bus and model; by default the bus is measured."""
+    compress: Compress = "auto"
+    """"lossless": 16-bit weights cross the bus in about 0.7 of their bytes and are decoded on the device, bit for bit.
+    "auto" does so for components that stream to a GPU that has Triton. "none": all cross as they are."""
+    compress_cache: str | Path | None = None
+    """A folder that keeps coded weights, so that they need not be coded again by the next process."""
     precompute: bool | None = None
     """Whether layers that depend on time alone are computed ahead of the steps and kept off the device. By default they
     are where not everything fits."""
@@ -61,14 +67,17 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise SettingError(f"mode={self.mode!r}. {nearest(str(self.mode), get_args(Mode))}", param="mode")
+        if self.compress not in get_args(Compress):
+            known = get_args(Compress)
+            raise SettingError(f"compress={self.compress!r}. {nearest(str(self.compress), known)}", param="compress")
         parse_bytes(self.gpu_memory, "gpu_memory")
         parse_bytes(self.host_memory, "host_memory")
-        if self.spill_folder is not None and not Path(self.spill_folder).is_dir():
-            raise SettingError(
-                f"spill_folder={str(self.spill_folder)!r} is not a folder. Make it first, on a disk with room for the "
-                "weights.",
-                param="spill_folder",
-            )
+        for param, folder in (("spill_folder", self.spill_folder), ("compress_cache", self.compress_cache)):
+            if folder is not None and not Path(folder).is_dir():
+                raise SettingError(
+                    f"{param}={str(folder)!r} is not a folder. Make it first, on a disk with room for the weights.",
+                    param=param,
+                )
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
         for value in by_name.values():
             parse_bytes(value, "activations")

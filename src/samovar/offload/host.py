@@ -77,8 +77,8 @@ class HostMemory:
                 sources.append(new_chunk(num_bytes)[:num_bytes])
                 for small, offset in spans:
                     self._move(small, sources[-1][offset:])
-            elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(_flat(span)):
-                sources.append(_flat(span))
+            elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(flat_bytes(span)):
+                sources.append(flat_bytes(span))
             else:
                 sources.append(new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes])
                 self._move(span, sources[-1])
@@ -122,6 +122,13 @@ class HostMemory:
                 "are about three times as slow, and the GPU waits for them. Raise host_memory, or offload less.",
                 stacklevel=2,
             )
+
+    def release(self, sources: Iterable[torch.Tensor]) -> None:
+        """Unpin the chunks that hold these bytes, which nobody needs any more."""
+        starts = {source.untyped_storage().data_ptr() for source in sources} & self._pinned.keys()
+        if starts:
+            self._stage.stats.pinned_bytes -= sum(self._pinned[start].nbytes() for start in starts)
+            _unpin(self._stage, {start: self._pinned.pop(start) for start in starts})
 
     def close(self) -> None:
         """Unpin everything."""
@@ -176,20 +183,20 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 
 def move_to_host(span: Span, phase: int) -> None:
     """Move tensors from any device into their own host memory, which begins at `phase` in a cache line."""
-    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8)
+    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8, device="cpu")
     move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
 
 
 def move(span: Span, target: torch.Tensor) -> None:
     """Move the tensors of a span into other memory, with the same distances between them."""
-    target.copy_(_flat(span))
+    target.copy_(flat_bytes(span))
     for tensor, offset in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
         start = (target.storage_offset() + offset) // tensor.element_size()
         empty = torch.empty(0, dtype=tensor.dtype, device=target.device)
         tensor.data = empty.set_(target.untyped_storage(), start, tensor.shape, tensor.stride())
 
 
-def _flat(span: Span) -> torch.Tensor:
+def flat_bytes(span: Span) -> torch.Tensor:
     """The bytes of a span, in place."""
     first = span.tensors[0].data
     flat = torch.empty(0, dtype=torch.uint8, device=first.device)

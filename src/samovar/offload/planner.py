@@ -19,6 +19,8 @@ from .streaming import Streaming, Timing, choose_streaming, least_bytes
 
 Placement = Literal["resident", "turns", "streams"]
 
+_WORTH_CODING = 0.97
+"""Weights are compressed if that takes a forward below this share of its time: it takes seconds to set up."""
 ASSUMED_ACTIVATIONS = 2**30
 """Bytes that a component is assumed to need beside its weights until they are measured."""
 
@@ -48,11 +50,15 @@ class ComponentPlan:
     """The same with all weights on the device."""
     ahead_bytes: int = 0
     """Bytes of layers that depend on time alone. They are computed ahead of the steps, and neither stay nor stream."""
+    is_coded: bool = False
+    """Whether what streams crosses the bus compressed, without loss."""
 
     def _row(self) -> tuple[str, ...]:
         how = {"resident": "stays", "turns": "is loaded when it is called"}.get(self.placement) or (
             f"{len(self.streamed)} of {self.num_blocks} blocks stream through a ring of {format_bytes(self.ring_bytes)}"
         )
+        if self.is_coded:
+            how += ", compressed on the way"
         if self.ahead_bytes:
             how += f"; {format_bytes(self.ahead_bytes)} of layers that see time alone are computed ahead"
         return self.name, self.class_name, format_bytes(self.num_bytes), format_bytes(self.device_bytes), how
@@ -192,7 +198,7 @@ class _Planner:
             raise SettingError('mode="auto" needs a budget, such as gpu_memory="12GiB".', param="gpu_memory")
         self._check_mode()
         if mode == "layerwise" and self.budget is None:
-            streams = {s.name: choice for s in self.movers if (choice := choose_streaming(s, None, self.timing))}
+            streams = {s.name: choice for s in self.movers if (choice := self._choose(s, None))}
             plan = self._try(self.movers, streams)
             assert plan is not None, "nothing is refused without a budget"
             return plan
@@ -223,13 +229,20 @@ class _Planner:
             streams = {
                 taker.name: choice
                 for taker in takers
-                if taker.num_bytes > rooms[taker.name]
-                and (choice := choose_streaming(taker, rooms[taker.name], self.timing))
+                if taker.num_bytes > rooms[taker.name] and (choice := self._choose(taker, rooms[taker.name]))
             }
             plan = self._try(takers, streams)
             if plan is not None:
                 found.append((self._seconds(streams), len(takers), plan))
         return min(found, key=lambda item: item[:2])[2] if found else self._refuse(least_bytes)
+
+    def _choose(self, size: ComponentSize, room: int | None) -> Streaming | None:
+        """The best way to stream a component, with compressed weights if that saves time."""
+        plain = choose_streaming(size.uncoded(), room, self.timing) if self.config.compress != "lossless" else None
+        coded = choose_streaming(size, room, self.timing) if self.config.compress != "none" else None
+        if plain is None or coded is None:
+            return plain or coded
+        return coded if coded.forward_s < _WORTH_CODING * plain.forward_s else plain
 
     def _seconds(self, streams: Mapping[str, Streaming]) -> float:
         """Time of the streaming components, each weighted by how often it computes."""
@@ -259,6 +272,7 @@ class _Planner:
     def _place(self, size: ComponentSize, takes_turns: bool, streaming: Streaming | None) -> ComponentPlan:
         resident_s = self.timing.forward_s(size)
         choice = streaming or Streaming(frozenset(), 0, size.num_bytes, resident_s or 0.0)
+        streamed = (size if choice.area_bytes else size.uncoded()).blocks
         return ComponentPlan(
             size.name,
             size.role,
@@ -269,11 +283,12 @@ class _Planner:
             activation_bytes=self.activations[size.name],
             num_blocks=len(size.blocks),
             streamed=choice.streamed,
-            streamed_bytes=size.num_bytes - choice.kept_bytes,
+            streamed_bytes=sum(sum(block.sent) for block in streamed if block.path in choice.streamed),
             ring_bytes=choice.ring_bytes,
             forward_s=choice.forward_s if resident_s is not None else None,
             resident_s=resident_s,
             ahead_bytes=size.ahead_bytes,
+            is_coded=choice.area_bytes > 0,
         )
 
     def _refuse(self, least: Callable[[ComponentSize], int]) -> NoReturn:

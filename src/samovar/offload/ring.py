@@ -31,7 +31,11 @@ class OffloadStats:
     """Totals since the offload was attached."""
 
     sent_bytes: int = 0
-    """Bytes of weights copied to the device."""
+    """Bytes copied to the device."""
+    coded_bytes: int = 0
+    """Of these, bytes of coded weights."""
+    decoded_bytes: int = 0
+    """What they were decoded to."""
     block_loads: int = 0
     late_blocks: int = 0
     """Blocks whose copy had not been started when they were called."""
@@ -91,19 +95,24 @@ class DeviceQueues(Protocol):
 
 
 class Timeline:
-    """A simulated device: the times at which its two queues finish."""
+    """A simulated device: the times at which its two queues finish, and at which the host has filled them."""
 
     def __init__(self, bus_bytes_s: float) -> None:
         self.bus_bytes_s = bus_bytes_s
         self.stats = OffloadStats()
         self.copied_s = 0.0
         self.computed_s = 0.0
+        self.launched_s = 0.0
+
+    def launch(self, seconds: float) -> None:
+        """The host takes this long to enqueue what comes next."""
+        self.launched_s += seconds
 
     def copy(self, num_bytes: int) -> None:
-        self.copied_s += num_bytes / self.bus_bytes_s
+        self.copied_s = max(self.copied_s, self.launched_s) + num_bytes / self.bus_bytes_s
 
     def compute(self, seconds: float) -> None:
-        self.computed_s += seconds
+        self.computed_s = max(self.computed_s, self.launched_s) + seconds
 
     def allocate(self, num_bytes: int) -> None:
         pass
@@ -124,7 +133,7 @@ class Timeline:
         self.copied_s = max(self.copied_s, mark)
 
     def host_waits(self, mark: float) -> None:
-        pass
+        self.launched_s = max(self.launched_s, mark)
 
 
 class StreamedBlock(Protocol):

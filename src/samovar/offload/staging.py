@@ -6,6 +6,9 @@ and has a clock for the bus, so everything above it runs the same, bit for bit, 
 
 Memory is allocated and freed only here, and that is where the queues meet: copies into new memory wait for earlier
 compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
+
+Coded weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding waits
+for compute: copies run ahead as far as the area has room. While it is open everything small takes that way.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ..errors import SettingError
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, Timeline
+from .coding import Coded, Form, decode_into, encode
+from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, RingSpace, Timeline
 from .weights import ALIGNMENT
 
 
@@ -31,12 +36,42 @@ class Buffer:
         self._start = int(flat.storage_offset())
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory."""
+        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory.
+
+        A parameter that takes one made in inference mode would be bound to it.
+        """
         start, rest = divmod(self._start + offset, like.element_size())
         assert not rest, "tensors start where their dtype may"
-        with torch.inference_mode(False):  # Otherwise a parameter that takes it would be bound to inference mode.
-            empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
-            return empty.set_(self._storage, start, like.shape, like.stride())
+        empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
+        return empty.set_(self._storage, start, like.shape, like.stride())
+
+    def part(self, offset: int, num_bytes: int) -> Buffer:
+        """Some of it as a storage of its own: `torch.save` writes whole storages."""
+        return Buffer(from_dlpack(self.flat[offset : offset + num_bytes]))
+
+
+class _Area:
+    """Device memory for bytes that are not where they belong yet."""
+
+    def __init__(self, memory: Buffer) -> None:
+        self.memory = memory
+        self.largest = memory.flat.numel() // 2
+        """What it takes at once, with room for as much beside it."""
+        self._space = RingSpace(memory.flat.numel())
+        self._left: deque[Mark] = deque()
+        """When what is in it will have left it, oldest first."""
+
+    def take(self, num_bytes: int, wait: Callable[[Mark], None]) -> torch.Tensor:
+        """Room for some bytes; first `wait` for those that are in the way."""
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        while (start := self._space.take(size)) is None:
+            wait(self._left.popleft())
+            self._space.give_back(1)
+        return self.memory.flat[start : start + num_bytes]
+
+    def leaves(self, mark: Mark) -> None:
+        """What was taken last will have left at that point."""
+        self._left.append(mark)
 
 
 class Stage(DeviceQueues):
@@ -48,6 +83,7 @@ class Stage(DeviceQueues):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stats = OffloadStats()
+        self._area: _Area | None = None
 
     def allocate(self, num_bytes: int) -> Buffer:
         """Memory to copy into. Raises torch.OutOfMemoryError, and changes nothing, if there is not enough."""
@@ -63,10 +99,63 @@ class Stage(DeviceQueues):
         self.stats.held_bytes -= memory.flat.numel()
         self._free(memory.flat)
 
-    def send(self, buffer: Buffer, offset: int, source: torch.Tensor) -> None:
-        """Start to copy bytes from the host."""
+    def send(self, buffer: Buffer, offset: int, source: torch.Tensor, form: Form | None = None) -> None:
+        """Start to copy bytes from the host. With a form they are coded, and decoded when they are there."""
+        num_bytes = source.numel() if form is None else form.raw_bytes
+        target = buffer.flat[offset : offset + num_bytes]
         self.stats.sent_bytes += source.numel()
-        self._send(buffer.flat[offset : offset + source.numel()], source)
+        if form is not None:
+            self.stats.coded_bytes += source.numel()
+            self.stats.decoded_bytes += num_bytes
+            if self._area is None or source.numel() > self._area.largest:  # It has grown since.
+                self.close_area()
+                self.open_area(source.numel())
+        area = self._area
+        if area is None or source.numel() > area.largest:
+            self._send(target, source)
+            return
+        room = area.take(source.numel(), self._area_waits)
+        self._send_to_area(room, source)
+        self._send_on(target, room, form)
+        area.leaves(self.mark_copied())
+
+    def open_area(self, largest: int) -> None:
+        """Allocate the staging area for coded weights of up to `largest` bytes; none if that is 0."""
+        if largest:
+            memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
+            self._open_area()
+            self._area = _Area(memory)
+
+    def close_area(self) -> None:
+        """Free the staging area, if there is one."""
+        area, self._area = self._area, None
+        if area is not None:
+            self._close_area()
+            self.free(area.memory)
+
+    def encode(self, words: torch.Tensor, dtype: torch.dtype) -> Coded | None:
+        """Code weights from the host; None if that gains too little."""
+        return encode(words, dtype)
+
+    decodes_fast = False
+    """Whether decoding takes less time than it saves."""
+
+    def _open_area(self) -> None:
+        """Order what is sent from now on after what was sent before."""
+
+    def _close_area(self) -> None:
+        """The same."""
+
+    @abstractmethod
+    def _area_waits(self, mark: Mark) -> None:
+        """Copy nothing more into the area before that point."""
+
+    @abstractmethod
+    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+        """Bring what was copied into the area last to where it belongs."""
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor: ...
@@ -149,7 +238,8 @@ class HostStage(Stage):
         self.registered: dict[int, int] = {}
         """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
-        self._buffers: set[int] = set()
+        self._buffers: dict[int, int] = {}
+        """Address and length of allocated memory."""
         self._due: deque[Callable[[], object]] = deque()
         self._done = 0
 
@@ -160,18 +250,31 @@ class HostStage(Stage):
             )
         flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
         flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
-        self._buffers.add(flat.untyped_storage().data_ptr())
+        memory = flat.untyped_storage()
+        self._buffers[memory.data_ptr()] = memory.nbytes()
         return flat
 
     def _free(self, flat: torch.Tensor) -> None:
-        self._buffers.remove(flat.untyped_storage().data_ptr())
+        del self._buffers[flat.untyped_storage().data_ptr()]
         flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.timeline.copy(source.numel())
         self._due.append(lambda: target.copy_(source))
         if not self._lazy:
-            self.compute_waits((0.0, self._done + 1))
+            self._run_until(self._done + 1)
+
+    def _area_waits(self, mark: Mark) -> None:
+        self._run_until(mark[1])
+
+    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None:
+        self.timeline.copy(source.numel())
+        room.copy_(source)  # As early as can be: a missing wait shows.
+
+    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+        self._due.append(lambda: target.copy_(room) if form is None else decode_into(form, room, target))
+        if not self._lazy:
+            self._run_until(self._done + 1)
 
     def mark_copied(self) -> Mark:
         return self.timeline.mark_copied(), self._done + len(self._due)
@@ -180,8 +283,10 @@ class HostStage(Stage):
         return self.timeline.mark_computed(), 0
 
     def compute_waits(self, mark: Mark) -> None:
-        seconds, count = mark
-        self.timeline.compute_waits(seconds)
+        self.timeline.compute_waits(mark[0])
+        self._run_until(mark[1])
+
+    def _run_until(self, count: int) -> None:
         while self._done < count:
             self._due.popleft()()
             self._done += 1
@@ -193,7 +298,8 @@ class HostStage(Stage):
         pass  # Where compute has waited, the bytes are there.
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._buffers
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < start + num_bytes for start, num_bytes in self._buffers.items())
 
     def register(self, address: int, num_bytes: int) -> str | None:
         self.registered[address] = num_bytes

@@ -7,13 +7,13 @@ is left out, with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..arch.skeleton import Parts, build_pipeline, loaded_parts
 from ..errors import ModelError
 from .guess import LATENT, guess
-from .rehearse import Rehearsal, RequestSize, rehearse
+from .rehearse import CallForm, Rehearsal, RequestSize, rehearse
 
 _SHARE, _BYTES = 0.10, 32 * 2**20
 """What is added: kernels take memory of their own, and matrix products on a GPU a workspace of 32 MiB."""
@@ -29,6 +29,8 @@ class Activations:
     """For which size they are."""
     problem: str | None = None
     """Why some are missing."""
+    calls: Mapping[str, CallForm] = field(default_factory=dict)
+    """How components are called, as far as it was seen."""
 
 
 def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activations:
@@ -49,20 +51,22 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
 
 def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
     """What a rehearsal shows; of denoisers that it does not show, what is found by trying."""
-    peaks, problem = dict(seen.peaks), seen.problem
+    peaks, calls, problem = dict(seen.peaks), dict(seen.calls), seen.problem
     made = seen.size and str(seen.size)
     for name, part in parts.items():
         if name in peaks or part.role != "denoiser" or part.module is None:
             continue
-        twins = [peaks[n] for n, other in parts.items() if n in peaks and other.cls is part.cls]
-        if twins:  # It is for later steps.
-            peaks[name] = max(twins)
+        twin = next((n for n, other in parts.items() if n in peaks and n in calls and other.cls is part.cls), None)
+        if twin is not None:  # It is for later steps.
+            peaks[name] = peaks[twin]
+            calls.setdefault(name, calls[twin])
         else:
             tried = guess(part.module, size, name)
             peaks |= tried.peaks
+            calls = {**tried.calls, **calls}
             made, problem = made or (tried.size and f"{tried.size} (if {LATENT})"), problem or tried.problem
     by_name = {name: int(peak * (1 + _SHARE)) + _BYTES for name, peak in peaks.items()}
     missing = [name for name, part in parts.items() if name not in by_name and part.role != "resident"]
     problem = problem or ("it was not called in a run without weights" if missing else None)
     note = f"activations are those of {made or size}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
-    return Activations(by_name, note, problem if missing else None)
+    return Activations(by_name, note, problem if missing else None, calls)
