@@ -11,9 +11,10 @@ multiple of eight bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +46,27 @@ def _collect(module: torch.nn.Module, skip: Collection[int], found: dict[int, to
     for child in module._modules.values():
         if child is not None:
             _collect(child, skip, found)
+
+
+class TensorFinder:
+    """Finds the tensors of a module again. That is quick as long as the module holds the same parts."""
+
+    def __init__(self, module: torch.nn.Module, skip: Callable[[], Collection[int]]) -> None:
+        self._module, self._skip = module, skip
+        self._skipped: Collection[int] | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._held: list[tuple[dict[str, Any], list[Any]]] = []
+
+    def __call__(self) -> list[torch.Tensor]:
+        """The tensors: the same list as before if nothing has come or gone."""
+        skip = self._skip()
+        if skip is not self._skipped or not all(
+            len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held
+        ):
+            self._skipped, self._tensors = skip, tensors_of(self._module, skip)
+            tables = [t for m in self._module.modules() for t in (m._parameters, m._buffers, m._modules)]
+            self._held = [(table, list(table.values())) for table in tables]
+        return self._tensors
 
 
 def owners_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.nn.Module]:
