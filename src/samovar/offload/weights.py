@@ -56,17 +56,24 @@ class TensorFinder:
         self._skipped: Collection[int] | None = None
         self._tensors: list[torch.Tensor] = []
         self._held: list[tuple[dict[str, Any], list[Any]]] = []
+        self._empty: list[dict[str, Any]] = []
 
     def __call__(self) -> list[torch.Tensor]:
         """The tensors: the same list as before if nothing has come or gone."""
         skip = self._skip()
-        if skip is not self._skipped or not all(
-            len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held
-        ):
+        if skip is not self._skipped or not self._is_same():
             self._skipped, self._tensors = skip, tensors_of(self._module, skip)
-            tables = [t for m in self._module.modules() for t in (m._parameters, m._buffers, m._modules)]
-            self._held = [(table, list(table.values())) for table in tables]
+            tables: list[dict[str, Any]] = [
+                table for part in self._module.modules() for table in (part._parameters, part._buffers, part._modules)
+            ]
+            self._held = [(table, list(table.values())) for table in tables if table]
+            self._empty = [table for table in tables if not table]
         return self._tensors
+
+    def _is_same(self) -> bool:
+        return not any(self._empty) and all(
+            len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held
+        )
 
 
 def owners_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.nn.Module]:
