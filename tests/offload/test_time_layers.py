@@ -16,9 +16,10 @@ import zoo
 from pipelines import PIPELINES
 from samovar.errors import ModelError, SettingError
 from samovar.hooks import HookRegistry, running
-from samovar.offload import time_candidates, time_layers
+from samovar.offload import ahead as ahead_layers
+from samovar.offload import time_layers
 
-from .ahead import Loop, ahead, count_small_layers, stats
+from .foreseen import Loop, ahead, count_small_layers, stats
 from .holding import CASES, Holder
 from .test_never_lost import EDITS, same_state
 
@@ -795,7 +796,7 @@ def test_explain_says_why_a_layer_does_not_qualify(monkeypatch: pytest.MonkeyPat
     import samovar
     from samovar.offload import OffloadConfig
 
-    monkeypatch.setattr(time_candidates, "LEAST_OUTSIDE", 2**26)
+    monkeypatch.setattr(ahead_layers, "LEAST_OUTSIDE", 2**26)
     pipe = FLUX.build(0)
     for block in pipe.transformer.transformer_blocks:
         block.compile(backend="eager")

@@ -9,7 +9,9 @@ import contextlib
 import copy
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +20,20 @@ from ..arch.devices import read_device
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
+from ..trace.activations import Activations, activations_of
+from ..trace.rehearse import RequestSize
 from ..trace.time_only import is_autocast
+from .ahead import find_time_layers, may_have_time_layers, with_time_layers
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
-from .planner import ComponentPlan, OffloadPlan, plan_offload
-from .ring import OffloadStats
-from .sizes import Component, find_components, measure_components, parse_bytes
+from .planner import OffloadPlan, plan_offload
+from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
+from .stats import OffloadStats
 from .streaming import Timing
-from .time_candidates import find_time_layers
 from .time_layers import TimeLayers
 from .weights import check_movable, num_bytes_of
 
@@ -68,18 +72,32 @@ class Offloaded(Handle, PipelineHook):
             check_movable(component.name, component.module)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
-        self._sizes = measure_components(components, in_phase=stage.keeps_phase)
+        self._sizes = self._measure(components)
         self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
         self._lock = threading.RLock()
         """Held by the one thread that calls a component or changes where weights are."""
         self._components = {c.name: OffloadedComponent(c, stage, self._host, self._lock) for c in components}
         self._hooks = contextlib.ExitStack()
+        self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
         self.not_ahead: dict[str, str] = {}
         """By component: which layers stay what they are though they see time alone, and why."""
-        self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
+        is_wanted = config.precompute is not False
+        self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
         self.plan = self._plan_for(config)
+        if self._not_tried and (self.plan.offloads_anything or config.precompute):
+            self._find_layers(components)
+            self.plan = self._plan_for(config)
+
+    def _find_layers(self, components: Sequence[Component]) -> None:
+        """Look for time-only layers in a run without weights."""
+        calls = self._rehearsed(self.config.size).calls
+        found, self.not_ahead = with_time_layers(components, calls)
+        self._not_tried -= set(calls)
+        for component in found:
+            self._components[component.name].whole = component
+        self._sizes = self._measure(found)
 
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
@@ -95,8 +113,13 @@ class Offloaded(Handle, PipelineHook):
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
         with self._lock:
-            plan = self._plan_for(config)
-            self.config = config
+            before, self.config = self.config, config
+            try:
+                self._sizes = self._measure([component.whole for component in self._components.values()])
+                plan = self._plan_for(config)
+            except BaseException:
+                self.config = before
+                raise
             self._follow(plan)
         return plan
 
@@ -136,6 +159,10 @@ class Offloaded(Handle, PipelineHook):
             for layers in self.time_layers.values():
                 layers.settle()
 
+    def _measure(self, components: Sequence[Component]) -> tuple[ComponentSize, ...]:
+        coded = self.config.compress == "lossless" or (self.config.compress == "auto" and self.stage.decodes_fast)
+        return measure_components(components, in_phase=self.stage.keeps_phase, coded=coded)
+
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
         if budget is None and config.mode == "auto":
@@ -143,24 +170,32 @@ class Offloaded(Handle, PipelineHook):
             tensors = [tensor for c in self._components.values() for tensor in c.component.tensors()]
             budget = _UNLIMITED if free is None else free + num_bytes_of(filter(self.stage.is_here, tensors))
         timing = config.timing or Timing(self.stage.measure_bus())
-        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing))
+        known = self._activations_for(config) if budget not in (None, _UNLIMITED) else None
+        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing), known)
+
+    def _activations_for(self, config: OffloadConfig) -> Activations | None:
+        """What a run without weights shows, unless the settings say it all."""
+        given = config.activations
+        if given is not None and (not isinstance(given, Mapping) or {c.name for c in self._sizes} <= set(given)):
+            return None
+        return self._rehearsed(config.size)
+
+    def _rehearsed(self, size: RequestSize) -> Activations:
+        if size not in self._known:
+            self._known[size] = activations_of(self._pipeline, size)
+        return self._known[size]
 
     def _follow(self, plan: OffloadPlan) -> None:
         self._undo_plan()
+        cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
             for name, component in self._components.items():
-                component.follow(plan.component(name), is_coded=self._is_coded(plan.component(name)))
+                component.follow(plan.component(name), cache=cache)
             self._install(plan)
         except BaseException:
             self.detach()
             raise
         self.plan = plan
-
-    def _is_coded(self, plan: ComponentPlan) -> bool:
-        """Whether the weights of a component cross the bus coded."""
-        if self.config.compress == "auto":
-            return plan.placement == "streams" and self.stage.decodes_fast
-        return plan.placement != "resident" and self.config.compress == "lossless"
 
     def _install(self, plan: OffloadPlan) -> None:
         active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
@@ -195,8 +230,7 @@ class Offloaded(Handle, PipelineHook):
     def _set_time_layers(self, name: str, layers: dict[str, torch.nn.Module]) -> None:
         component = self._components[name]
         component.whole = replace(component.whole, time_layers=layers)
-        wholes = [c.whole for c in self._components.values()]
-        self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
+        self._sizes = self._measure([c.whole for c in self._components.values()])
         self._follow(self._plan_for(self.config))
 
     def _undo_plan(self) -> None:

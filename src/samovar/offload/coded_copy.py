@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from .coding import Form
+from .coded_file import CodedFile
+from .coding import Form, expected_ratio
 from .host import flat_bytes, new_chunk
 from .staging import Stage
-from .weights import Piece
+from .weights import LEAST_PIECE, Piece
 
-_SAMPLES = 64
+_SAMPLES = 32
 
 
 class CodedCopy:
@@ -23,8 +24,8 @@ class CodedCopy:
     def __init__(self, truth: torch.Tensor, tensors: tuple[torch.Tensor, ...], form: Form, data: torch.Tensor) -> None:
         self.form, self.data = form, data
         self._truth, self._tensors = truth, tensors
-        self._looked_at = truth[:: max(truth.numel() // _SAMPLES, 1) | 1]
-        self._seen = self._looked_at.clone()
+        self._looked_at = truth[:: max(truth.numel() // _SAMPLES, 1) | 1].numpy()
+        self._seen = self._looked_at.tobytes()
         self._versions = self._read_versions()
 
     @property
@@ -39,7 +40,11 @@ class CodedCopy:
 
     def is_fresh(self) -> bool:
         """Whether the weight is as it was, as far as a quick look tells."""
-        return self._versions == self._read_versions() and torch.equal(self._looked_at, self._seen)
+        return self._versions == self._read_versions() and self._looked_at.tobytes() == self._seen
+
+    def renewed(self, stage: Stage) -> CodedCopy | None:
+        """A copy of the weight as it is now; None if coding gains too little."""
+        return _coded(self._truth, self._tensors, stage)
 
     def expire(self) -> None:
         """The weight has changed."""
@@ -57,17 +62,28 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def code(piece: Piece, stage: Stage, known: CodedCopy | None) -> CodedCopy | None:
-    """The coded copy of a piece of one large span: the known one, if it still is. None if coding gains too little."""
+def code(piece: Piece, stage: Stage, known: CodedCopy | None, file: CodedFile | None) -> CodedCopy | None:
+    """The coded copy of a piece: the known one, if it still is that, or the file's. None if coding gains too little."""
     span = piece.spans[0][0]
     truth = flat_bytes(span)
     if known is not None and known.is_of(truth):
         return known
-    if len(piece.spans) > 1 or truth.device.type != "cpu" or span.start % 2 or span.num_bytes % 2:
+    if span.num_bytes < LEAST_PIECE or truth.device.type != "cpu" or span.start % 2 or span.num_bytes % 2:
         return None
-    coded = stage.encode(truth.view(torch.int16), span.tensors[0].dtype)
+    dtype = span.tensors[0].dtype
+    found = file.take(truth, dtype) if file is not None and expected_ratio(dtype) < 1 else None
+    if found is not None:
+        return CodedCopy(truth, span.tensors, found.form, found.data)
+    copy = _coded(truth, span.tensors, stage)
+    if copy is not None and file is not None:
+        file.put(truth, dtype, copy.data)
+    return copy
+
+
+def _coded(truth: torch.Tensor, tensors: tuple[torch.Tensor, ...], stage: Stage) -> CodedCopy | None:
+    coded = stage.encode(truth.view(torch.int16), tensors[0].dtype)
     if coded is None:
         return None
     data = new_chunk(coded.form.num_bytes)[: coded.form.num_bytes]
     data.copy_(coded.data)
-    return CodedCopy(truth, span.tensors, coded.form, data)
+    return CodedCopy(truth, tensors, coded.form, data)

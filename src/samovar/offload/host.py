@@ -183,7 +183,7 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 
 def move_to_host(span: Span, phase: int) -> None:
     """Move tensors from any device into their own host memory, which begins at `phase` in a cache line."""
-    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8)
+    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8, device="cpu")
     move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
 
 

@@ -15,23 +15,24 @@ Other threads wait, and may load another component between two calls of this one
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import SettingError
 from ..hooks import HookOrder, HookRegistry, ModelHook, Run, current_run
+from .coded_file import CodedFile
 from .host import HostMemory, move
 from .planner import ComponentPlan
 from .ring import Ring
 from .sizes import Component
 from .staging import Stage
 from .weight_groups import WeightGroup
-from .weights import owners_of, spans_of, tensors_of
+from .weights import TensorFinder, owners_of, spans_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -53,7 +54,7 @@ class OffloadedComponent:
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
         rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", functools.partial(self._tensors_in, block), stage, host)
+            path: WeightGroup(f"{component.name}.{path}", TensorFinder(block, self._skipped), stage, host)
             for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]
@@ -61,23 +62,31 @@ class OffloadedComponent:
         self._checksums: torch.Tensor | None = None
         """Of what is kept, as it was loaded."""
 
-    def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
-        return tensors_of(block, self.component.skip)
+    def _skipped(self) -> frozenset[int]:
+        return self.component.skip
 
-    def follow(self, plan: ComponentPlan, *, is_coded: bool = False) -> None:
-        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
+    def follow(self, plan: ComponentPlan, *, cache: Path | None = None) -> None:
+        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident.
+
+        `cache` is a folder that keeps what was coded.
+        """
         assert not self.is_loaded
-        self._is_coded = is_coded
+        self._is_coded = plan.is_coded
+        file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
-        for group in self._groups:
-            group.keeps_host, group.is_coded = self._is_pinned, is_coded
-            if self._is_pinned and not group.is_current():
-                group.adopt()
-        self._host.pin(wire for group in self._groups for wire in group.wires)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
+        for group in self._groups:
+            group.keeps_host, group.is_coded = self._is_pinned, plan.is_coded and group in streamed
+            group.file = file
+            if self._is_pinned:
+                group.update()
+            group.file = None  # Only what comes with the model is kept.
+        if file is not None:
+            file.close()
+        self._host.pin(wire for group in self._groups for wire in group.wires)
         self._kept = [group for group in self._groups if group not in streamed]
         is_repeated = self.component.role == "denoiser"  # An encoder runs once, so nothing is sent ahead.
         self.ring = None
@@ -124,6 +133,7 @@ class OffloadedComponent:
     def _drop_copies(self, is_changed: Sequence[bool] = ()) -> None:
         for group in self._groups:
             group.use_host()  # If its call is not over.
+            group.forget_views()
         if self.ring is not None:
             self.ring.close()
         for index, group in enumerate(self._kept):

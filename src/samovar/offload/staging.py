@@ -23,7 +23,8 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import SettingError
 from .coding import Coded, Form, decode_into, encode
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, RingSpace, Timeline
+from .ring import ASSUMED_BUS, DeviceQueues, Mark, RingSpace, Timeline
+from .stats import OffloadStats
 from .weights import ALIGNMENT
 
 
@@ -36,17 +37,18 @@ class Buffer:
         self._start = int(flat.storage_offset())
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory."""
+        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory.
+
+        A parameter that takes one made in inference mode would be bound to it.
+        """
         start, rest = divmod(self._start + offset, like.element_size())
         assert not rest, "tensors start where their dtype may"
-        with torch.inference_mode(False):  # Otherwise a parameter that takes it would be bound to inference mode.
-            empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
-            return empty.set_(self._storage, start, like.shape, like.stride())
+        empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
+        return empty.set_(self._storage, start, like.shape, like.stride())
 
     def part(self, offset: int, num_bytes: int) -> Buffer:
         """Some of it as a storage of its own: `torch.save` writes whole storages."""
-        with torch.inference_mode(False):
-            return Buffer(from_dlpack(self.flat[offset : offset + num_bytes]))
+        return Buffer(from_dlpack(self.flat[offset : offset + num_bytes]))
 
 
 class _Area:

@@ -8,7 +8,7 @@ clock, decides between them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .ring import ASSUMED_BUS, Memory, Ring, Timeline, least_capacity
@@ -58,15 +58,23 @@ class Streaming:
     kept_bytes: int
     """Bytes that stay while the component is loaded."""
     forward_s: float
+    area_bytes: int = 0
+    """Bytes of the area where compressed weights arrive."""
 
     @property
     def num_bytes(self) -> int:
-        return self.ring_bytes + self.kept_bytes
+        return self.ring_bytes + self.kept_bytes + self.area_bytes
 
 
 def least_bytes(component: ComponentSize) -> int:
     """The least memory that a component can run in."""
     return component.rest_bytes + max((least_capacity(block.pieces) for block in component.blocks), default=0)
+
+
+def area_bytes(blocks: Iterable[BlockSize]) -> int:
+    """Bytes of the area where the compressed pieces of some blocks arrive: two of the largest."""
+    return 2 * max((sent for block in blocks for sent, piece in zip(block.sent, block.pieces, strict=True)
+                    if sent != piece), default=0)  # fmt: skip
 
 
 def choose_streaming(component: ComponentSize, room: int | None, timing: Timing) -> Streaming | None:
@@ -76,10 +84,10 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
     """
     blocks, rest_s = _with_times(component, timing)
 
-    def choices(allowed: Sequence[BlockSize], ring_bytes: int) -> set[frozenset[str]]:
+    def choices(allowed: Sequence[BlockSize], taken: int) -> set[frozenset[str]]:
         if room is None:
             return {frozenset(block.path for block in blocks)} if len(allowed) == len(blocks) else set()
-        needed = component.num_bytes + ring_bytes - room
+        needed = component.num_bytes + taken - room
         if needed > sum(block.num_bytes for block in allowed):
             return set()
         return {spread(blocks, {block.path for block in allowed}, needed, lead) for lead in _LEADS}
@@ -87,15 +95,14 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
     candidates: list[Streaming] = []
     for largest in sorted({block.num_bytes for block in blocks}):
         allowed = [block for block in blocks if block.num_bytes <= largest]
-        least = max(least_capacity(block.pieces) for block in allowed)
+        least, area = max(least_capacity(block.pieces) for block in allowed), area_bytes(allowed)
         for ring_bytes in sorted({max(least, int(factor * largest)) for factor in _RINGS}):
-            for streamed in choices(allowed, ring_bytes):
+            for streamed in choices(allowed, ring_bytes + area):
                 kept = component.num_bytes - sum(b.num_bytes for b in blocks if b.path in streamed)
-                if kept + ring_bytes < component.num_bytes:
-                    seconds = pass_seconds(
-                        blocks, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0
-                    )
-                    candidates.append(Streaming(streamed, ring_bytes, kept, seconds))
+                if kept + ring_bytes + area < component.num_bytes:
+                    waits = component.ahead_bytes > 0
+                    seconds = pass_seconds(blocks, streamed, ring_bytes, timing, rest_s, waits=waits)
+                    candidates.append(Streaming(streamed, ring_bytes, kept, seconds, area))
     if not candidates:
         return None
     fastest = min(candidate.forward_s for candidate in candidates)
@@ -156,6 +163,9 @@ class _SimulatedBlock:
     def send(self, piece: int, memory: Memory, offset: int) -> None:
         self._timeline.copy(self._sent[piece])
 
+    def forget_views(self) -> None:
+        pass
+
     def edits(self) -> int:
         return 0
 
@@ -171,8 +181,10 @@ def pass_seconds(
     *,
     waits: bool = False,
 ) -> float:
-    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks. `waits`: the host waits
-    for the device at the start of each forward."""
+    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks.
+
+    `waits`: the host waits for the device at the start of each forward.
+    """
     timeline = Timeline(timing.bus_bytes_s)
     moving = {block.path: _SimulatedBlock(block, timeline) for block in blocks if block.path in streamed}
     ring = Ring(timeline, ring_bytes, list(moving.values()), has_next_pass=lambda: True)

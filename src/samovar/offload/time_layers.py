@@ -30,14 +30,14 @@ from ..hooks.runs import run_around
 from ..trace.shadow import Generation
 from ..trace.tape import Tape
 from ..trace.time_only import find_tape, is_autocast
+from .ahead import HOOK, is_free
 from .host import HostMemory
 from .known_steps import KnownSteps, SeenWeights, bits, key_of
 from .moving import HOOK as OFFLOAD_HOOK
 from .moving import install_hooks
-from .ring import TimeStats
 from .sizes import Component
 from .staging import Stage
-from .time_candidates import HOOK, is_free
+from .stats import TimeStats
 from .timesteps import coming_inputs
 from .weight_groups import WeightGroup
 from .weights import tensors_of

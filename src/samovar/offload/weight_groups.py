@@ -12,19 +12,22 @@ tensor, which costs no wait for the device. Writes through `tensor.data` are not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
 from .coded_copy import CodedCopy, code, version_of
+from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .weights import LINE, Piece, Span, lay_out, spans_of
 
-_RESIDUES = 262_147
-"""Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
-_SAMPLES = 512
+_SAMPLES = 64
 """Bytes of each piece that are looked at for changes that torch does not count."""
+_MOST_VIEWS = 16
+"""Places in the ring for which views are kept: making them takes the host longer than all else that it does."""
+_THREADS = 4
 
 
 class _Entry(NamedTuple):
@@ -53,6 +56,8 @@ class WeightGroup:
         self.pieces: Sequence[int] = ()
         self.sources: list[torch.Tensor] = []
         """The host bytes of each piece."""
+        self.file: CodedFile | None = None
+        """Where coded copies are looked for, and kept."""
         self.copies: list[CodedCopy | None] = []
         """The coded copy of each piece that has one."""
         self._find, self._stage, self._host = find, stage, host
@@ -68,6 +73,11 @@ class WeightGroup:
         """By tensor id, where in a cache line its data began before we moved it."""
         self._buffer: Buffer | None = None
         """Its own device memory, if it is loaded."""
+        self._found: list[torch.Tensor] = []
+        """What `find` returned when it was adopted."""
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        """Its tensors in the ring, by the offsets of its pieces there."""
+        self._viewed: Buffer | None = None
 
     # ------------------------------------------------------------------------------------------------ on the host
 
@@ -77,6 +87,7 @@ class WeightGroup:
         tensors = self._find()
         self._return_to_host(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
+        before = self.wires
         self._code(pieces)
         self.sources = [
             self._host.adopt([piece], pinned=self.keeps_host and self.is_pinned and copy is None)[0]
@@ -92,40 +103,73 @@ class WeightGroup:
         ]
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
+        self._found = tensors
+        self.forget_views()
         self._remember()
+        starts = {wire.untyped_storage().data_ptr() for wire in self.wires}
+        self._host.release(wire for wire in before if wire.untyped_storage().data_ptr() not in starts)
 
     def _code(self, pieces: Sequence[Piece]) -> None:
         """Code what gains by it, but for what is coded already."""
         known = {copy.address: copy for copy in self.copies if copy is not None}
-        self.copies = [
-            code(piece, self._stage, known.get(piece.spans[0][0].start)) if self.is_coded and self.keeps_host else None
-            for piece in pieces
-        ]
         self._was_coded = self.is_coded
-        self._host.release(copy.data for copy in known.values() if copy not in self.copies)
+        if not (self.is_coded and self.keeps_host):
+            self.copies = [None] * len(pieces)
+            return
+
+        def coded(piece: Piece) -> CodedCopy | None:
+            with torch.inference_mode(False):  # It is a state of the thread.
+                return code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
+
+        # Most of the time goes into copies between host and device, and into new pages.
+        is_alone = self.file is not None or self._stage.device.type == "cpu"
+        with ThreadPoolExecutor(1 if is_alone else _THREADS) as threads:
+            self.copies = list(threads.map(coded, pieces))
 
     @property
     def wires(self) -> list[torch.Tensor]:
         """The host bytes of each piece as they cross the bus."""
-        copies = self.copies or [None] * len(self.sources)
-        return [source if copy is None else copy.data for source, copy in zip(self.sources, copies, strict=True)]
+        both = zip(self.sources, self.copies, strict=True)
+        return [source if copy is None else copy.data for source, copy in both]
 
     def prepare(self) -> None:
         """Make sure that what is about to be sent is what the model holds."""
-        if not self.is_current():
+        if self.update() and self.keeps_host and self.is_pinned:
+            self._host.pin(self.wires)
+
+    def update(self) -> bool:
+        """Take over what the model holds now, if that is not what we left it with, and say whether."""
+        if not self._is_in_place():
             self.adopt()
-            if self.keeps_host and self.is_pinned:
-                self._host.pin(self.wires)
+        elif not self._is_fresh():
+            self._code_again()
+        else:
+            return False
+        return True
 
     def is_current(self) -> bool:
-        """Whether the model holds what we left it with, and it is kept as it is to be."""
+        """Whether the model holds what we left it with."""
+        return self._is_in_place() and self._is_fresh()
+
+    def _is_in_place(self) -> bool:
         tensors, left = self._find(), self._left
-        return (
-            len(tensors) == len(left)
-            and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
-            and self.is_coded == self._was_coded
-            and all(copy is None or copy.is_fresh() for copy in self.copies)
-        )
+        is_as_found = tensors is self._found and self.is_coded == self._was_coded and self._buffer is None
+        if is_as_found and all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries):
+            return True  # The usual case, quickly.
+        is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
+        return is_ours and self.is_coded == self._was_coded
+
+    def _is_fresh(self) -> bool:
+        return all(copy is None or copy.is_fresh() for copy in self.copies)
+
+    @torch.inference_mode(False)
+    def _code_again(self) -> None:
+        """Code the weights that have changed where they are."""
+        before = self.copies
+        self.copies = [copy and (copy if copy.is_fresh() else copy.renewed(self._stage)) for copy in before]
+        if [copy is None for copy in before] != [copy is None for copy in self.copies]:
+            self.adopt()  # One gains nothing any more, and is to be pinned as it is.
+        self._host.release(copy.data for copy in before if copy is not None and copy not in self.copies)
 
     def edits(self) -> int:
         """A number that changes when torch counts a change of one of the tensors."""
@@ -164,6 +208,7 @@ class WeightGroup:
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
         self.sources, self.copies, self._entries, self._left, self._phases = [], [], [], {}, {}
+        self._found = []
 
     def _phase_before(self, span: Span) -> int:
         return self._phases.get(id(span.tensors[0]), span.phase)
@@ -179,12 +224,24 @@ class WeightGroup:
         else:
             self._stage.send(memory, target, copy.data, copy.form)
 
+    @torch.inference_mode(False)
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
+        if memory is not self._viewed or len(self._views) >= _MOST_VIEWS:
+            self.forget_views()
+            self._viewed = memory
+        views = self._views.get(tuple(offsets))
+        if views is None:
+            views = [memory.view(host, offsets[piece] + offset) for _, host, piece, offset, _ in self._entries]
+            self._views[tuple(offsets)] = views
         self._lent = []
-        for tensor, host, piece, offset, _ in self._entries:
-            tensor.data = view = memory.view(host, offsets[piece] + offset)
-            self._lent.append((view, version_of(tensor)))
+        for entry, view in zip(self._entries, views, strict=True):
+            entry.tensor.data = view
+            self._lent.append((view, version_of(entry.tensor)))
+
+    def forget_views(self) -> None:
+        """Let go of the ring's memory."""
+        self._views, self._viewed = {}, None
 
     @torch.inference_mode(False)
     def use_host(self) -> None:
@@ -192,19 +249,21 @@ class WeightGroup:
         lent = list(zip(self._entries, self._lent, strict=False))
         is_counted = any(version_of(entry.tensor) != version for entry, (_, version) in lent)
         for (tensor, host, piece, *_), (view, version) in lent:
-            # Batch norms do not have torch count the changes of their statistics, only those of their counter.
-            is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
-            if _place(tensor)[1:] != _place(host)[1:]:
+            is_set = not tensor.is_set_to(view)
+            if is_set and _place(tensor)[1:] != _place(host)[1:]:
                 tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
                 continue
+            # Batch norms do not have torch count the changes of their statistics, only those of their counter.
+            is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
             # Layers that are cast for their call have other data, mostly with the same content.
-            if is_changed or (tensor.data_ptr() != view.data_ptr() and not torch.equal(_bits(tensor), _bits(view))):
+            if is_changed or (is_set and not torch.equal(_bits(tensor), _bits(view))):
                 host.copy_(tensor.data)
                 if copy := self.copies[piece]:
                     copy.expire()
             tensor.data = host
         self._lent = []
 
+    @torch.inference_mode(False)
     def load(self) -> None:
         """Copy it to its own device memory. `compute_waits` is up to the caller."""
         self._buffer = self._stage.allocate(sum(self.pieces))
@@ -224,14 +283,7 @@ class WeightGroup:
     def checksum(self) -> torch.Tensor:
         """A number on the device that tells whether its device memory changed. This does not wait for the device."""
         assert self._buffer is not None
-        words = self._buffer.flat.view(torch.int64)
-        columns = max(min(words.numel(), _RESIDUES), 1)
-        rows = words.numel() // columns
-        sums = words[: rows * columns].view(rows, columns).sum(0)
-        rest = words[rows * columns :]
-        sums[: rest.numel()] += rest
-        weights = torch.arange(1, 2 * columns, 2, device=words.device) * -7046029254386353131
-        return (sums * weights).sum()
+        return checksum(self._buffer.flat)
 
     @torch.inference_mode(False)
     def unload(self, *, keep_changes: bool = False) -> None:
@@ -241,11 +293,9 @@ class WeightGroup:
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, self._find())):
                 move_to_host(span, self._phase_before(span))
-        for tensor, host, piece, *_ in self._entries if keep_changes else ():
+        for tensor, host, *_ in self._entries if keep_changes else ():
             if self._is_ours(tensor):
                 host.copy_(tensor.data)
-                if copy := self.copies[piece]:
-                    copy.expire()
         self._return_to_host([entry.tensor for entry in self._entries])
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
         self._stage.free(self._buffer)

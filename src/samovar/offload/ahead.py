@@ -1,17 +1,21 @@
-"""Which layers that depend on time alone are computed ahead, and which stay what they are?"""
+"""Which layers can be computed ahead of the steps, and which stay what they are? As a call shows, real or rehearsed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
+from ..arch.skeleton import Parts
 from ..hooks import HookRegistry
 from ..other_libraries import compiled_call
+from ..trace.rehearse import CallForm
 from ..trace.time_only import find_tape, is_plain
 from .moving import HOOK as OFFLOAD_HOOK
-from .sizes import Component
+from .sizes import Component, ComponentSize, measure_components, split_parts
 from .weights import tensors_of
 
 HOOK = "samovar_time_layers"
@@ -20,6 +24,34 @@ LEAST_IN_BLOCKS, LEAST_OUTSIDE = 2**20, 2**26
 """Bytes of the smallest layers that are worth it. Outside of blocks a layer also runs in steps that a cache skips."""
 _global_hooks = torch.nn.modules.module._global_forward_hooks
 _global_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
+
+
+def may_have_time_layers(component: Component) -> bool:
+    """Whether a component has any layer that is large enough."""
+    if component.role != "denoiser":
+        return False
+    leaves = (module for module in unwrapped(component.module).modules() if not module._modules)
+    return any(tensor_bytes([leaf]) >= LEAST_IN_BLOCKS for leaf in leaves)
+
+
+def with_time_layers(
+    components: Iterable[Component], calls: Mapping[str, CallForm]
+) -> tuple[list[Component], dict[str, str]]:
+    """The components, each with the layers that its call shows to depend on time alone, and why others are not."""
+    found, reasons = [], {}
+    for component in components:
+        if component.name in calls and may_have_time_layers(component):
+            call = calls[component.name]
+            layers, reasons[component.name] = find_time_layers(component, call.args, dict(call.kwargs))
+            component = replace(component, time_layers=layers)
+        found.append(component)
+    return found, reasons
+
+
+def sizes_of(parts: Parts, calls: Mapping[str, CallForm] | None = None) -> tuple[ComponentSize, ...]:
+    """The sizes of components that were read without weights; `calls` show which layers can be computed ahead."""
+    found, _ = with_time_layers(split_parts(parts), calls or {})
+    return measure_components(found, coded=True)
 
 
 def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict[str, torch.nn.Module], str]:
