@@ -617,6 +617,21 @@ def test_compiled_blocks_stay_what_they_are() -> None:
     offloaded.detach()
 
 
+def test_blocks_that_we_compile() -> None:
+    import samovar
+    from samovar.offload import OffloadConfig
+
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    offload = OffloadConfig("layerwise", device="cpu", precompute=True)
+    with samovar.attach(pipe, offload=offload, compile="eager") as attached:
+        assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
+        assert attached.offloaded is not None
+        layers = attached.offloaded.time_layers["transformer"].layers
+        assert layers
+        assert not any("transformer_blocks" in path for path in layers)
+        assert "compiled" in str(attached.explain())
+
+
 def test_blocks_that_are_compiled_later() -> None:
     bare, pipe = FLUX.build(0), FLUX.build(0)
     offloaded = ahead(pipe)

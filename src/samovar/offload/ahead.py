@@ -61,10 +61,16 @@ def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict
     tape, problem = find_tape(model, args, kwargs, LEAST_IN_BLOCKS)
     if problem:
         return {}, f"whether layers see time alone is unknown: {problem}"
+    return choose_layers(component, () if tape is None else tape.layers)
+
+
+def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str, torch.nn.Module], str]:
+    """Those of some time-only layers that can be computed ahead and are worth it, and which are not."""
+    model = unwrapped(component.module)
     parts, blocks = named_parts(model), tuple(f"{block}." for block in component.blocks)
     found: dict[str, torch.nn.Module] = {}
     left: dict[str, int] = {}
-    for path in dict.fromkeys(() if tape is None else tape.layers):
+    for path in dict.fromkeys(paths):
         layer = parts[path]
         above = [parts[path[:end]] for end in range(len(path)) if path[end] == "."]
         least = LEAST_IN_BLOCKS if path.startswith(blocks) else LEAST_OUTSIDE

@@ -23,7 +23,7 @@ from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
 from ..trace.time_only import is_autocast
-from .ahead import find_time_layers, may_have_time_layers, with_time_layers
+from .ahead import choose_layers, find_time_layers, may_have_time_layers, with_time_layers
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory
@@ -102,6 +102,13 @@ class Offloaded(Handle, PipelineHook):
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
         started = time.perf_counter()
+        for name, component in self._components.items():
+            layers, why = choose_layers(component.whole, component.whole.time_layers)
+            if len(layers) < len(component.whole.time_layers):  # Blocks were compiled since they were found.
+                self.not_ahead[name] = why
+                component.whole = replace(component.whole, time_layers=layers)
+                self._sizes = self._measure([c.whole for c in self._components.values()])
+                self.plan = self._plan_for(self.config)
         self._follow(self.plan)
         self.stage.stats.setup_s += time.perf_counter() - started
 
