@@ -154,7 +154,7 @@ class WeightGroup:
     def _is_in_place(self) -> bool:
         tensors, left = self._find(), self._left
         is_as_found = tensors is self._found and self.is_coded == self._was_coded and self._buffer is None
-        if is_as_found and all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries):
+        if self._entries and is_as_found and all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries):
             return True  # The usual case, quickly.
         is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
         return is_ours and self.is_coded == self._was_coded
