@@ -19,7 +19,7 @@ from ..hooks import Handle, HookRegistry, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from .config import OffloadConfig
 from .cuda import CudaStage
-from .host import HostMemory
+from .host import HostMemory, host_limit
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
@@ -27,6 +27,7 @@ from .ring import OffloadStats
 from .sizes import Component, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
+from .tiers import ASSUMED_COPY, HostSpeeds, TierPlan, plan_tiers, uses_of
 from .weights import check_movable, num_bytes_of
 
 _UNLIMITED = 2**62
@@ -65,15 +66,16 @@ class Offloaded(Handle, PipelineHook):
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = measure_components(components, in_phase=stage.keeps_phase)
-        self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
+        self._host = HostMemory(stage, None)
         self._components = {c.name: OffloadedComponent(c, stage, self._host) for c in components}
         self._hooks = contextlib.ExitStack()
         self.plan = self._plan_for(config)
+        self.tiers = self._tiers_for(config, self.plan)
 
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
         started = time.perf_counter()
-        self._follow(self.plan)
+        self._follow(self.plan, self.tiers)
         self.stage.stats.setup_s += time.perf_counter() - started
 
     def stats(self) -> OffloadStats:
@@ -84,8 +86,9 @@ class Offloaded(Handle, PipelineHook):
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
         plan = self._plan_for(config)
-        self._follow(plan)
+        tiers = self._tiers_for(config, plan)
         self.config = config
+        self._follow(plan, tiers)
         return plan
 
     def measure(self) -> contextlib.AbstractContextManager[Measured]:
@@ -124,16 +127,25 @@ class Offloaded(Handle, PipelineHook):
         timing = config.timing or Timing(self.stage.measure_bus())
         return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing))
 
-    def _follow(self, plan: OffloadPlan) -> None:
+    def _tiers_for(self, config: OffloadConfig, plan: OffloadPlan) -> TierPlan:
+        uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
+        budget, can_spill = parse_bytes(config.host_memory, "host_memory"), config.spill_folder is not None
+        speeds = HostSpeeds(plan.bus_bytes_s, min(plan.bus_bytes_s, ASSUMED_COPY))
+        tiers = plan_tiers(uses, budget, speeds, host_bytes=host_limit(), can_spill=can_spill)
+        measured = self._host.disk_speed() if tiers.bytes_in("disk") else None
+        return replace(tiers, speeds=replace(speeds, disk=measured, is_disk_measured=True)) if measured else tiers
+
+    def _follow(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         self._undo_plan()
         try:
+            self._host.follow(tiers, self.config.spill_folder)
             for name, component in self._components.items():
-                component.follow(plan.component(name))
+                component.follow(plan.component(name), tiers)
             self._install(plan)
         except BaseException:
             self.detach()
             raise
-        self.plan = plan
+        self.plan, self.tiers = plan, tiers
 
     def _install(self, plan: OffloadPlan) -> None:
         active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]

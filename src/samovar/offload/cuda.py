@@ -53,17 +53,20 @@ class CudaStage(Stage):
         with torch.cuda.stream(self._copying):
             target.copy_(source, non_blocking=True)
 
-    def mark_copied(self) -> Mark:
+    def _mark_copied(self) -> Mark:
         return self._copying.record_event()
 
     def mark_computed(self) -> Mark:
         return self._computing().record_event()
 
-    def compute_waits(self, mark: Mark) -> None:
+    def _compute_waits(self, mark: Mark) -> None:
         self._computing().wait_event(mark)
 
-    def copies_wait(self, mark: Mark) -> None:
+    def _copies_wait(self, mark: Mark) -> None:
         self._copying.wait_event(mark)
+
+    def host_waits(self, mark: Mark) -> None:
+        mark.synchronize()
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device

@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 
 from .sizes import format_bytes
+from .spill import spill
 from .staging import Stage
-from .weights import LEAST_PIECE, LINE, Piece, Span
+from .tiers import BOUNCE_BUFFERS, PINNABLE, Tier, TierPlan
+from .truth import READERS, Bounced, Files, ModelFile, Truth, disk_speed
+from .weights import LEAST_PIECE, LINE, Piece, Span, spans_of
 
 _PAGE = mmap.PAGESIZE
-_PINNABLE = 0.85
-"""The share of the host's memory that may be pinned by default."""
 _THREADS = 4
 _TRIM_BYTES = 2**28
 """After moving this many bytes, malloc is asked to return the old memory to the system."""
@@ -58,41 +59,120 @@ class HostMemory:
     def __init__(self, stage: Stage, limit_bytes: int | None) -> None:
         """At most `limit_bytes` are pinned; by default, most of the host's memory."""
         whole = host_limit()
-        self.limit_bytes = limit_bytes if limit_bytes is not None or whole is None else int(whole * _PINNABLE)
+        self.limit_bytes = limit_bytes if limit_bytes is not None or whole is None else int(whole * PINNABLE)
         self._stage = stage
         self._untrimmed_bytes = 0
+        self.spill_folder: str | Path | None = None
+        """Where weights that are over the budget and in no file are written to."""
+        self._buffers: list[torch.Tensor] = []
+        self._buffer_bytes = 0
+        self._files = Files()
+        self._derived: weakref.WeakKeyDictionary[mmap.mmap, list[Truth]] = weakref.WeakKeyDictionary()
+        """For chunks that hold copies of what is in files, where they come from."""
         self._pinned: dict[int, torch.UntypedStorage] = {}
         """Pinned chunks by address. They must not be freed before they are unpinned."""
         self._finalizer = weakref.finalize(self, _unpin, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
 
-    def adopt(self, pieces: Sequence[Piece], *, pinned: bool) -> list[torch.Tensor]:
-        """The host bytes of each piece. Small spans, and spans that cannot be pinned in place, move into new chunks."""
-        sources = []
-        for num_bytes, _, spans in pieces:
+    def truths(self, pieces: Sequence[Piece]) -> list[list[tuple[int, Truth]]]:
+        """For each piece, its spans as they are in memory or in files, each with its offset."""
+        found = iter(self._files.find([(span, _flat(span)) for piece in pieces for span, _ in piece.spans]))
+        return [[(offset - piece.start, next(found)) for _, offset in piece.spans] for piece in pieces]
+
+    def adopt(self, pieces: Sequence[Piece], *, pinned: bool, tier: Tier = "pinned") -> list[torch.Tensor | Bounced]:
+        """The host bytes of each piece.
+
+        What is in files stays there and is copied into new chunks. Other small spans, and other spans that cannot be
+        pinned in place, move into new chunks. In other tiers than "pinned", everything stays where it is.
+        """
+        sources: list[torch.Tensor | Bounced] = []
+        truths = self.truths(pieces)
+        if pinned and tier != "pinned":
+            return [Bounced(_length(piece), tuple(parts)) for piece, parts in zip(pieces, truths, strict=True)]
+        for (num_bytes, _, spans), parts in zip(pieces, truths, strict=True):
             span = spans[0][0]
-            if span.num_bytes < LEAST_PIECE:
-                sources.append(new_chunk(num_bytes)[:num_bytes])
+            if pinned and all(truth.is_clean() for _, truth in parts):
+                sources.append(self._derive(parts))
+            elif span.num_bytes < LEAST_PIECE:
+                memory = new_chunk(num_bytes)[:num_bytes]
                 for small, offset in spans:
-                    self._move(small, sources[-1][offset:])
+                    self._move(small, memory[offset:])
+                sources.append(memory)
             elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(_flat(span)):
                 sources.append(_flat(span))
             else:
-                sources.append(new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes])
-                self._move(span, sources[-1])
+                memory = new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes]
+                self._move(span, memory)
+                sources.append(memory)
         if self._untrimmed_bytes >= _TRIM_BYTES:
             self._untrimmed_bytes = 0
             _trim()
         return sources
+
+    def _derive(self, parts: Sequence[tuple[int, Truth]]) -> torch.Tensor:
+        """A new chunk with a copy of what is in files."""
+        last, truth = parts[-1]
+        chunk = new_chunk(last + truth.num_bytes)
+        memory = chunk[: last + truth.num_bytes]
+        with ThreadPoolExecutor(READERS) as threads:
+            Bounced(memory.numel(), tuple(parts)).read(0, memory, threads)
+        if memory.numel():
+            self._derived[_chunks[chunk.data_ptr()]] = [truth for _, truth in parts]
+        self._stage.stats.copied_bytes += sum(truth.num_bytes for _, truth in parts)
+        return memory
+
+    def is_current(self, sources: Iterable[torch.Tensor | Bounced]) -> bool:
+        """Whether these are what the model holds: nobody has written to what they were copied from."""
+        return all(truth.is_clean() for source in sources for truth in self._copied_from(source))
+
+    def _copied_from(self, source: torch.Tensor | Bounced) -> Sequence[Truth]:
+        chunk = None if isinstance(source, Bounced) else _chunks.get(source.untyped_storage().data_ptr())
+        return () if chunk is None else self._derived.get(chunk, ())
+
+    def anonymous_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of these tensors that are in memory alone, and in no file."""
+        truths = self._files.find((span, _flat(span)) for span in spans_of(tensors))
+        return sum(truth.anonymous_bytes for truth in truths)
+
+    def spill(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move what is in memory alone into a file."""
+        spans = [(span, _flat(span)) for span in spans_of(tensors)]
+        truths = self._files.find(spans)
+        anonymous = [pair for pair, truth in zip(spans, truths, strict=True) if truth.anonymous_bytes]
+        if anonymous and self.spill_folder is not None:
+            descriptor, copies = spill(anonymous, self.spill_folder)
+            self._files.add(copies[0], ModelFile(f"A file in {self.spill_folder}", descriptor))
+            for (span, _), copy in zip(anonymous, copies, strict=True):
+                _point_at(span, copy)
+
+    def disk_speed(self) -> float | None:
+        """Measured bytes per second of reading the largest file; None if there is none that tells."""
+        file = max(self._files, key=lambda file: file.stat.st_size, default=None)
+        return None if file is None else disk_speed(file)
+
+    def follow(self, tiers: TierPlan, spill_folder: str | Path | None) -> None:
+        """Provide the buffers that what is not pinned passes through."""
+        self.spill_folder = spill_folder
+        num_bytes = tiers.buffer_bytes
+        if num_bytes == self._buffer_bytes:
+            return
+        self._stage.bounce_through(())
+        old = {buffer.data_ptr(): self._pinned.pop(buffer.data_ptr(), None) for buffer in self._buffers}
+        _unpin(self._stage, {address: memory for address, memory in old.items() if memory is not None})
+        self._buffers = [new_chunk(num_bytes)[:num_bytes] for _ in range(BOUNCE_BUFFERS if num_bytes else 0)]
+        self._buffer_bytes = num_bytes
+        self.pin(self._buffers)
+        self._stage.bounce_through(self._buffers)
 
     def _move(self, span: Span, target: torch.Tensor) -> None:
         _move(span, target[: span.num_bytes])
         self._untrimmed_bytes += span.num_bytes
         self._stage.stats.copied_bytes += span.num_bytes
 
-    def pin(self, sources: Iterable[torch.Tensor]) -> None:
+    def pin(self, sources: Iterable[torch.Tensor | Bounced]) -> None:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
-        storages = [source.untyped_storage() for source in sources if not _is_pinned(source)]
+        memories = [source for source in sources if isinstance(source, torch.Tensor)]
+        storages = [memory.untyped_storage() for memory in memories if not _is_pinned(memory)]
         chunks = {storage.data_ptr(): storage for storage in storages if storage.data_ptr() in _chunks}
         wanted = [chunk for start, chunk in chunks.items() if start not in self._pinned]
         left = float("inf")
@@ -126,11 +206,18 @@ class HostMemory:
 
 
 def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
+    stage.bounce_through(())
     if pinned:
         stage.synchronize()  # No copy may still read from memory that is unpinned.
     for start in pinned:
         stage.unregister(start)
     pinned.clear()
+
+
+def _length(piece: Piece) -> int:
+    """Bytes of a piece from the start of its first span to the end of its last."""
+    span, offset = piece.spans[-1]
+    return offset - piece.start + span.num_bytes
 
 
 def _is_pinned(source: torch.Tensor) -> bool:
@@ -167,6 +254,11 @@ def move_to_host(span: Span, phase: int) -> None:
 def _move(span: Span, target: torch.Tensor) -> None:
     """Move the tensors of a span into other memory, with the same distances between them."""
     target.copy_(_flat(span))
+    _point_at(span, target)
+
+
+def _point_at(span: Span, target: torch.Tensor) -> None:
+    """Have the tensors of a span use other memory that holds the same bytes."""
     for tensor, offset in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
         start = (target.storage_offset() + offset) // tensor.element_size()
         empty = torch.empty(0, dtype=tensor.dtype)

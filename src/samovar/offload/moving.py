@@ -25,6 +25,7 @@ from .planner import ComponentPlan
 from .ring import Ring
 from .sizes import Component
 from .staging import Stage
+from .tiers import TierPlan
 from .weight_groups import WeightGroup
 from .weights import owners_of
 
@@ -52,15 +53,20 @@ class OffloadedComponent:
         self._groups = [rest, *self.blocks.values()]
         self._kept: list[WeightGroup] = []
 
-    def follow(self, plan: ComponentPlan) -> None:
+    def anonymous_bytes(self, block: str) -> int:
+        """Bytes of a block, or of what is outside the blocks, that are in memory alone."""
+        return (self.blocks[block] if block else self._groups[0]).anonymous_bytes()
+
+    def follow(self, plan: ComponentPlan, tiers: TierPlan) -> None:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
         assert not self.is_loaded
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
-        for group in self._groups:
+        for path, group in zip(("", *self.blocks), self._groups, strict=True):
             group.keeps_host = self._is_pinned
-            if self._is_pinned and not group.is_current():
+            before, group.tier = group.tier, tiers.tier((plan.name, path))
+            if self._is_pinned and not (before == group.tier and group.is_current()):
                 group.adopt()
         self._host.pin(source for group in self._groups for source in group.sources)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]

@@ -10,15 +10,20 @@ compute in it, and compute in freed memory waits for running copies into it. In 
 
 from __future__ import annotations
 
+import functools
+import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from ..errors import SettingError
+from .bounce import CopyQueue
 from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, Timeline
+from .truth import Bounced
 from .weights import ALIGNMENT
 
 
@@ -29,6 +34,7 @@ class Buffer:
         self.flat = flat
         self._storage = flat.untyped_storage()
         self._start = int(flat.storage_offset())
+        self.is_freed = False
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor with the dtype, shape and strides of another, at a byte offset of this memory."""
@@ -48,6 +54,14 @@ class Stage(DeviceQueues):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stats = OffloadStats()
+        self._queue: CopyQueue | None = None
+
+    def bounce_through(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Use these buffers for bytes that are not in pinned memory; with none, no more. Errors of copies that nobody
+        waited for are dropped."""
+        if self._queue is not None:
+            self._queue.close()
+        self._queue = CopyQueue(buffers, self._send, self._mark_copied, self.host_waits) if buffers else None
 
     def allocate(self, num_bytes: int) -> Buffer:
         """Memory to copy into. Raises torch.OutOfMemoryError, and changes nothing, if there is not enough."""
@@ -59,14 +73,57 @@ class Stage(DeviceQueues):
         return buffer
 
     def free(self, memory: Buffer) -> None:
-        self.compute_waits(self.mark_copied())
+        memory.is_freed = True
+        if self._queue is not None:
+            self._queue.drain()
+        self._compute_waits(self._mark_copied())
         self.stats.held_bytes -= memory.flat.numel()
         self._free(memory.flat)
 
-    def send(self, buffer: Buffer, offset: int, source: torch.Tensor) -> None:
+    def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Bounced) -> None:
         """Start to copy bytes from the host."""
+        if isinstance(source, Bounced):
+            assert self._queue is not None, "there are buffers for what is not pinned"
+            self.stats.sent_bytes += source.num_bytes
+            self._queue.send(buffer, offset, source)
+            return
         self.stats.sent_bytes += source.numel()
-        self._send(buffer.flat[offset : offset + source.numel()], source)
+        self._in_order(functools.partial(self._send, buffer.flat[offset : offset + source.numel()], source))
+
+    def _in_order(self, job: Callable[[], None]) -> None:
+        """Put something in the queue of copies behind what is still being read."""
+        if self._queue is None or self._queue.is_idle:
+            job()
+        else:
+            self._queue.put(job)
+
+    def mark_copied(self) -> Mark:
+        if self._queue is None or self._queue.is_idle:
+            return self._mark_copied()
+        return self._queue.put(self._mark_copied)
+
+    def compute_waits(self, mark: Mark) -> None:
+        if isinstance(mark, Future):
+            mark = mark.result()  # The host waits until the bytes are read: the device cannot wait for a mark to come.
+        if self._queue is not None:
+            self._queue.check()
+        self._compute_waits(mark)
+
+    def copies_wait(self, mark: Mark) -> None:
+        self._in_order(functools.partial(self._copies_wait, mark))
+
+    @abstractmethod
+    def _mark_copied(self) -> Mark: ...
+
+    @abstractmethod
+    def _compute_waits(self, mark: Mark) -> None: ...
+
+    @abstractmethod
+    def _copies_wait(self, mark: Mark) -> None: ...
+
+    @abstractmethod
+    def host_waits(self, mark: Mark) -> None:
+        """Block the host until that point in the queue of copies."""
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor: ...
@@ -146,6 +203,7 @@ class HostStage(Stage):
         self.registered: dict[int, int] = {}
         """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
+        self._lock = threading.RLock()  # The thread that reads takes part.
         self._buffers: set[int] = set()
         self._due: deque[Callable[[], object]] = deque()
         self._done = 0
@@ -166,24 +224,29 @@ class HostStage(Stage):
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.timeline.copy(source.numel())
-        self._due.append(lambda: target.copy_(source))
-        if not self._lazy:
-            self.compute_waits((0.0, self._done + 1))
+        with self._lock:
+            self._due.append(lambda: target.copy_(source))
+            if not self._lazy:
+                self.host_waits(self._mark_copied())
 
-    def mark_copied(self) -> Mark:
-        return self.timeline.mark_copied(), self._done + len(self._due)
+    def _mark_copied(self) -> Mark:
+        with self._lock:
+            return self.timeline.mark_copied(), self._done + len(self._due)
 
     def mark_computed(self) -> Mark:
         return self.timeline.mark_computed(), 0
 
-    def compute_waits(self, mark: Mark) -> None:
-        seconds, count = mark
-        self.timeline.compute_waits(seconds)
-        while self._done < count:
-            self._due.popleft()()
-            self._done += 1
+    def _compute_waits(self, mark: Mark) -> None:
+        self.timeline.compute_waits(mark[0])
+        self.host_waits(mark)
 
-    def copies_wait(self, mark: Mark) -> None:
+    def host_waits(self, mark: Mark) -> None:
+        with self._lock:
+            while self._done < mark[1]:
+                self._due.popleft()()
+                self._done += 1
+
+    def _copies_wait(self, mark: Mark) -> None:
         self.timeline.copies_wait(mark[0])
 
     def is_here(self, tensor: torch.Tensor) -> bool:
@@ -197,7 +260,7 @@ class HostStage(Stage):
         del self.registered[address]
 
     def synchronize(self) -> None:
-        self.compute_waits((0.0, self._done + len(self._due)))
+        self.host_waits(self._mark_copied())
 
     def measure_bus(self) -> float:
         return self.timeline.bus_bytes_s

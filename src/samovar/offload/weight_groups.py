@@ -15,6 +15,8 @@ import torch
 
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
+from .tiers import Tier
+from .truth import Bounced
 from .weights import Span, lay_out, spans_of
 
 
@@ -34,9 +36,11 @@ class WeightGroup:
         """`find` looks up the tensors as the model holds them now."""
         self.name = name
         self.keeps_host = True
-        """Whether there is a pinned host copy while it is loaded. Resident weights have none."""
+        """Whether there is a host copy while it is loaded. Resident weights have none."""
+        self.tier: Tier = "pinned"
+        """Where that copy is."""
         self.pieces: Sequence[int] = ()
-        self.sources: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor | Bounced] = []
         """The host bytes of each piece."""
         self._find, self._stage, self._host = find, stage, host
         self._entries: list[_Entry] = []
@@ -55,8 +59,10 @@ class WeightGroup:
         """Take over the tensors that the model holds now. Pinning them is up to the caller."""
         tensors = self._find()
         self._return_to_host(tensors)
+        if self.keeps_host and self.tier == "disk":
+            self._host.spill(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
-        self.sources = self._host.adopt(pieces, pinned=self.keeps_host)
+        self.sources = self._host.adopt(pieces, pinned=self.keeps_host, tier=self.tier)
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
             _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - min(t.data_ptr() for t in span.tensors))
@@ -75,10 +81,16 @@ class WeightGroup:
             if self.keeps_host:
                 self._host.pin(self.sources)
 
+    def anonymous_bytes(self) -> int:
+        """Bytes of it that are in memory alone, and in no file."""
+        ours = {id(entry.tensor): entry.host for entry in self._entries}
+        return self._host.anonymous_bytes(ours.get(id(tensor), tensor) for tensor in self._find())
+
     def is_current(self) -> bool:
         """Whether the model holds what we left it with."""
         tensors, left = self._find(), self._left
-        return len(tensors) == len(left) and all(left.get(id(tensor)) == tensor.data_ptr() for tensor in tensors)
+        is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == tensor.data_ptr() for tensor in tensors)
+        return is_ours and self._host.is_current(self.sources)
 
     def _return_to_host(self, tensors: list[torch.Tensor]) -> None:
         """Point our tensors back at the host copy; copy replaced ones to the host."""
