@@ -33,6 +33,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 FORWARD_WRAPPERS = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
 """What accelerate and diffusers put into a module's `__dict__` when they replace its forward."""
+CAPTURING_OUTPUTS = "_output_capturing_hooks_installed"
+"""Where transformers notes that a model has the torch hooks which collect its hidden states."""
 SP_PLAN, CP_PLAN = "_sp_plan", "_cp_plan"
 """Where vllm-omni and diffusers declare how a model's inputs are split over ranks."""
 

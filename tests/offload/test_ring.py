@@ -22,6 +22,11 @@ class Block:
     def send(self, piece: int, memory: object, offset: int) -> None:
         self._log.append((self.name, piece, offset))
 
+    def edits(self) -> int:
+        return 0
+
+    fingerprint = edits
+
     def __repr__(self) -> str:
         return self.name
 

@@ -146,6 +146,34 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     return str(index.get("_class_name", "unknown")), parts
 
 
+def read_pipeline(source: str) -> Any:
+    """The pipeline of a folder with its components on the meta device; ModelError if it cannot be built."""
+    folder = Path(source).expanduser()
+    if not (folder / "model_index.json").is_file():
+        raise ModelError(f"{source!r} is not a folder with a whole pipeline: it has no model_index.json.")
+    name, parts = _read_pipeline_folder(folder)
+    index = read_json(folder / "model_index.json")
+    values: dict[str, Any] = {key: value for key, value in index.items() if not key.startswith("_")}
+    for key, entry in values.items():
+        if key in parts:
+            values[key] = parts[key].module
+        elif isinstance(entry, list) and len(entry) == 2:
+            values[key] = None if entry[0] is None else _read_helper(folder, key, *entry)
+    try:
+        return _diffusers_class(name)(**values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{name} could not be built from {folder}: {error}") from error
+
+
+def _read_helper(folder: Path, name: str, library: str, class_name: str) -> Any:
+    """A component without weights: a tokenizer, a scheduler."""
+    cls: Any = _library_class(folder, name, library, class_name)
+    try:
+        return cls.from_pretrained(folder / name)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{class_name} could not be read from {folder / name}: {error}") from error
+
+
 def _read_model_folder(folder: Path) -> tuple[str, Parts]:
     name = read_json(folder / "config.json").get("_class_name")
     if not isinstance(name, str):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from ..arch.devices import read_device
 from ..errors import SettingError
-from ..hooks import Handle, HookRegistry, PipelineHook, Run, hook_pipeline
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from .config import OffloadConfig
 from .cuda import CudaStage
@@ -27,7 +28,8 @@ from .ring import OffloadStats
 from .sizes import Component, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
-from .tiers import ASSUMED_COPY, HostSpeeds, TierPlan, plan_tiers, uses_of
+from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
+from .time_layers import TimeLayers, find_time_layers
 from .weights import check_movable, num_bytes_of
 
 _UNLIMITED = 2**62
@@ -67,8 +69,13 @@ class Offloaded(Handle, PipelineHook):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = measure_components(components, in_phase=stage.keeps_phase)
         self._host = HostMemory(stage, None)
-        self._components = {c.name: OffloadedComponent(c, stage, self._host) for c in components}
+        self._lock = threading.RLock()
+        """Held by the one thread that calls a component or changes where weights are."""
+        self._components = {c.name: OffloadedComponent(c, stage, self._host, self._lock) for c in components}
         self._hooks = contextlib.ExitStack()
+        self.time_layers: dict[str, TimeLayers] = {}
+        """By component: the layers that are computed ahead."""
+        self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
         self.plan = self._plan_for(config)
         self.tiers = self._tiers_for(config, self.plan)
 
@@ -85,10 +92,11 @@ class Offloaded(Handle, PipelineHook):
     def replan(self, **changes: Any) -> OffloadPlan:
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
-        plan = self._plan_for(config)
-        tiers = self._tiers_for(config, plan)
-        self.config = config
-        self._follow(plan, tiers)
+        with self._lock:
+            plan = self._plan_for(config)
+            tiers = self._tiers_for(config, plan)
+            self.config = config
+            self._follow(plan, tiers)
         return plan
 
     def measure(self) -> contextlib.AbstractContextManager[Measured]:
@@ -102,21 +110,26 @@ class Offloaded(Handle, PipelineHook):
 
     def detach(self) -> None:
         """Take the offload off: every weight is where it was, with the value that it has now."""
-        self._undo_plan()
-        for component in self._components.values():
-            component.restore()
-        self._host.close()
+        with self._lock:
+            self._undo_plan()
+            for component in self._components.values():
+                component.restore()
+            self._host.close()
 
     def start_run(self, run: Run) -> None:
         """Weights may have changed since the last run."""
-        for component in self._components.values():
-            component.refresh()
+        with self._lock:
+            for component in self._components.values():
+                component.refresh()
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
-        for component in self._components.values():
-            if component.others:
-                component.unload()
+        with self._lock:
+            for layers in self.time_layers.values():
+                layers.end_run()
+            for component in self._components.values():
+                if component.others:
+                    component.unload()
 
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
@@ -141,13 +154,13 @@ class Offloaded(Handle, PipelineHook):
             self._host.follow(tiers, self.config.spill_folder)
             for name, component in self._components.items():
                 component.follow(plan.component(name), tiers)
-            self._install(plan)
+            self._install(plan, tiers)
         except BaseException:
             self.detach()
             raise
         self.plan, self.tiers = plan, tiers
 
-    def _install(self, plan: OffloadPlan) -> None:
+    def _install(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
         for name, component in self._components.items():
             component.others = [other for other in active if component in active and other is not component]
@@ -156,15 +169,56 @@ class Offloaded(Handle, PipelineHook):
         if all(component.component.module is not self._pipeline for component in self._components.values()):
             # A lone model is called once a step, so its calls are not runs.
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
+        for name in self._not_tried:
+            install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
+        for name, component in self._components.items():
+            if plan.component(name).ahead_bytes:
+                whole = component.whole
+                tier = tiers.tier((name, TIME_LAYERS))
+                layers = TimeLayers(name, whole.module, list(whole.time_layers), self.stage, self._host, tier)
+                layers.install(self._hooks)
+                self.time_layers[name] = layers
         for component in self._components.values():
             if not component.others:
                 component.load()
 
+    def learn(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Look for time-only layers in the first call of a denoiser. If there are any, plan again and say so."""
+        with self._lock:
+            if name not in self._not_tried:
+                return False
+            self._not_tried.discard(name)
+            component = self._components[name]
+            layers = find_time_layers(component.whole, args, kwargs)
+            if layers:
+                component.whole = replace(component.whole, time_layers=layers)
+                wholes = [c.whole for c in self._components.values()]
+                self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
+                plan = self._plan_for(self.config)
+                self._follow(plan, self._tiers_for(self.config, plan))
+            return bool(layers)
+
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""
         self._hooks.close()
+        for layers in self.time_layers.values():
+            layers.restore()
+        self.time_layers = {}
         for component in self._components.values():
-            component.unload(keep_changes=True)
+            component.unload()
+
+
+class _FormHook(ModelHook):
+    """Looks at the first call of a denoiser."""
+
+    order = HookOrder.OUTERMOST
+
+    def __init__(self, offloaded: Offloaded, name: str) -> None:
+        self._offloaded, self._name = offloaded, name
+
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # After a new plan the call begins again, with the hooks of that plan.
+        return module(*args, **kwargs) if self._offloaded.learn(self._name, args, kwargs) else NOT_BYPASSED
 
 
 def _check_free(component: Component) -> None:

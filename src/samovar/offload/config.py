@@ -42,6 +42,9 @@ class OffloadConfig:
     """Names of components that stay where they are."""
     timing: Timing | None = None
     """Known speeds of bus and model; by default the bus is measured."""
+    precompute: bool | None = None
+    """Whether layers that depend on time alone are computed ahead of the steps and kept off the device. By default they
+    are where not everything fits."""
     skipped: float = 0.0
     """The expected share of denoiser forwards that a cache skips. These load nothing."""
 
@@ -66,6 +69,8 @@ class OffloadConfig:
             )
         if not isinstance(self.skipped, (int, float)) or not 0.0 <= self.skipped < 1.0:
             raise SettingError(f"skipped={self.skipped!r}; expected a fraction from 0 to below 1.", param="skipped")
+        if self.precompute not in (None, True, False):
+            raise SettingError(f"precompute={self.precompute!r}; expected True, False or None.", param="precompute")
         exclude = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
         object.__setattr__(self, "exclude", exclude)
         if self.timing is not None:

@@ -31,6 +31,8 @@ class CudaStage(Stage):
         super().__init__(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
         self._copying: torch.cuda.Stream = _cuda.Stream(self.device)
         self._runtime = _cuda.cudart()
+        self._last_computing = self._computing()
+        """The stream of the last call."""
         self._streams: dict[int, torch.cuda.Stream] = {}
         """The stream on which each buffer was allocated."""
 
@@ -65,8 +67,14 @@ class CudaStage(Stage):
     def _copies_wait(self, mark: Mark) -> None:
         self._copying.wait_event(mark)
 
-    def host_waits(self, mark: Mark) -> None:
+    def _host_waits(self, mark: Mark) -> None:
         mark.synchronize()
+
+    def begin_call(self) -> None:
+        computing = self._computing()
+        if computing != self._last_computing:
+            computing.wait_stream(self._last_computing)
+            self._last_computing = computing
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device

@@ -4,6 +4,8 @@ There is one host copy. Weights move, once, into chunks that have their own page
 They keep their phase (see `weights`), except for small ones bound for a device that places them elsewhere. Shared pages
 must not be pinned: CUDA refuses to copy a tensor that is partly on pinned pages, and malloc may put one at either end
 of any weight. Memory that cannot be pinned is used as it is, with a warning.
+
+Tensors in a chunk have a storage each, over their own bytes of it: `torch.save` writes whole storages.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,10 +30,12 @@ from .weights import LEAST_PIECE, LINE, Piece, Span, spans_of
 
 _PAGE = mmap.PAGESIZE
 _THREADS = 4
+_SAMPLES = 512
+"""Bytes of each piece that are looked at for changes that torch does not count."""
 _TRIM_BYTES = 2**28
 """After moving this many bytes, malloc is asked to return the old memory to the system."""
 _chunks: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""By address, the memory that `new_chunk` mapped and some tensor still uses."""
+"""By the address of each storage in it, the memory that `new_chunk` mapped and some tensor still uses."""
 
 
 def host_limit(root: Path = Path("/")) -> int | None:
@@ -69,9 +74,11 @@ class HostMemory:
         self._files = Files()
         self._derived: weakref.WeakKeyDictionary[mmap.mmap, list[Truth]] = weakref.WeakKeyDictionary()
         """For chunks that hold copies of what is in files, where they come from."""
+        self._copies: weakref.WeakValueDictionary[Any, mmap.mmap] = weakref.WeakValueDictionary()
+        """The same chunks by the addresses of what they are copies of."""
         self._pinned: dict[int, torch.UntypedStorage] = {}
         """Pinned chunks by address. They must not be freed before they are unpinned."""
-        self._finalizer = weakref.finalize(self, _unpin, stage, self._pinned)
+        self._finalizer = weakref.finalize(self, _close, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
 
     def truths(self, pieces: Sequence[Piece]) -> list[list[tuple[int, Truth]]]:
@@ -110,24 +117,46 @@ class HostMemory:
         return sources
 
     def _derive(self, parts: Sequence[tuple[int, Truth]]) -> torch.Tensor:
-        """A new chunk with a copy of what is in files."""
-        last, truth = parts[-1]
-        chunk = new_chunk(last + truth.num_bytes)
-        memory = chunk[: last + truth.num_bytes]
+        """A chunk with a copy of what is in files."""
+        num_bytes = parts[-1][0] + parts[-1][1].num_bytes
+        key = tuple((offset, truth.memory.data_ptr(), truth.num_bytes) for offset, truth in parts)
+        known = self._copies.get(key)
+        if known is not None:
+            return _whole(known)[:num_bytes]
+        memory = new_chunk(num_bytes)[:num_bytes]
         with ThreadPoolExecutor(READERS) as threads:
-            Bounced(memory.numel(), tuple(parts)).read(0, memory, threads)
-        if memory.numel():
-            self._derived[_chunks[chunk.data_ptr()]] = [truth for _, truth in parts]
+            Bounced(num_bytes, tuple(parts)).read(0, memory, threads)
+        if num_bytes:
+            chunk = self._copies[key] = _chunks[memory.data_ptr()]
+            self._derived[chunk] = [truth for _, truth in parts]
         self._stage.stats.copied_bytes += sum(truth.num_bytes for _, truth in parts)
         return memory
+
+    def release(self, old: Iterable[torch.Tensor | Bounced], used: Iterable[torch.Tensor | Bounced]) -> None:
+        """Unpin the chunks that a group no longer uses."""
+        chunks = {id(chunk): chunk for source in old if (chunk := _chunk_of(source)) is not None}
+        for source in used:
+            chunks.pop(id(_chunk_of(source)), None)
+        starts = [start for chunk in chunks.values() if (start := _whole(chunk).data_ptr()) in self._pinned]
+        if starts:
+            self._stage.stats.pinned_bytes -= sum(self._pinned[start].nbytes() for start in starts)
+            _unpin(self._stage, {start: self._pinned.pop(start) for start in starts})
 
     def is_current(self, sources: Iterable[torch.Tensor | Bounced]) -> bool:
         """Whether these are what the model holds: nobody has written to what they were copied from."""
         return all(truth.is_clean() for source in sources for truth in self._copied_from(source))
 
     def _copied_from(self, source: torch.Tensor | Bounced) -> Sequence[Truth]:
-        chunk = None if isinstance(source, Bounced) else _chunks.get(source.untyped_storage().data_ptr())
+        chunk = _chunk_of(source)
         return () if chunk is None else self._derived.get(chunk, ())
+
+    def fingerprint(self, source: torch.Tensor | Bounced) -> Any:
+        """What a source holds, as far as a quick look tells. What is in files is not looked at: nobody wrote to it."""
+        truths = [truth for _, truth in source.parts] if isinstance(source, Bounced) else self._copied_from(source)
+        memories = [truth.memory for truth in truths if not truth.is_clean()]
+        if isinstance(source, torch.Tensor) and not truths:
+            memories = [source]
+        return [memory[:: max(memory.numel() // _SAMPLES, 1) | 1].numpy().tobytes() for memory in memories]
 
     def anonymous_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of these tensors that are in memory alone, and in no file."""
@@ -157,23 +186,23 @@ class HostMemory:
         if num_bytes == self._buffer_bytes:
             return
         self._stage.bounce_through(())
-        old = {buffer.data_ptr(): self._pinned.pop(buffer.data_ptr(), None) for buffer in self._buffers}
-        _unpin(self._stage, {address: memory for address, memory in old.items() if memory is not None})
+        self.release(self._buffers, ())
         self._buffers = [new_chunk(num_bytes)[:num_bytes] for _ in range(BOUNCE_BUFFERS if num_bytes else 0)]
         self._buffer_bytes = num_bytes
         self.pin(self._buffers)
         self._stage.bounce_through(self._buffers)
 
     def _move(self, span: Span, target: torch.Tensor) -> None:
-        _move(span, target[: span.num_bytes])
+        move(span, _own_storage(target[: span.num_bytes]) if span.num_bytes else target[:0])
         self._untrimmed_bytes += span.num_bytes
         self._stage.stats.copied_bytes += span.num_bytes
 
     def pin(self, sources: Iterable[torch.Tensor | Bounced]) -> None:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
         memories = [source for source in sources if isinstance(source, torch.Tensor)]
-        storages = [memory.untyped_storage() for memory in memories if not _is_pinned(memory)]
-        chunks = {storage.data_ptr(): storage for storage in storages if storage.data_ptr() in _chunks}
+        starts = {memory.untyped_storage().data_ptr() for memory in memories if not _is_pinned(memory)}
+        found = [_whole(_chunks[start]) for start in starts if start in _chunks]
+        chunks = {chunk.data_ptr(): chunk.untyped_storage() for chunk in found}
         wanted = [chunk for start, chunk in chunks.items() if start not in self._pinned]
         left = float("inf")
         if self.limit_bytes is not None:
@@ -205,13 +234,22 @@ class HostMemory:
         self._finalizer()
 
 
-def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
+def _close(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
     stage.bounce_through(())
+    _unpin(stage, pinned)
+
+
+def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
     if pinned:
         stage.synchronize()  # No copy may still read from memory that is unpinned.
     for start in pinned:
         stage.unregister(start)
     pinned.clear()
+
+
+def _chunk_of(source: torch.Tensor | Bounced) -> mmap.mmap | None:
+    """The chunk that a source is in, if any."""
+    return None if isinstance(source, Bounced) else _chunks.get(source.untyped_storage().data_ptr())
 
 
 def _length(piece: Piece) -> int:
@@ -240,18 +278,31 @@ def new_chunk(num_bytes: int) -> torch.Tensor:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2**21:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    chunk = _whole(memory)
     _chunks[chunk.data_ptr()] = memory
     return chunk
+
+
+def _whole(memory: mmap.mmap) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The same bytes of a chunk, as a storage of their own. It begins at a cache line, so at an element of any type."""
+    memory = _chunks[part.untyped_storage().data_ptr()]
+    line, phase = divmod(int(part.storage_offset()), LINE)
+    own = torch.frombuffer(memory, dtype=torch.uint8, offset=line * LINE, count=phase + part.numel())
+    _chunks[own.data_ptr()] = memory
+    return own[phase:]
 
 
 def move_to_host(span: Span, phase: int) -> None:
     """Move tensors from any device into their own host memory, which begins at `phase` in a cache line."""
     memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8)
-    _move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
+    move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
 
 
-def _move(span: Span, target: torch.Tensor) -> None:
+def move(span: Span, target: torch.Tensor) -> None:
     """Move the tensors of a span into other memory, with the same distances between them."""
     target.copy_(_flat(span))
     _point_at(span, target)
@@ -261,7 +312,7 @@ def _point_at(span: Span, target: torch.Tensor) -> None:
     """Have the tensors of a span use other memory that holds the same bytes."""
     for tensor, offset in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
         start = (target.storage_offset() + offset) // tensor.element_size()
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device=target.device)
         tensor.data = empty.set_(target.untyped_storage(), start, tensor.shape, tensor.stride())
 
 

@@ -7,27 +7,32 @@ module in it that holds weights. The first one called loads the component, and u
 The hook of a streamed block brings its weights in for the call. Between calls they are on the host, so `state_dict`,
 adapters and everything else that looks at them outside a call sees the one true copy. A block that is bypassed, by a
 cache for instance, moves nothing.
+
+Weights move while they are called, so one call at a time: the hooks hold a lock from the start of a call to its end.
+Other threads wait, and may load another component between two calls of this one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..errors import SettingError
 from ..hooks import HookOrder, HookRegistry, ModelHook, Run, current_run
-from .host import HostMemory
+from .host import HostMemory, move
 from .planner import ComponentPlan
 from .ring import Ring
 from .sizes import Component
 from .staging import Stage
-from .tiers import TierPlan
+from .tiers import TIME_LAYERS, TierPlan
 from .weight_groups import WeightGroup
-from .weights import owners_of
+from .weights import owners_of, spans_of, tensors_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -36,8 +41,10 @@ HOOK = "samovar_offload"
 class OffloadedComponent:
     """A component whose weights are on the device always, while it is used, or block by block, as planned."""
 
-    def __init__(self, component: Component, stage: Stage, host: HostMemory) -> None:
-        self.component, self.stage = component, stage
+    def __init__(self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock) -> None:
+        self.whole = self.component = component
+        """`component` is without its time-only layers, if they are computed ahead."""
+        self.stage, self.lock = stage, lock
         self.is_loaded = self._is_pinned = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
@@ -45,21 +52,29 @@ class OffloadedComponent:
         self._host = host
         self._last_run: weakref.ref[Run] | None = None
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
-        rest = WeightGroup(component.name, component.rest, stage, host)
+        rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", functools.partial(component.block, path), stage, host)
-            for path in component.blocks
+            path: WeightGroup(f"{component.name}.{path}", functools.partial(self._tensors_in, block), stage, host)
+            for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]
         self._kept: list[WeightGroup] = []
+        self._checksums: torch.Tensor | None = None
+        """Of what is kept, as it was loaded."""
+
+    def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
+        return tensors_of(block, self.component.skip)
 
     def anonymous_bytes(self, block: str) -> int:
         """Bytes of a block, or of what is outside the blocks, that are in memory alone."""
+        if block == TIME_LAYERS:
+            return self._host.anonymous_bytes(tensors_of(torch.nn.ModuleList(self.whole.time_layers.values())))
         return (self.blocks[block] if block else self._groups[0]).anonymous_bytes()
 
     def follow(self, plan: ComponentPlan, tiers: TierPlan) -> None:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
         assert not self.is_loaded
+        self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
@@ -89,38 +104,47 @@ class OffloadedComponent:
                 group.load()
             if self.ring is not None:
                 self.ring.open()
+            self.stage.compute_waits(self.stage.mark_copied())
+            self._checksums = self._read_checksums()
         except BaseException:
-            self._drop_copies(keep_changes=False)
+            self._drop_copies()
             raise
-        self.stage.compute_waits(self.stage.mark_copied())
         self.is_loaded = True
         if self._is_pinned:
             self.stage.stats.component_loads[self.component.name] += 1
 
-    def unload(self, *, keep_changes: bool = False) -> None:
-        """Drop the device copies. Nothing is copied back, unless weights may have been changed on the device."""
+    def unload(self) -> None:
+        """Drop the device copies. Nothing is copied back but what was changed on the device."""
         if self.is_loaded:
+            before, now = self._checksums, self._read_checksums()
+            is_changed = (before != now).tolist() if before is not None and now is not None else ()
             self.is_loaded = False
-            self._drop_copies(keep_changes=keep_changes)
+            self._drop_copies(is_changed)
 
-    def _drop_copies(self, *, keep_changes: bool) -> None:
+    def _read_checksums(self) -> torch.Tensor | None:
+        kept = self._kept if self._is_pinned else ()
+        return torch.stack([group.checksum() for group in kept]) if kept else None
+
+    def _drop_copies(self, is_changed: Sequence[bool] = ()) -> None:
+        for group in self._groups:
+            group.use_host()  # If its call is not over.
         if self.ring is not None:
             self.ring.close()
-        for group in self._kept:
-            group.unload(keep_changes=keep_changes)
+        for index, group in enumerate(self._kept):
+            group.unload(keep_changes=bool(is_changed) and is_changed[index])
 
     def restore(self) -> None:
         """Put the weights where they were before."""
         for group in self._groups if self._home.type == "cpu" else ():
             group.restore()
-        for tensor in self.component.tensors():
-            if tensor.device != self._home:
-                tensor.data = tensor.data.to(self._home)
+        with torch.inference_mode(False):
+            for span in spans_of(tensor for tensor in self.component.tensors() if tensor.device != self._home):
+                move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
 
     def refresh(self) -> None:
         """Reload weights that stay on the device if an adapter, or anybody else, has changed them."""
         if self.is_loaded and not all(group.is_current() for group in self._kept):
-            self.unload(keep_changes=True)
+            self.unload()
             self.load()
 
     def begin_pass(self) -> None:
@@ -134,60 +158,91 @@ class OffloadedComponent:
 
 
 class LoadHook(ModelHook):
-    """Loads its component."""
+    """Loads its component, and holds the lock while it is called."""
 
     order = HookOrder.OFFLOAD
 
     def __init__(self, component: OffloadedComponent) -> None:
         self._component, self._stage = component, component.stage
+        self._is_detached = False
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._is_detached = True
+        return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not self._component.is_loaded:
-            self._component.load()
+        lock = self._component.lock
+        lock.acquire()
+        try:
+            if self._is_detached:
+                raise SettingError(
+                    f"The offload of {self._component.component.name} was changed or taken off while another thread "
+                    "was about to call it. Wait for running calls to end before you do so."
+                )
+            self._stage.begin_call()
+            if not self._component.is_loaded:
+                self._component.load()
+            return self._begin(args, kwargs)
+        except BaseException:
+            lock.release()
+            raise
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        self._end()
+        self._component.lock.release()
+        return output
+
+    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
+        # Also if `_end` raised: the lock is released last, and once.
+        try:
+            self._fail()
+        finally:
+            self._component.lock.release()
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self._stage.to_device(args), self._stage.to_device(kwargs)
+
+    def _end(self) -> None:
+        """The call returns."""
+
+    def _fail(self) -> None:
+        """The call raised."""
 
 
 class PassHook(LoadHook):
     """The same on the component itself, whose calls are passes through the blocks."""
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        arguments = super().pre_forward(module, *args, **kwargs)
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._component.begin_pass()
-        return arguments
+        return super()._begin(args, kwargs)
 
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+    def _end(self) -> None:
         if self._component.ring is not None:
             self._component.ring.end_pass()
-        return output
 
-    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
+    def _fail(self) -> None:
         if self._component.ring is not None:
             self._component.ring.drop()
 
 
-class StreamHook(ModelHook):
+class StreamHook(LoadHook):
     """Brings a block's weights in before its call and lets them go after it."""
 
-    order = HookOrder.OFFLOAD
-
     def __init__(self, component: OffloadedComponent, ring: Ring, block: WeightGroup) -> None:
-        self._component, self._stage, self._ring, self._block = component, component.stage, ring, block
+        super().__init__(component)
+        self._ring, self._block = ring, block
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not self._component.is_loaded:
-            self._component.load()
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._stage.check_call()
         offsets = self._ring.acquire(self._block)
         self._block.use_device(offsets, self._ring.memory)
         return args, kwargs
 
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+    def _end(self) -> None:
         self._block.use_host()
         self._ring.release()
-        return output
 
-    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        self.post_forward(module, None)
+    _fail = _end
 
 
 def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tuple[torch.nn.Module, ModelHook]]:

@@ -45,11 +45,15 @@ class ComponentPlan:
     """Expected seconds of one forward."""
     resident_s: float | None
     """The same with all weights on the device."""
+    ahead_bytes: int = 0
+    """Bytes of layers that depend on time alone. They are computed ahead of the steps, and neither stay nor stream."""
 
     def _row(self) -> tuple[str, ...]:
         how = {"resident": "stays", "turns": "is loaded when it is called"}.get(self.placement) or (
             f"{len(self.streamed)} of {self.num_blocks} blocks stream through a ring of {format_bytes(self.ring_bytes)}"
         )
+        if self.ahead_bytes:
+            how += f"; {format_bytes(self.ahead_bytes)} of layers that see time alone are computed ahead"
         return self.name, self.class_name, format_bytes(self.num_bytes), format_bytes(self.device_bytes), how
 
 
@@ -68,7 +72,7 @@ class OffloadPlan:
 
     @property
     def offloads_anything(self) -> bool:
-        return any(component.placement != "resident" for component in self.components)
+        return any(component.placement != "resident" or component.ahead_bytes for component in self.components)
 
     @property
     def take_turns(self) -> bool:
@@ -138,12 +142,19 @@ class _Planner:
 
     def __init__(self, sizes: tuple[ComponentSize, ...], config: OffloadConfig) -> None:
         self.sizes, self.config = sizes, config
+        self._ahead = tuple(size.ahead or size for size in sizes)
         self.timing = config.timing or Timing()
         self.budget = parse_bytes(config.gpu_memory, "gpu_memory")
         self.activations = self._read_activations()
+        self._use(sizes)
+
+    def _use(self, sizes: tuple[ComponentSize, ...]) -> None:
+        self.sizes = sizes
         movers = [size for size in sizes if size.role in ("denoiser", "encoder") and size.num_bytes]
         everyone = [*movers, *(size for size in sizes if size.role == "vae" and size.num_bytes)]
         self.movers, self.everyone = movers, everyone
+        for size in sizes:
+            self.activations[size.name] = max(self.activations[size.name], size.ahead_room if self.budget else 0)
 
     def _read_activations(self) -> dict[str, int]:
         given, names = self.config.activations, [size.name for size in self.sizes]
@@ -158,9 +169,16 @@ class _Planner:
 
     def plan(self) -> OffloadPlan:
         mode = self.config.mode
+        if self.config.precompute is True:
+            self._use(self._ahead)
         resident = self._try([], {}) if self.budget is not None else None
         if resident is not None:
             return resident
+        if self.config.precompute is None:
+            self._use(self._ahead)
+            resident = self._try([], {}) if self.budget is not None else None
+            if resident is not None:
+                return resident
         if mode == "auto" and self.budget is None:
             raise SettingError('mode="auto" needs a budget, such as gpu_memory="12GiB".', param="gpu_memory")
         self._check_mode()
@@ -241,7 +259,7 @@ class _Planner:
             size.role,
             size.class_name,
             placement="streams" if streaming else "turns" if takes_turns else "resident",
-            num_bytes=size.num_bytes,
+            num_bytes=size.num_bytes + size.ahead_bytes,
             device_bytes=choice.num_bytes,
             activation_bytes=self.activations[size.name],
             num_blocks=len(size.blocks),
@@ -250,6 +268,7 @@ class _Planner:
             ring_bytes=choice.ring_bytes,
             forward_s=choice.forward_s if resident_s is not None else None,
             resident_s=resident_s,
+            ahead_bytes=size.ahead_bytes,
         )
 
     def _refuse(self, least: Callable[[ComponentSize], int]) -> NoReturn:

@@ -85,6 +85,10 @@ class DeviceQueues(Protocol):
     def copies_wait(self, mark: Mark) -> None:
         """Copy nothing more before that point."""
 
+    @abstractmethod
+    def host_waits(self, mark: Mark) -> None:
+        """Return when the device has come to that point."""
+
 
 class Timeline:
     """A simulated device: the times at which its two queues finish."""
@@ -119,6 +123,9 @@ class Timeline:
     def copies_wait(self, mark: float) -> None:
         self.copied_s = max(self.copied_s, mark)
 
+    def host_waits(self, mark: float) -> None:
+        pass
+
 
 class StreamedBlock(Protocol):
     """The weights of a block that passes through a ring."""
@@ -132,6 +139,12 @@ class StreamedBlock(Protocol):
 
     def send(self, piece: int, memory: Memory, offset: int) -> None:
         """Start to copy a piece to an offset of the ring's memory."""
+
+    def edits(self) -> int:
+        """A number that changes when its weights do. This is quick, and does not see every change."""
+
+    def fingerprint(self) -> object:
+        """The same, less quick and more thorough."""
 
 
 class RingSpace:
@@ -181,6 +194,8 @@ class _Slot:
     ready: Mark = None
     is_complete: bool = False
     in_use: bool = False
+    edits: int = 0
+    """The block's `edits` when it was sent."""
 
 
 class Ring:
@@ -204,6 +219,10 @@ class Ring:
         """The position of the block that was called last."""
         self._called: list[StreamedBlock] = []
         self._is_learned = False
+        self._arrived: Mark = None
+        """When the block that was called last has arrived."""
+        self._ahead: list[tuple[StreamedBlock, object]] = []
+        """The blocks that were sent ahead of the next pass, with their fingerprints."""
 
     @property
     def blocks(self) -> list[StreamedBlock]:
@@ -227,17 +246,17 @@ class Ring:
         """The offsets of a block's pieces; they are there when the device reaches the work enqueued next."""
         assert not any(slot.in_use for slot in self._slots), "blocks are not called inside one another"
         position = self._locate(block)
-        while self._slots and self._slots[0].block is not block:
+        while self._slots and (self._slots[0].block is not block or self._slots[0].edits != block.edits()):
             self._drop_oldest()
         if not self._slots:
             self._queues.stats.late_blocks += 1
             self._make_room(block)
-            self._slots.append(_Slot(block, position))
+            self._slots.append(_Slot(block, position, edits=block.edits()))
         slot = self._slots[0]
         is_complete = self._fill(slot)
         assert is_complete, "a ring holds its largest block"
         self._queues.compute_waits(slot.ready)
-        slot.in_use = True
+        self._arrived, slot.in_use = slot.ready, True
         self._queues.stats.block_loads += 1
         self._last = position
         self._called.append(block)
@@ -257,8 +276,10 @@ class Ring:
             self._drop_oldest()
 
     def begin_pass(self) -> None:
-        """The model is called."""
-        self._called = []
+        """The model is called. If weights that were sent ahead have changed since, they are sent again."""
+        if any(block.fingerprint() != before for block, before in self._ahead):
+            self.drop()
+        self._called, self._ahead = [], []
 
     def end_pass(self) -> None:
         """The model returns. If it called its blocks in another order than expected, that becomes the order."""
@@ -270,6 +291,10 @@ class Ring:
         self._called = []
         if not self._has_next_pass():
             self.drop()  # Weights may change before the next call.
+        if self._arrived is not None:  # They may change now, and copies that this pass needs must not see it.
+            self._queues.host_waits(self._arrived)
+            self._arrived = None
+        self._ahead = [(block, block.fingerprint()) for block in self.blocks]
 
     def _locate(self, block: StreamedBlock) -> int:
         count = len(self.order)
@@ -308,7 +333,7 @@ class Ring:
         block.prepare()
         if least_capacity(block.pieces) > self._space.capacity:
             return None  # The block has grown. The ring grows when the block is called.
-        slot = _Slot(block, position)
+        slot = _Slot(block, position, edits=block.edits())
         self._slots.append(slot)
         return slot
 

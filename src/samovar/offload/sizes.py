@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -67,6 +67,12 @@ class ComponentSize:
     """Everything outside its blocks."""
     blocks: tuple[BlockSize, ...] = ()
     """In order of definition. A block that is used in two places is listed once."""
+    ahead: ComponentSize | None = None
+    """The same component with its time-only layers on the host, if it has any."""
+    ahead_bytes: int = 0
+    """Bytes of the time-only layers that are on the host."""
+    ahead_room: int = 0
+    """Device memory that it takes to compute these layers, one at a time."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +98,15 @@ class Component:
     """Its blocks by path, each once; empty for components that never stream."""
     skip: frozenset[int]
     """Ids of modules and tensors inside it that belong to others."""
+    time_layers: Mapping[str, torch.nn.Module] = field(default_factory=dict)
+    """Layers that depend on time alone, by path."""
+
+    @property
+    def with_layers_ahead(self) -> Component:
+        """The component without its time-only layers."""
+        layers = frozenset(id(layer) for layer in self.time_layers.values())
+        blocks = {path: block for path, block in self.blocks.items() if tensors_of(block, self.skip | layers)}
+        return replace(self, skip=self.skip | layers, blocks=blocks)
 
     @property
     def skip_with_blocks(self) -> frozenset[int]:
@@ -150,16 +165,18 @@ def measure_components(components: Sequence[Component], *, in_phase: bool = Fals
     def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple(piece.num_bytes for piece in lay_out(spans_of(tensors), in_phase=in_phase))
 
-    return tuple(
-        ComponentSize(
-            c.name,
-            c.role,
-            type(unwrapped(c.module)).__name__,
-            sum(pieces(c.rest())),
-            tuple(BlockSize(path, pieces(c.block(path))) for path in c.blocks),
-        )
-        for c in components
-    )
+    def measure(c: Component) -> ComponentSize:
+        blocks = tuple(BlockSize(path, pieces(c.block(path))) for path in c.blocks)
+        return ComponentSize(c.name, c.role, type(unwrapped(c.module)).__name__, sum(pieces(c.rest())), blocks)
+
+    def with_ahead(c: Component) -> ComponentSize:
+        layers = [sum(pieces(tensors_of(layer))) for layer in c.time_layers.values()]
+        if not layers:
+            return measure(c)
+        ahead = replace(measure(c.with_layers_ahead), ahead_bytes=sum(layers), ahead_room=max(layers))
+        return replace(measure(c), ahead=ahead)
+
+    return tuple(map(with_ahead, components))
 
 
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:

@@ -61,7 +61,7 @@ class Stage(DeviceQueues):
         waited for are dropped."""
         if self._queue is not None:
             self._queue.close()
-        self._queue = CopyQueue(buffers, self._send, self._mark_copied, self.host_waits) if buffers else None
+        self._queue = CopyQueue(buffers, self._send, self._mark_copied, self._host_waits) if buffers else None
 
     def allocate(self, num_bytes: int) -> Buffer:
         """Memory to copy into. Raises torch.OutOfMemoryError, and changes nothing, if there is not enough."""
@@ -103,11 +103,14 @@ class Stage(DeviceQueues):
         return self._queue.put(self._mark_copied)
 
     def compute_waits(self, mark: Mark) -> None:
-        if isinstance(mark, Future):
-            mark = mark.result()  # The host waits until the bytes are read: the device cannot wait for a mark to come.
+        # The host waits until the bytes are read: the device cannot wait for a mark that is not there yet.
+        reached = mark.result() if isinstance(mark, Future) else mark
         if self._queue is not None:
             self._queue.check()
-        self._compute_waits(mark)
+        self._compute_waits(reached)
+
+    def host_waits(self, mark: Mark) -> None:
+        self._host_waits(mark.result() if isinstance(mark, Future) else mark)
 
     def copies_wait(self, mark: Mark) -> None:
         self._in_order(functools.partial(self._copies_wait, mark))
@@ -122,7 +125,7 @@ class Stage(DeviceQueues):
     def _copies_wait(self, mark: Mark) -> None: ...
 
     @abstractmethod
-    def host_waits(self, mark: Mark) -> None:
+    def _host_waits(self, mark: Mark) -> None:
         """Block the host until that point in the queue of copies."""
 
     @abstractmethod
@@ -168,6 +171,9 @@ class Stage(DeviceQueues):
     @abstractmethod
     def free_bytes(self) -> int | None:
         """Bytes available on the device, including what torch holds in reserve; None if unlimited."""
+
+    def begin_call(self) -> None:
+        """A component is called, maybe on another stream than the last one: that one's work comes first."""
 
     def check_call(self) -> None:
         """Refuse a call that cannot work while weights come and go."""
@@ -227,7 +233,7 @@ class HostStage(Stage):
         with self._lock:
             self._due.append(lambda: target.copy_(source))
             if not self._lazy:
-                self.host_waits(self._mark_copied())
+                self._host_waits(self._mark_copied())
 
     def _mark_copied(self) -> Mark:
         with self._lock:
@@ -238,9 +244,9 @@ class HostStage(Stage):
 
     def _compute_waits(self, mark: Mark) -> None:
         self.timeline.compute_waits(mark[0])
-        self.host_waits(mark)
+        self._host_waits(mark)
 
-    def host_waits(self, mark: Mark) -> None:
+    def _host_waits(self, mark: Mark) -> None:
         with self._lock:
             while self._done < mark[1]:
                 self._due.popleft()()
@@ -260,7 +266,7 @@ class HostStage(Stage):
         del self.registered[address]
 
     def synchronize(self) -> None:
-        self.host_waits(self._mark_copied())
+        self._host_waits(self._mark_copied())
 
     def measure_bus(self) -> float:
         return self.timeline.bus_bytes_s

@@ -17,8 +17,10 @@ from .ring import ASSUMED_BUS
 from .sizes import ComponentSize, format_bytes
 
 Tier = Literal["pinned", "pageable", "disk"]
-Crossing = Literal["forward", "run", "once"]
-"""How often weights are sent to the device, most often first."""
+Crossing = Literal["forward", "run", "once", "ahead"]
+"""How often weights are sent to the device, most often first. "ahead": before the steps of a run, and then left out."""
+TIME_LAYERS = "layers that see time alone"
+"""They stand for a block's path."""
 Key = tuple[str, str]
 """A component and the path of a block in it, or "" for what is outside its blocks."""
 
@@ -68,11 +70,13 @@ class Part:
     num_bytes: int
 
     def __str__(self) -> str:
-        often = {"forward": "in every forward", "run": "once in a run", "once": "once"}[self.crossing]
+        often = {"forward": "in every forward", "run": "once in a run", "once": "once", "ahead": "ahead of the steps"}[
+            self.crossing
+        ]
         where = {"pinned": "pinned", "pageable": "in pageable memory", "disk": "in its file on disk"}[self.tier]
         why = {"pinned": "", "pageable": ": no more may be pinned", "disk": ": host_memory holds no more"}[self.tier]
-        if self.crossing == "once":
-            why = ", and the device keeps it"
+        if self.crossing in ("once", "ahead"):
+            why = ", and the device keeps it" if self.crossing == "once" else ", and then not needed"
         groups = f"{self.num_groups} groups, " if self.num_groups > 1 else ""
         return f"{self.component}: {groups}{format_bytes(self.num_bytes)} {where}, sent {often}{why}"
 
@@ -140,6 +144,8 @@ def uses_of(
     uses = []
     for size in sizes:
         placed = plan.component(size.name)
+        if placed.ahead_bytes and size.ahead is not None:
+            size = size.ahead
         stays = placed.placement == "streams" and not plan.take_turns
         every: Crossing = "forward" if size.role == "denoiser" else "run"
         groups = {"": size.rest_bytes, **{block.path: block.num_bytes for block in size.blocks}}
@@ -147,6 +153,9 @@ def uses_of(
             crossing: Crossing = every if path in placed.streamed else "once" if stays else "run"
             held = min(anonymous((size.name, path)), num_bytes) if anonymous else 0
             uses.append(WeightUse((size.name, path), num_bytes, crossing, held))
+        if placed.ahead_bytes:
+            held = min(anonymous((size.name, TIME_LAYERS)), placed.ahead_bytes) if anonymous else 0
+            uses.append(WeightUse((size.name, TIME_LAYERS), placed.ahead_bytes, "ahead", held))
     return uses
 
 
@@ -165,15 +174,18 @@ def plan_tiers(
     """
     most_pinned = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
     budget = most_pinned if host_memory is None else float(host_memory)
-    if sum(group.num_bytes for group in groups) <= min(budget, most_pinned):
-        return _made(groups, {group.key: "pinned" for group in groups}, host_memory, 0, speeds, can_spill)
+    tiers: dict[Key, Tier] = {}
+    if sum(g.anonymous_bytes if g.crossing == "ahead" else g.num_bytes for g in groups) <= min(budget, most_pinned):
+        for group in groups:
+            unpinned: Tier = "disk" if group.file_bytes else "pageable"
+            tiers[group.key] = unpinned if group.crossing == "ahead" else "pinned"
+        return _made(groups, tiers, host_memory, 0, speeds, can_spill=False)
     buffer = _buffer_bytes(groups, budget)
     room = budget - BOUNCE_BUFFERS * buffer
     if not can_spill:
         room -= sum(group.anonymous_bytes for group in groups)
     if room < 0 and host_memory is not None:
         _refuse(groups, host_memory, buffer, can_spill)
-    tiers: dict[Key, Tier] = {}
     pinnable = most_pinned - BOUNCE_BUFFERS * buffer
     # Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
     kinds = [(crossing, has_file) for crossing in get_args(Crossing) for has_file in (False, True)]
@@ -190,7 +202,7 @@ def plan_tiers(
 def _place(group: WeightUse, room: float, pinnable: float, can_spill: bool) -> tuple[Tier, int]:
     """The tier of a group and the room that it takes."""
     cost = group.num_bytes if can_spill else group.file_bytes  # Other bytes are in memory wherever it goes.
-    if group.crossing != "once" and (not cost or cost <= room) and group.num_bytes <= pinnable:
+    if group.crossing in ("forward", "run") and (not cost or cost <= room) and group.num_bytes <= pinnable:
         return "pinned", cost
     if group.file_bytes or (can_spill and cost > room):
         return "disk", 0

@@ -29,6 +29,7 @@ from ..arch.modules import unwrapped
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
 from ..hooks.intercept import attached_registry, bare_class, never_compiled
 from ..other_libraries import (
+    CAPTURING_OUTPUTS,
     COMPILED_CALL,
     FORWARD_WRAPPERS,
     accelerate_weights,
@@ -47,8 +48,9 @@ _SHARED = (
 """Values that no forward writes into."""
 _HOOKS = frozenset(key for key in vars(torch.nn.Module()) if key.endswith("_hooks") or "_hooks_" in key)
 """Entries that hold torch's hooks."""
-_OTHERS_ENTRIES = FORWARD_WRAPPERS | {COMPILED_CALL}
-"""Entries of others' hooks, and of torch.compile; a shadow has none of them, and none of ours."""
+_OTHERS_ENTRIES = FORWARD_WRAPPERS | {COMPILED_CALL, CAPTURING_OUTPUTS}
+"""Entries of others' hooks, and of torch.compile; a shadow has none of them, and none of ours. transformers puts the
+hooks that it needs on the shadow as well, when it finds no note that they are there."""
 
 
 class TrialFailed(Exception):
@@ -58,16 +60,19 @@ class TrialFailed(Exception):
 class Shadow:
     """A model that can be tried."""
 
-    def __init__(self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer]) -> None:
-        """`answers`: called in place of these modules. TrialFailed if the model has parts that cannot be copied."""
+    def __init__(
+        self, model: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer], *, sharded: bool = True
+    ) -> None:
+        """`answers`: called in place of these modules. `sharded`: as a rank computes its share, if the model is split.
+        TrialFailed if the model has parts that cannot be copied."""
         with trial(()):
-            self._root = shadow_of(model, answers)
+            self.root = shadow_of(model, answers, sharded=sharded)
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The output for copies of these arguments; TrialFailed for whatever the model raises."""
         given = tree.map_tensors(torch.clone, (args, kwargs))
         with trial((args, kwargs)):
-            return never_compiled(self._root.__call__)(*given[0], **given[1])
+            return never_compiled(self.root.__call__)(*given[0], **given[1])
 
     def close(self) -> None:
         """Free the shadow at once, and all tensors here: its classes form cycles with this object, which only the
@@ -75,9 +80,11 @@ class Shadow:
         vars(self).clear()
 
 
-def shadow_of(module: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer] | None = None) -> torch.nn.Module:
+def shadow_of(
+    module: torch.nn.Module, answers: Mapping[torch.nn.Module, Answer] | None = None, *, sharded: bool = True
+) -> torch.nn.Module:
     """A module's shadow, with everything in it."""
-    return _Copier(answers or {}).copy(unwrapped(module))
+    return Copier(answers or {}, sharded).copy(unwrapped(module))
 
 
 @contextlib.contextmanager
@@ -111,11 +118,11 @@ def _random_states() -> list[Any]:
     return [random.getstate(), repr(np.random.get_state()), *(state.tolist() for state in states)]
 
 
-class _Copier:
+class Copier:
     """Copies a tree of modules, each once however often it is held."""
 
-    def __init__(self, answers: Mapping[torch.nn.Module, Answer]) -> None:
-        self._answers = answers
+    def __init__(self, answers: Mapping[torch.nn.Module, Answer], sharded: bool = True) -> None:
+        self._answers, self._sharded = answers, sharded
         self._objects: dict[int, Any] = {}
         """Copies of attributes by the identity of the original: shared objects stay shared."""
         self._copies: dict[int, torch.nn.Module] = {}
@@ -132,7 +139,8 @@ class _Copier:
             shadow = self._copies[id(bare)]
             if not vars(shadow):
                 self._fill(shadow, bare)
-                _keep_sharding(shadow, bare, is_root=bare is root)
+                if self._sharded:
+                    _keep_sharding(shadow, bare, is_root=bare is root)
         return self._copies[id(root)]
 
     def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
@@ -151,14 +159,14 @@ class _Copier:
             elif key == "_parameters":
                 entries[key] = dict(value)
             else:
-                entries[key] = self._translated(value)
+                entries[key] = self.translated(value)
         vars(shadow).update(entries)
         if answer is not None:
             shadow.__class__ = _answering_class(type(shadow), answer, module)
         elif compute_dtype(module) or any(p is not None and p.is_meta for p in module._parameters.values()):
             shadow.register_forward_pre_hook(bring_weights(module))
 
-    def _translated(self, value: Any, levels: int = 6) -> Any:
+    def translated(self, value: Any, levels: int = 6) -> Any:
         """An attribute for the shadow: shadows replace modules, copies replace what the model may write into."""
         if isinstance(value, types.FunctionType) and value.__closure__:
             return self._with_cells(value, levels)
@@ -178,7 +186,7 @@ class _Copier:
         held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
         if not any(isinstance(item, torch.nn.Module) or hasattr(item, "__self__") for item in held):
             return function
-        cells = tuple(types.CellType(self._translated(item, levels - 1)) for item in held)
+        cells = tuple(types.CellType(self.translated(item, levels - 1)) for item in held)
         if len(cells) != len(function.__closure__ or ()):
             return function
         return types.FunctionType(
@@ -187,22 +195,22 @@ class _Copier:
 
     def _copied(self, value: Any, levels: int) -> Any:
         if isinstance(value, functools.partial):
-            function, args, keywords = (self._translated(v, levels) for v in (value.func, value.args, value.keywords))
+            function, args, keywords = (self.translated(v, levels) for v in (value.func, value.args, value.keywords))
             return functools.partial(function, *args, **keywords)
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, torch.nn.Parameter) or value.is_meta else value.detach().clone()
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if type(value) in (list, tuple, set, deque):
-            return type(value)(self._translated(item, levels) for item in value)
+            return type(value)(self.translated(item, levels) for item in value)
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, self._translated(item, levels)) for key, item in value.items())
+            return type(value)((key, self.translated(item, levels)) for key, item in value.items())
         try:
             copied = copy.copy(value)
         except (TypeError, ValueError, RuntimeError):  # A lock, a stream or a process group is not a forward's state.
             return value
         if copied is not value and hasattr(copied, "__dict__"):
-            vars(copied).update({key: self._translated(item, levels) for key, item in vars(value).items()})
+            vars(copied).update({key: self.translated(item, levels) for key, item in vars(value).items()})
         return copied
 
 

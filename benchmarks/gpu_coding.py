@@ -1,0 +1,164 @@
+"""How fast are weights coded and decoded, and how small do they get? On a GPU, beside a plain copy of the same bytes.
+
+    python benchmarks/gpu_coding.py [--quick]
+
+Every decoded tensor is compared with the original bit for bit, and a variant of the kernel that differs is said to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from samovar.offload import coding
+from samovar.offload.coding import Coded, decode_into, encode
+
+MEGABYTES = (19, 75, 94, 113)
+VARIANTS = {f"{rows} rows, {warps} warps{', no asm' if not asm else ''}": {"rows": rows, "warps": warps, "asm": asm}
+            for rows, warps, asm in ((128, 4, True), (256, 8, True), (512, 16, True), (256, 4, True), (512, 8, True),
+                                     (256, 8, False))}  # fmt: skip
+
+
+def milliseconds(call: Callable[[], object], times: int = 20) -> float:
+    """The median time of a call on the device."""
+    for _ in range(3):
+        call()
+    taken = []
+    for _ in range(times):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end))
+    return sorted(taken)[times // 2]
+
+
+def host_microseconds(call: Callable[[], object], times: int = 200) -> float:
+    """What one call takes of the host's time, beside the device's."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return taken / times * 1e6
+
+
+def weights(kind: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random weights of a distribution."""
+    generator = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, count, generator=generator, device=device)
+    uniform = partial(torch.rand, count, generator=generator, device=device)
+    if kind == "normal":
+        drawn = normal() * 0.02
+    elif kind == "uniform":
+        drawn = uniform() * 0.04 - 0.02
+    elif kind == "laplace":
+        drawn = -uniform().log() * 0.02 * normal().sign()
+    elif kind == "outliers":
+        drawn = torch.where(uniform() < 0.05, normal(), normal() * 0.02)
+    elif kind == "rows of other scales":
+        drawn = normal() * 0.02 * (torch.arange(count, device=device) // 4096 % 16 - 8).float().exp2()
+    elif kind == "sparse":
+        drawn = torch.where(uniform() < 0.5, 0.0, normal() * 0.02)
+    else:
+        return torch.randint(-(2**15), 2**15, (count,), generator=generator, device=device, dtype=torch.int16).view(
+            dtype
+        )
+    return drawn.to(dtype)
+
+
+def report_sizes(count: int, device: torch.device) -> None:
+    print(f"{'weights':<22}{'dtype':<10}{'bits':>7}{'share':>8}{'code':>6}{'escapes':>9}{'decode':>13}  same bits")
+    for dtype in (torch.bfloat16, torch.float16):
+        for kind in ("normal", "uniform", "laplace", "outliers", "rows of other scales", "sparse", "random bits"):
+            words = weights(kind, count, dtype, device)
+            coded = encode(words)
+            name = f"{kind:<22}{str(dtype)[6:]:<10}"
+            if coded is None:
+                print(f"{name}{16:>7}{1:>8}  left raw")
+                continue
+            form, out = coded.form, torch.empty(words.numel() * 2, dtype=torch.uint8, device=device)
+            decode = partial(decode_into, form, coded.data, out)
+            speed = form.raw_bytes / milliseconds(decode) / 1e6
+            same = same_bits(out, words)
+            bits, share = form.num_bytes * 8 / count, form.num_bytes / form.raw_bytes
+            escapes = form.num_escapes / count
+            print(f"{name}{bits:>7.2f}{share:>8.3f}{form.code_bits:>6}{escapes:>9.2%}{speed:>8.0f} GB/s  {same}")
+
+
+def same_bits(out: torch.Tensor, words: torch.Tensor) -> str:
+    return "same" if torch.equal(out, words.view(torch.uint8)) else "DIFFERENT"
+
+
+def report_kernels(device: torch.device) -> None:
+    from samovar.offload.decode_kernel import decode
+
+    print(f"\n{'GB/s of decoded weights':<26}" + "".join(f"{size:>9} MB" for size in MEGABYTES) + "   bits")
+    for dtype in (torch.bfloat16, torch.float16):
+        cases: list[tuple[torch.Tensor, Coded]] = []
+        for size in MEGABYTES:
+            words = weights("normal", size * 10**6 // 2, dtype, device)
+            coded = encode(words)
+            assert coded is not None
+            cases.append((words, coded))
+        rows = {name: partial(decode, **options) for name, options in VARIANTS.items()}
+        rows["torch operations"] = coding._decode
+        for name, call in rows.items():
+            speeds, same = [], set()
+            for words, coded in cases:
+                out = torch.empty(words.numel() * 2, dtype=torch.uint8, device=device)
+                speeds.append(out.numel() / milliseconds(partial(call, coded.form, coded.data, out)) / 1e6)
+                end = coded.form.coded_weights
+                same.add(same_bits(out[: end * 2], words[:end]))
+            print(f"{str(dtype)[6:] + ' ' + name:<26}" + "".join(f"{s:>12.0f}" for s in speeds), *same, flush=True)
+        copies = []
+        for words, _ in cases:
+            copies.append(words.numel() * 2 / milliseconds(partial(torch.empty_like(words).copy_, words)) / 1e6)
+        print(f"{'a plain copy':<26}" + "".join(f"{speed:>12.0f}" for speed in copies))
+    out = torch.empty(cases[0][0].numel() * 2, dtype=torch.uint8, device=device)
+    launch = partial(decode_into, cases[0][1].form, cases[0][1].data, out)
+    print(f"A call of decode_into takes {host_microseconds(launch):.0f} microseconds of the host.")
+
+
+def report_encoding(device: torch.device, gigabytes: float) -> None:
+    count = int(94e6) // 2
+    words = weights("normal", count, torch.bfloat16, device)
+    times = max(int(gigabytes * 1e9 / (count * 2)), 1)
+    encode(words)
+    for name, source in (("device", words), ("host (pageable)", words.cpu())):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        for _ in range(times):
+            encode(source, device=device)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        beside = (torch.cuda.max_memory_allocated() - before) / 2**20
+        speed = times * count * 2 / seconds / 1e9
+        print(
+            f"Coding from the {name}: {speed:.1f} GB/s, {24 * 2**30 / speed / 1e9:.1f} s for 24 GiB; {beside:.0f} MiB"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer weights")
+    quick = parser.parse_args().quick
+    if not torch.cuda.is_available():
+        sys.exit("This needs a GPU.")
+    device = torch.device("cuda", 0)
+    print(torch.cuda.get_device_name(device), "torch", torch.__version__, flush=True)
+    report_sizes(2**20 if quick else 2**25 + 5, device)
+    report_kernels(device)
+    report_encoding(device, 1 if quick else 10)
+
+
+if __name__ == "__main__":
+    main()

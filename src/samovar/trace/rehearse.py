@@ -1,0 +1,256 @@
+"""With which arguments does a pipeline call its components, and how much memory does each call take?
+
+A twin of the pipeline runs two steps without weights (see `weightless`): it shares no module, scheduler or tokenizer
+with the pipeline, so nothing of it is touched, and no device is used. What the pipeline gives its components at a
+size is thus known before anything is loaded, and so is the memory that they need beside their weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..arch.components import ModuleDiscovery, is_denoiser_itself
+from ..arch.modules import unwrapped
+from ..errors import SettingError
+from ..hooks import NOT_BYPASSED
+from .shadow import TrialFailed, trial
+from .weightless import Weightless, WeightlessCopier, with_few_values
+
+_PROMPT, _LONG_PROMPT = "tea", "tea " * 600
+"""The long one is longer than most models read: they cut it off at their most, which takes the most memory."""
+_STEPS = 2
+"""Schedulers that look back, and pipelines whose denoisers follow one another, need a second step."""
+_MOST_SECONDS = 60.0
+_BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+_IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
+_SIDE = 512
+"""Pixels of an image that is given where the size is not."""
+_DEVICES = ("device", "_execution_device")
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The arguments of a call. Large tensors are on the meta device. Small ones are on the CPU with the values of the
+    rehearsal, because a forward may depend on them: run it inside `running_weightless`."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """What is asked of a pipeline; None means its default."""
+
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise SettingError(f"{name}={value!r}; expected a whole number of at least 1.", param=name)
+
+    def __str__(self) -> str:
+        pixels = f"{self.width or 'default width'} x {self.height or 'default height'} pixels"
+        parts = [pixels if self.height or self.width else "the default size"]
+        parts += [f"{self.frames} frames"] if self.frames else []
+        return ", ".join([*parts, *([f"a batch of {self.batch}"] if self.batch and self.batch > 1 else [])])
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was seen, by the names of components."""
+
+    calls: Mapping[str, CallForm] = field(default_factory=dict)
+    """The first call of each component that was called as a module; VAEs are called otherwise."""
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that were needed beside the weights while a component ran."""
+    problem: str | None = None
+    """Why it ended early, if it did. Components that are in `peaks` were run to their end."""
+
+
+def rehearse(pipeline: Any, size: RequestSize | None = None, **settings: Any) -> Rehearsal:
+    """Run a pipeline, loaded or on the meta device, without weights. SettingError for a size that it does not take.
+
+    `settings`: other arguments of its call.
+    """
+    size = size or RequestSize()
+    if is_denoiser_itself(pipeline):
+        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline")
+    found = Rehearsal(problem="it was not tried")
+    for arguments in _choices(pipeline, size):
+        tried = _Rehearsing(pipeline).run(arguments | settings)
+        if tried.problem is None:
+            return tried
+        found = max(tried, found, key=lambda one: (len(one.peaks), len(one.calls)))
+    if size != RequestSize() and not found.peaks and rehearse(pipeline, **settings).peaks:
+        raise SettingError(f"{type(pipeline).__name__} does not take {size}: {found.problem}", param="height")
+    return found
+
+
+def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
+    """The calls to try: with all the images that the pipeline can be given and the longest prompt, then with less."""
+    takes = inspect.signature(pipeline.__call__).parameters
+    asked = _asked(type(pipeline).__name__, takes, size)
+    fixed = {"num_inference_steps": _STEPS, "output_type": "pt", "return_dict": False}
+    images = [name for name in takes if name in _IMAGES]
+    needed = [name for name in images if takes[name].default is inspect.Parameter.empty]
+    blank = _blank(size.width or size.height or _SIDE, size.height or size.width or _SIDE)
+    for prompt in (_LONG_PROMPT, _PROMPT):
+        if size.batch is not None and not any(name in asked for name in _BATCHES):
+            prompt = [prompt] * size.batch  # type: ignore[assignment]
+        words = {name: value for name, value in (fixed | {"prompt": prompt}).items() if name in takes}
+        for chosen in dict.fromkeys((tuple(images), tuple(images[:1]), tuple(needed))):
+            yield words | asked | dict.fromkeys(chosen, blank)
+
+
+def _asked(pipeline: str, takes: Mapping[str, Any], size: RequestSize) -> dict[str, int]:
+    """The size in the words of the pipeline."""
+    batch = next((name for name in _BATCHES if name in takes), None)
+    words = {"height": "height", "width": "width", "frames": "num_frames"} | ({"batch": batch} if batch else {})
+    given = {name: value for name, value in vars(size).items() if value is not None and name in words}
+    for name, value in given.items():
+        if words[name] not in takes:
+            raise SettingError(
+                f"{name}={value} means nothing to {pipeline}, which takes no {words[name]}. Leave it out.", param=name
+            )
+    return {words[name]: value for name, value in given.items()}
+
+
+def _blank(width: int, height: int) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (width, height))
+
+
+class _TooLong(Exception):
+    """A rehearsal took too long."""
+
+
+class _Rehearsing:
+    """One run of a pipeline's twin."""
+
+    def __init__(self, pipeline: Any) -> None:
+        roles = ModuleDiscovery.discover(pipeline).roles().values()
+        self._components = {
+            name: unwrapped(module) for names, modules in roles for name, module in zip(names, modules, strict=True)
+        }
+        self._pipeline = pipeline
+        self._mode = Weightless()
+        self._calls: dict[str, CallForm] = {}
+        self._peaks: dict[str, int] = {}
+        self._asked: list[Any] = []
+        self._modules: dict[int, str] = {}
+        self._returned: dict[Any, Any] = {}
+        """The form of what a call returned, by the call's."""
+        self._current: str | None = None
+        self._deadline = time.monotonic() + _MOST_SECONDS
+
+    def run(self, arguments: Mapping[str, Any]) -> Rehearsal:
+        problem = None
+        try:
+            with trial(()), quiet(), torch.compiler.set_stance("force_eager"):
+                twin = self._twin()
+                with self._mode:
+                    type(twin).__call__(twin, **arguments)
+        except TrialFailed as failed:
+            problem = str(failed).splitlines()[0]
+            if failed.__cause__ is not None and self._is_inside(failed.__cause__):
+                self._peaks.pop(self._current or "", None)
+                self._current = None
+        self._end_slice()
+        return Rehearsal(self._calls, self._peaks, problem)
+
+    def _twin(self) -> Any:
+        """The pipeline with weightless components, for which the CPU is the device that it runs on."""
+        answers = {module: self._answer(name) for name, module in self._components.items()}
+        copier = WeightlessCopier(answers)
+        cls: Any = self._pipeline.__class__  # As it is without our hooks.
+        if isinstance(self._pipeline, torch.nn.Module):
+            twin: Any = copier.copy(unwrapped(self._pipeline))
+        else:
+            body = {name: property(lambda _: torch.device("cpu")) for name in _DEVICES if hasattr(cls, name)}
+            twin = object.__new__(type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, **body}))
+            parts = {name: value for name, value in vars(self._pipeline).items() if not name.startswith("_samovar_")}
+            for value in (*parts.values(), *self._components.values()):
+                if isinstance(value, torch.nn.Module):
+                    copier.copy(unwrapped(value))
+            vars(twin).update({name: _translated(copier, value) for name, value in parts.items()})
+        if hasattr(twin, "set_progress_bar_config"):
+            twin.set_progress_bar_config(disable=True)
+        for name, module in self._components.items():
+            root = copier.copy(module)
+            root.register_forward_hook(self._note_output)
+            for part in root.modules():
+                self._modules[id(part)] = name
+                if not isinstance(part, torch.jit.ScriptModule):
+                    part.register_forward_pre_hook(lambda _, __, name=name: self._touch(name))
+        return twin
+
+    def _answer(self, name: str) -> Any:
+        """Called in place of a component: notes the call, and answers one that was seen with what it returned."""
+
+        def answer(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            with self._mode.paused():
+                form = tree.map_tensors(with_few_values, (args, kwargs))
+                key = name, tree.signature(tree.without_data(form))
+            self._calls.setdefault(name, CallForm(*form))
+            self._asked.append(key)
+            return tree.map_tensors(torch.empty_like, self._returned[key]) if key in self._returned else NOT_BYPASSED
+
+        return answer
+
+    def _note_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        with self._mode.paused():
+            self._returned[self._asked.pop()] = tree.without_data(output)
+
+    def _touch(self, name: str) -> None:
+        """A module of a component is called. If it is another component's than before, a slice of the run ends."""
+        if name != self._current:
+            self._end_slice()
+            self._current, self._mode.peak_bytes = name, self._mode.num_bytes
+            if time.monotonic() > self._deadline:
+                raise _TooLong(f"the rehearsal took more than {_MOST_SECONDS:.0f} s")
+
+    def _end_slice(self) -> None:
+        if self._current is not None:
+            self._peaks[self._current] = max(self._peaks.get(self._current, 0), self._mode.peak_bytes)
+
+    def _is_inside(self, error: BaseException) -> bool:
+        """Whether an error was raised while a component's code ran."""
+        frames = traceback.walk_tb(error.__traceback__)
+        return any(id(frame.f_locals.get("self")) in self._modules for frame, _ in frames)
+
+
+def _translated(copier: WeightlessCopier, value: Any) -> Any:
+    """A part of a pipeline for its twin; one that cannot be copied, such as a frozen dictionary, is shared."""
+    try:
+        with trial(()):
+            return copier.translated(value)
+    except TrialFailed:
+        return value
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, nobody hears of prompts that are too long."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,221 @@
+"""How does a forward run without weights, and how much memory would it take?
+
+The weights are on the meta device: they have shapes and no values. What the weights touch has no values either, but
+everything else keeps its own: token ids, masks and timesteps, on which many a forward branches. So tensors with and
+without values meet in one operation, which torch refuses and `Weightless` allows; the result has no values.
+
+Memory is counted as an allocator on a GPU sees it: each new storage from the operation that makes it until nobody holds
+it. Views and in-place operations make none, and attention is a fused kernel that makes its output alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..arch.modules import unwrapped
+from ..other_libraries import compute_dtype
+from .shadow import Copier
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_ROUNDING = 512
+"""Allocations take multiples of this, as in torch's allocator for GPUs."""
+_MOST_VALUES = 2**16
+"""A tensor with more elements loses its values: only small ones say how a forward goes on."""
+
+
+def weightless(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of the same form without values."""
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+
+
+def with_few_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU of a small tensor; any other without values."""
+    if tensor.is_meta or tensor.numel() > _MOST_VALUES or tensor.is_nested:
+        return weightless(tensor)
+    return tensor.detach().to("cpu", copy=True)
+
+
+class WeightlessCopier(Copier):
+    """Makes shadows that share no tensor with their modules, and whose weights are on the meta device."""
+
+    def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
+        super()._fill(shadow, module)
+        shadow._forward_pre_hooks.clear()  # They would bring weights.
+        dtype = compute_dtype(module)
+        for name, parameter in shadow._parameters.items():
+            if parameter is not None:
+                bare = weightless(parameter, dtype if parameter.is_floating_point() else None)
+                shadow._parameters[name] = torch.nn.Parameter(bare, requires_grad=False)
+
+    def _copied(self, value: Any, levels: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return weightless(value) if isinstance(value, torch.nn.Parameter) else with_few_values(value)
+        return super()._copied(value, levels)
+
+
+def weightless_twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A module's shadow without weights, to be called inside `Weightless`."""
+    return WeightlessCopier({}).copy(unwrapped(module))
+
+
+class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, tensors with and without values may meet, and the memory of what is made is counted."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+        """Bytes of what was made inside and is still held."""
+        self.peak_bytes = 0
+        """The most of it since this was last set."""
+        self._is_paused = False
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._fused = _Fused()
+
+    def __enter__(self) -> Weightless:
+        self._fused.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._fused.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, operations are as usual, and what they make is not counted."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        given = list(_tensors((*args, *kwargs.values())))
+        output = _run(func, args, kwargs, given)
+        known = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
+        for tensor in _tensors(output if isinstance(output, (list, tuple)) else (output,)):
+            if _has_storage(tensor) and tensor.untyped_storage()._cdata not in known:
+                self._count(tensor.untyped_storage())
+        return output
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, -(-storage.nbytes() // _ROUNDING) * _ROUNDING
+        if key in self._storages:
+            return
+
+        def free(_: Any) -> None:
+            del self._storages[key]
+            self.num_bytes -= num_bytes
+
+        self._storages[key] = weakref.ref(storage, free)
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or outputs."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _run(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+    """An operation, on whichever device its values are: the devices that a forward names are not real."""
+    if kwargs.get("device") == _META:
+        return func(*args, **kwargs)
+    if not given:
+        form = func(*args, **kwargs | {"device": _META}) if "device" in kwargs else None
+        return form if form is not None and form.numel() > _MOST_VALUES else func(*args, **kwargs)
+    if func is torch.ops.higher_order.flex_attention:
+        query, key, value, *_ = args
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return _attend(query, key, value), sums, torch.empty_like(sums)
+    has_values = [not tensor.is_meta for tensor in given]
+    if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+        return func(*args, **kwargs | {"device": _CPU if has_values[0] else _META})
+    if all(has_values) or not any(has_values):
+        return func(*args, **kwargs)
+    if func.overloadpacket._qualified_op_name.endswith("_"):  # In place: the form stays, and values are not known.
+        return args[0]
+    if func is torch.ops.aten.index.Tensor:
+        args = (args[0], _by_number(args[1]))
+    return func(*_moved(args), **{name: _moved(value) for name, value in kwargs.items()})
+
+
+def _by_number(indices: Iterable[Any]) -> list[Any]:
+    """Indices with known masks as numbers: how many elements they pick is in their values."""
+    found: list[Any] = []
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and not index.is_meta
+        found.extend(index.nonzero().unbind(-1) if is_mask else (index,))
+    return found
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta or not value.ndim else value.to("meta")
+    if isinstance(value, torch.device):
+        return _META
+    return type(value)(map(_moved, value)) if type(value) in (list, tuple) else value
+
+
+class _Fused(TorchFunctionMode):
+    """Makes the outputs of functions that are one kernel on a GPU, and many operations on the meta device.
+
+    To Python, all tensors are on the CPU: some of torch's own functions refuse other devices by name.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DEVICE and args[0].is_meta:
+            return _CPU
+        kernel = _FUSED.get(func)
+        if kernel is not None:
+            output = kernel(*args, **(kwargs or {}))
+            if output is not None:
+                return output
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | None:
+    if not query.is_meta or query.ndim < 3:
+        return None
+    *outer, heads, length = query.shape[:-1]  # Kernels write tokens first, so that joining heads copies nothing.
+    return query.new_empty(*outer, length, heads, value.shape[-1]).transpose(-2, -3)
+
+
+def _normalise(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | None:
+    return torch.empty_like(input) if input.is_meta else None
+
+
+_DEVICE = torch.Tensor.device.__get__
+_FUSED: dict[Any, Callable[..., torch.Tensor | None]] = {
+    functional.scaled_dot_product_attention: _attend,
+    functional.rms_norm: _normalise,
+    torch.rms_norm: _normalise,
+}
+
+
+@contextlib.contextmanager
+def running_weightless() -> Iterator[Weightless]:
+    """`Weightless` without gradients."""
+    with torch.no_grad(), Weightless() as mode:
+        yield mode

@@ -1,0 +1,155 @@
+"""A rehearsal sees the calls of a real run, and leaves the pipeline alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines import PIPELINES, TinyPipeline
+from samovar import tree
+from samovar.arch.skeleton import read_pipeline
+from samovar.builtin import BUILTIN_MODELS
+from samovar.errors import SettingError
+from samovar.trace.rehearse import CallForm, Rehearsal, RequestSize, rehearse
+
+every = pytest.mark.parametrize("tiny", PIPELINES.values(), ids=PIPELINES)
+
+
+def size_of(tiny: TinyPipeline) -> RequestSize:
+    return RequestSize(*(tiny.settings.get(name) for name in ("height", "width", "num_frames")))
+
+
+def rehearsed(tiny: TinyPipeline, pipe: Any, **settings: Any) -> Rehearsal:
+    arguments = tiny.arguments(pipe, tiny.settings | settings) | {"num_inference_steps": 2}
+    return rehearse(pipe, size_of(tiny), **{k: v for k, v in arguments.items() if k not in ("height", "width")})
+
+
+def real_calls(tiny: TinyPipeline, pipe: Any) -> dict[str, CallForm]:
+    calls: dict[str, CallForm] = {}
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+    def note(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(name, CallForm(args, kwargs))
+
+        return hook
+
+    handles = [part.register_forward_pre_hook(note(name), with_kwargs=True) for name, part in parts.items()]
+    tiny.run(pipe, steps=2, output_type="pt")
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def form(call: CallForm) -> Any:
+    return tree.signature(tree.without_data((tuple(call.args), dict(call.kwargs))))
+
+
+@every
+def test_the_calls_are_those_of_a_real_run(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    rehearsal, real = rehearsed(tiny, pipe), real_calls(tiny, pipe)
+    assert rehearsal.problem is None
+    assert {name: form(call) for name, call in rehearsal.calls.items()} == {n: form(call) for n, call in real.items()}
+    assert {*rehearsal.peaks} == {n for n, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    assert set(tiny.denoisers) <= set(rehearsal.calls)
+
+
+@every
+def test_what_a_forward_may_branch_on_has_the_values_of_a_real_run(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    rehearsal, real = rehearsed(tiny, pipe), real_calls(tiny, pipe)
+    name = tiny.denoisers[0]
+    seen, same = (dict(tree.leaves((tuple(c.args), dict(c.kwargs)))) for c in (rehearsal.calls[name], real[name]))
+    known = {path for path, value in seen.items() if isinstance(value, torch.Tensor) and not value.is_meta}
+    assert any(torch.equal(seen[path], same[path]) for path in known if seen[path].ndim <= 1), "the timestep"
+    ids = [path for path, value in same.items() if isinstance(value, torch.Tensor) and not value.is_floating_point()]
+    assert all(torch.equal(seen[path], same[path]) for path in ids)
+
+
+@every
+def test_the_pipeline_is_left_alone(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    before = tiny.run(pipe)
+    state, config, entries = torch.get_rng_state(), dict(pipe.config), dict(vars(pipe))
+    scheduler = copy.deepcopy(vars(pipe.scheduler))
+    dictionaries = {name: [dict(vars(module)) for module in part.modules()] for name, part in parts.items()}
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for part in parts.values() for m in part.modules()]
+    versions = [t._version for part in parts.values() for t in (*part.parameters(), *part.buffers())]
+    rehearsed(tiny, pipe)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(vars(pipe)[name] is value for name, value in entries.items())
+    assert len(vars(pipe)) == len(entries)
+    assert dict(pipe.config) == config
+    assert tree.equal(vars(pipe.scheduler), scheduler)
+    for name, part in parts.items():
+        for module, entry in zip(part.modules(), dictionaries[name], strict=True):
+            assert vars(module).keys() == entry.keys()
+            assert all(vars(module)[key] is value for key, value in entry.items())
+    assert hooks == [len(m._forward_pre_hooks) + len(m._forward_hooks) for p in parts.values() for m in p.modules()]
+    assert versions == [t._version for part in parts.values() for t in (*part.parameters(), *part.buffers())]
+    assert torch.equal(tiny.run(pipe), before)
+
+
+def test_a_folder_is_rehearsed_like_the_loaded_pipeline() -> None:
+    from diffusers import DiffusionPipeline
+
+    folder = BUILTIN_MODELS["emoji"]
+    loaded = DiffusionPipeline.from_pretrained(folder).to(torch.float16)
+    size = RequestSize(64, 96, batch=2)
+    read, real = rehearse(read_pipeline(str(folder)), size), rehearse(loaded, size)
+    assert read.problem is None
+    assert {name: form(call) for name, call in read.calls.items()} == {n: form(c) for n, c in real.calls.items()}
+    assert read.peaks == real.peaks
+    hidden = read.calls["transformer"].kwargs["hidden_states"]
+    assert hidden.shape[0] == 2
+
+
+def test_more_pixels_frames_and_images_need_more() -> None:
+    ltx = PIPELINES["ltx"].build(0)
+    needs = [
+        rehearse(ltx, RequestSize(*size)).peaks
+        for size in ((64, 64, 9), (128, 64, 9), (64, 128, 9), (64, 64, 17), (64, 64, 9, 2))
+    ]
+    for name in ("transformer", "vae"):
+        assert all(more[name] > needs[0][name] for more in needs[1:]), name
+
+
+@pytest.mark.parametrize(
+    ("size", "param"),
+    [({"height": 0}, "height"), ({"width": -8}, "width"), ({"frames": 1.5}, "frames"), ({"batch": True}, "batch")],
+)
+def test_sizes_that_are_none_are_refused(size: dict[str, Any], param: str) -> None:
+    with pytest.raises(SettingError, match="whole number of at least 1") as caught:
+        RequestSize(**size)
+    assert caught.value.param == param
+
+
+def test_frames_of_an_image_model_are_refused() -> None:
+    with pytest.raises(SettingError, match="frames=9 means nothing to FluxPipeline, which takes no num_frames"):
+        rehearse(PIPELINES["flux"].build(0), RequestSize(frames=9))
+
+
+def test_a_size_that_the_pipeline_refuses_is_refused_in_its_words() -> None:
+    with pytest.raises(SettingError, match=r"SD3|StableDiffusion3Pipeline does not take .*divisible by"):
+        rehearse(PIPELINES["sd3"].build(0), RequestSize(height=17, width=16))
+
+
+def test_a_component_that_fails_is_said_to_and_the_others_are_known() -> None:
+    pipe = PIPELINES["flux"].build(0)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    pipe.vae.decoder.forward = fail
+    found = rehearse(pipe, RequestSize(16, 24))
+    assert found.problem == "RuntimeError: no such luck"
+    assert {*found.peaks} == {"text_encoder", "text_encoder_2", "transformer"}
+
+
+def test_a_lone_model_is_not_a_pipeline() -> None:
+    assert rehearse(PIPELINES["flux"].build(0).transformer).problem == "FluxTransformer2DModel is not a pipeline"
