@@ -151,7 +151,7 @@ class Offloaded(Handle, PipelineHook):
     def _follow(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         self._undo_plan()
         try:
-            self._host.follow(tiers, self.config.spill_folder)
+            self._host.follow(tiers, self.config.spill_folder, shares=bool(self.config.share))
             for name, component in self._components.items():
                 component.follow(plan.component(name), tiers)
             self._install(plan, tiers)

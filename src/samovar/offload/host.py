@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -21,11 +22,12 @@ from typing import Any
 
 import torch
 
+from .shared import shared_copy
 from .sizes import format_bytes
 from .spill import spill
 from .staging import Stage
 from .tiers import BOUNCE_BUFFERS, PINNABLE, Tier, TierPlan
-from .truth import READERS, Bounced, Files, ModelFile, Truth, disk_speed
+from .truth import READERS, Bounced, Files, ModelFile, Truth, can_watch, disk_speed
 from .weights import LEAST_PIECE, LINE, Piece, Span, spans_of
 
 _PAGE = mmap.PAGESIZE
@@ -69,6 +71,8 @@ class HostMemory:
         self._untrimmed_bytes = 0
         self.spill_folder: str | Path | None = None
         """Where weights that are over the budget and in no file are written to."""
+        self.shares = False
+        """Whether copies of what is in files are shared with other processes."""
         self._buffers: list[torch.Tensor] = []
         self._buffer_bytes = 0
         self._files = Files()
@@ -98,7 +102,7 @@ class HostMemory:
             return [Bounced(_length(piece), tuple(parts)) for piece, parts in zip(pieces, truths, strict=True)]
         for (num_bytes, _, spans), parts in zip(pieces, truths, strict=True):
             span = spans[0][0]
-            if pinned and all(truth.is_clean() for _, truth in parts):
+            if pinned and can_watch(os.getpid()) and all(truth.is_clean() for _, truth in parts):
                 sources.append(self._derive(parts))
             elif span.num_bytes < LEAST_PIECE:
                 memory = new_chunk(num_bytes)[:num_bytes]
@@ -123,14 +127,24 @@ class HostMemory:
         known = self._copies.get(key)
         if known is not None:
             return _whole(known)[:num_bytes]
-        memory = new_chunk(num_bytes)[:num_bytes]
-        with ThreadPoolExecutor(READERS) as threads:
-            Bounced(num_bytes, tuple(parts)).read(0, memory, threads)
+        copied = sum(truth.num_bytes for _, truth in parts)
+
+        def fill(memory: torch.Tensor) -> None:
+            with ThreadPoolExecutor(READERS) as threads:
+                Bounced(num_bytes, tuple(parts)).read(0, memory, threads)
+            self._stage.stats.copied_bytes += copied
+
+        shared = shared_copy(parts, num_bytes, fill) if self.shares and num_bytes else None
+        memory = new_chunk(num_bytes) if shared is None else _whole(shared)
+        if shared is not None:
+            _chunks[memory.data_ptr()] = shared
+            self._stage.stats.shared_bytes += copied
+        else:
+            fill(memory[:num_bytes])
         if num_bytes:
             chunk = self._copies[key] = _chunks[memory.data_ptr()]
             self._derived[chunk] = [truth for _, truth in parts]
-        self._stage.stats.copied_bytes += sum(truth.num_bytes for _, truth in parts)
-        return memory
+        return memory[:num_bytes]
 
     def release(self, old: Iterable[torch.Tensor | Bounced], used: Iterable[torch.Tensor | Bounced]) -> None:
         """Unpin the chunks that a group no longer uses."""
@@ -179,9 +193,9 @@ class HostMemory:
         file = max(self._files, key=lambda file: file.stat.st_size, default=None)
         return None if file is None else disk_speed(file)
 
-    def follow(self, tiers: TierPlan, spill_folder: str | Path | None) -> None:
+    def follow(self, tiers: TierPlan, spill_folder: str | Path | None, *, shares: bool) -> None:
         """Provide the buffers that what is not pinned passes through."""
-        self.spill_folder = spill_folder
+        self.spill_folder, self.shares = spill_folder, shares
         num_bytes = tiers.buffer_bytes
         if num_bytes == self._buffer_bytes:
             return

@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 import re
+import struct
 import sys
 import tempfile
 import time
@@ -33,6 +34,11 @@ _SLICE = 2**23
 """Bytes that one thread reads at a time."""
 READERS = 4
 _PROBE_BYTES = 2**28
+_CLEAN = bytes(bits for bits in range(256) if not bits & 0x40 and (not bits & 0x80 or bits & 0x20))
+"""The highest byte of a page's entry in the page table, if the page was not written to. Bit 7: it is in memory; 6: it
+is swapped out; 5: it is a page of the file."""
+_SCAN, _FILE, _PRESENT, _SWAPPED = 0xC0606610, 4, 8, 16
+"""PAGEMAP_SCAN, and its kinds of pages."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r..p ([0-9a-f]+) (\S+ \d+) +(/.*)")
 
 
@@ -236,21 +242,37 @@ def _pagemap(pid: int) -> int:
     return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _any_written(pagemap: int, address: int, num_bytes: int) -> bool:
+def _any_written(pagemap: int, address: int, num_bytes: int, *, quickly: bool | None = None) -> bool:
     first, last = address // _PAGE, (address + num_bytes - 1) // _PAGE
+    if can_watch(os.getpid()) if quickly is None else quickly:
+        import fcntl
+
+        found = ctypes.create_string_buffer(24)
+        wanted = (_FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT)  # Not of the file, and in memory or swapped out.
+        start, end, place = first * _PAGE, (last + 1) * _PAGE, ctypes.addressof(found)
+        return bool(
+            fcntl.ioctl(pagemap, _SCAN, bytearray(struct.pack("12Q", 96, 0, start, end, 0, place, 1, 1, *wanted)))
+        )
     entries = bytearray(8 * (last - first + 1))
     if os.preadv(pagemap, [entries], 8 * first) != len(entries):
         return True
-    bits = torch.frombuffer(entries, dtype=torch.int64)
-    # Bit 63: in memory; 62: swapped out; 61: a page of the file. What was written to is in memory or in swap, and is
-    # not a page of the file.
-    is_anonymous = (bits < 0) & ((bits >> 61) & 1 == 0)
-    return bool((is_anonymous | ((bits >> 62) & 1 == 1)).any())
+    return bool(entries[7::8].translate(None, _CLEAN))
 
 
 @functools.cache
 def can_see_writes(pid: int) -> bool:
-    """Whether the kernel tells which pages were written to: tried on a file of two pages."""
+    """Whether the kernel tells which pages were written to."""
+    return _is_right(pid, quickly=False)
+
+
+@functools.cache
+def can_watch(pid: int) -> bool:
+    """Whether it tells so in microseconds (Linux 6.7), so that one can ask before each use."""
+    return _is_right(pid, quickly=True)
+
+
+def _is_right(pid: int, *, quickly: bool) -> bool:
+    """Tried on a file of two pages."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -261,9 +283,9 @@ def can_see_writes(pid: int) -> bool:
             with mmap.mmap(file.fileno(), 2 * _PAGE, access=mmap.ACCESS_COPY) as memory:
                 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
                 touched = memory[0] + memory[_PAGE]
-                before = _any_written(pagemap, address, 2 * _PAGE)
+                before = _any_written(pagemap, address, 2 * _PAGE, quickly=quickly)
                 memory[_PAGE] = touched % 256
-                after = [_any_written(pagemap, address + at, _PAGE) for at in (0, _PAGE)]
+                after = [_any_written(pagemap, address + at, _PAGE, quickly=quickly) for at in (0, _PAGE)]
     except (OSError, BufferError, ValueError):
         return False
     return [before, *after] == [False, False, True]
