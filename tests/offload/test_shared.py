@@ -108,19 +108,30 @@ def test_what_a_killed_process_left_is_removed_by_the_next(start: Callable[..., 
         file.write_bytes(file.read_bytes()[::-1])  # So that its use would show.
     last = start()
     assert last.answer()["bits"] == bits
-    last.end()
+    for file in copies(tmp_path):
+        file.unlink()  # Somebody cleans up while it is in use.
+    alone = start()
+    assert (alone_answer := alone.answer())["bits"] == bits
+    assert alone_answer["shared"] == 0
+    for sharer in (last, alone):
+        sharer.end()
     assert not copies(tmp_path)
 
 
-def test_a_process_that_dies_while_it_builds_is_replaced(start: Callable[..., Sharer], tmp_path: Path) -> None:
+def test_a_process_that_dies_while_it_builds_is_replaced(
+    start: Callable[..., Sharer], folder: Path, tmp_path: Path
+) -> None:
+    reference = Sharer(folder, tmp_path / "nowhere")
+    expected = reference.answer()["bits"]
+    reference.end()
     dying = start("dies")
     assert dying.answer() == "dying"
     waiting = [start(), start()]
     dying.tell("now")
-    bits = {sharer.answer()["bits"] for sharer in waiting}
-    after = start()
-    assert {after.answer()["bits"]} == bits
-    for sharer in (*waiting, after):
+    answers = [sharer.answer() for sharer in waiting]
+    assert [answer["bits"] for answer in answers] == [expected] * 2
+    assert answers[0]["shared"] == answers[1]["shared"] > 0
+    for sharer in waiting:
         sharer.end()
     assert not copies(tmp_path)
 

@@ -30,6 +30,7 @@ from .truth import Truth
 FOLDER = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE
 _MARK = b"samovar, complete\n"
+_TRIES = 100
 _here: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
 """The copies that this process uses, by name."""
 _users: Counter[str] = Counter()
@@ -75,7 +76,7 @@ def _joined(name: str, print_: bytes, num_bytes: int, fill: Callable[[torch.Tens
     """Map the copy of that name with a shared lock on it, and build it first if nobody has."""
     end = _MARK + print_
     size = -(-num_bytes // _PAGE) * _PAGE + _PAGE
-    while True:
+    for _ in range(_TRIES):
         is_alone = _lock(name, exclusive=True)
         if not is_alone:
             _lock(name, exclusive=False)  # Waits while another process builds it.
@@ -97,6 +98,7 @@ def _joined(name: str, print_: bytes, num_bytes: int, fill: Callable[[torch.Tens
                 os.close(descriptor)
                 return memory
         time.sleep(random.uniform(0.001, 0.01))  # Its builder died. Whoever comes back first builds it.
+    raise TimeoutError(f"{name} was removed while somebody uses it.")
 
 
 def _opened(name: str) -> int:
