@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -19,23 +19,31 @@ from samovar.offload import coding
 from samovar.offload.coding import Coded, decode_into, encode
 
 MEGABYTES = (19, 75, 94, 113)
-VARIANTS = {f"{rows} rows, {warps} warps{', no asm' if not asm else ''}": {"rows": rows, "warps": warps, "asm": asm}
-            for rows, warps, asm in ((128, 4, True), (256, 8, True), (512, 16, True), (256, 4, True), (512, 8, True),
-                                     (256, 8, False))}  # fmt: skip
+VARIANTS = {
+    f"{rows} rows, {warps} warps{'' if asm else ', no asm'}": {"rows": rows, "warps": warps, "asm": asm}
+    for rows, warps, asm in (
+        (128, 2, True), (128, 4, True), (256, 2, True), (256, 4, True), (512, 4, True), (512, 8, True),
+        (1024, 8, True), (256, 4, False),
+    )
+}  # fmt: skip
+TOGETHER = 10
+"""Launches that are timed together, as they follow each other in a stream; each on other memory."""
 
 
-def milliseconds(call: Callable[[], object], times: int = 20) -> float:
-    """The median time of a call on the device."""
-    for _ in range(3):
+def milliseconds(calls: Sequence[Callable[[], object]], times: int = 20) -> float:
+    """The median time of a call on the device, of some that follow each other."""
+    for call in calls:
         call()
     taken = []
     for _ in range(times):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(2_000_000)  # The host is ahead when the first one starts.
         start.record()
-        call()
+        for call in calls:
+            call()
         end.record()
         end.synchronize()
-        taken.append(start.elapsed_time(end))
+        taken.append(start.elapsed_time(end) / len(calls))
     return sorted(taken)[times // 2]
 
 
@@ -86,7 +94,7 @@ def report_sizes(count: int, device: torch.device) -> None:
                 continue
             form, out = coded.form, torch.empty(words.numel() * 2, dtype=torch.uint8, device=device)
             decode = partial(decode_into, form, coded.data, out)
-            speed = form.raw_bytes / milliseconds(decode) / 1e6
+            speed = form.raw_bytes / milliseconds([decode] * TOGETHER) / 1e6
             same = same_bits(out, words)
             bits, share = form.num_bytes * 8 / count, form.num_bytes / form.raw_bytes
             escapes = form.num_escapes / count
@@ -100,30 +108,32 @@ def same_bits(out: torch.Tensor, words: torch.Tensor) -> str:
 def report_kernels(device: torch.device) -> None:
     from samovar.offload.decode_kernel import decode
 
-    print(f"\n{'GB/s of decoded weights':<26}" + "".join(f"{size:>9} MB" for size in MEGABYTES) + "   bits")
+    print(f"\n{'GB/s of decoded weights':<30}" + "".join(f"{size:>9} MB" for size in MEGABYTES) + "   bits")
     for dtype in (torch.bfloat16, torch.float16):
-        cases: list[tuple[torch.Tensor, Coded]] = []
+        cases: list[tuple[torch.Tensor, list[Coded], list[torch.Tensor]]] = []
         for size in MEGABYTES:
             words = weights("normal", size * 10**6 // 2, dtype, device)
             coded = encode(words)
             assert coded is not None
-            cases.append((words, coded))
+            copies = [Coded(coded.form, coded.data.clone()) for _ in range(TOGETHER)]
+            cases.append((words, copies, [torch.empty_like(words).view(torch.uint8) for _ in copies]))
         rows = {name: partial(decode, **options) for name, options in VARIANTS.items()}
-        rows["torch operations"] = coding._decode
-        for name, call in rows.items():
+        for name, call in {**rows, "torch operations": coding._decode}.items():
             speeds, same = [], set()
-            for words, coded in cases:
-                out = torch.empty(words.numel() * 2, dtype=torch.uint8, device=device)
-                speeds.append(out.numel() / milliseconds(partial(call, coded.form, coded.data, out)) / 1e6)
-                end = coded.form.coded_weights
-                same.add(same_bits(out[: end * 2], words[:end]))
-            print(f"{str(dtype)[6:] + ' ' + name:<26}" + "".join(f"{s:>12.0f}" for s in speeds), *same, flush=True)
-        copies = []
-        for words, _ in cases:
-            copies.append(words.numel() * 2 / milliseconds(partial(torch.empty_like(words).copy_, words)) / 1e6)
-        print(f"{'a plain copy':<26}" + "".join(f"{speed:>12.0f}" for speed in copies))
-    out = torch.empty(cases[0][0].numel() * 2, dtype=torch.uint8, device=device)
-    launch = partial(decode_into, cases[0][1].form, cases[0][1].data, out)
+            for words, copies, outs in cases:
+                pairs = list(zip(copies, outs, strict=True))[: 1 if call is coding._decode else TOGETHER]
+                calls = [partial(call, copy.form, copy.data, out) for copy, out in pairs]
+                speeds.append(words.numel() * 2 / milliseconds(calls) / 1e6)
+                end = copies[0].form.coded_weights
+                same |= {same_bits(out[: end * 2], words[:end]) for _, out in pairs}
+            print(f"{str(dtype)[6:] + ' ' + name:<30}" + "".join(f"{s:>12.0f}" for s in speeds), *same, flush=True)
+        speeds = []
+        for words, _, outs in cases:
+            calls = [partial(out.copy_, words.view(torch.uint8)) for out in outs]
+            speeds.append(words.numel() * 2 / milliseconds(calls) / 1e6)
+        print(f"{'a plain copy':<30}" + "".join(f"{speed:>12.0f}" for speed in speeds))
+    _, copies, outs = cases[0]
+    launch = partial(decode_into, copies[0].form, copies[0].data, outs[0])
     print(f"A call of decode_into takes {host_microseconds(launch):.0f} microseconds of the host.")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import samovar
 from docs.generate import code, diagrams, pages, plots, tables
-from pipelines import PIPELINES
+from pipelines import PIPELINES, text
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
 from samovar.cache import EXTRACTOR_REGISTRY
@@ -221,7 +221,7 @@ def test_what_is_said_about_cards_is_what_the_planner_says(
 
 @pytest.fixture
 def flux_folder(tmp_path: Path) -> Path:
-    """The configuration of FLUX.1 at full size, without weights."""
+    """The configuration of FLUX.1 at full size, without weights, and with tokenizers of few words."""
     t5 = {
         "architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64,
         "num_heads": 64, "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "dtype": "bfloat16",
@@ -234,6 +234,7 @@ def flux_folder(tmp_path: Path) -> Path:
         "_class_name": "AutoencoderKL", "block_out_channels": [128, 256, 512, 512], "latent_channels": 16,
         "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
         "layers_per_block": 2, "use_quant_conv": False, "use_post_quant_conv": False,
+        "scaling_factor": 0.3611, "shift_factor": 0.1159,
     }  # fmt: skip
     parts = {
         "text_encoder": ("transformers", "CLIPTextModel", clip),
@@ -244,7 +245,15 @@ def flux_folder(tmp_path: Path) -> Path:
     for name, (_, cls, config) in parts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"_class_name": cls, **config}))
-    index = {"_class_name": "FluxPipeline", "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
+    diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
+    text.clip_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    text.t5_tokenizer().save_pretrained(tmp_path / "tokenizer_2")
+    index: dict[str, Any] = {
+        "_class_name": "FluxPipeline",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "tokenizer_2": ["transformers", "T5TokenizerFast"],
+    }
     index |= {name: [library, cls] for name, (library, cls, _) in parts.items()}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     return tmp_path

@@ -77,7 +77,38 @@ def test_a_hub_name_is_read_without_its_weights(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert cli.main(["inspect", "--model", "somebody/some-model"]) == 0
     assert capsys.readouterr().out.startswith("FluxPipeline")
-    assert asked["allow_patterns"] == ["model_index.json", "config.json", "*/config.json"]
+    kept = {str(file.relative_to(tmp_path)) for file in _asked_for(tmp_path, asked)}
+    left = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()} - kept
+    assert {"model_index.json", "vae/config.json", "scheduler/scheduler_config.json"} <= kept
+    assert {"tokenizer/tokenizer.json", "tokenizer_2/tokenizer.json"} <= kept
+    assert left
+    assert all(file.endswith(".safetensors") for file in left)
+
+
+def test_a_hub_name_has_what_its_activations_are_counted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path / "all")
+
+    def download(name: str, **how: Any) -> str:
+        for file in _asked_for(tmp_path / "all", how):
+            copied = tmp_path / "here" / file.relative_to(tmp_path / "all")
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.write_bytes(file.read_bytes())
+        return str(tmp_path / "here")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert cli.main(["plan", "somebody/some-model", "--gpu-memory", "64MiB", "--height", "16", "--width", "24"]) == 0
+    assert "Note: activations are those of 24 x 16 pixels" in capsys.readouterr().out
+
+
+def _asked_for(folder: Path, how: dict[str, Any]) -> list[Path]:
+    """The files that the hub would send."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    patterns = {name: how.get(name) for name in ("allow_patterns", "ignore_patterns")}
+    return [folder / name for name in filter_repo_objects(names, **patterns)]
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -89,7 +120,10 @@ def test_a_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split()[:4] == ["transformer", "FluxTransformer2DModel", "22.15", "GiB"]
     assert "of 57 blocks stream" in lines[1]
     assert lines[3].startswith("Expected peak: 11.")
-    assert lines[4] == "Note: activations are assumed to be 1.00 GiB per component."
+    assert (
+        lines[4]
+        == "Note: activations are those of 1024 x 1024 pixels (if a latent covers 8 x 8), and 10% and 32 MiB to spare."
+    )
     assert lines[5] == "Host memory: 22.15 GiB."
 
 
@@ -111,6 +145,10 @@ def test_the_built_in_model_fits_nearly_anywhere(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "everything fits, nothing is offloaded" in text
     assert "assumed" not in text
+    assert cli.main(["plan", "emoji", "--gpu-memory", "64MiB"]) == 0
+    assert "Note: activations are those of 128 x 128 pixels" in capsys.readouterr().out
+    assert cli.main(["plan", "emoji", "--gpu-memory", "64MiB", "--height", "512", "--width", "512"]) == 2
+    assert "of activations" in capsys.readouterr().err
     assert cli.main(["plan", "emoji", "--mode", "model"]) == 0
     assert "is loaded when it is called" in capsys.readouterr().out
 
@@ -128,6 +166,9 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["FluxTransformer2DModel", "--gpu-memory", "1GiB"], "is not enough: at least"),
+        (["emoji", "--gpu-memory", "1GiB", "--height", "0"], "--height 0; expected a whole number of at least 1"),
+        (["emoji", "--gpu-memory", "1GiB", "--frames", "9"], "--frames 9 means nothing to FluxPipeline"),
+        (["emoji", "--gpu-memory", "1GiB", "--height", "130"], "FluxPipeline makes --height 128 of --height 130"),
         (["emoji"], "--gpu-memory"),
         (["emoji", "--gpu-memory", "much"], "'much' is not a size"),
         (["emoji", "--mode", "layrwise"], "Did you mean 'layerwise'?"),

@@ -19,6 +19,8 @@ from samovar.offload import OffloadConfig, Timing
         ({"gpu_memory": "12"}, "gpu_memory", "gpu_memory='12' is not a size"),
         ({"host_memory": -1}, "host_memory", "host_memory=-1"),
         ({"activations": {"vae": "much"}}, "activations", "activations='much'"),
+        ({"height": 0}, "height", "height=0; expected a whole number of at least 1"),
+        ({"batch": 1.5}, "batch", "batch=1.5; expected a whole number of at least 1"),
         ({"device": "gpu"}, "device", "device='gpu' is not a device"),
         ({"device": "xpu"}, "device", "device='xpu' cannot be used for offload"),
         ({"skipped": 1.0}, "skipped", "skipped=1.0; expected a fraction from 0 to below 1"),

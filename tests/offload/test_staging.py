@@ -22,7 +22,7 @@ def test_a_view_has_the_type_shape_and_strides_of_another(dtype: torch.dtype, in
     like = torch.ones(3, 4).to(dtype).t()
     with torch.inference_mode(inference):
         buffer = HostStage().allocate(4 * ALIGNMENT)
-        view = buffer.view(like, ALIGNMENT)
+    view = buffer.view(like, ALIGNMENT)
     assert (view.dtype, view.shape, view.stride()) == (like.dtype, like.shape, like.stride())
     assert view.data_ptr() == buffer.flat.data_ptr() + ALIGNMENT
     assert buffer.flat.data_ptr() % ALIGNMENT == 0

@@ -98,23 +98,23 @@ def blocks(count: int, size: int, seconds: float, pieces: int = 4) -> list[Block
 def test_bound_by_the_bus() -> None:
     stack = blocks(10, 100, 0.4)
     everything = {block.path for block in stack}
-    assert pass_seconds(stack, everything, 200, 100.0) == pytest.approx(10.0)
+    assert pass_seconds(stack, everything, 200, Timing(100.0)) == pytest.approx(10.0)
     # Half a block more than one is enough: that is what crosses the bus while a block computes.
-    assert pass_seconds(stack, everything, 150, 100.0) == pytest.approx(10.0)
+    assert pass_seconds(stack, everything, 150, Timing(100.0)) == pytest.approx(10.0)
     # Without room for the next, copies and computing take turns.
-    assert pass_seconds(blocks(10, 100, 0.4, pieces=1), everything, 100, 100.0) == pytest.approx(14.0)
+    assert pass_seconds(blocks(10, 100, 0.4, pieces=1), everything, 100, Timing(100.0)) == pytest.approx(14.0)
 
 
 def test_bound_by_computing() -> None:
     stack = blocks(10, 100, 2.0)
-    assert pass_seconds(stack, {block.path for block in stack}, 200, 100.0) == pytest.approx(20.0)
+    assert pass_seconds(stack, {block.path for block in stack}, 200, Timing(100.0)) == pytest.approx(20.0)
 
 
 def test_a_copy_hides_behind_blocks_that_stay() -> None:
     stack = blocks(10, 100, 0.5)
-    assert pass_seconds(stack, {"0", "2", "4", "6", "8"}, 150, 100.0) == pytest.approx(5.0)
-    assert pass_seconds(stack, {"0", "1", "2", "3", "4"}, 150, 100.0) > 6.0
+    assert pass_seconds(stack, {"0", "2", "4", "6", "8"}, 150, Timing(100.0)) == pytest.approx(5.0)
+    assert pass_seconds(stack, {"0", "1", "2", "3", "4"}, 150, Timing(100.0)) > 6.0
 
 
 def test_what_comes_before_the_blocks_counts() -> None:
-    assert pass_seconds(blocks(2, 100, 1.0), set(), 0, 100.0, rest_s=0.5) == pytest.approx(2.5)
+    assert pass_seconds(blocks(2, 100, 1.0), set(), 0, Timing(100.0), rest_s=0.5) == pytest.approx(2.5)

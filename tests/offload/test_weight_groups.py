@@ -135,6 +135,24 @@ def test_resident_weights_are_on_the_device_alone() -> None:
     assert stage.stats.held_bytes == 0
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_nothing_becomes_an_inference_tensor_on_the_way(is_streamed: bool) -> None:
+    module, stage = Odd(), HostStage()
+    group = group_of(module, stage)
+    with torch.inference_mode():
+        group.prepare()
+        assert not any(tensor.is_inference() for tensor in tensors_of(module))
+        if is_streamed:
+            group.use_device([sum(group.pieces[:piece]) for piece in range(2)], stage.allocate(sum(group.pieces)))
+        else:
+            group.load()
+        assert all(map(stage.is_here, tensors_of(module)))
+        assert not any(tensor.is_inference() for tensor in tensors_of(module))
+        group.use_host()
+        group.unload(keep_changes=True)
+    assert not any(tensor.is_inference() for tensor in tensors_of(module))
+
+
 def test_out_of_memory_leaves_it_off() -> None:
     module, stage = Odd(), HostStage(capacity=1000)
     before = content(module)

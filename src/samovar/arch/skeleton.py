@@ -146,12 +146,12 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     return str(index.get("_class_name", "unknown")), parts
 
 
-def read_pipeline(source: str) -> Any:
-    """The pipeline of a folder with its components on the meta device; ModelError if it cannot be built."""
+def build_pipeline(source: str, parts: Parts) -> Any:
+    """The pipeline of a folder with these components; None if the source is no folder of a pipeline. ModelError if the
+    pipeline cannot be built."""
     folder = Path(source).expanduser()
     if not (folder / "model_index.json").is_file():
-        raise ModelError(f"{source!r} is not a folder with a whole pipeline: it has no model_index.json.")
-    name, parts = _read_pipeline_folder(folder)
+        return None
     index = read_json(folder / "model_index.json")
     values: dict[str, Any] = {key: value for key, value in index.items() if not key.startswith("_")}
     for key, entry in values.items():
@@ -160,9 +160,9 @@ def read_pipeline(source: str) -> Any:
         elif isinstance(entry, list) and len(entry) == 2:
             values[key] = None if entry[0] is None else _read_helper(folder, key, *entry)
     try:
-        return _diffusers_class(name)(**values)
+        return _diffusers_class(str(index.get("_class_name")))(**values)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{name} could not be built from {folder}: {error}") from error
+        raise ModelError(f"{index.get('_class_name')} could not be built from {folder}: {error}") from error
 
 
 def _read_helper(folder: Path, name: str, library: str, class_name: str) -> Any:

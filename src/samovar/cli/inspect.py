@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))
+_REQUEST = {
+    "height": "pixels of the largest request",
+    "width": "likewise",
+    "frames": "likewise, of a video",
+    "batch": "images or videos in a request",
+}
+_CONFIG_FILES = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
+"""What a pipeline is built from without weights: its configuration, schedulers, tokenizers and processors."""
+_WEIGHT_FILES = ["*.index.json", "*/*.index.json", "*/*/*"]
 _MODEL = "a built-in model, a folder in diffusers format, a hub name, or a class of diffusers"
 
 
@@ -36,6 +46,10 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="likewise for weights in host memory; more is on disk")
     parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
+    for name, what in _REQUEST.items():
+        parser.add_argument(f"--{name}", metavar="N", type=int, help=f"{what} (the model's default)")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="as which the weights are loaded (as they are stored)")
     parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
@@ -49,20 +63,39 @@ def _plan(options: argparse.Namespace) -> int:
     examples:
       samovar plan FluxTransformer2DModel --gpu-memory 12GiB
       samovar plan QwenImageTransformer2DModel --gpu-memory 12GiB --host-memory 16GiB
+      samovar plan ./my-model --gpu-memory 24GiB --height 720 --width 1280 --frames 81
       samovar plan ./my-model --mode layerwise --json
     """
     with Status("reading the model"):
-        from ..offload import OffloadConfig, parse_bytes, plan_offload, plan_tiers, read_sizes, uses_of
+        import torch
 
-        config = OffloadConfig(options.mode, **arguments.given(options, ("gpu_memory", "host_memory", "activations")))
-        sizes = read_sizes(_find_config(options))
-        plan = plan_offload(sizes, config)
+        from ..offload import OffloadConfig, parse_bytes, plan_offload, plan_tiers, read_parts, sizes_of, uses_of
+        from ..trace.activations import read_activations
+        from ..trace.rehearse import RequestSize
+
+        given = arguments.given(options, ("gpu_memory", "host_memory", "activations", *_REQUEST))
+        config = OffloadConfig(options.mode, **given)
+        source = _find_config(options)
+        size = RequestSize(**_default_size(source) | {name: given[name] for name in _REQUEST if name in given})
+        parts = read_parts(source, getattr(torch, options.dtype) if options.dtype else None)
+        seen = read_activations(source, parts, size)
+        sizes = sizes_of(parts, seen.calls)
+        is_counted = config.gpu_memory is not None and config.activations is None
+        plan = plan_offload(sizes, config, seen if is_counted else None)
         tiers = plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory"))
     if options.json:
         print(json.dumps(plan.to_dict() | {"host": tiers.to_dict()}, indent=2))
     else:
         print(plan, *[tiers] * plan.offloads_anything, sep="\n")
     return 0
+
+
+def _default_size(source: str) -> dict[str, int]:
+    """The size that comes with a model, if one does."""
+    from ..engine.request import read_defaults
+
+    defaults = read_defaults(Path(source).expanduser())
+    return {name: value for name in ("height", "width") if (value := getattr(defaults, name)) is not None}
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -108,7 +141,7 @@ def _download_config(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(name, allow_patterns=["model_index.json", "config.json", "*/config.json"]))
+        return str(snapshot_download(name, allow_patterns=_CONFIG_FILES, ignore_patterns=_WEIGHT_FILES))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"The configuration of {name!r} is not in the local cache and could not be downloaded: "

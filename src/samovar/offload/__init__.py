@@ -1,11 +1,12 @@
 """Where do the weights live? On the device, taking turns, or streaming block by block, within a budget."""
 
+from .ahead import sizes_of
 from .apply import Offloaded, apply_offload, prepare_offload
 from .config import OffloadConfig
 from .measure import Measured
 from .planner import ComponentPlan, OffloadPlan, plan_offload
 from .ring import OffloadStats
-from .sizes import BlockSize, ComponentSize, format_bytes, parse_bytes, read_sizes
+from .sizes import BlockSize, ComponentSize, format_bytes, parse_bytes, read_parts, read_sizes
 from .staging import HostStage, Stage
 from .streaming import Timing
 from .tiers import HostSpeeds, TierPlan, WeightUse, plan_tiers, uses_of
@@ -31,6 +32,8 @@ __all__ = [
     "plan_offload",
     "plan_tiers",
     "prepare_offload",
+    "read_parts",
     "read_sizes",
+    "sizes_of",
     "uses_of",
 ]

@@ -9,7 +9,9 @@ import contextlib
 import copy
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from ..arch.devices import read_device
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
+from ..trace.activations import Activations, activations_of
+from ..trace.rehearse import RequestSize
+from .ahead import may_have_time_layers, with_time_layers
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory, host_limit
@@ -25,7 +30,7 @@ from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
 from .ring import OffloadStats
-from .sizes import Component, find_components, measure_components, parse_bytes
+from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
 from .streaming import Timing
 from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
@@ -67,17 +72,33 @@ class Offloaded(Handle, PipelineHook):
             check_movable(component.name, component.module)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
-        self._sizes = measure_components(components, in_phase=stage.keeps_phase)
+        self._sizes = self._measure(components)
         self._host = HostMemory(stage, None)
         self._lock = threading.RLock()
         """Held by the one thread that calls a component or changes where weights are."""
         self._components = {c.name: OffloadedComponent(c, stage, self._host, self._lock) for c in components}
         self._hooks = contextlib.ExitStack()
+        self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
-        self._not_tried = {c.name for c in components if c.role == "denoiser" and config.precompute is not False}
+        self.not_ahead: dict[str, str] = {}
+        """By component: which layers stay what they are though they see time alone, and why."""
+        is_wanted = config.precompute is not False
+        self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
         self.plan = self._plan_for(config)
+        if self._not_tried and (self.plan.offloads_anything or config.precompute):
+            self._find_layers(components)
+            self.plan = self._plan_for(config)
         self.tiers = self._tiers_for(config, self.plan)
+
+    def _find_layers(self, components: Sequence[Component]) -> None:
+        """Look for time-only layers in a run without weights."""
+        calls = self._rehearsed(self.config.size).calls
+        found, self.not_ahead = with_time_layers(components, calls)
+        self._not_tried -= set(calls)
+        for component in found:
+            self._components[component.name].whole = component
+        self._sizes = self._measure(found)
 
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
@@ -93,9 +114,14 @@ class Offloaded(Handle, PipelineHook):
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
         with self._lock:
-            plan = self._plan_for(config)
-            tiers = self._tiers_for(config, plan)
-            self.config = config
+            before, self.config = self.config, config
+            try:
+                self._sizes = self._measure([component.whole for component in self._components.values()])
+                plan = self._plan_for(config)
+                tiers = self._tiers_for(config, plan)
+            except BaseException:
+                self.config = before
+                raise
             self._follow(plan, tiers)
         return plan
 
@@ -125,11 +151,15 @@ class Offloaded(Handle, PipelineHook):
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
         with self._lock:
-            for layers in self.time_layers.values():
-                layers.end_run()
             for component in self._components.values():
                 if component.others:
                     component.unload()
+            for layers in self.time_layers.values():
+                layers.settle()
+
+    def _measure(self, components: Sequence[Component]) -> tuple[ComponentSize, ...]:
+        coded = self.config.compress == "lossless" or (self.config.compress == "auto" and self.stage.decodes_fast)
+        return measure_components(components, in_phase=self.stage.keeps_phase, coded=coded)
 
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
         budget = config.gpu_memory
@@ -138,7 +168,20 @@ class Offloaded(Handle, PipelineHook):
             tensors = [tensor for c in self._components.values() for tensor in c.component.tensors()]
             budget = _UNLIMITED if free is None else free + num_bytes_of(filter(self.stage.is_here, tensors))
         timing = config.timing or Timing(self.stage.measure_bus())
-        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing))
+        known = self._activations_for(config) if budget not in (None, _UNLIMITED) else None
+        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing), known)
+
+    def _activations_for(self, config: OffloadConfig) -> Activations | None:
+        """What a run without weights shows, unless the settings say it all."""
+        given = config.activations
+        if given is not None and (not isinstance(given, Mapping) or {c.name for c in self._sizes} <= set(given)):
+            return None
+        return self._rehearsed(config.size)
+
+    def _rehearsed(self, size: RequestSize) -> Activations:
+        if size not in self._known:
+            self._known[size] = activations_of(self._pipeline, size)
+        return self._known[size]
 
     def _tiers_for(self, config: OffloadConfig, plan: OffloadPlan) -> TierPlan:
         uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
@@ -150,10 +193,11 @@ class Offloaded(Handle, PipelineHook):
 
     def _follow(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         self._undo_plan()
+        cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
             self._host.follow(tiers, self.config.spill_folder, shares=bool(self.config.share))
             for name, component in self._components.items():
-                component.follow(plan.component(name), tiers)
+                component.follow(plan.component(name), tiers, cache=cache)
             self._install(plan, tiers)
         except BaseException:
             self.detach()
@@ -173,11 +217,9 @@ class Offloaded(Handle, PipelineHook):
             install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
-                whole = component.whole
                 tier = tiers.tier((name, TIME_LAYERS))
-                layers = TimeLayers(name, whole.module, list(whole.time_layers), self.stage, self._host, tier)
+                layers = self.time_layers[name] = TimeLayers(component.whole, self.stage, self._host, self._lock, tier)
                 layers.install(self._hooks)
-                self.time_layers[name] = layers
         for component in self._components.values():
             if not component.others:
                 component.load()
@@ -189,11 +231,10 @@ class Offloaded(Handle, PipelineHook):
                 return False
             self._not_tried.discard(name)
             component = self._components[name]
-            layers = find_time_layers(component.whole, args, kwargs)
+            layers, self.not_ahead[name] = find_time_layers(component.whole, args, kwargs)
             if layers:
                 component.whole = replace(component.whole, time_layers=layers)
-                wholes = [c.whole for c in self._components.values()]
-                self._sizes = measure_components(wholes, in_phase=self.stage.keeps_phase)
+                self._sizes = self._measure([c.whole for c in self._components.values()])
                 plan = self._plan_for(self.config)
                 self._follow(plan, self._tiers_for(self.config, plan))
             return bool(layers)

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from subprocess import SubprocessError
 from typing import Any
 
@@ -61,44 +62,44 @@ class Form:
     code_bits: int
     num_escapes: int
 
-    @property
+    @cached_property
     def coded_weights(self) -> int:
         """All but the tail."""
         return self.num_weights // _GROUP * _GROUP
 
-    @property
+    @cached_property
     def raw_bytes(self) -> int:
         return self.num_weights * 2
 
-    @property
+    @cached_property
     def num_planes(self) -> int:
         return self.code_bits + (3 if self.dtype is torch.float16 else 0)
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         return -(-self.coded_weights // TILE)
 
-    @property
+    @cached_property
     def plane_bytes(self) -> int:
         return _aligned(self.coded_weights // 8)
 
-    @property
+    @cached_property
     def planes_at(self) -> int:
         return HEADER + _aligned(self.coded_weights)
 
-    @property
+    @cached_property
     def tiles_at(self) -> int:
         return self.planes_at + self.num_planes * self.plane_bytes
 
-    @property
+    @cached_property
     def escapes_at(self) -> int:
         return self.tiles_at + _aligned((self.num_tiles + 1) * 4)
 
-    @property
+    @cached_property
     def tail_at(self) -> int:
         return self.escapes_at + _aligned(self.num_escapes)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the coded tensor."""
         return self.tail_at + _aligned((self.num_weights - self.coded_weights) * 2)
@@ -156,7 +157,10 @@ def encode(
         return None
     if not words.is_contiguous() or words.numel() * 2 < LEAST_BYTES or words.numel() > _MOST_WEIGHTS:
         return None
-    device = words.device if device is None else device
+    return _encode(words, dtype, words.device if device is None else device, MOST_SHARE)
+
+
+def _encode(words: torch.Tensor, dtype: torch.dtype, device: torch.device, most_share: float) -> Coded | None:
     words = words.detach().view(torch.int16)
     if words.numel() * 2 <= _WHOLE_BYTES:
         words = words.to(device)
@@ -164,7 +168,7 @@ def encode(
     for start, end in _parts(words.numel() // _GROUP * _GROUP, device):
         counts += torch.bincount(_exponents(words[start:end].to(device), dtype), minlength=256)
     form, table = _best_form(words.numel(), dtype, counts.cpu())
-    if form.num_bytes > MOST_SHARE * form.raw_bytes:
+    if form.num_bytes > most_share * form.raw_bytes:
         return None
     data = torch.empty(form.num_bytes, dtype=torch.uint8, device=words.device)
     data[:TABLE_AT] = form.header().to(data.device)
@@ -265,11 +269,8 @@ def decode_into(form: Form, coded: torch.Tensor, out: torch.Tensor) -> None:
         )
     if coded.device.type == "cpu" and Form.read(coded) != form:
         raise ModelError(f"The coded weights are of another tensor: {Form.read(coded)} instead of {form}.")
-    kernel = fast_decoder(coded.device) if coded.data_ptr() % ALIGNED == out.data_ptr() % ALIGNED == 0 else None
-    if kernel is not None:
-        kernel(form, coded, out)
-    else:
-        _decode(form, coded, out)
+    kernel = fast_decoder(coded.device) if (coded.data_ptr() | out.data_ptr()) % ALIGNED == 0 else None
+    (kernel or _decode)(form, coded, out)
     if form.num_weights > form.coded_weights:
         tail = coded[form.tail_at :][: out.numel() - form.coded_weights * 2]
         out[form.coded_weights * 2 :].copy_(tail)
@@ -282,12 +283,12 @@ def fast_decoder(device: torch.device) -> Any:
         return None
     try:
         from . import decode_kernel
-
-        decode_kernel.decode(*_probe(device))
-        return decode_kernel.decode
     except ImportError:
         return None
-    except (RuntimeError, OSError, SubprocessError, AttributeError) as error:  # It compiles C, among other things.
+    try:
+        _check(decode_kernel.decode, device)
+        return decode_kernel.decode
+    except (RuntimeError, OSError, SubprocessError, decode_kernel.TritonError) as error:  # It has to find a C compiler.
         warnings.warn(
             f"Triton does not work here, so weights are decoded with torch's own operations, which is slower: {error}",
             stacklevel=2,
@@ -295,11 +296,18 @@ def fast_decoder(device: torch.device) -> Any:
         return None
 
 
-def _probe(device: torch.device) -> tuple[Form, torch.Tensor, torch.Tensor]:
-    """The least to decode."""
-    form = Form(_GROUP, torch.bfloat16, 3, 0)
-    coded = torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)
-    return form, coded, torch.empty(form.raw_bytes, dtype=torch.uint8, device=device)
+def _check(decode: Callable[[Form, torch.Tensor, torch.Tensor], None], device: torch.device) -> None:
+    """Raise unless a decoder gives some weights and all words back."""
+    weights = torch.randn(2**21, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    words = torch.cat([weights.view(torch.int16), torch.arange(-(2**15), 2**15, dtype=torch.int16)])
+    coded = _encode(words, torch.bfloat16, words.device, float("inf"))
+    assert coded is not None
+    with torch.cuda.device(device):
+        out = torch.empty(coded.form.raw_bytes, dtype=torch.uint8, device=device)
+        decode(coded.form, coded.data.to(device), out)
+    end = coded.form.coded_weights
+    if not torch.equal(out[: 2 * end].cpu(), words[:end].view(torch.uint8)):
+        raise RuntimeError("its kernel gives other bits")
 
 
 def _decode(form: Form, coded: torch.Tensor, out: torch.Tensor) -> None:

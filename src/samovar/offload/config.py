@@ -12,10 +12,12 @@ import torch
 from ..arch.devices import read_device
 from ..errors import SettingError, nearest
 from ..files import is_file_name, read_config
+from ..trace.rehearse import RequestSize
 from .sizes import parse_bytes
 from .streaming import Timing
 
 Mode = Literal["auto", "model", "layerwise"]
+Compress = Literal["auto", "lossless", "none"]
 Size = str | int
 """A number of bytes, or text such as "12GiB"."""
 
@@ -32,7 +34,16 @@ class OffloadConfig:
     device: str | torch.device | None = None
     """Where the pipeline computes; a GPU if there is one. With "cpu", host memory simulates the device."""
     activations: Size | Mapping[str, Size] | None = None
-    """Memory that a component needs beside its weights, for all components or by name. See `Offloaded.measure`."""
+    """Memory that a component needs beside its weights, for all components or by name. By default it is counted in a
+    run without weights at the size below, with a margin. See `Offloaded.measure`."""
+    height: int | None = None
+    """Pixels of the largest request that will be made; the pipeline's default size if nothing is said."""
+    width: int | None = None
+    """Likewise."""
+    frames: int | None = None
+    """Likewise, for videos."""
+    batch: int | None = None
+    """Likewise, images or videos per request."""
     host_memory: Size | None = None
     """Budget of host memory for weights, pinned or not. What is over it is read from the model's files again. By
     default, 85 % of the memory may be pinned."""
@@ -45,6 +56,11 @@ class OffloadConfig:
     """Names of components that stay where they are."""
     timing: Timing | None = None
     """Known speeds of bus and model; by default the bus is measured."""
+    compress: Compress = "auto"
+    """"lossless": 16-bit weights cross the bus in about 0.7 of their bytes and are decoded on the device, bit for bit.
+    "auto" does so for components that stream to a GPU that has Triton. "none": all cross as they are."""
+    compress_cache: str | Path | None = None
+    """A folder that keeps coded weights, so that they need not be coded again by the next process."""
     precompute: bool | None = None
     """Whether layers that depend on time alone are computed ahead of the steps and kept off the device. By default they
     are where not everything fits."""
@@ -54,17 +70,21 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise SettingError(f"mode={self.mode!r}. {nearest(str(self.mode), get_args(Mode))}", param="mode")
+        if self.compress not in get_args(Compress):
+            known = get_args(Compress)
+            raise SettingError(f"compress={self.compress!r}. {nearest(str(self.compress), known)}", param="compress")
         parse_bytes(self.gpu_memory, "gpu_memory")
         parse_bytes(self.host_memory, "host_memory")
-        if self.spill_folder is not None and not Path(self.spill_folder).is_dir():
-            raise SettingError(
-                f"spill_folder={str(self.spill_folder)!r} is not a folder. Make it first, on a disk with room for the "
-                "weights.",
-                param="spill_folder",
-            )
+        for param, folder in (("spill_folder", self.spill_folder), ("compress_cache", self.compress_cache)):
+            if folder is not None and not Path(folder).is_dir():
+                raise SettingError(
+                    f"{param}={str(folder)!r} is not a folder. Make it first, on a disk with room for the weights.",
+                    param=param,
+                )
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
         for value in by_name.values():
             parse_bytes(value, "activations")
+        _ = self.size
         device = read_device(self.device)
         if device.type not in ("cuda", "cpu"):
             raise SettingError(
@@ -78,6 +98,11 @@ class OffloadConfig:
         object.__setattr__(self, "exclude", exclude)
         if self.timing is not None:
             object.__setattr__(self, "timing", read_config(Timing, self.timing, "timing"))
+
+    @property
+    def size(self) -> RequestSize:
+        """What will be asked of the pipeline."""
+        return RequestSize(self.height, self.width, self.frames, self.batch)
 
     @classmethod
     def read(cls, value: OffloadConfig | str | Path | Mapping[str, Any] | None) -> OffloadConfig:

@@ -9,6 +9,7 @@ import torch
 
 from ..arch.devices import read_device
 from ..errors import SettingError
+from .coding import Coded, Form, decode_into, encode, fast_decoder
 from .host import new_chunk
 from .ring import Mark
 from .staging import Stage
@@ -30,6 +31,9 @@ class CudaStage(Stage):
         device = read_device(device)
         super().__init__(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
         self._copying: torch.cuda.Stream = _cuda.Stream(self.device)
+        self._decoding: torch.cuda.Stream = _cuda.Stream(self.device, priority=-1)  # Before compute: it is short.
+        self._arriving = self._copying
+        """The stream that writes to where weights belong: the one that decodes, while the staging area is open."""
         self._runtime = _cuda.cudart()
         self._last_computing = self._computing()
         """The stream of the last call."""
@@ -52,11 +56,48 @@ class CudaStage(Stage):
             flat.record_stream(computing)
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._arriving is not self._copying:
+            self._copying.wait_stream(self._arriving)
         with torch.cuda.stream(self._copying):
             target.copy_(source, non_blocking=True)
+        if self._arriving is not self._copying:
+            self._arriving.wait_stream(self._copying)
+
+    @property
+    def decodes_fast(self) -> bool:  # type: ignore[override]
+        return fast_decoder(self.device) is not None
+
+    def encode(self, words: torch.Tensor, dtype: torch.dtype) -> Coded | None:
+        try:
+            return encode(words, dtype, device=self.device)
+        except torch.OutOfMemoryError:
+            return encode(words, dtype)
+
+    def _open_area(self) -> None:
+        self._decoding.wait_stream(self._copying)
+        self._arriving = self._decoding
+
+    def _close_area(self) -> None:
+        self._copying.wait_stream(self._decoding)
+        self._arriving = self._copying
+
+    def _area_waits(self, mark: Mark) -> None:
+        self._copying.wait_event(mark)
+
+    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._copying):
+            room.copy_(source, non_blocking=True)
+        self._decoding.wait_stream(self._copying)
+
+    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+        with torch.cuda.stream(self._decoding):
+            if form is None:
+                target.copy_(room, non_blocking=True)
+            else:
+                decode_into(form, room, target)
 
     def _mark_copied(self) -> Mark:
-        return self._copying.record_event()
+        return self._arriving.record_event()
 
     def mark_computed(self) -> Mark:
         return self._computing().record_event()
@@ -65,7 +106,7 @@ class CudaStage(Stage):
         self._computing().wait_event(mark)
 
     def _copies_wait(self, mark: Mark) -> None:
-        self._copying.wait_event(mark)
+        self._arriving.wait_event(mark)
 
     def _host_waits(self, mark: Mark) -> None:
         mark.synchronize()
@@ -99,6 +140,7 @@ class CudaStage(Stage):
 
     def synchronize(self) -> None:
         self._copying.synchronize()
+        self._decoding.synchronize()
 
     def check_call(self) -> None:
         super().check_call()

@@ -7,15 +7,26 @@ for each thread; a prefix sum over the program's threads says where in the list 
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from .coding import FEW, HEADER, TABLE_AT, TILE, Form
+
+__all__ = ["TritonError", "decode"]
 
 _TABLE_AT = tl.constexpr(TABLE_AT)
 _HEADER = tl.constexpr(HEADER)
 _TILE = tl.constexpr(TILE)
+_HAS_QUICK_CALLS = os.environ.get("TRITON_INTERPRET") != "1" and tuple(map(int, triton.__version__.split(".")[:2])) >= (
+    3,
+    3,
+)
+"""Whether a compiled kernel takes all arguments, those that it was compiled for too."""
 
 
 @triton.jit
@@ -150,24 +161,13 @@ def _write(
     tl.store(out + row[:, None] * 2 + tl.arange(0, 2)[None, :], words, mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows", "planes_at", "plane_size", "tiles_at", "num_tiles", "escapes_at"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode(
-    coded,
-    out,
-    num_rows,
-    planes_at,
-    plane_size,
-    tiles_at,
-    num_tiles,
-    escapes_at,
-    BITS: tl.constexpr,
-    FP16: tl.constexpr,
-    ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """A row is eight weights. Positions in `coded` are multiples of 16 bytes. Each program decodes 2 * ROWS rows: each
-    thread one of the first half (a) and one of the second (b), which share a prefix sum."""
+    coded, out, num_rows,
+    BITS: tl.constexpr, FP16: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A row is eight weights. Each program decodes 2 * ROWS rows: each thread some of the first half (a) and as many of
+    the second (b), which share a prefix sum."""
     program = tl.program_id(0)
     TILES: tl.constexpr = ROWS * 8 // _TILE
     row = tl.arange(0, ROWS)
@@ -175,8 +175,9 @@ def _decode(
     live = row < num_rows - program * (ROWS * 2)
     live_b = row_b < num_rows - program * (ROWS * 2)
     start = program.to(tl.int64) * (ROWS * 2)
-    step = plane_size.to(tl.int64) * 16
-    planes = coded + planes_at.to(tl.int64) * 16 + start
+    step = ((num_rows + 15) // 16).to(tl.int64) * 16  # As in `Form`.
+    all_planes = coded + _HEADER + (num_rows // 4).to(tl.int64) * 32
+    planes = all_planes + start
     bytes_ = (coded + _HEADER + start * 8).to(tl.pointer_type(tl.uint64))
     a0, a1, a2, a3, left = _read(planes, step, row, live, BITS)
     b0, b1, b2, b3, left_b = _read(planes, step, row_b, live_b, BITS)
@@ -186,7 +187,9 @@ def _decode(
     more = table
     if BITS == 4:
         more = tl.load((coded + _TABLE_AT + 8).to(tl.pointer_type(tl.uint64)))
-    tiles = (coded + tiles_at.to(tl.int64) * 16).to(tl.pointer_type(tl.uint32))
+    num_tiles = (num_rows * 8 + _TILE - 1) // _TILE
+    all_tiles = all_planes + step * (BITS + 3 * FP16)
+    tiles = all_tiles.to(tl.pointer_type(tl.uint32))
     tile = program * (TILES * 2)
     before = tl.load(tiles + tile)
     before_b = tl.load(tiles + tl.minimum(tile + TILES, num_tiles))
@@ -197,7 +200,7 @@ def _decode(
     first_b = _exponents(table, more, b0 & 15, b1 & 15, b2 & 15, b3 & 15, BITS, ASM)
     second_b = _exponents(table, more, b0 >> 4, b1 >> 4, b2 >> 4, b3 >> 4, BITS, ASM)
     if (after >> 1) > (before >> 1):
-        escapes = coded + escapes_at.to(tl.int64) * 16
+        escapes = all_tiles + ((num_tiles + 4) // 4).to(tl.int64) * 16
         count = _count(left) + (_count(left_b) << 16)
         count = tl.cumsum(count, 0) - count
         at = (before >> 1).to(tl.int32) + (count & 0xFFFF)
@@ -215,32 +218,33 @@ def _decode(
     _write(words, row_b, live_b, rest_b, first_b, second_b, planes, step, BITS, FP16, ASM)
 
 
+_kernels: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels by all that they were compiled for. Triton's own look-up takes 20 microseconds a call."""
+
+
 def decode(
     form: Form,
     coded: torch.Tensor,
     out: torch.Tensor,
     *,
-    rows: int = 256,
-    warps: int = 8,
+    rows: int = 128,
+    warps: int = 2,
     asm: bool = torch.version.hip is None,
 ) -> None:
-    """Decode all but the tail on the current stream. `rows` is a multiple of 128, since a tile is not divided."""
+    """Decode all but the tail on the current stream, between addresses that are multiples of 16.
+
+    `rows` is a multiple of 128, since a tile is not divided.
+    """
     num_rows = form.coded_weights // 8
     if not num_rows:
         return
-    _decode[(-(-num_rows // (2 * rows)),)](
-        coded,
-        out,
-        num_rows,
-        form.planes_at // 16,
-        form.plane_bytes // 16,
-        form.tiles_at // 16,
-        form.num_tiles,
-        form.escapes_at // 16,
-        BITS=form.code_bits,
-        FP16=form.dtype is torch.float16,
-        ROWS=rows,
-        AHEAD=FEW,
-        ASM=asm,
-        num_warps=warps,
-    )
+    grid = (-(-num_rows // (2 * rows)), 1, 1)
+    settings = (form.code_bits, form.dtype is torch.float16, rows, FEW, asm)
+    key = (*settings, warps, coded.device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _decode[grid](coded, out, num_rows, *settings, num_warps=warps)
+        if _HAS_QUICK_CALLS:
+            _kernels[key] = kernel
+    else:
+        kernel[grid](coded.data_ptr(), out.data_ptr(), num_rows, *settings)

@@ -87,7 +87,7 @@ class HostMemory:
 
     def truths(self, pieces: Sequence[Piece]) -> list[list[tuple[int, Truth]]]:
         """For each piece, its spans as they are in memory or in files, each with its offset."""
-        found = iter(self._files.find([(span, _flat(span)) for piece in pieces for span, _ in piece.spans]))
+        found = iter(self._files.find([(span, flat_bytes(span)) for piece in pieces for span, _ in piece.spans]))
         return [[(offset - piece.start, next(found)) for _, offset in piece.spans] for piece in pieces]
 
     def adopt(self, pieces: Sequence[Piece], *, pinned: bool, tier: Tier = "pinned") -> list[torch.Tensor | Bounced]:
@@ -109,8 +109,8 @@ class HostMemory:
                 for small, offset in spans:
                     self._move(small, memory[offset:])
                 sources.append(memory)
-            elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(_flat(span)):
-                sources.append(_flat(span))
+            elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(flat_bytes(span)):
+                sources.append(flat_bytes(span))
             else:
                 memory = new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes]
                 self._move(span, memory)
@@ -146,9 +146,9 @@ class HostMemory:
             self._derived[chunk] = [truth for _, truth in parts]
         return memory[:num_bytes]
 
-    def release(self, old: Iterable[torch.Tensor | Bounced], used: Iterable[torch.Tensor | Bounced]) -> None:
-        """Unpin the chunks that a group no longer uses."""
-        chunks = {id(chunk): chunk for source in old if (chunk := _chunk_of(source)) is not None}
+    def release(self, sources: Iterable[torch.Tensor | Bounced], used: Iterable[torch.Tensor | Bounced] = ()) -> None:
+        """Unpin the chunks that hold these bytes, which nobody needs any more, but for those that are `used`."""
+        chunks = {id(chunk): chunk for source in sources if (chunk := _chunk_of(source)) is not None}
         for source in used:
             chunks.pop(id(_chunk_of(source)), None)
         starts = [start for chunk in chunks.values() if (start := _whole(chunk).data_ptr()) in self._pinned]
@@ -174,12 +174,12 @@ class HostMemory:
 
     def anonymous_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of these tensors that are in memory alone, and in no file."""
-        truths = self._files.find((span, _flat(span)) for span in spans_of(tensors))
+        truths = self._files.find((span, flat_bytes(span)) for span in spans_of(tensors))
         return sum(truth.anonymous_bytes for truth in truths)
 
     def spill(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move what is in memory alone into a file."""
-        spans = [(span, _flat(span)) for span in spans_of(tensors)]
+        spans = [(span, flat_bytes(span)) for span in spans_of(tensors)]
         truths = self._files.find(spans)
         anonymous = [pair for pair, truth in zip(spans, truths, strict=True) if truth.anonymous_bytes]
         if anonymous and self.spill_folder is not None:
@@ -312,13 +312,13 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 
 def move_to_host(span: Span, phase: int) -> None:
     """Move tensors from any device into their own host memory, which begins at `phase` in a cache line."""
-    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8)
+    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8, device="cpu")
     move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
 
 
 def move(span: Span, target: torch.Tensor) -> None:
     """Move the tensors of a span into other memory, with the same distances between them."""
-    target.copy_(_flat(span))
+    target.copy_(flat_bytes(span))
     _point_at(span, target)
 
 
@@ -330,7 +330,7 @@ def _point_at(span: Span, target: torch.Tensor) -> None:
         tensor.data = empty.set_(target.untyped_storage(), start, tensor.shape, tensor.stride())
 
 
-def _flat(span: Span) -> torch.Tensor:
+def flat_bytes(span: Span) -> torch.Tensor:
     """The bytes of a span, in place."""
     first = span.tensors[0].data
     flat = torch.empty(0, dtype=torch.uint8, device=first.device)

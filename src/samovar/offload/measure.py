@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -41,6 +42,13 @@ class Measured:
         """Bytes of weights on the device in the current slice."""
         self._begun: dict[str, Any] = {}
         self._times: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self._gap: Any = None
+        """When the device began what runs outside of blocks."""
+        self._gaps: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self._forwards: dict[str, int] = defaultdict(int)
+        self._clock = 0.0
+        self._launched: dict[str, list[float]] = defaultdict(list)
+        self._sent: list[float] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Measured]:
@@ -52,7 +60,12 @@ class Measured:
                 owners = owners_of(module, component.skip_with_blocks)
                 for part in {id(m): m for m in (module, *owners, *component.blocks.values())}.values():
                     path = timed.get(id(part))
-                    outer = _MeterHook(HookOrder.OUTERMOST, partial(self._leave, name))
+                    is_whole = part is module
+                    outer = _MeterHook(
+                        HookOrder.OUTERMOST,
+                        partial(self._come, name, path, is_whole),
+                        partial(self._go, name, path, is_whole),
+                    )
                     inner = _MeterHook(HookOrder.OTHER, partial(self._enter, name, path), partial(self._end, path))
                     install_hooks(undo, _OUTER, [(part, outer)])
                     install_hooks(undo, _INNER, [(part, inner)])
@@ -62,7 +75,37 @@ class Measured:
             path: statistics.median(self._stage.seconds_between(*pair) for pair in pairs)
             for path, pairs in self._times.items()
         }
-        self.timing = Timing(self._stage.measure_bus(), block_s=block_s)
+        rest_s = {
+            name: sum(self._stage.seconds_between(*pair) for pair in pairs) / max(self._forwards[name], 1)
+            for name, pairs in self._gaps.items()
+        }
+        self.timing = Timing(
+            self._stage.measure_bus(),
+            block_s=block_s,
+            rest_s=rest_s,
+            launch_s={path: statistics.median(times) for path, times in self._launched.items()},
+            send_s=statistics.median(self._sent) if self._sent else 0.0,
+        )
+
+    def _come(self, name: str, path: str | None, is_whole: bool) -> None:
+        """A component or one of its parts is called, before any other hook."""
+        self._leave(name)
+        if is_whole:
+            self._gap = self._stage.mark_time()
+            self._forwards[name] += 1
+        elif path is not None and self._gap is not None:
+            self._gaps[name].append((self._gap, self._stage.mark_time()))
+            self._gap = None
+        self._clock = time.perf_counter()
+
+    def _go(self, name: str, path: str | None, is_whole: bool) -> None:
+        """It returns, after all other hooks."""
+        if path is not None:
+            self._sent[-1:] = [self._sent[-1] + time.perf_counter() - self._clock] if self._sent else []
+            self._gap = self._stage.mark_time()
+        elif is_whole and self._gap is not None:
+            self._gaps[name].append((self._gap, self._stage.mark_time()))
+            self._gap = None
 
     def _leave(self, name: str | None) -> None:
         """A component is about to be called. If it is another one, the current slice ends."""
@@ -78,11 +121,15 @@ class Measured:
             self._weights = self._stage.stats.held_bytes + self._others
             self._stage.peak_bytes()  # The peak counts from here.
         if path is not None:
+            self._sent.append(time.perf_counter() - self._clock)
             self._begun[path] = self._stage.mark_time()
+            self._clock = time.perf_counter()
 
     def _end(self, path: str | None) -> None:
         if path is not None:
+            self._launched[path].append(time.perf_counter() - self._clock)
             self._times[path].append((self._begun[path], self._stage.mark_time()))
+            self._clock = time.perf_counter()
 
 
 class _MeterHook(ModelHook):

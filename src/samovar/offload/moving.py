@@ -19,12 +19,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import SettingError
 from ..hooks import HookOrder, HookRegistry, ModelHook, Run, current_run
+from .coded_file import CodedFile
 from .host import HostMemory, move
 from .planner import ComponentPlan
 from .ring import Ring
@@ -45,7 +47,7 @@ class OffloadedComponent:
         self.whole = self.component = component
         """`component` is without its time-only layers, if they are computed ahead."""
         self.stage, self.lock = stage, lock
-        self.is_loaded = self._is_pinned = False
+        self.is_loaded = self._is_pinned = self._is_coded = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
         """Components that are unloaded before this one is loaded."""
@@ -71,20 +73,27 @@ class OffloadedComponent:
             return self._host.anonymous_bytes(tensors_of(torch.nn.ModuleList(self.whole.time_layers.values())))
         return (self.blocks[block] if block else self._groups[0]).anonymous_bytes()
 
-    def follow(self, plan: ComponentPlan, tiers: TierPlan) -> None:
-        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident."""
+    def follow(self, plan: ComponentPlan, tiers: TierPlan, *, cache: Path | None = None) -> None:
+        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident. `cache` is
+        a folder that keeps what was coded."""
         assert not self.is_loaded
+        self._is_coded = plan.is_coded
+        file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
-        for path, group in zip(("", *self.blocks), self._groups, strict=True):
-            group.keeps_host = self._is_pinned
-            before, group.tier = group.tier, tiers.tier((plan.name, path))
-            if self._is_pinned and not (before == group.tier and group.is_current()):
-                group.adopt()
-        self._host.pin(source for group in self._groups for source in group.sources)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
+        for path, group in zip(("", *self.blocks), self._groups, strict=True):
+            group.tier = tiers.tier((plan.name, path))
+            group.keeps_host, group.is_coded = self._is_pinned, plan.is_coded and group in streamed
+            group.file = file
+            if self._is_pinned:
+                group.update()
+            group.file = None  # Only what comes with the model is kept.
+        if file is not None:
+            file.close()
+        self._host.pin(wire for group in self._groups for wire in group.wires)
         self._kept = [group for group in self._groups if group not in streamed]
         is_repeated = self.component.role == "denoiser"  # An encoder runs once, so nothing is sent ahead.
         self.ring = None
@@ -101,6 +110,9 @@ class OffloadedComponent:
         try:
             for group in self._kept:
                 group.prepare()
+            copies = [copy.data.numel() for group in self._groups for copy in group.copies if copy is not None]
+            self.stage.open_area(max(copies, default=0))
+            for group in self._kept:
                 group.load()
             if self.ring is not None:
                 self.ring.open()
@@ -132,13 +144,15 @@ class OffloadedComponent:
             self.ring.close()
         for index, group in enumerate(self._kept):
             group.unload(keep_changes=bool(is_changed) and is_changed[index])
+        if self._is_coded:
+            self.stage.close_area()
 
     def restore(self) -> None:
         """Put the weights where they were before."""
         for group in self._groups if self._home.type == "cpu" else ():
             group.restore()
         with torch.inference_mode(False):
-            for span in spans_of(tensor for tensor in self.component.tensors() if tensor.device != self._home):
+            for span in spans_of(tensor for tensor in self.whole.tensors() if tensor.device != self._home):
                 move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
 
     def refresh(self) -> None:

@@ -12,12 +12,15 @@ from typing import Any, Literal, NoReturn
 
 from ..errors import ModelError, SettingError
 from ..files import check_names
+from ..trace.activations import Activations
 from .config import OffloadConfig
 from .sizes import ComponentSize, format_bytes, parse_bytes
 from .streaming import Streaming, Timing, choose_streaming, least_bytes
 
 Placement = Literal["resident", "turns", "streams"]
 
+_WORTH_CODING = 0.97
+"""Weights are compressed if that takes a forward below this share of its time: it takes seconds to set up."""
 ASSUMED_ACTIVATIONS = 2**30
 """Bytes that a component is assumed to need beside its weights until they are measured."""
 
@@ -47,11 +50,15 @@ class ComponentPlan:
     """The same with all weights on the device."""
     ahead_bytes: int = 0
     """Bytes of layers that depend on time alone. They are computed ahead of the steps, and neither stay nor stream."""
+    is_coded: bool = False
+    """Whether what streams crosses the bus compressed, without loss."""
 
     def _row(self) -> tuple[str, ...]:
         how = {"resident": "stays", "turns": "is loaded when it is called"}.get(self.placement) or (
             f"{len(self.streamed)} of {self.num_blocks} blocks stream through a ring of {format_bytes(self.ring_bytes)}"
         )
+        if self.is_coded:
+            how += ", compressed on the way"
         if self.ahead_bytes:
             how += f"; {format_bytes(self.ahead_bytes)} of layers that see time alone are computed ahead"
         return self.name, self.class_name, format_bytes(self.num_bytes), format_bytes(self.device_bytes), how
@@ -122,11 +129,13 @@ class OffloadPlan:
         return "; ".join(parts) + "."
 
 
-def plan_offload(sizes: Sequence[ComponentSize], config: OffloadConfig) -> OffloadPlan:
+def plan_offload(
+    sizes: Sequence[ComponentSize], config: OffloadConfig, activations: Activations | None = None
+) -> OffloadPlan:
     """Place each component so that everything stays within the budget and takes the least time.
 
     "auto" offloads as little as it must. "model" lets denoisers and encoders take turns; "layerwise" streams their
-    blocks, or with a budget as few of them as it allows.
+    blocks, or with a budget as few of them as it allows. `activations`: those that `config` does not give.
     """
     if not any(size.num_bytes for size in sizes):
         raise ModelError(
@@ -134,14 +143,14 @@ def plan_offload(sizes: Sequence[ComponentSize], config: OffloadConfig) -> Offlo
             "declares (_dit_modules, _encoder_modules, _vae_modules), what diffusers lists as its components, and "
             "well-known names such as transformer, text_encoder and vae."
         )
-    return _Planner(tuple(sizes), config).plan()
+    return _Planner(tuple(sizes), config, activations).plan()
 
 
 class _Planner:
     """The choices for some sizes and a budget."""
 
-    def __init__(self, sizes: tuple[ComponentSize, ...], config: OffloadConfig) -> None:
-        self.sizes, self.config = sizes, config
+    def __init__(self, sizes: tuple[ComponentSize, ...], config: OffloadConfig, known: Activations | None) -> None:
+        self.sizes, self.config, self._known = sizes, config, known
         self._ahead = tuple(size.ahead or size for size in sizes)
         self.timing = config.timing or Timing()
         self.budget = parse_bytes(config.gpu_memory, "gpu_memory")
@@ -160,12 +169,18 @@ class _Planner:
         given, names = self.config.activations, [size.name for size in self.sizes]
         by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
         check_names(by_name, names, "a component of this pipeline (in activations)", param="activations")
-        default = ASSUMED_ACTIVATIONS if self.budget is not None else 0
-        needs = {}
-        for size in self.sizes:
-            read = parse_bytes(by_name.get(size.name), "activations")
-            needs[size.name] = 0 if size.role == "resident" else default if read is None else read
-        return needs
+        computing = [size.name for size in self.sizes if size.role != "resident"]
+        needs = dict.fromkeys(names, 0) | {n: parse_bytes(by_name.get(n), "activations") or 0 for n in computing}
+        unknown = [n for n in computing if by_name.get(n) is None and self.budget is not None]
+        known = self._known.by_name if self._known is not None else {}
+        assumed = [name for name in unknown if name not in known]
+        self._notes = (self._known.note,) if self._known is not None and len(assumed) < len(unknown) else ()
+        if assumed:
+            which = "per component" if len(assumed) == len(computing) else f"for {', '.join(assumed)}"
+            why = f" ({self._known.problem})" if self._known is not None and self._known.problem else ""
+            note = f"activations are assumed to be {format_bytes(ASSUMED_ACTIVATIONS)} {which}{why}"
+            self._notes = (*self._notes, note)
+        return needs | {name: known.get(name, ASSUMED_ACTIVATIONS) for name in unknown}
 
     def plan(self) -> OffloadPlan:
         mode = self.config.mode
@@ -183,7 +198,7 @@ class _Planner:
             raise SettingError('mode="auto" needs a budget, such as gpu_memory="12GiB".', param="gpu_memory")
         self._check_mode()
         if mode == "layerwise" and self.budget is None:
-            streams = {s.name: choice for s in self.movers if (choice := choose_streaming(s, None, self.timing))}
+            streams = {s.name: choice for s in self.movers if (choice := self._choose(s, None))}
             plan = self._try(self.movers, streams)
             assert plan is not None, "nothing is refused without a budget"
             return plan
@@ -214,13 +229,20 @@ class _Planner:
             streams = {
                 taker.name: choice
                 for taker in takers
-                if taker.num_bytes > rooms[taker.name]
-                and (choice := choose_streaming(taker, rooms[taker.name], self.timing))
+                if taker.num_bytes > rooms[taker.name] and (choice := self._choose(taker, rooms[taker.name]))
             }
             plan = self._try(takers, streams)
             if plan is not None:
                 found.append((self._seconds(streams), len(takers), plan))
         return min(found, key=lambda item: item[:2])[2] if found else self._refuse(least_bytes)
+
+    def _choose(self, size: ComponentSize, room: int | None) -> Streaming | None:
+        """The best way to stream a component, with compressed weights if that saves time."""
+        plain = choose_streaming(size.uncoded(), room, self.timing) if self.config.compress != "lossless" else None
+        coded = choose_streaming(size, room, self.timing) if self.config.compress != "none" else None
+        if plain is None or coded is None:
+            return plain or coded
+        return coded if coded.forward_s < _WORTH_CODING * plain.forward_s else plain
 
     def _seconds(self, streams: Mapping[str, Streaming]) -> float:
         """Time of the streaming components, each weighted by how often it computes."""
@@ -245,15 +267,12 @@ class _Planner:
         peak = sum(plan.device_bytes for plan in staying) + max(peaks, default=0)
         if self.budget is not None and peak > self.budget:
             return None
-        is_assumed = self.budget is not None and self.config.activations is None
-        notes = (f"activations are assumed to be {format_bytes(ASSUMED_ACTIVATIONS)} per component",)
-        return OffloadPlan(
-            plans, peak, self.budget, self.timing.bus_bytes_s, notes if is_assumed else (), self.config.skipped
-        )
+        return OffloadPlan(plans, peak, self.budget, self.timing.bus_bytes_s, self._notes, self.config.skipped)
 
     def _place(self, size: ComponentSize, takes_turns: bool, streaming: Streaming | None) -> ComponentPlan:
         resident_s = self.timing.forward_s(size)
         choice = streaming or Streaming(frozenset(), 0, size.num_bytes, resident_s or 0.0)
+        streamed = (size if choice.area_bytes else size.uncoded()).blocks
         return ComponentPlan(
             size.name,
             size.role,
@@ -264,11 +283,12 @@ class _Planner:
             activation_bytes=self.activations[size.name],
             num_blocks=len(size.blocks),
             streamed=choice.streamed,
-            streamed_bytes=size.num_bytes - choice.kept_bytes,
+            streamed_bytes=sum(sum(block.sent) for block in streamed if block.path in choice.streamed),
             ring_bytes=choice.ring_bytes,
             forward_s=choice.forward_s if resident_s is not None else None,
             resident_s=resident_s,
             ahead_bytes=size.ahead_bytes,
+            is_coded=choice.area_bytes > 0,
         )
 
     def _refuse(self, least: Callable[[ComponentSize], int]) -> NoReturn:

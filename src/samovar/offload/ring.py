@@ -27,11 +27,37 @@ ASSUMED_BUS = 25 * 2**30
 
 
 @dataclass
+class TimeStats:
+    """What was computed ahead of the steps for the time-only layers of a component."""
+
+    layers: int = 0
+    num_bytes: int = 0
+    """Their weights, on the host."""
+    computed_steps: int = 0
+    found_forwards: int = 0
+    """Forwards that found their outputs."""
+    live_calls: int = 0
+    """Calls of layers whose weights were brought in for the call."""
+    surprises: int = 0
+    """Forwards in which a layer was given something unexpected."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers ({format_bytes(self.num_bytes)}) that see time alone: {self.computed_steps} steps "
+            f"computed ahead, {self.found_forwards} forwards found theirs, {self.live_calls} calls computed on the spot"
+        )
+
+
+@dataclass
 class OffloadStats:
     """Totals since the offload was attached."""
 
     sent_bytes: int = 0
-    """Bytes of weights copied to the device."""
+    """Bytes copied to the device."""
+    coded_bytes: int = 0
+    """Of these, bytes of coded weights."""
+    decoded_bytes: int = 0
+    """What they were decoded to."""
     block_loads: int = 0
     late_blocks: int = 0
     """Blocks whose copy had not been started when they were called."""
@@ -50,9 +76,13 @@ class OffloadStats:
     copied_bytes: int = 0
     """Bytes copied on the host in order to be pinned; the rest is pinned in place."""
     setup_s: float = 0.0
+    ahead: dict[str, TimeStats] = field(default_factory=dict)
+    """By component: what was computed ahead of the steps."""
 
     def __str__(self) -> str:
         sent, held = format_bytes(self.sent_bytes), format_bytes(self.peak_held_bytes)
+        if self.coded_bytes:
+            sent += f" for {format_bytes(self.sent_bytes - self.coded_bytes + self.decoded_bytes)} of weights"
         late = f", {self.late_blocks} of them late" if self.late_blocks else ""
         return (
             f"{sent} sent in {self.block_loads} block loads{late}; at most {held} of weights on the device; "
@@ -93,19 +123,24 @@ class DeviceQueues(Protocol):
 
 
 class Timeline:
-    """A simulated device: the times at which its two queues finish."""
+    """A simulated device: the times at which its two queues finish, and at which the host has filled them."""
 
     def __init__(self, bus_bytes_s: float) -> None:
         self.bus_bytes_s = bus_bytes_s
         self.stats = OffloadStats()
         self.copied_s = 0.0
         self.computed_s = 0.0
+        self.launched_s = 0.0
+
+    def launch(self, seconds: float) -> None:
+        """The host takes this long to enqueue what comes next."""
+        self.launched_s += seconds
 
     def copy(self, num_bytes: int) -> None:
-        self.copied_s += num_bytes / self.bus_bytes_s
+        self.copied_s = max(self.copied_s, self.launched_s) + num_bytes / self.bus_bytes_s
 
     def compute(self, seconds: float) -> None:
-        self.computed_s += seconds
+        self.computed_s = max(self.computed_s, self.launched_s) + seconds
 
     def allocate(self, num_bytes: int) -> None:
         pass
@@ -126,7 +161,7 @@ class Timeline:
         self.copied_s = max(self.copied_s, mark)
 
     def host_waits(self, mark: float) -> None:
-        pass
+        self.launched_s = max(self.launched_s, mark)
 
 
 class StreamedBlock(Protocol):

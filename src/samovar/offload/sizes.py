@@ -15,7 +15,8 @@ from ..arch.skeleton import Parts, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import check_names
 from ..other_libraries import quantization
-from .weights import lay_out, shared_tensors, spans_of, tensors_of
+from .coding import LEAST_BYTES, expected_ratio
+from .weights import Piece, lay_out, shared_tensors, spans_of, tensors_of
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
@@ -50,10 +51,19 @@ class BlockSize:
     pieces: tuple[int, ...]
     """Bytes of the pieces in which it is copied."""
     compute_s: float = 0.0
+    launch_s: float = 0.0
+    """Seconds in which the host enqueues one call of it."""
+    coded: tuple[int, ...] = ()
+    """Bytes of each piece in which it crosses the bus if it is compressed, as expected."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self.pieces)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes of each piece that cross the bus."""
+        return self.coded or self.pieces
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,11 @@ class ComponentSize:
     ahead_bytes: int = 0
     """Bytes of the time-only layers that are on the host."""
     ahead_room: int = 0
-    """Device memory that it takes to compute these layers, one at a time."""
+    """Device memory that it takes to compute these layers: one computes while the next is copied."""
+
+    def uncoded(self) -> ComponentSize:
+        """The same, with weights that cross the bus as they are."""
+        return replace(self, blocks=tuple(replace(block, coded=()) for block in self.blocks))
 
     @property
     def num_bytes(self) -> int:
@@ -126,10 +140,11 @@ class Component:
 
 def find_components(pipeline: object, exclude: Collection[str] = ()) -> list[Component]:
     """The components of a pipeline, and last the weights that several of them or their blocks share."""
-    return _split(loaded_parts(pipeline), exclude)
+    return split_parts(loaded_parts(pipeline), exclude)
 
 
-def _split(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
+def split_parts(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
+    """The components among the parts of a model, and last the weights that several of them or their blocks share."""
     check_names(exclude, parts, "a component, so it cannot be in exclude", param="exclude")
     modules = frozenset(id(part.module) for part in parts.values())
     components = [
@@ -159,28 +174,42 @@ def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module
     return dict(found.values())
 
 
-def measure_components(components: Sequence[Component], *, in_phase: bool = False) -> tuple[ComponentSize, ...]:
-    """The sizes of components on the device; `in_phase` as for `lay_out`."""
+def measure_components(
+    components: Sequence[Component], *, in_phase: bool = False, coded: bool = False
+) -> tuple[ComponentSize, ...]:
+    """The sizes of components on the device; `in_phase` as for `lay_out`. `coded`: whether weights may cross the bus
+    compressed."""
 
     def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple(piece.num_bytes for piece in lay_out(spans_of(tensors), in_phase=in_phase))
 
+    def sent(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        return tuple(map(_expected_bytes, lay_out(spans_of(tensors), in_phase=in_phase))) if coded else ()
+
     def measure(c: Component) -> ComponentSize:
-        blocks = tuple(BlockSize(path, pieces(c.block(path))) for path in c.blocks)
+        blocks = tuple(BlockSize(p, pieces(c.block(p)), coded=sent(c.block(p))) for p in c.blocks)
         return ComponentSize(c.name, c.role, type(unwrapped(c.module)).__name__, sum(pieces(c.rest())), blocks)
 
     def with_ahead(c: Component) -> ComponentSize:
         layers = [sum(pieces(tensors_of(layer))) for layer in c.time_layers.values()]
         if not layers:
             return measure(c)
-        ahead = replace(measure(c.with_layers_ahead), ahead_bytes=sum(layers), ahead_room=max(layers))
+        ahead = replace(measure(c.with_layers_ahead), ahead_bytes=sum(layers), ahead_room=2 * max(layers))
         return replace(measure(c), ahead=ahead)
 
     return tuple(map(with_ahead, components))
 
 
-def read_sizes(source: str) -> tuple[ComponentSize, ...]:
-    """The sizes of a model folder or of a diffusers class, without reading weights."""
+def _expected_bytes(piece: Piece) -> int:
+    """The bytes in which a piece is expected to cross the bus."""
+    (span, _), *others = piece.spans
+    if others or span.num_bytes < LEAST_BYTES:
+        return piece.num_bytes
+    return int(piece.num_bytes * expected_ratio(span.tensors[0].dtype))
+
+
+def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
+    """The components of a model folder or of a diffusers class, without weights; `dtype` as which they are loaded."""
     name, parts = read_skeleton(source)
     unbuilt = [part.cls.__name__ for part in parts.values() if part.module is None and part.role == "denoiser"]
     if unbuilt or not parts:
@@ -195,4 +224,11 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
                 f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
                 "folder with unquantised weights."
             )
-    return measure_components(_split(parts))
+        if part.module is not None and dtype is not None:
+            part.module.to(dtype)
+    return parts
+
+
+def read_sizes(source: str) -> tuple[ComponentSize, ...]:
+    """The sizes of a model folder or of a diffusers class, without reading weights."""
+    return measure_components(split_parts(read_parts(source)), coded=True)

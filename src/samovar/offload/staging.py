@@ -6,6 +6,9 @@ and has a clock for the bus, so everything above it runs the same, bit for bit, 
 
 Memory is allocated and freed only here, and that is where the queues meet: copies into new memory wait for earlier
 compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
+
+Coded weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding waits
+for compute: copies run ahead as far as the area has room. While it is open everything small takes that way.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ..errors import SettingError
 from .bounce import CopyQueue
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, Timeline
+from .coding import Coded, Form, decode_into, encode
+from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, RingSpace, Timeline
 from .truth import Bounced
 from .weights import ALIGNMENT
 
@@ -37,12 +42,42 @@ class Buffer:
         self.is_freed = False
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory."""
+        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory.
+
+        A parameter that takes one made in inference mode would be bound to it.
+        """
         start, rest = divmod(self._start + offset, like.element_size())
         assert not rest, "tensors start where their dtype may"
-        with torch.inference_mode(False):  # Otherwise a parameter that takes it would be bound to inference mode.
-            empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
-            return empty.set_(self._storage, start, like.shape, like.stride())
+        empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
+        return empty.set_(self._storage, start, like.shape, like.stride())
+
+    def part(self, offset: int, num_bytes: int) -> Buffer:
+        """Some of it as a storage of its own: `torch.save` writes whole storages."""
+        return Buffer(from_dlpack(self.flat[offset : offset + num_bytes]))
+
+
+class _Area:
+    """Device memory for bytes that are not where they belong yet."""
+
+    def __init__(self, memory: Buffer) -> None:
+        self.memory = memory
+        self.largest = memory.flat.numel() // 2
+        """What it takes at once, with room for as much beside it."""
+        self._space = RingSpace(memory.flat.numel())
+        self._left: deque[Mark] = deque()
+        """When what is in it will have left it, oldest first."""
+
+    def take(self, num_bytes: int, wait: Callable[[Mark], None]) -> torch.Tensor:
+        """Room for some bytes; first `wait` for those that are in the way."""
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        while (start := self._space.take(size)) is None:
+            wait(self._left.popleft())
+            self._space.give_back(1)
+        return self.memory.flat[start : start + num_bytes]
+
+    def leaves(self, mark: Mark) -> None:
+        """What was taken last will have left at that point."""
+        self._left.append(mark)
 
 
 class Stage(DeviceQueues):
@@ -54,11 +89,11 @@ class Stage(DeviceQueues):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stats = OffloadStats()
+        self._area: _Area | None = None
         self._queue: CopyQueue | None = None
 
     def bounce_through(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Use these buffers for bytes that are not in pinned memory; with none, no more. Errors of copies that nobody
-        waited for are dropped."""
+        """Use these buffers for bytes that are not in pinned memory; with none, no more."""
         if self._queue is not None:
             self._queue.close()
         self._queue = CopyQueue(buffers, self._send, self._mark_copied, self._host_waits) if buffers else None
@@ -74,21 +109,38 @@ class Stage(DeviceQueues):
 
     def free(self, memory: Buffer) -> None:
         memory.is_freed = True
-        if self._queue is not None:
-            self._queue.drain()
+        self._drain()
         self._compute_waits(self._mark_copied())
         self.stats.held_bytes -= memory.flat.numel()
         self._free(memory.flat)
 
-    def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Bounced) -> None:
-        """Start to copy bytes from the host."""
+    def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Bounced, form: Form | None = None) -> None:
+        """Start to copy bytes from the host. With a form they are coded, and decoded when they are there."""
         if isinstance(source, Bounced):
             assert self._queue is not None, "there are buffers for what is not pinned"
             self.stats.sent_bytes += source.num_bytes
             self._queue.send(buffer, offset, source)
             return
+        num_bytes = source.numel() if form is None else form.raw_bytes
+        target = buffer.flat[offset : offset + num_bytes]
         self.stats.sent_bytes += source.numel()
-        self._in_order(functools.partial(self._send, buffer.flat[offset : offset + source.numel()], source))
+        if form is not None:
+            self.stats.coded_bytes += source.numel()
+            self.stats.decoded_bytes += num_bytes
+            if self._area is None or source.numel() > self._area.largest:  # It has grown since.
+                self.close_area()
+                self.open_area(source.numel())
+        self._in_order(functools.partial(self._send_now, target, source, form))
+
+    def _send_now(self, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+        area = self._area
+        if area is None or source.numel() > area.largest:
+            self._send(target, source)
+            return
+        room = area.take(source.numel(), self._area_waits)
+        self._send_to_area(room, source)
+        self._send_on(target, room, form)
+        area.leaves(self._mark_copied())
 
     def _in_order(self, job: Callable[[], None]) -> None:
         """Put something in the queue of copies behind what is still being read."""
@@ -96,6 +148,11 @@ class Stage(DeviceQueues):
             job()
         else:
             self._queue.put(job)
+
+    def _drain(self) -> None:
+        """Wait until everything that is being read is in the queue of copies."""
+        if self._queue is not None:
+            self._queue.drain()
 
     def mark_copied(self) -> Mark:
         if self._queue is None or self._queue.is_idle:
@@ -115,6 +172,46 @@ class Stage(DeviceQueues):
     def copies_wait(self, mark: Mark) -> None:
         self._in_order(functools.partial(self._copies_wait, mark))
 
+    def open_area(self, largest: int) -> None:
+        """Allocate the staging area for coded weights of up to `largest` bytes; none if that is 0."""
+        if largest:
+            memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
+            self._drain()
+            self._open_area()
+            self._area = _Area(memory)
+
+    def close_area(self) -> None:
+        """Free the staging area, if there is one."""
+        self._drain()
+        area, self._area = self._area, None
+        if area is not None:
+            self._close_area()
+            self.free(area.memory)
+
+    def encode(self, words: torch.Tensor, dtype: torch.dtype) -> Coded | None:
+        """Code weights from the host; None if that gains too little."""
+        return encode(words, dtype)
+
+    decodes_fast = False
+    """Whether decoding takes less time than it saves."""
+
+    def _open_area(self) -> None:
+        """Order what is sent from now on after what was sent before."""
+
+    def _close_area(self) -> None:
+        """The same."""
+
+    @abstractmethod
+    def _area_waits(self, mark: Mark) -> None:
+        """Copy nothing more into the area before that point."""
+
+    @abstractmethod
+    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+        """Bring what was copied into the area last to where it belongs."""
+
     @abstractmethod
     def _mark_copied(self) -> Mark: ...
 
@@ -125,8 +222,7 @@ class Stage(DeviceQueues):
     def _copies_wait(self, mark: Mark) -> None: ...
 
     @abstractmethod
-    def _host_waits(self, mark: Mark) -> None:
-        """Block the host until that point in the queue of copies."""
+    def _host_waits(self, mark: Mark) -> None: ...
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor: ...
@@ -210,7 +306,8 @@ class HostStage(Stage):
         """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
         self._lock = threading.RLock()  # The thread that reads takes part.
-        self._buffers: set[int] = set()
+        self._buffers: dict[int, int] = {}
+        """Address and length of allocated memory."""
         self._due: deque[Callable[[], object]] = deque()
         self._done = 0
 
@@ -221,19 +318,33 @@ class HostStage(Stage):
             )
         flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
         flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
-        self._buffers.add(flat.untyped_storage().data_ptr())
+        memory = flat.untyped_storage()
+        self._buffers[memory.data_ptr()] = memory.nbytes()
         return flat
 
     def _free(self, flat: torch.Tensor) -> None:
-        self._buffers.remove(flat.untyped_storage().data_ptr())
+        del self._buffers[flat.untyped_storage().data_ptr()]
         flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.timeline.copy(source.numel())
+        self._put(lambda: target.copy_(source))
+
+    def _area_waits(self, mark: Mark) -> None:
+        self._run_until(mark[1])
+
+    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None:
+        self.timeline.copy(source.numel())
+        room.copy_(source)  # As early as can be: a missing wait shows.
+
+    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+        self._put(lambda: target.copy_(room) if form is None else decode_into(form, room, target))
+
+    def _put(self, copy: Callable[[], object]) -> None:
         with self._lock:
-            self._due.append(lambda: target.copy_(source))
+            self._due.append(copy)
             if not self._lazy:
-                self._host_waits(self._mark_copied())
+                self._run_until(self._done + 1)
 
     def _mark_copied(self) -> Mark:
         with self._lock:
@@ -244,19 +355,23 @@ class HostStage(Stage):
 
     def _compute_waits(self, mark: Mark) -> None:
         self.timeline.compute_waits(mark[0])
-        self._host_waits(mark)
+        self._run_until(mark[1])
 
-    def _host_waits(self, mark: Mark) -> None:
+    def _run_until(self, count: int) -> None:
         with self._lock:
-            while self._done < mark[1]:
+            while self._done < count:
                 self._due.popleft()()
                 self._done += 1
 
     def _copies_wait(self, mark: Mark) -> None:
         self.timeline.copies_wait(mark[0])
 
+    def _host_waits(self, mark: Mark) -> None:
+        self._run_until(mark[1])
+
     def is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._buffers
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < start + num_bytes for start, num_bytes in self._buffers.items())
 
     def register(self, address: int, num_bytes: int) -> str | None:
         self.registered[address] = num_bytes

@@ -8,7 +8,7 @@ clock, decides between them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .ring import ASSUMED_BUS, Memory, Ring, Timeline, least_capacity
@@ -32,6 +32,12 @@ class Timing:
     """By component name, seconds of one forward with all weights on the device."""
     block_s: Mapping[str, float] = field(default_factory=dict)
     """By "component.block_path", seconds of one block; by default in proportion to its bytes."""
+    rest_s: Mapping[str, float] = field(default_factory=dict)
+    """By component name, seconds of one forward outside of its blocks."""
+    launch_s: Mapping[str, float] = field(default_factory=dict)
+    """By "component.block_path", seconds in which the host enqueues one call of a block."""
+    send_s: float = 0.0
+    """Seconds in which the host sends one block."""
 
     def forward_s(self, component: ComponentSize) -> float | None:
         """Seconds of one forward of a component; None if unknown."""
@@ -39,7 +45,7 @@ class Timing:
             return self.compute_s[component.name]
         times = [self.block_s.get(f"{component.name}.{block.path}") for block in component.blocks]
         known = [seconds for seconds in times if seconds is not None]
-        return sum(known) if known and len(known) == len(times) else None
+        return sum(known) + self.rest_s.get(component.name, 0.0) if known and len(known) == len(times) else None
 
 
 @dataclass(frozen=True)
@@ -52,15 +58,23 @@ class Streaming:
     kept_bytes: int
     """Bytes that stay while the component is loaded."""
     forward_s: float
+    area_bytes: int = 0
+    """Bytes of the area where compressed weights arrive."""
 
     @property
     def num_bytes(self) -> int:
-        return self.ring_bytes + self.kept_bytes
+        return self.ring_bytes + self.kept_bytes + self.area_bytes
 
 
 def least_bytes(component: ComponentSize) -> int:
     """The least memory that a component can run in."""
     return component.rest_bytes + max((least_capacity(block.pieces) for block in component.blocks), default=0)
+
+
+def area_bytes(blocks: Iterable[BlockSize]) -> int:
+    """Bytes of the area where the compressed pieces of some blocks arrive: two of the largest."""
+    return 2 * max((sent for block in blocks for sent, piece in zip(block.sent, block.pieces, strict=True)
+                    if sent != piece), default=0)  # fmt: skip
 
 
 def choose_streaming(component: ComponentSize, room: int | None, timing: Timing) -> Streaming | None:
@@ -70,10 +84,10 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
     """
     blocks, rest_s = _with_times(component, timing)
 
-    def choices(allowed: Sequence[BlockSize], ring_bytes: int) -> set[frozenset[str]]:
+    def choices(allowed: Sequence[BlockSize], taken: int) -> set[frozenset[str]]:
         if room is None:
             return {frozenset(block.path for block in blocks)} if len(allowed) == len(blocks) else set()
-        needed = component.num_bytes + ring_bytes - room
+        needed = component.num_bytes + taken - room
         if needed > sum(block.num_bytes for block in allowed):
             return set()
         return {spread(blocks, {block.path for block in allowed}, needed, lead) for lead in _LEADS}
@@ -81,13 +95,14 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
     candidates: list[Streaming] = []
     for largest in sorted({block.num_bytes for block in blocks}):
         allowed = [block for block in blocks if block.num_bytes <= largest]
-        least = max(least_capacity(block.pieces) for block in allowed)
+        least, area = max(least_capacity(block.pieces) for block in allowed), area_bytes(allowed)
         for ring_bytes in sorted({max(least, int(factor * largest)) for factor in _RINGS}):
-            for streamed in choices(allowed, ring_bytes):
+            for streamed in choices(allowed, ring_bytes + area):
                 kept = component.num_bytes - sum(b.num_bytes for b in blocks if b.path in streamed)
-                if kept + ring_bytes < component.num_bytes:
-                    seconds = pass_seconds(blocks, streamed, ring_bytes, timing.bus_bytes_s, rest_s)
-                    candidates.append(Streaming(streamed, ring_bytes, kept, seconds))
+                if kept + ring_bytes + area < component.num_bytes:
+                    waits = component.ahead_bytes > 0
+                    seconds = pass_seconds(blocks, streamed, ring_bytes, timing, rest_s, waits=waits)
+                    candidates.append(Streaming(streamed, ring_bytes, kept, seconds, area))
     if not candidates:
         return None
     fastest = min(candidate.forward_s for candidate in candidates)
@@ -108,9 +123,10 @@ def _with_times(component: ComponentSize, timing: Timing) -> tuple[list[BlockSiz
     byte_s = left_s / left_bytes if left_bytes else 0.0
     blocks = []
     for block in component.blocks:
-        seconds = known[block.path]
-        blocks.append(replace(block, compute_s=byte_s * block.num_bytes if seconds is None else seconds))
-    return blocks, byte_s * component.rest_bytes
+        seconds, path = known[block.path], f"{component.name}.{block.path}"
+        compute_s = byte_s * block.num_bytes if seconds is None else seconds
+        blocks.append(replace(block, compute_s=compute_s, launch_s=timing.launch_s.get(path, 0.0)))
+    return blocks, left_s if not left_bytes - component.rest_bytes else byte_s * component.rest_bytes
 
 
 def spread(blocks: Sequence[BlockSize], allowed: set[str], needed: int, lead: float = 0.5) -> frozenset[str]:
@@ -138,14 +154,14 @@ def spread(blocks: Sequence[BlockSize], allowed: set[str], needed: int, lead: fl
 class _SimulatedBlock:
     """A streamed block whose copies only take time."""
 
-    def __init__(self, pieces: Sequence[int], timeline: Timeline) -> None:
-        self.pieces, self._timeline = pieces, timeline
+    def __init__(self, size: BlockSize, timeline: Timeline) -> None:
+        self.pieces, self._sent, self._timeline = size.pieces, size.sent, timeline
 
     def prepare(self) -> None:
         pass
 
     def send(self, piece: int, memory: Memory, offset: int) -> None:
-        self._timeline.copy(self.pieces[piece])
+        self._timeline.copy(self._sent[piece])
 
     def edits(self) -> int:
         return 0
@@ -154,18 +170,29 @@ class _SimulatedBlock:
 
 
 def pass_seconds(
-    blocks: Sequence[BlockSize], streamed: Collection[str], ring_bytes: int, bus_bytes_s: float, rest_s: float = 0.0
+    blocks: Sequence[BlockSize],
+    streamed: Collection[str],
+    ring_bytes: int,
+    timing: Timing,
+    rest_s: float = 0.0,
+    *,
+    waits: bool = False,
 ) -> float:
-    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks."""
-    timeline = Timeline(bus_bytes_s)
-    moving = {block.path: _SimulatedBlock(block.pieces, timeline) for block in blocks if block.path in streamed}
+    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks. `waits`: the host waits
+    for the device at the start of each forward."""
+    timeline = Timeline(timing.bus_bytes_s)
+    moving = {block.path: _SimulatedBlock(block, timeline) for block in blocks if block.path in streamed}
     ring = Ring(timeline, ring_bytes, list(moving.values()), has_next_pass=lambda: True)
     ends = [0.0]
     for _ in range(3):  # The first pass starts with an empty ring.
         timeline.compute(rest_s)
+        if waits:
+            timeline.host_waits(timeline.mark_computed())
         ring.begin_pass()
         for block in blocks:
+            timeline.launch(block.launch_s)
             if block.path in streamed:
+                timeline.launch(timing.send_s)
                 ring.acquire(moving[block.path])
             timeline.compute(block.compute_s)
             if block.path in streamed:

@@ -44,9 +44,22 @@ class WeightUse(NamedTuple):
     anonymous_bytes: int = 0
     """Bytes of it that are in memory alone; the rest is mapped from files."""
 
+    coded_bytes: int = 0
+    """Bytes of its pinned copy, if that is compressed; the weights themselves stay where they are."""
+
     @property
     def file_bytes(self) -> int:
         return self.num_bytes - self.anonymous_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.coded_bytes or self.num_bytes
+
+    def cost(self, can_spill: bool) -> int:
+        """Memory that it takes to pin it, beside weights that are in memory wherever they go."""
+        if self.coded_bytes:
+            return self.coded_bytes + (self.anonymous_bytes if can_spill else 0)
+        return self.num_bytes if can_spill else self.file_bytes
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ class Part:
     crossing: Crossing
     num_groups: int
     num_bytes: int
+    coded_bytes: int
+    """Bytes of the pinned copies that are compressed."""
 
     def __str__(self) -> str:
         often = {"forward": "in every forward", "run": "once in a run", "once": "once", "ahead": "ahead of the steps"}[
@@ -75,6 +90,8 @@ class Part:
         ]
         where = {"pinned": "pinned", "pageable": "in pageable memory", "disk": "in its file on disk"}[self.tier]
         why = {"pinned": "", "pageable": ": no more may be pinned", "disk": ": host_memory holds no more"}[self.tier]
+        if self.coded_bytes:
+            where = f"pinned as {format_bytes(self.coded_bytes)}, compressed"
         if self.crossing in ("once", "ahead"):
             why = ", and the device keeps it" if self.crossing == "once" else ", and then not needed"
         groups = f"{self.num_groups} groups, " if self.num_groups > 1 else ""
@@ -149,10 +166,12 @@ def uses_of(
         stays = placed.placement == "streams" and not plan.take_turns
         every: Crossing = "forward" if size.role == "denoiser" else "run"
         groups = {"": size.rest_bytes, **{block.path: block.num_bytes for block in size.blocks}}
+        sent = {block.path: block.sent for block in size.blocks}
         for path, num_bytes in groups.items() if placed.placement != "resident" else ():
             crossing: Crossing = every if path in placed.streamed else "once" if stays else "run"
             held = min(anonymous((size.name, path)), num_bytes) if anonymous else 0
-            uses.append(WeightUse((size.name, path), num_bytes, crossing, held))
+            coded = sum(sent[path]) if placed.is_coded and path in placed.streamed else 0
+            uses.append(WeightUse((size.name, path), num_bytes, crossing, held, coded))
         if placed.ahead_bytes:
             held = min(anonymous((size.name, TIME_LAYERS)), placed.ahead_bytes) if anonymous else 0
             uses.append(WeightUse((size.name, TIME_LAYERS), placed.ahead_bytes, "ahead", held))
@@ -175,7 +194,8 @@ def plan_tiers(
     most_pinned = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
     budget = most_pinned if host_memory is None else float(host_memory)
     tiers: dict[Key, Tier] = {}
-    if sum(g.anonymous_bytes if g.crossing == "ahead" else g.num_bytes for g in groups) <= min(budget, most_pinned):
+    whole = sum(g.anonymous_bytes + (g.cost(False) if g.crossing != "ahead" else 0) for g in groups)
+    if whole <= min(budget, most_pinned):
         for group in groups:
             unpinned: Tier = "disk" if group.file_bytes else "pageable"
             tiers[group.key] = unpinned if group.crossing == "ahead" else "pinned"
@@ -195,18 +215,18 @@ def plan_tiers(
             tier, cost = _place(group, room, pinnable, can_spill)
             tiers[group.key] = tier
             room -= cost
-            pinnable -= group.num_bytes if tier == "pinned" else 0
+            pinnable -= group.pinned_bytes if tier == "pinned" else 0
     return _made(groups, tiers, host_memory, buffer, speeds, can_spill)
 
 
 def _place(group: WeightUse, room: float, pinnable: float, can_spill: bool) -> tuple[Tier, int]:
     """The tier of a group and the room that it takes."""
-    cost = group.num_bytes if can_spill else group.file_bytes  # Other bytes are in memory wherever it goes.
-    if group.crossing in ("forward", "run") and (not cost or cost <= room) and group.num_bytes <= pinnable:
+    cost = group.cost(can_spill)
+    if group.crossing in ("forward", "run") and (not cost or cost <= room) and group.pinned_bytes <= pinnable:
         return "pinned", cost
     if group.file_bytes or (can_spill and cost > room):
         return "disk", 0
-    return "pageable", cost
+    return "pageable", group.num_bytes if can_spill else 0
 
 
 def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
@@ -218,7 +238,7 @@ def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
 
 def _evenly(groups: Sequence[WeightUse], room: float, can_spill: bool) -> Iterable[WeightUse]:
     """Groups in the order in which to pin them: those left out are spread evenly, so that reading never pauses."""
-    costs = [group.num_bytes if can_spill else group.file_bytes for group in groups]
+    costs = [group.cost(can_spill) for group in groups]
     whole = sum(costs)
     share = 1.0 if whole <= max(room, 0) else max(room, 0) / whole
     chosen, left, passed, used = [], [], 0, 0
@@ -241,16 +261,22 @@ def _made(
     can_spill: bool,
 ) -> TierPlan:
     held = BOUNCE_BUFFERS * buffer
-    found: dict[tuple[str, Tier, Crossing], list[int]] = {}
+    found: dict[tuple[str, Tier, Crossing], list[WeightUse]] = {}
     spilled = set()
     for group in groups:
         tier = tiers[group.key]
         is_spilled = tier == "disk" and can_spill and group.anonymous_bytes > 0
         if is_spilled:
             spilled.add(group.key)
-        held += group.num_bytes if tier == "pinned" else 0 if is_spilled else group.anonymous_bytes
-        found.setdefault((group.key[0], tier, group.crossing), []).append(group.num_bytes)
-    parts = [Part(*key, len(some), sum(some)) for key, some in found.items()]
+        if tier == "pinned":
+            held += group.coded_bytes + group.anonymous_bytes if group.coded_bytes else group.num_bytes
+        else:
+            held += 0 if is_spilled else group.anonymous_bytes
+        found.setdefault((group.key[0], tier, group.crossing), []).append(group)
+    parts = [
+        Part(*key, len(some), sum(g.num_bytes for g in some), sum(g.coded_bytes for g in some if key[1] == "pinned"))
+        for key, some in found.items()
+    ]
     return TierPlan(tiers, tuple(parts), held, host_memory, buffer, frozenset(spilled), speeds or HostSpeeds())
 
 

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .coded_copy import CodedCopy, code, version_of
+from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .tiers import Tier
 from .truth import Bounced
-from .weights import Span, lay_out, spans_of
-
-_RESIDUES = 262_147
-"""Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
+from .weights import LINE, Piece, Span, lay_out, spans_of
 
 
 class _Entry(NamedTuple):
@@ -33,6 +32,8 @@ class _Entry(NamedTuple):
     piece: int
     offset: int
     """Where in the piece it begins."""
+    span: tuple[int, int]
+    """Where in the piece the memory that it shares with others begins, and its length."""
 
 
 class WeightGroup:
@@ -43,19 +44,27 @@ class WeightGroup:
         self.name = name
         self.keeps_host = True
         """Whether there is a host copy while it is loaded. Resident weights have none."""
-        self.tier: Tier = "pinned"
-        """Where that copy is."""
         self.is_pinned = True
         """Whether that copy is to be pinned."""
+        self.tier: Tier = "pinned"
+        """Where it is."""
+        self.is_coded = False
+        """Whether pieces cross the bus coded if that gains enough. Then the copy that is pinned is the coded one."""
         self.pieces: Sequence[int] = ()
         self.sources: list[torch.Tensor | Bounced] = []
         """The host bytes of each piece."""
+        self.file: CodedFile | None = None
+        """Where coded copies are looked for, and kept."""
+        self.copies: list[CodedCopy | None] = []
+        """The coded copy of each piece that has one."""
         self._find, self._stage, self._host = find, stage, host
         self._entries: list[_Entry] = []
         self._left: dict[int, _Place] = {}
         """By tensor id, where its data is as we left it."""
-        self._lent: list[tuple[_Place, int]] = []
-        """The place and the count of changes of each tensor, as the block's call began."""
+        self._lent: list[tuple[torch.Tensor, int]] = []
+        """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
+        self._was: tuple[bool, Tier] = (False, "pinned")
+        """Whether it was coded, and its tier, when it was adopted."""
         self._starts: Sequence[int] = ()
         """Where in each piece its source begins."""
         self._phases: dict[int, int] = {}
@@ -73,46 +82,92 @@ class WeightGroup:
         if self.keeps_host and self.tier == "disk":
             self._host.spill(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
-        before = self.sources
-        self.sources = self._host.adopt(pieces, pinned=self.keeps_host and self.is_pinned, tier=self.tier)
-        self._host.release(before, self.sources)
+        before = self.wires
+        self._code(pieces)
+        self.sources = [
+            self._host.adopt([piece], pinned=self.keeps_host and self.is_pinned and copy is None, tier=self.tier)[0]
+            for piece, copy in zip(pieces, self.copies, strict=True)
+        ]
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
-            _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - min(t.data_ptr() for t in span.tensors))
+            _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - start, (offset, span.num_bytes))
             for index, piece in enumerate(pieces)
             for span, offset in piece.spans
+            for start in [min(tensor.data_ptr() for tensor in span.tensors)]
             for tensor in span.tensors
         ]
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
         self._remember()
+        self._host.release(before, self.wires)
+
+    def _code(self, pieces: Sequence[Piece]) -> None:
+        """Code what gains by it, but for what is coded already."""
+        known = {copy.address: copy for copy in self.copies if copy is not None}
+        self._was = self.is_coded, self.tier
+        self.copies = [
+            code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
+            if self.is_coded and self.keeps_host and self.tier == "pinned"
+            else None
+            for piece in pieces
+        ]
+
+    @property
+    def wires(self) -> list[torch.Tensor | Bounced]:
+        """The host bytes of each piece as they cross the bus."""
+        both = zip(self.sources, self.copies, strict=True)
+        return [source if copy is None else copy.data for source, copy in both]
 
     def prepare(self) -> None:
         """Make sure that what is about to be sent is what the model holds."""
-        if not self.is_current():
+        if self.update() and self.keeps_host and self.is_pinned:
+            self._host.pin(self.wires)
+
+    def update(self) -> bool:
+        """Take over what the model holds now, if that is not what we left it with, and say whether."""
+        if not self._is_in_place():
             self.adopt()
-            if self.keeps_host and self.is_pinned:
-                self._host.pin(self.sources)
+        elif not self._is_fresh():
+            self._code_again()
+        else:
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        """Whether the model holds what we left it with."""
+        return self._is_in_place() and self._is_fresh()
+
+    def _is_in_place(self) -> bool:
+        tensors, left = self._find(), self._left
+        is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
+        is_as_planned = (self.is_coded, self.tier) == self._was
+        return is_ours and is_as_planned and self._host.is_current(self.sources)
+
+    def _is_fresh(self) -> bool:
+        return all(copy is None or copy.is_fresh() for copy in self.copies)
 
     def anonymous_bytes(self) -> int:
         """Bytes of it that are in memory alone, and in no file."""
         ours = {id(entry.tensor): entry.host for entry in self._entries}
         return self._host.anonymous_bytes(ours.get(id(tensor), tensor) for tensor in self._find())
 
-    def is_current(self) -> bool:
-        """Whether the model holds what we left it with."""
-        tensors, left = self._find(), self._left
-        is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
-        return is_ours and self._host.is_current(self.sources)
+    @torch.inference_mode(False)
+    def _code_again(self) -> None:
+        """Code the weights that have changed where they are."""
+        before = self.copies
+        self.copies = [copy and (copy if copy.is_fresh() else copy.renewed(self._stage)) for copy in before]
+        if [copy is None for copy in before] != [copy is None for copy in self.copies]:
+            self.adopt()  # One gains nothing any more, and is to be pinned as it is.
+        self._host.release(copy.data for copy in before if copy is not None and copy not in self.copies)
 
     def edits(self) -> int:
         """A number that changes when torch counts a change of one of the tensors."""
-        return sum(_version(entry.tensor) for entry in self._entries)
+        return sum(version_of(entry.tensor) for entry in self._entries)
 
     def fingerprint(self) -> Any:
         """What the model holds, as far as a quick look tells; equal as long as nobody changes it."""
         samples = [self._host.fingerprint(source) for source in self.sources]
-        return [(id(tensor), _place(tensor), _version(tensor)) for tensor in self._find()], samples
+        return [(id(tensor), _place(tensor), version_of(tensor)) for tensor in self._find()], samples
 
     def _return_to_host(self, tensors: list[torch.Tensor]) -> None:
         """Point our tensors back at the host copy; copy replaced ones to the host."""
@@ -141,7 +196,7 @@ class WeightGroup:
         for span in spans_of(ours):
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
-        self.sources, self._entries, self._left, self._phases = [], [], {}, {}
+        self.sources, self.copies, self._entries, self._left, self._phases = [], [], [], {}, {}
 
     def _phase_before(self, span: Span) -> int:
         return self._phases.get(id(span.tensors[0]), span.phase)
@@ -150,52 +205,62 @@ class WeightGroup:
 
     def send(self, piece: int, memory: Buffer, offset: int) -> None:
         """Start to copy one piece."""
-        self._stage.send(memory, offset + self._starts[piece], self.sources[piece])
+        copy = self.copies[piece]
+        target = offset + self._starts[piece]
+        if copy is None:
+            self._stage.send(memory, target, self.sources[piece])
+        else:
+            self._stage.send(memory, target, copy.data, copy.form)
 
+    @torch.inference_mode(False)
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
-        for tensor, host, piece, offset in self._entries:
-            tensor.data = memory.view(host, offsets[piece] + offset)
-        self._lent = [(_place(entry.tensor), _version(entry.tensor)) for entry in self._entries]
+        self._lent = []
+        for tensor, host, piece, offset, _ in self._entries:
+            tensor.data = view = memory.view(host, offsets[piece] + offset)
+            self._lent.append((view, version_of(tensor)))
 
     @torch.inference_mode(False)
     def use_host(self) -> None:
         """Point the tensors at the host copy, if they are lent. What the call has changed is copied back."""
-        now = [(_place(entry.tensor), _version(entry.tensor)) for entry in self._entries]
-        is_any_changed = self._lent not in (now, [])
-        for (tensor, host, _, _), before, after in zip(self._entries, self._lent, now, strict=False):
+        lent = list(zip(self._entries, self._lent, strict=False))
+        is_counted = any(version_of(entry.tensor) != version for entry, (_, version) in lent)
+        for (tensor, host, piece, *_), (view, version) in lent:
+            is_set = not tensor.is_set_to(view)
+            if is_set and _place(tensor)[1:] != _place(host)[1:]:
+                tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
+                continue
             # Batch norms do not have torch count the changes of their statistics, only those of their counter.
-            if is_any_changed and (before != after or not isinstance(tensor, torch.nn.Parameter)):
-                if _place(host)[1:] != after[0][1:]:
-                    tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
-                    continue
+            is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
+            # Layers that are cast for their call have other data, mostly with the same content.
+            if is_changed or (is_set and not torch.equal(_bits(tensor), _bits(view))):
                 host.copy_(tensor.data)
+                if copy := self.copies[piece]:
+                    copy.expire()
             tensor.data = host
         self._lent = []
 
+    @torch.inference_mode(False)
     def load(self) -> None:
         """Copy it to its own device memory. `compute_waits` is up to the caller."""
         self._buffer = self._stage.allocate(sum(self.pieces))
         offsets = [sum(self.pieces[:piece]) for piece in range(len(self.pieces))]
         for piece, offset in enumerate(offsets):
             self.send(piece, self._buffer, offset)
-        self.use_device(offsets, self._buffer)
-        self._lent = []
+        parts: dict[tuple[int, int], Buffer] = {}
+        for tensor, host, piece, offset, (start, num_bytes) in self._entries:
+            if (piece, start) not in parts:
+                line = start - start % LINE
+                parts[piece, start] = self._buffer.part(offsets[piece] + line, start - line + max(num_bytes, 1))
+            tensor.data = parts[piece, start].view(host, offset - start + start % LINE)
         self._remember()
         if not self.keeps_host:
-            self.sources, self._entries = [], []
+            self.sources, self.copies, self._entries = [], [], []
 
     def checksum(self) -> torch.Tensor:
         """A number on the device that tells whether its device memory changed. This does not wait for the device."""
         assert self._buffer is not None
-        words = self._buffer.flat.view(torch.int64)
-        columns = max(min(words.numel(), _RESIDUES), 1)
-        rows = words.numel() // columns
-        sums = words[: rows * columns].view(rows, columns).sum(0)
-        rest = words[rows * columns :]
-        sums[: rest.numel()] += rest
-        weights = torch.arange(1, 2 * columns, 2, device=words.device) * -7046029254386353131
-        return (sums * weights).sum()
+        return checksum(self._buffer.flat)
 
     @torch.inference_mode(False)
     def unload(self, *, keep_changes: bool = False) -> None:
@@ -205,7 +270,7 @@ class WeightGroup:
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, self._find())):
                 move_to_host(span, self._phase_before(span))
-        for tensor, host, _, _ in self._entries if keep_changes else ():
+        for tensor, host, *_ in self._entries if keep_changes else ():
             if self._is_ours(tensor):
                 host.copy_(tensor.data)
         self._return_to_host([entry.tensor for entry in self._entries])
@@ -222,9 +287,6 @@ def _place(tensor: torch.Tensor) -> _Place:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed, as far as torch counts; not at all for one that was made in inference mode."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as bytes, so that NaN equals itself."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor

@@ -31,11 +31,13 @@ _PROMPT, _LONG_PROMPT = "tea", "tea " * 600
 """The long one is longer than most models read: they cut it off at their most, which takes the most memory."""
 _STEPS = 2
 """Schedulers that look back, and pipelines whose denoisers follow one another, need a second step."""
-_MOST_SECONDS = 60.0
+_MOST_SECONDS = 30.0
 _BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
 _SIDE = 512
 """Pixels of an image that is given where the size is not."""
+_ROUNDED = 64
+"""A pipeline that rounds a size changes it by less; one that makes larger videos of smaller ones, by more."""
 _DEVICES = ("device", "_execution_device")
 
 
@@ -77,6 +79,8 @@ class Rehearsal:
     """The first call of each component that was called as a module; VAEs are called otherwise."""
     peaks: Mapping[str, int] = field(default_factory=dict)
     """Bytes that were needed beside the weights while a component ran."""
+    size: RequestSize | None = None
+    """What was made."""
     problem: str | None = None
     """Why it ended early, if it did. Components that are in `peaks` were run to their end."""
 
@@ -87,17 +91,27 @@ def rehearse(pipeline: Any, size: RequestSize | None = None, **settings: Any) ->
     `settings`: other arguments of its call.
     """
     size = size or RequestSize()
-    if is_denoiser_itself(pipeline):
-        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline")
+    if is_denoiser_itself(pipeline) or not callable(pipeline):
+        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline that can be called")
     found = Rehearsal(problem="it was not tried")
+    deadline = time.monotonic() + _MOST_SECONDS
     for arguments in _choices(pipeline, size):
-        tried = _Rehearsing(pipeline).run(arguments | settings)
+        tried = _Rehearsing(pipeline, deadline).run(arguments | settings)
         if tried.problem is None:
+            _check_made(type(pipeline).__name__, size, tried.size)
             return tried
         found = max(tried, found, key=lambda one: (len(one.peaks), len(one.calls)))
     if size != RequestSize() and not found.peaks and rehearse(pipeline, **settings).peaks:
         raise SettingError(f"{type(pipeline).__name__} does not take {size}: {found.problem}", param="height")
     return found
+
+
+def _check_made(pipeline: str, asked: RequestSize, made: RequestSize | None) -> None:
+    """Refuse a size that a pipeline rounds: nobody would notice."""
+    for name in ("height", "width", "frames") if made is not None else ():
+        wanted, got = getattr(asked, name), getattr(made, name)
+        if None not in (wanted, got) and 0 < abs(wanted - got) < _ROUNDED:
+            raise SettingError(f"{pipeline} makes {name}={got} of {name}={wanted}. Ask for {got}.", param=name)
 
 
 def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
@@ -142,7 +156,7 @@ class _TooLong(Exception):
 class _Rehearsing:
     """One run of a pipeline's twin."""
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: Any, deadline: float) -> None:
         roles = ModuleDiscovery.discover(pipeline).roles().values()
         self._components = {
             name: unwrapped(module) for names, modules in roles for name, module in zip(names, modules, strict=True)
@@ -156,27 +170,27 @@ class _Rehearsing:
         self._returned: dict[Any, Any] = {}
         """The form of what a call returned, by the call's."""
         self._current: str | None = None
-        self._deadline = time.monotonic() + _MOST_SECONDS
+        self._deadline = deadline
 
     def run(self, arguments: Mapping[str, Any]) -> Rehearsal:
-        problem = None
+        problem, output = None, None
         try:
             with trial(()), quiet(), torch.compiler.set_stance("force_eager"):
                 twin = self._twin()
                 with self._mode:
-                    type(twin).__call__(twin, **arguments)
+                    output = type(twin).__call__(twin, **arguments)
         except TrialFailed as failed:
             problem = str(failed).splitlines()[0]
             if failed.__cause__ is not None and self._is_inside(failed.__cause__):
                 self._peaks.pop(self._current or "", None)
                 self._current = None
         self._end_slice()
-        return Rehearsal(self._calls, self._peaks, problem)
+        return Rehearsal(self._calls, self._peaks, _size_of(output), problem)
 
     def _twin(self) -> Any:
         """The pipeline with weightless components, for which the CPU is the device that it runs on."""
         answers = {module: self._answer(name) for name, module in self._components.items()}
-        copier = WeightlessCopier(answers)
+        copier = WeightlessCopier(answers, sharded=False)
         cls: Any = self._pipeline.__class__  # As it is without our hooks.
         if isinstance(self._pipeline, torch.nn.Module):
             twin: Any = copier.copy(unwrapped(self._pipeline))
@@ -218,11 +232,11 @@ class _Rehearsing:
 
     def _touch(self, name: str) -> None:
         """A module of a component is called. If it is another component's than before, a slice of the run ends."""
+        if time.monotonic() > self._deadline:
+            raise _TooLong(f"the run without weights took more than {_MOST_SECONDS:.0f} s")
         if name != self._current:
             self._end_slice()
             self._current, self._mode.peak_bytes = name, self._mode.num_bytes
-            if time.monotonic() > self._deadline:
-                raise _TooLong(f"the rehearsal took more than {_MOST_SECONDS:.0f} s")
 
     def _end_slice(self) -> None:
         if self._current is not None:
@@ -232,6 +246,14 @@ class _Rehearsing:
         """Whether an error was raised while a component's code ran."""
         frames = traceback.walk_tb(error.__traceback__)
         return any(id(frame.f_locals.get("self")) in self._modules for frame, _ in frames)
+
+
+def _size_of(output: Any) -> RequestSize | None:
+    """The size of images (batch, channels, height, width) or videos (batch, frames, channels, height, width)."""
+    shape = next((tensor.shape for tensor in tree.tensors(output)), torch.Size())
+    if len(shape) not in (4, 5):
+        return None
+    return RequestSize(shape[-2], shape[-1], shape[1] if len(shape) == 5 else None, shape[0])
 
 
 def _translated(copier: WeightlessCopier, value: Any) -> Any:

@@ -63,7 +63,7 @@ class WeightlessCopier(Copier):
 
 def weightless_twin(module: torch.nn.Module) -> torch.nn.Module:
     """A module's shadow without weights, to be called inside `Weightless`."""
-    return WeightlessCopier({}).copy(unwrapped(module))
+    return WeightlessCopier({}, sharded=False).copy(unwrapped(module))
 
 
 class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
