@@ -1,6 +1,6 @@
-"""A process that offloads a model and shares its host copy: obeys one word a line, and answers each with JSON.
+"""A process that shares its host copy of a file of weights: obeys one word a line, and answers each with JSON.
 
-Its arguments are the folder of the pipeline and the folder that stands for shared memory.
+Its arguments are the file and the folder that stands for shared memory. It imports no more than it must.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ import sys
 from pathlib import Path
 
 import torch
-from diffusers import FluxPipeline
+from safetensors.torch import load_file
 
-import samovar.offload.host
-import samovar.offload.shared
-import samovar.offload.weights
-from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
+from samovar.offload import HostStage, shared
+from samovar.offload.host import HostMemory
 from samovar.offload.truth import Bounced
+from samovar.offload.weight_groups import WeightGroup
 
-from .test_apply import draw
 
-
-def answer(pipe: FluxPipeline, offloaded: Offloaded) -> None:
-    bits = hashlib.sha256(draw(pipe).numpy().tobytes()).hexdigest()
-    stats = offloaded.stats()
-    print(json.dumps({"bits": bits, "shared": stats.shared_bytes, "copied": stats.copied_bytes}), flush=True)
+def answer(weights: list[torch.Tensor], group: WeightGroup, stage: HostStage) -> None:
+    """Say what arrives on the device."""
+    group.prepare()
+    group.load()
+    stage.compute_waits(stage.mark_copied())
+    bits = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
+    group.unload()
+    print(
+        json.dumps({"bits": bits, "shared": stage.stats.shared_bytes, "copied": stage.stats.copied_bytes}), flush=True
+    )
 
 
 def die_half_way() -> None:
@@ -44,21 +47,22 @@ def die_half_way() -> None:
 
 
 def main() -> None:
-    folder, memory, *how = sys.argv[1:]
-    samovar.offload.shared.FOLDER = Path(memory)
-    samovar.offload.weights.LEAST_PIECE = samovar.offload.host.LEAST_PIECE = 600
-    pipe = FluxPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
+    file, memory, *how = sys.argv[1:]
+    shared.FOLDER = Path(memory)
+    weights = list(load_file(file).values())
+    stage = HostStage(lazy=True)
+    host = HostMemory(stage, None)
+    host.shares = True
+    group = WeightGroup("weights", lambda: weights, stage, host)
     if "dies" in how:
         die_half_way()
-    offloaded = apply_offload(pipe, OffloadConfig("layerwise", share=True), stage=HostStage(lazy=True))
-    answer(pipe, offloaded)
+    answer(weights, group, stage)
     for line in sys.stdin:
         if line.strip() == "change":
-            pipe.transformer.transformer_blocks[0].attn.to_q.weight.data.mul_(1.5)
-        if line.strip() == "detach":
-            offloaded.detach()
-        answer(pipe, offloaded)
+            weights[0].data.mul_(1.5)
+        answer(weights, group, stage)
+    group.restore()
+    host.close()
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_what_crosses_compressed_takes_less_pinned_memory_beside_the_weights_the
     assert (plan.bytes_in("pinned"), plan.held_bytes) == (8 * GIB, 6 * GIB)
     assert "8.00 GiB pinned as 6.00 GiB, compressed, sent in every forward" in str(plan)
     in_memory = [use._replace(anonymous_bytes=GIB) for use in in_files]
-    with pytest.raises(SettingError, match="at least 8.19 GiB"):
+    with pytest.raises(SettingError, match=r"at least 8.19 GiB"):
         plan_tiers(in_memory, 8 * GIB)
     plan = plan_tiers(in_memory, 10 * GIB)
     assert (plan.bytes_in("pinned"), plan.bytes_in("pageable")) == (2 * GIB, 6 * GIB)

@@ -219,3 +219,24 @@ def test_a_new_plan_moves_weights_between_tiers(folder: Path) -> None:
         assert torch.equal(draw(pipe), expected)
     offloaded.detach()
     assert not offloaded.stage.registered  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_compressed_plain_shared_and_on_disk_beside_each_other(folder: Path, share: bool) -> None:
+    """Blocks that stay in memory cross compressed, others are read from their file, in one ring."""
+    pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    pipe.save_pretrained(folder / "bf16")
+    pipe = FluxPipeline.from_pretrained(folder / "bf16", torch_dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    expected = draw(pipe)
+    whole = sum(p.numel() * p.element_size() for p in pipe.transformer.parameters())
+    for compress in ("none", "lossless"):
+        offloaded = offload(pipe, host_memory=whole // 2, compress=compress, share=share)
+        assert tiers_of(offloaded) == {"pinned", "disk"}
+        for _ in range(2):
+            assert torch.equal(draw(pipe), expected)
+        stats = offloaded.stats()
+        assert (stats.coded_bytes > 0) == (compress == "lossless")
+        assert (stats.shared_bytes > 0) == share or compress == "lossless"
+        offloaded.detach()
+        assert torch.equal(draw(pipe), expected)

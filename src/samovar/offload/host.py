@@ -98,7 +98,7 @@ class HostMemory:
         """
         sources: list[torch.Tensor | Bounced] = []
         truths = self.truths(pieces)
-        if pinned and tier != "pinned":
+        if tier != "pinned" and self._buffers:
             return [Bounced(_length(piece), tuple(parts)) for piece, parts in zip(pieces, truths, strict=True)]
         for (num_bytes, _, spans), parts in zip(pieces, truths, strict=True):
             span = spans[0][0]

@@ -74,8 +74,8 @@ class OffloadedComponent:
         return (self.blocks[block] if block else self._groups[0]).anonymous_bytes()
 
     def follow(self, plan: ComponentPlan, tiers: TierPlan, *, cache: Path | None = None) -> None:
-        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident. `cache` is
-        a folder that keeps what was coded."""
+        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident or in
+        another tier. `cache` is a folder that keeps what was coded."""
         assert not self.is_loaded
         self._is_coded = plan.is_coded
         file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None

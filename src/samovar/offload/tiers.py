@@ -133,7 +133,7 @@ class TierPlan:
             "buffer_bytes": self.buffer_bytes,
             "disk_bytes_per_forward": self.bytes_in("disk", "forward"),
             "read_seconds_per_forward": self.read_seconds("forward"),
-            "read_seconds_per_run": self.read_seconds("run"),
+            "read_seconds_per_run": self.read_seconds("run") + self.read_seconds("ahead"),
         }
 
     def __str__(self) -> str:
@@ -142,8 +142,9 @@ class TierPlan:
         through = f", {format_bytes(buffers)} of it as buffers" if buffers else ""
         lines = [f"Host memory: {format_bytes(self.held_bytes)}{budget}{through}.", *(f"  {p}" for p in self.parts)]
         how = "measured" if self.speeds.is_disk_measured else "assumed"
-        for crossing, often in (("forward", "in every forward"), ("run", "once in a run")):
-            num_bytes = self.bytes_in("disk", crossing)  # type: ignore[arg-type]
+        in_a_run = ("run", "ahead") if self.budget_bytes is not None else ("run",)  # Else the page cache has room.
+        for often, crossings in (("in every forward", ("forward",)), ("once in a run", in_a_run)):
+            num_bytes = self.bytes_in("disk", *crossings)  # type: ignore[arg-type]
             if num_bytes:
                 speed, seconds = f"{self.speeds.disk / 1e9:.1f} GB/s ({how})", num_bytes / self.speeds.disk
                 lines.append(f"{format_bytes(num_bytes)} are read from disk {often}: about {seconds:.3g} s at {speed}.")
