@@ -120,7 +120,10 @@ def test_a_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split()[:4] == ["transformer", "FluxTransformer2DModel", "22.15", "GiB"]
     assert "of 57 blocks stream" in lines[1]
     assert lines[3].startswith("Expected peak: 11.")
-    assert lines[4] == "Note: activations are those of 1024 x 1024 pixels, and 10% and 32 MiB to spare."
+    assert (
+        lines[4]
+        == "Note: activations are those of 1024 x 1024 pixels (if a latent covers 8 x 8), and 10% and 32 MiB to spare."
+    )
     assert lines[5] == "Host memory: 22.15 GiB."
 
 

@@ -61,7 +61,10 @@ class Case(NamedTuple):
             "none": {},
             "model": {"offload": {"mode": "model", "device": "cpu"}},
             "layerwise": {"offload": {"mode": "layerwise", "device": "cpu"}},
-            "budget": {"offload": {"mode": "layerwise", "device": "cpu"}, "gpu_memory": _budget(self.pipeline)},
+            "budget": {
+                "offload": {"mode": "layerwise", "device": "cpu", "activations": _ACTIVATIONS},
+                "gpu_memory": _budget(self.pipeline),
+            },
         }
         ranks: dict[str, dict[str, Any]] = {
             "1 rank": {},
@@ -118,13 +121,16 @@ def pipeline(name: str) -> Any:
     return pipe
 
 
+_ACTIVATIONS = 2**20
+
+
 @functools.cache
 def _budget(name: str) -> int:
     """A little less than the denoiser needs beside what its activations are taken to need: some blocks stream."""
     with attach(pipeline(name), offload={"mode": "layerwise", "device": "cpu"}) as attached:
         assert attached.offloaded is not None
         sizes = [part.num_bytes for part in attached.offloaded.plan.components if part.role == "denoiser"]
-    return 2**30 + max(sizes) - 1024
+    return _ACTIVATIONS + max(sizes) - 1024
 
 
 def draw(case: Case) -> Drawn:

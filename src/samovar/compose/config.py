@@ -68,6 +68,14 @@ class AttachConfig:
                 param="cache",
             )
 
+    def for_requests(self, **size: int | None) -> AttachConfig:
+        """The same for requests of up to this size, where `offload` does not say another."""
+        if self.offload is None:
+            return self
+        said = vars(self.offload.size)
+        missing = {name: value for name, value in size.items() if said[name] is None}
+        return replace(self, offload=replace(self.offload, **missing))  # type: ignore[arg-type]
+
     @property
     def compiles(self) -> bool:
         return self.compile is not False

@@ -83,9 +83,10 @@ class Worker:
         if config.attach_config.offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self._device)
         self.facts = facts_of(pipeline, defaults)
-        self._attached = Attached(pipeline, config.attach_config)
         # A cache decides for a batch as a whole, so an image would depend on those beside it.
-        self.max_batch = config.max_batch if self._attached.cache is None else 1
+        self.max_batch = config.max_batch if config.attach_config.cache is None else 1
+        size = {"height": defaults.height, "width": defaults.width, "batch": self.max_batch}
+        self._attached = Attached(pipeline, config.attach_config.for_requests(**size))
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
         """One call at a time: they share the scheduler, which counts the steps."""

@@ -20,16 +20,21 @@ def may_have_time_layers(component: Component) -> bool:
     return any(tensor_bytes([leaf]) >= LEAST_IN_BLOCKS for leaf in leaves)
 
 
-def with_time_layers(components: Iterable[Component], calls: Mapping[str, CallForm]) -> list[Component]:
-    """The components, each with the layers that its call shows to depend on time alone."""
-    return [
-        replace(c, time_layers=find_time_layers(c, calls[c.name].args, dict(calls[c.name].kwargs)))
-        if c.name in calls and may_have_time_layers(c)
-        else c
-        for c in components
-    ]
+def with_time_layers(
+    components: Iterable[Component], calls: Mapping[str, CallForm]
+) -> tuple[list[Component], dict[str, str]]:
+    """The components, each with the layers that its call shows to depend on time alone, and why others are not."""
+    found, reasons = [], {}
+    for component in components:
+        if component.name in calls and may_have_time_layers(component):
+            call = calls[component.name]
+            layers, reasons[component.name] = find_time_layers(component, call.args, dict(call.kwargs))
+            component = replace(component, time_layers=layers)
+        found.append(component)
+    return found, reasons
 
 
 def sizes_of(parts: Parts, calls: Mapping[str, CallForm] | None = None) -> tuple[ComponentSize, ...]:
     """The sizes of components that were read without weights; `calls` show which layers can be computed ahead."""
-    return measure_components(with_time_layers(split_parts(parts), calls or {}), coded=True)
+    found, _ = with_time_layers(split_parts(parts), calls or {})
+    return measure_components(found, coded=True)

@@ -80,6 +80,8 @@ class Offloaded(Handle, PipelineHook):
         self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
+        self.not_ahead: dict[str, str] = {}
+        """By component: which layers stay what they are though they see time alone, and why."""
         is_wanted = config.precompute is not False
         self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
         self.plan = self._plan_for(config)
@@ -90,7 +92,7 @@ class Offloaded(Handle, PipelineHook):
     def _find_layers(self, components: Sequence[Component]) -> None:
         """Look for time-only layers in a run without weights."""
         calls = self._rehearsed(self.config.size).calls
-        found = with_time_layers(components, calls)
+        found, self.not_ahead = with_time_layers(components, calls)
         self._not_tried -= set(calls)
         for component in found:
             self._components[component.name].whole = component
@@ -110,8 +112,13 @@ class Offloaded(Handle, PipelineHook):
         """Change settings, given as fields of `OffloadConfig`, and follow the new plan. Pinned weights stay pinned."""
         config = replace(self.config, **changes)
         with self._lock:
-            plan = self._plan_for(config)
-            self.config = config
+            before, self.config = self.config, config
+            try:
+                self._sizes = self._measure([component.whole for component in self._components.values()])
+                plan = self._plan_for(config)
+            except BaseException:
+                self.config = before
+                raise
             self._follow(plan)
         return plan
 
@@ -141,14 +148,14 @@ class Offloaded(Handle, PipelineHook):
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
         with self._lock:
-            for layers in self.time_layers.values():
-                layers.end_run()
             for component in self._components.values():
                 if component.others:
                     component.unload()
+            for layers in self.time_layers.values():
+                layers.settle()
 
     def _measure(self, components: Sequence[Component]) -> tuple[ComponentSize, ...]:
-        coded = self.stage.decodes_fast or self.config.compress == "lossless"
+        coded = self.config.compress == "lossless" or (self.config.compress == "auto" and self.stage.decodes_fast)
         return measure_components(components, in_phase=self.stage.keeps_phase, coded=coded)
 
     def _plan_for(self, config: OffloadConfig) -> OffloadPlan:
@@ -198,10 +205,8 @@ class Offloaded(Handle, PipelineHook):
             install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
-                whole = component.whole
-                layers = TimeLayers(name, whole.module, list(whole.time_layers), self.stage, self._host)
+                layers = self.time_layers[name] = TimeLayers(component.whole, self.stage, self._host, self._lock)
                 layers.install(self._hooks)
-                self.time_layers[name] = layers
         for component in self._components.values():
             if not component.others:
                 component.load()
@@ -213,7 +218,7 @@ class Offloaded(Handle, PipelineHook):
                 return False
             self._not_tried.discard(name)
             component = self._components[name]
-            layers = find_time_layers(component.whole, args, kwargs)
+            layers, self.not_ahead[name] = find_time_layers(component.whole, args, kwargs)
             if layers:
                 component.whole = replace(component.whole, time_layers=layers)
                 self._sizes = self._measure([c.whole for c in self._components.values()])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from subprocess import SubprocessError
@@ -157,7 +157,10 @@ def encode(
         return None
     if not words.is_contiguous() or words.numel() * 2 < LEAST_BYTES or words.numel() > _MOST_WEIGHTS:
         return None
-    device = words.device if device is None else device
+    return _encode(words, dtype, words.device if device is None else device, MOST_SHARE)
+
+
+def _encode(words: torch.Tensor, dtype: torch.dtype, device: torch.device, most_share: float) -> Coded | None:
     words = words.detach().view(torch.int16)
     if words.numel() * 2 <= _WHOLE_BYTES:
         words = words.to(device)
@@ -165,7 +168,7 @@ def encode(
     for start, end in _parts(words.numel() // _GROUP * _GROUP, device):
         counts += torch.bincount(_exponents(words[start:end].to(device), dtype), minlength=256)
     form, table = _best_form(words.numel(), dtype, counts.cpu())
-    if form.num_bytes > MOST_SHARE * form.raw_bytes:
+    if form.num_bytes > most_share * form.raw_bytes:
         return None
     data = torch.empty(form.num_bytes, dtype=torch.uint8, device=words.device)
     data[:TABLE_AT] = form.header().to(data.device)
@@ -280,12 +283,12 @@ def fast_decoder(device: torch.device) -> Any:
         return None
     try:
         from . import decode_kernel
-
-        decode_kernel.decode(*_probe(device))
-        return decode_kernel.decode
     except ImportError:
         return None
-    except (RuntimeError, OSError, SubprocessError, AttributeError) as error:  # It compiles C, among other things.
+    try:
+        _check(decode_kernel.decode, device)
+        return decode_kernel.decode
+    except (RuntimeError, OSError, SubprocessError, decode_kernel.TritonError) as error:  # It has to find a C compiler.
         warnings.warn(
             f"Triton does not work here, so weights are decoded with torch's own operations, which is slower: {error}",
             stacklevel=2,
@@ -293,11 +296,18 @@ def fast_decoder(device: torch.device) -> Any:
         return None
 
 
-def _probe(device: torch.device) -> tuple[Form, torch.Tensor, torch.Tensor]:
-    """The least to decode."""
-    form = Form(_GROUP, torch.bfloat16, 3, 0)
-    coded = torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)
-    return form, coded, torch.empty(form.raw_bytes, dtype=torch.uint8, device=device)
+def _check(decode: Callable[[Form, torch.Tensor, torch.Tensor], None], device: torch.device) -> None:
+    """Raise unless a decoder gives some weights and all words back."""
+    weights = torch.randn(2**21, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    words = torch.cat([weights.view(torch.int16), torch.arange(-(2**15), 2**15, dtype=torch.int16)])
+    coded = _encode(words, torch.bfloat16, words.device, float("inf"))
+    assert coded is not None
+    with torch.cuda.device(device):
+        out = torch.empty(coded.form.raw_bytes, dtype=torch.uint8, device=device)
+        decode(coded.form, coded.data.to(device), out)
+    end = coded.form.coded_weights
+    if not torch.equal(out[: 2 * end].cpu(), words[:end].view(torch.uint8)):
+        raise RuntimeError("its kernel gives other bits")
 
 
 def _decode(form: Form, coded: torch.Tensor, out: torch.Tensor) -> None:

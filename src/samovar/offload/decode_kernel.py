@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from .coding import FEW, HEADER, TABLE_AT, TILE, Form
+
+__all__ = ["TritonError", "decode"]
 
 _TABLE_AT = tl.constexpr(TABLE_AT)
 _HEADER = tl.constexpr(HEADER)
@@ -224,8 +227,8 @@ def decode(
     coded: torch.Tensor,
     out: torch.Tensor,
     *,
-    rows: int = 256,
-    warps: int = 4,
+    rows: int = 128,
+    warps: int = 2,
     asm: bool = torch.version.hip is None,
 ) -> None:
     """Decode all but the tail on the current stream, between addresses that are multiples of 16.

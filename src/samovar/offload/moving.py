@@ -15,7 +15,6 @@ Other threads wait, and may load another component between two calls of this one
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ from .ring import Ring
 from .sizes import Component
 from .staging import Stage
 from .weight_groups import WeightGroup
-from .weights import owners_of, spans_of, tensors_of
+from .weights import TensorFinder, owners_of, spans_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -55,7 +54,7 @@ class OffloadedComponent:
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
         rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", functools.partial(self._tensors_in, block), stage, host)
+            path: WeightGroup(f"{component.name}.{path}", TensorFinder(block, self._skipped), stage, host)
             for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]
@@ -63,12 +62,14 @@ class OffloadedComponent:
         self._checksums: torch.Tensor | None = None
         """Of what is kept, as it was loaded."""
 
-    def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
-        return tensors_of(block, self.component.skip)
+    def _skipped(self) -> frozenset[int]:
+        return self.component.skip
 
     def follow(self, plan: ComponentPlan, *, cache: Path | None = None) -> None:
-        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident. `cache` is
-        a folder that keeps what was coded."""
+        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident.
+
+        `cache` is a folder that keeps what was coded.
+        """
         assert not self.is_loaded
         self._is_coded = plan.is_coded
         file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
@@ -132,6 +133,7 @@ class OffloadedComponent:
     def _drop_copies(self, is_changed: Sequence[bool] = ()) -> None:
         for group in self._groups:
             group.use_host()  # If its call is not over.
+            group.forget_views()
         if self.ring is not None:
             self.ring.close()
         for index, group in enumerate(self._kept):
@@ -144,7 +146,7 @@ class OffloadedComponent:
         for group in self._groups if self._home.type == "cpu" else ():
             group.restore()
         with torch.inference_mode(False):
-            for span in spans_of(tensor for tensor in self.component.tensors() if tensor.device != self._home):
+            for span in spans_of(tensor for tensor in self.whole.tensors() if tensor.device != self._home):
                 move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
 
     def refresh(self) -> None:

@@ -82,7 +82,7 @@ class ComponentSize:
     ahead_bytes: int = 0
     """Bytes of the time-only layers that are on the host."""
     ahead_room: int = 0
-    """Device memory that it takes to compute these layers, one at a time."""
+    """Device memory that it takes to compute these layers: one computes while the next is copied."""
 
     def uncoded(self) -> ComponentSize:
         """The same, with weights that cross the bus as they are."""
@@ -194,7 +194,7 @@ def measure_components(
         layers = [sum(pieces(tensors_of(layer))) for layer in c.time_layers.values()]
         if not layers:
             return measure(c)
-        ahead = replace(measure(c.with_layers_ahead), ahead_bytes=sum(layers), ahead_room=max(layers))
+        ahead = replace(measure(c.with_layers_ahead), ahead_bytes=sum(layers), ahead_room=2 * max(layers))
         return replace(measure(c), ahead=ahead)
 
     return tuple(map(with_ahead, components))

@@ -5,95 +5,97 @@ for all steps to come, each step with the shapes of its own call, so the bits ar
 MiB a step, wait on the host. A later call of the model with the same time, guidance and pooled text finds its outputs
 by the bits of these, and the layers return them.
 
-What the layers are given is checked: in the first forward of a run before each output is used, and after that once a
-forward, behind it. A layer that is called otherwise is computed as ever, with its weights brought in for the call.
+What the layers are given is checked. In the first forward of a run, and at the first layer of any, that is before the
+output is used: a layer that is given something else is computed as ever, with its weights brought in for the call.
+Everything else is compared behind the forward, and a difference is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from .. import tree
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
-from ..errors import ModelError
-from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run
+from ..errors import ModelError, SettingError
+from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, pipeline_hooks
 from ..hooks.runs import run_around
 from ..other_libraries import compiled_call
-from ..trace.time_only import Tape, find_tape
+from ..trace.shadow import Generation
+from ..trace.tape import Tape
+from ..trace.time_only import find_tape, is_autocast, is_plain
+from .coded_copy import version_of
 from .host import HostMemory
+from .known_steps import KnownSteps, bits, key_of
+from .moving import HOOK as OFFLOAD_HOOK
 from .moving import install_hooks
+from .ring import TimeStats
 from .sizes import Component
 from .staging import Stage
 from .timesteps import coming_inputs
 from .weight_groups import WeightGroup
-from .weights import ALIGNMENT, tensors_of
+from .weights import tensors_of
 
 HOOK = "samovar_time_layers"
 """The name of our hooks."""
-_MOST_KEPT = 2**30
-"""Bytes of outputs that are kept on the host."""
-_PROBES = 8
-"""Numbers of each weight that are looked at to see whether it was changed without torch counting."""
-
-
 LEAST_IN_BLOCKS, LEAST_OUTSIDE = 2**20, 2**26
 """Bytes of the smallest layers that are worth it. Outside of blocks a layer also runs in steps that a cache skips."""
+_MOST_FORMS = 8
+"""Forms of calls that are kept."""
+_MOST_SURPRISES = 3
+"""Forwards in a row whose layers may be given something unexpected."""
+_FEW, _MANY = 16, 1024
+"""Numbers of each weight that are looked at in each forward, and in each run, for changes that torch does not count."""
 
 
-def find_time_layers(component: Component, args: Any, kwargs: Any) -> dict[str, torch.nn.Module]:
-    """The layers of a component that a call with these arguments shows to depend on time alone."""
+def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict[str, torch.nn.Module], str]:
+    """The layers of a component that a call with these arguments shows to depend on time alone, and which such layers
+    stay what they are."""
     model = unwrapped(component.module)
-    tape = find_tape(model, args, kwargs, LEAST_IN_BLOCKS)
-    parts = named_parts(model)
+    tape, problem = find_tape(model, args, kwargs, LEAST_IN_BLOCKS)
+    if problem:
+        return {}, f"whether layers see time alone is unknown: {problem}"
+    parts, blocks = named_parts(model), tuple(f"{block}." for block in component.blocks)
     found: dict[str, torch.nn.Module] = {}
+    left: dict[str, int] = {}
     for path in dict.fromkeys(() if tape is None else tape.layers):
-        layer, blocks = parts[path], tuple(f"{block}." for block in component.blocks)
-        is_watched = bool(layer._forward_hooks or layer._forward_pre_hooks)
+        layer = parts[path]
         above = [parts[path[:end]] for end in range(len(path)) if path[end] == "."]
-        is_compiled = any(compiled_call(part) is not None for part in (layer, *above, model))
         least = LEAST_IN_BLOCKS if path.startswith(blocks) else LEAST_OUTSIDE
-        is_own = all(id(tensor) not in component.skip for tensor in tensors_of(layer))
-        if not is_watched and not is_compiled and is_own and tensor_bytes([layer]) >= least:
+        if any(compiled_call(part) is not None for part in (layer, *above, model)):
+            reason = "compiled"
+        elif not _is_free(layer):
+            reason = "hooked by others"
+        elif any(id(tensor) in component.skip for tensor in tensors_of(layer)):
+            reason = "shared"
+        elif tensor_bytes([layer]) < least:
+            reason = "small"
+        else:
             found[path] = layer
-    return found
+            continue
+        left[reason] = left.get(reason, 0) + 1
+    return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
 
 
-class _Part(NamedTuple):
-    """Where a tensor is in a row."""
-
-    start: int
-    num_bytes: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def view(self, row: torch.Tensor) -> torch.Tensor:
-        return row[self.start : self.start + self.num_bytes].view(self.dtype).view(self.shape)
+def _is_free(layer: torch.nn.Module) -> bool:
+    """Whether nobody but us looks on when a layer is called."""
+    registry = HookRegistry.get_or_create(layer)
+    return (
+        is_plain(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
+        and all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain)
+    )
 
 
-@dataclass
-class _Known:
-    """What was computed ahead for one form of arguments."""
-
-    tape: Tape
-    keys: torch.Tensor
-    """A row of bytes for each step: what the model was given."""
-    rows: torch.Tensor
-    """A row of bytes for each step, on the host: the outputs of the layers, then their inputs."""
-    outputs: list[_Part]
-    """By call of a layer."""
-    inputs: list[list[_Part]]
-    is_proved: bool = False
-    """Whether a forward of this run has shown that the layers are given what was expected."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows.numel()
+_global_hooks = torch.nn.modules.module._global_forward_hooks
+_global_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
 
 
 @dataclass
@@ -102,47 +104,47 @@ class _Forward:
 
     args: Any
     kwargs: Any
-    known: _Known | None = None
+    thread: int
+    known: KnownSteps | None = None
+    form: Hashable = None
     row: torch.Tensor | None = None
     """Outputs and inputs of its step, on the device."""
     is_looked_up: bool = False
-    counts: dict[str, int] = field(default_factory=dict)
+    settles_at_once: bool = True
+    """Whether nobody will tell of the end of the run."""
+    counts: dict[int, int] = field(default_factory=dict)
     given: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What layers were given and what was expected, to be compared after the forward."""
-
-
-@dataclass
-class TimeStats:
-    """What was computed ahead, since the offload was attached."""
-
-    computed_steps: int = 0
-    found_steps: int = 0
-    """Forwards that found their outputs."""
-    live_calls: int = 0
-    """Calls of layers whose weights were brought in for the call."""
 
 
 class TimeLayers:
     """The time-only layers of one component."""
 
-    def __init__(self, name: str, model: torch.nn.Module, paths: Sequence[str], stage: Stage, host: HostMemory) -> None:
-        parts = named_parts(model)
-        self.layers: dict[str, torch.nn.Module] = {path: parts[path] for path in paths}
-        self.stats = TimeStats()
-        self._name, self._model, self._stage = name, unwrapped(model), stage
+    def __init__(self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock) -> None:
+        self.layers = dict(component.time_layers)
+        self.lock = lock
+        """Held while the model is called."""
+        self.stats = stage.stats.ahead.setdefault(component.name, TimeStats())
+        self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
+        self.problem = ""
+        """Why nothing is computed ahead any more, if so."""
+        self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
         self._groups = {
-            path: WeightGroup(f"{name}.{path}", lambda layer=layer: tensors_of(layer), stage, host)
+            id(layer): WeightGroup(f"{component.name}.{path}", partial(tensors_of, layer), stage, host)
             for path, layer in self.layers.items()
         }
-        self._paths = {id(layer): path for path, layer in self.layers.items()}
-        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
-        self._tapes: dict[Hashable, Tape | None] = {}
-        self._state: list[Any] = []
-        self._structure: tuple[int, ...] = ()
+        self._tapes: OrderedDict[Hashable, Tape | None] = OrderedDict()
+        self._known: dict[Hashable, KnownSteps] = {}
+        self._seen: list[_Seen] = []
+        self._parts: list[torch.nn.Module] = []
+        self._generation = Generation(self._model)
+        self._last_generation = self._generation.check()
         self._run: Run | None = None
         self._forward: _Forward | None = None
-        self._doubt: torch.Tensor | None = None
-        """Whether a layer was given something unexpected in the last forward, on the device."""
+        self._doubts: list[torch.Tensor] = []
+        """Whether a layer was given something unexpected, on the device, by forward."""
+        self._surprises = 0
+        self._is_gone = False
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
@@ -150,205 +152,229 @@ class TimeLayers:
             group.is_pinned = False
             group.adopt()
         install_hooks(undo, HOOK, [(self._model, _CallHook(self))])
-        install_hooks(undo, HOOK, [(layer, _LayerHook(self, path)) for path, layer in self.layers.items()])
-        undo.callback(self.forget)
+        install_hooks(undo, HOOK, [(layer, _LayerHook(self)) for layer in self.layers.values()])
 
     def restore(self) -> None:
         """Let the weights go for good."""
+        self._is_gone = True
+        self._forget()
         for group in self._groups.values():
+            group.unload()  # If its call is not over.
             group.restore()
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Drop what was computed ahead."""
         self._known.clear()
         self._tapes.clear()
-        self._forward = self._run = self._doubt = None
+        self._doubts.clear()
+        self._forward = self._run = None
 
     # ------------------------------------------------------------------------------------------------ a forward
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        self.end()
-        self._forward = _Forward(args, kwargs)
+        """The model is called."""
+        self._forward = _Forward(args, kwargs, threading.get_ident())
 
     def end(self) -> None:
-        """Compare what the layers were given with what was expected, without waiting."""
+        """Compare what the layers were given with what was expected, without waiting if the end of the run will."""
         forward, self._forward = self._forward, None
         if forward is None or forward.known is None:
             return
-        if sum(forward.counts.values()) + len(forward.counts) == len(forward.known.tape.layers):
-            forward.known.is_proved = True
         if forward.given:
-            given = torch.cat([_bits(one) for one, _ in forward.given])
-            expected = torch.cat([_bits(other) for _, other in forward.given])
-            self._doubt = (given != expected).any().reshape(1)
+            given = torch.cat([bits(one) for one, _ in forward.given])
+            expected = torch.cat([bits(other) for _, other in forward.given])
+            is_other = (given != expected).any()
+        if forward.known.is_proved and forward.given:
+            self._doubts.append(is_other)
+        elif sum(forward.counts.values()) == forward.known.num_calls:
+            self._surprises = 0
+            # If the model has written into what it gave a layer, this must be compared before each output is used.
+            forward.known.is_proved = bool(forward.given) and not bool(is_other)
+        if forward.settles_at_once:
+            self.settle()
 
-    def end_run(self) -> None:
-        """Wait for the last comparison."""
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None and doubt.item():
-            self._raise()
+    def drop_forward(self) -> None:
+        """The call of the model has failed."""
+        self._forward = None
 
-    def answer(self, path: str, args: Any, kwargs: Any) -> Any:
+    def settle(self) -> None:
+        """Wait for the comparisons, and raise if one has found a difference."""
+        doubts, self._doubts = self._doubts, []
+        if doubts and bool(torch.stack(doubts).any()):
+            self._forget()
+            raise ModelError(
+                f"Layers of {self._name} that see time alone were given other values than were computed ahead, so the "
+                "last forward is wrong. Something in the model depends on more than its arguments. Turn this off: "
+                "OffloadConfig(precompute=False)."
+            )
+
+    def answer(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """What a layer returns in the running forward; NOT_BYPASSED if it must be computed."""
         forward = self._forward
-        if forward is None or torch.is_grad_enabled():
+        if forward is None or self.problem or forward.thread != threading.get_ident() or torch.is_grad_enabled():
+            return NOT_BYPASSED
+        if is_autocast() or not _is_free(layer):
             return NOT_BYPASSED
         if not forward.is_looked_up:
             forward.is_looked_up = True
             self._look_up(forward)
-        known = forward.known
-        if known is None or forward.row is None:
+        known, row = forward.known, forward.row
+        if known is None or row is None:
             return NOT_BYPASSED
-        nth = forward.counts[path] = forward.counts.get(path, -1) + 1
-        calls = [number for number, layer in enumerate(known.tape.layers) if layer == path]
-        number = calls[nth] if nth < len(calls) else None
-        tensors = list(tree.tensors((args, kwargs)))
-        if number is None or not _are_alike(tensors, known.inputs[number]):
+        calls, nth = known.calls.get(id(layer), ()), forward.counts.get(id(layer), 0)
+        if nth >= len(calls):
             return NOT_BYPASSED
-        pairs = [(one, part.view(forward.row)) for one, part in zip(tensors, known.inputs[number], strict=True)]
-        if known.is_proved:
-            forward.given += pairs
-        elif not all(torch.equal(_bits(one), _bits(other)) for one, other in pairs):
-            self._drop(known)
-            forward.known = None
+        is_first = not forward.counts
+        forward.counts[id(layer)] = nth + 1
+        number, tensors = calls[nth], list(tree.tensors((args, kwargs)))
+        expected = [part.view(row) for part in known.inputs[number]]
+        if [(t.shape, t.dtype, t.device) for t in tensors] != [(t.shape, t.dtype, t.device) for t in expected]:
+            self._surprise(forward)
             return NOT_BYPASSED
-        return known.outputs[number].view(forward.row)
+        pairs = list(zip(tensors, expected, strict=True))
+        if (is_first or not known.is_proved) and not all(torch.equal(bits(one), bits(other)) for one, other in pairs):
+            self._surprise(forward)
+            return NOT_BYPASSED
+        forward.given += pairs
+        return known.outputs[number].view(row)
+
+    def _surprise(self, forward: _Forward) -> None:
+        """A layer is given something unexpected. The rest of the forward is computed, and the next one looks again."""
+        self._known.pop(forward.form, None)
+        self._tapes.pop(forward.form, None)
+        forward.known = None
+        self.stats.surprises += 1
+        self._surprises += 1
+        if self._surprises >= _MOST_SURPRISES:
+            self.problem = f"what they are given was foreseen wrongly {_MOST_SURPRISES} times in a row"
 
     def _look_up(self, forward: _Forward) -> None:
         """Find what was computed for a call of the model, or compute it now for this step and those to come."""
         run = run_around(self._model)
-        is_new_run = run is not self._run
-        self._run = run
-        self._check_weights(is_new_run)
-        form = tree.signature((forward.args, forward.kwargs))
-        if form not in self._tapes:
-            paths = [path for path, part in named_parts(self._model).items() if id(part) in self._paths]
-            self._tapes[form] = find_tape(self._model, forward.args, forward.kwargs, 0, among=paths)
-        tape = self._tapes[form]
+        is_new_run, self._run = run is not self._run, run
+        forward.settles_at_once = run is None or OFFLOAD_HOOK not in pipeline_hooks(run.pipeline)
+        self._check_model(is_new_run)
+        form = forward.form = _numerics(), tree.signature((forward.args, forward.kwargs))
+        tape = self._tape(form, forward)
         if tape is None:
             return
         tensors = list(tree.tensors((forward.args, forward.kwargs)))
         inputs = [tensors[place].to(self._stage.device) for place in tape.inputs]
-        key = torch.cat([_bits(tensor) for tensor in inputs]) if inputs else torch.zeros(0, dtype=torch.uint8)
-        known, index = self._known.get(form), None
-        if known is not None:
-            index = self._index_of(known, key)
-        if known is None or index is None:
-            known, index = self._compute(form, tape, key, [inputs, *coming_inputs(run, inputs)]), 0
-        elif is_new_run:
-            known.is_proved = False
-        self.stats.found_steps += 1
-        forward.known = known
-        forward.row = known.rows[index].to(self._stage.device, non_blocking=True, copy=True)
-
-    def _index_of(self, known: _Known, key: torch.Tensor) -> int | None:
-        """The step with this key. This waits for the device, and so learns of the last forward's doubts, too."""
-        same = (known.keys == key).all(1)
-        doubt, self._doubt = self._doubt, None
-        found = (same if doubt is None else torch.cat([same, doubt])).tolist()
-        if doubt is not None and found.pop():
-            self._raise()
-        return found.index(True) if True in found else None
-
-    def _raise(self) -> None:
-        self.forget()
-        raise ModelError(
-            f"Layers of {self._name} that see time alone were given other values than were computed ahead, so the last "
-            "forward is wrong. Something in the model depends on more than its arguments. Turn this off: "
-            "OffloadConfig(precompute=False)."
-        )
-
-    # ------------------------------------------------------------------------------------------------ ahead of a step
-
-    def _compute(self, form: Hashable, tape: Tape, key: torch.Tensor, steps: list[list[torch.Tensor]]) -> _Known:
-        """Compute the layers for some steps."""
-        outputs: list[_Part] = []
-        inputs: list[list[_Part]] = []
-        pieces: list[tuple[_Part, torch.Tensor]] = []
-        size = 0
-
-        def place(tensors: Sequence[torch.Tensor]) -> _Part:
-            nonlocal size
-            first = tensors[0]
-            part = _Part(size, first.numel() * first.element_size(), first.shape, first.dtype)
-            size += -(-part.num_bytes // ALIGNMENT) * ALIGNMENT
-            stacked = torch.stack([_bits(tensor) for tensor in tensors])
-            pieces.append((part, stacked.to("cpu", non_blocking=False)))
-            return part
-
-        for given, made in tape.play(self._model, steps, self._fetched):
-            outputs.append(place(made))
-            inputs.append([place(tensors) for tensors in zip(*given, strict=True)])
-        keys = [torch.cat([_bits(tensor) for tensor in step]) if step else key for step in steps]
-        with torch.inference_mode(False):
-            rows = torch.empty(len(steps), size, dtype=torch.uint8, pin_memory=self._stage.device.type == "cuda")
-            for part, piece in pieces:
-                rows[:, part.start : part.start + part.num_bytes] = piece
-        known = _Known(tape, torch.stack(keys), rows, outputs, inputs)
-        self._keep(form, known)
-        self.stats.computed_steps += len(steps)
-        return known
-
-    def _keep(self, form: Hashable, known: _Known) -> None:
-        before = self._known.pop(form, None)
-        if before is not None and before.num_bytes + known.num_bytes <= _MOST_KEPT:
-            known.keys = torch.cat([known.keys, before.keys])
-            with torch.inference_mode(False):
-                known.rows = _pinned_like(torch.cat([known.rows, before.rows]), known.rows)
-        self._known[form] = known
-        while len(self._known) > 1 and sum(k.num_bytes for k in self._known.values()) > _MOST_KEPT:
-            self._known.popitem(last=False)
-
-    def _drop(self, known: _Known) -> None:
-        for form in [form for form, other in self._known.items() if other is known]:
-            del self._known[form], self._tapes[form]
-
-    @contextlib.contextmanager
-    def _fetched(self, path: str) -> Iterator[torch.nn.Module]:
-        layer = named_parts(self._model)[path]
-        with self.on_device(self._paths[id(layer)]):
-            yield layer
-
-    @contextlib.contextmanager
-    def on_device(self, path: str) -> Iterator[None]:
-        """Inside, a layer's weights are on the device."""
-        group = self._groups[path]
-        group.prepare()
-        group.load()
-        self._stage.compute_waits(self._stage.mark_copied())
-        try:
-            yield
-        finally:
-            group.unload()
-
-    def _check_weights(self, is_new_run: bool) -> None:
-        """Drop everything if a weight or the structure of the model has changed."""
+        known = self._known.get(form)
+        if known is None:
+            parts = named_parts(self._model)
+            known = self._known[form] = KnownSteps(tape, [id(parts[path]) for path in tape.layers])
         if is_new_run:
-            structure = tuple(map(id, self._model.modules()))
-            if structure != self._structure:
-                self._structure = structure
-                self._tapes.clear()
-                self._known.clear()
-        if not all(weight.is_same() for weight in self._state) or not self._state:
-            self._state = [_Seen(tensor) for layer in self.layers.values() for tensor in tensors_of(layer)]
+            known.is_proved = False
+        row = known.find(key_of(inputs))
+        self.settle()  # The device was waited for just now.
+        if row is None:
+            steps = [inputs, *(coming_inputs(run, inputs) if known.is_guessing else ())]
+            with self._visits(tape) as fetch:
+                row = known.compute(self._model, steps, fetch, self._stage)
+            self.stats.computed_steps += len(steps)
+        else:
+            self.stats.found_forwards += 1
+        forward.known, forward.row = known, row.to(self._stage.device, non_blocking=True, copy=True)
+
+    def _tape(self, form: Hashable, forward: _Forward) -> Tape | None:
+        if form not in self._tapes:
+            paths = [path for path, part in named_parts(self._model).items() if id(part) in self._groups]
+            self._tapes[form] = find_tape(self._model, forward.args, forward.kwargs, 0, among=paths).tape
+            while len(self._tapes) > _MOST_FORMS:
+                self._known.pop(self._tapes.popitem(last=False)[0], None)
+        self._tapes.move_to_end(form)
+        return self._tapes[form]
+
+    def _check_model(self, is_new_run: bool) -> None:
+        """Drop what depends on weights, adapters or parts of the model that have changed."""
+        parts = list(self._model.modules()) if is_new_run else self._parts
+        generation = self._generation.check()
+        is_other = len(parts) != len(self._parts) or any(one is not two for one, two in zip(parts, self._parts))  # noqa: B905
+        if is_other or generation != self._last_generation:
+            self._parts, self._last_generation = parts, generation
+            self._tapes.clear()
             self._known.clear()
+        if not self._seen or not all(weight.is_same(is_new_run) for weight in self._seen):
+            self._seen = [_Seen(tensor) for layer in self.layers.values() for tensor in tensors_of(layer)]
+            self._known.clear()
+
+    # ------------------------------------------------------------------------------------------------ on the device
+
+    @contextlib.contextmanager
+    def _visits(self, tape: Tape) -> Iterator[Callable[[str], contextlib.AbstractContextManager[torch.nn.Module]]]:
+        """Inside, the layers of a tape visit the device in order. Each is sent while the one before it computes."""
+        parts = named_parts(self._model)
+        order = [parts[path] for path in tape.layers]
+        numbers = iter(range(len(order)))
+        marks: dict[int, Any] = {}
+
+        def send(layer: torch.nn.Module) -> None:
+            if id(layer) not in marks:
+                group = self._groups[id(layer)]
+                group.prepare()
+                group.load()
+                marks[id(layer)] = self._stage.mark_copied()
+
+        @contextlib.contextmanager
+        def fetch(path: str) -> Iterator[torch.nn.Module]:
+            number = next(numbers)
+            layer, following = order[number], order[number + 1 : number + 2]
+            for one in (layer, *following):
+                send(one)
+            self._stage.compute_waits(marks[id(layer)])
+            yield layer
+            if layer not in following:
+                del marks[id(layer)]
+                self._groups[id(layer)].unload()
+
+        try:
+            yield fetch
+        finally:
+            for identity in marks:
+                self._groups[identity].unload()
+
+    @contextlib.contextmanager
+    def on_device(self, layer: torch.nn.Module) -> Iterator[None]:
+        """Inside, a layer's weights are on the device for a call."""
+        with self.lock:
+            if self._is_gone:
+                raise SettingError(
+                    f"The offload of {self._name} was changed or taken off while another thread was about to call it. "
+                    "Wait for running calls to end before you do so."
+                )
+            self._stage.check_call()
+            self.stats.live_calls += 1
+            group = self._groups[id(layer)]
+            group.prepare()
+            group.load()
+            try:
+                self._stage.compute_waits(self._stage.mark_copied())
+                yield
+            finally:
+                group.unload()
 
 
 class _Seen:
     """A weight as it was."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._address, self._version = tensor, tensor.data_ptr(), tree.version(tensor)
-        flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
-        self._probe = flat[:: max(flat.numel() // _PROBES, 1)]
-        self._values = self._probe.clone()
+        self._tensor, self._address, self._version = tensor, tensor.data_ptr(), version_of(tensor)
+        self._form = tensor.shape, tensor.stride(), tensor.dtype
+        flat = bits(tensor) if tensor.is_contiguous() else None
+        self._probes = (
+            [flat[:: max(flat.numel() // count, 1) | 1] for count in (_FEW, _MANY)] if flat is not None else []
+        )
+        self._values = [probe.clone() for probe in self._probes]
 
-    def is_same(self) -> bool:
+    def is_same(self, is_new_run: bool) -> bool:
         tensor = self._tensor
         return (
             tensor.data_ptr() == self._address
-            and tree.version(tensor) == self._version
-            and torch.equal(self._probe, self._values)
+            and version_of(tensor) == self._version
+            and (tensor.shape, tensor.stride(), tensor.dtype) == self._form
+            and bool(self._probes)
+            and torch.equal(self._probes[is_new_run], self._values[is_new_run])
         )
 
 
@@ -361,15 +387,18 @@ class _CallHook(ModelHook):
         self._layers = layers
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._layers.lock.acquire()
         self._layers.begin(args, kwargs)
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         self._layers.end()
+        self._layers.lock.release()
         return output
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        self._layers.end()
+        self._layers.drop_forward()  # Also if `end` raised.
+        self._layers.lock.release()
 
 
 class _LayerHook(ModelHook):
@@ -377,16 +406,15 @@ class _LayerHook(ModelHook):
 
     order = HookOrder.OFFLOAD
 
-    def __init__(self, layers: TimeLayers, path: str) -> None:
-        self._layers, self._path = layers, path
+    def __init__(self, layers: TimeLayers) -> None:
+        self._layers = layers
         self._open: list[contextlib.AbstractContextManager[None]] = []
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._layers.answer(self._path, args, kwargs)
+        return self._layers.answer(module, args, kwargs)
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._layers.stats.live_calls += 1
-        brought = self._layers.on_device(self._path)
+        brought = self._layers.on_device(module)
         brought.__enter__()
         self._open.append(brought)
         return args, kwargs
@@ -399,17 +427,6 @@ class _LayerHook(ModelHook):
         self._open.pop().__exit__(None, None, None)
 
 
-def _are_alike(tensors: Sequence[torch.Tensor], parts: Sequence[_Part]) -> bool:
-    forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    return forms == [(part.shape, part.dtype) for part in parts]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    if flat.stride(0) != 1:  # One number has any stride.
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
-
-
-def _pinned_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return tensor.pin_memory() if like.is_pinned() else tensor
+def _numerics() -> Hashable:
+    """What else the bits of an output depend on."""
+    return torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

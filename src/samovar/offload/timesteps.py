@@ -1,13 +1,15 @@
 """Which timesteps will the model be given in the rest of a run?
 
 Pipelines hand the scheduler's timesteps to the model in some form: as they are, divided by a thousand, as 1 - t, in the
-sample's dtype. The right form gives the bits of the current call. A wrong guess costs time, never bits: what was
-computed ahead is used only where the model is given those bits.
+sample's dtype; with a time for each token, those of given frames are another, mostly 0. The right form gives the bits
+of the current call. A wrong guess costs time, never bits: what was computed ahead is used only where the model is given
+those bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +17,8 @@ from ..hooks import Run
 
 MOST_AHEAD = 128
 """Steps that are computed ahead at once, at most."""
+_MOST_VALUES = 4
+"""Different times in one tensor."""
 _FORMS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda t: t,
     lambda t: t / 1000,
@@ -26,39 +30,56 @@ _FORMS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
+class _Course(NamedTuple):
+    """A value in a tensor, and those that may come in its place, in order."""
+
+    now: float
+    later: tuple[float, ...]
+
+    def at(self, tensor: torch.Tensor, step: int) -> torch.Tensor:
+        """The tensor at a later step, with the strides that it has now."""
+        core = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
+        return torch.where(core == self.now, torch.full_like(core, self.later[step]), core).expand(tensor.shape)
+
+
 def coming_inputs(run: Run | None, given: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What the model will be given at the later steps of a run in place of these tensors; nothing if nobody knows."""
-    if run is None or run.loop() is None:
+    scheduler = getattr(run.pipeline, "scheduler", None) if run is not None else None
+    named = {name: getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
+    if not isinstance(named["timesteps"], torch.Tensor):
         return []
-    later = [list(_later(run, tensor)) for tensor in given]
-    following = [place for place, forms in enumerate(later) if forms]
-    if len(following) == 1:  # Forms that agree now may differ later: all of their values are likely.
-        (place,) = following
-        values = dict.fromkeys(value for form in later[place] for value in form)
-        steps: list[dict[int, float]] = [{place: value} for value in values]
+    count = len(named["timesteps"])
+    times = [t[:count].cpu() for t in named.values() if isinstance(t, torch.Tensor) and t.ndim == 1 and not t.is_meta]
+    courses = {place: found for place, tensor in enumerate(given) if (found := list(_courses(times, tensor)))}
+    if len(courses) == 1:  # Forms that agree now may differ later: all of their values are likely.
+        ((place, found),) = courses.items()
+        values = dict.fromkeys((course.now, value) for course in found for value in course.later)
+        courses = {place: [_Course(now, (value,)) for now, value in values]}
+        choices = [{place: (course, 0)} for course in courses[place]]
     else:  # A second timestep, or a noise level, goes along.
-        count = max((len(later[place][0]) for place in following), default=0)
-        steps = [{place: later[place][0][step] for place in following} for step in range(count)]
+        steps = max((len(found[0].later) for found in courses.values()), default=0)
+        choices = [{p: (f[0], min(s, len(f[0].later) - 1)) for p, f in courses.items()} for s in range(steps)]
     return [
-        [torch.full_like(tensor, step[place]) if place in step else tensor for place, tensor in enumerate(given)]
-        for step in steps[:MOST_AHEAD]
+        [
+            choice[place][0].at(tensor, choice[place][1]) if place in choice else tensor
+            for place, tensor in enumerate(given)
+        ]
+        for choice in choices[:MOST_AHEAD]
     ]
 
 
-def _later(run: Run, tensor: torch.Tensor) -> Iterator[list[float]]:
-    """The later values of a tensor, in each form of the scheduler's times that has its value now."""
-    if tensor.is_meta or not tensor.numel() or not bool((tensor == tensor.reshape(-1)[0]).all()):
+def _courses(times: Sequence[torch.Tensor], tensor: torch.Tensor) -> Iterator[_Course]:
+    """For each value of a tensor, what follows it in each form of the scheduler's times that has it."""
+    if tensor.is_meta or not tensor.numel() or tensor.dtype is torch.bool:
         return
-    now, count = tensor.reshape(-1)[0].item(), len(run.loop())
-    seen: set[tuple[float, ...]] = set()
-    for name in ("timesteps", "sigmas"):
-        times = getattr(run.pipeline.scheduler, name, None)
-        if not isinstance(times, torch.Tensor) or times.ndim != 1 or times.is_meta:
-            continue
-        for early in dict.fromkeys((times.dtype, tensor.dtype, torch.float32, torch.bfloat16, torch.float16)):
-            for form in _FORMS:
-                values = form(times.to(tensor.device, early)).to(tensor.dtype).tolist()[:count]
-                after = tuple(values[values.index(now) + 1 :]) if now in values else ()
-                if after and after not in seen:
-                    seen.add(after)
-                    yield list(after)
+    distinct: torch.Tensor = torch.unique(tensor.detach().cpu())
+    seen: set[_Course] = set()
+    for now in distinct.tolist() if len(distinct) <= _MOST_VALUES else ():
+        for scale in times:
+            for early in dict.fromkeys((scale.dtype, tensor.dtype, torch.float32, torch.bfloat16, torch.float16)):
+                for form in _FORMS:
+                    values = form(scale.to(early)).to(tensor.dtype).tolist()
+                    course = _Course(now, tuple(values[values.index(now) + 1 :]) if now in values else ())
+                    if course.later and course not in seen:
+                        seen.add(course)
+                        yield course

@@ -12,6 +12,7 @@ tensor, which costs no wait for the device. Writes through `tensor.data` are not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,11 @@ from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .weights import LINE, Piece, Span, lay_out, spans_of
 
-_SAMPLES = 512
+_SAMPLES = 64
 """Bytes of each piece that are looked at for changes that torch does not count."""
+_MOST_VIEWS = 16
+"""Places in the ring for which views are kept: making them takes the host longer than all else that it does."""
+_THREADS = 4
 
 
 class _Entry(NamedTuple):
@@ -69,6 +73,11 @@ class WeightGroup:
         """By tensor id, where in a cache line its data began before we moved it."""
         self._buffer: Buffer | None = None
         """Its own device memory, if it is loaded."""
+        self._found: list[torch.Tensor] = []
+        """What `find` returned when it was adopted."""
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        """Its tensors in the ring, by the offsets of its pieces there."""
+        self._viewed: Buffer | None = None
 
     # ------------------------------------------------------------------------------------------------ on the host
 
@@ -94,6 +103,8 @@ class WeightGroup:
         ]
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
+        self._found = tensors
+        self.forget_views()
         self._remember()
         starts = {wire.untyped_storage().data_ptr() for wire in self.wires}
         self._host.release(wire for wire in before if wire.untyped_storage().data_ptr() not in starts)
@@ -102,12 +113,18 @@ class WeightGroup:
         """Code what gains by it, but for what is coded already."""
         known = {copy.address: copy for copy in self.copies if copy is not None}
         self._was_coded = self.is_coded
-        self.copies = [
-            code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
-            if self.is_coded and self.keeps_host
-            else None
-            for piece in pieces
-        ]
+        if not (self.is_coded and self.keeps_host):
+            self.copies = [None] * len(pieces)
+            return
+
+        def coded(piece: Piece) -> CodedCopy | None:
+            with torch.inference_mode(False):  # It is a state of the thread.
+                return code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
+
+        # Most of the time goes into copies between host and device, and into new pages.
+        is_alone = self.file is not None or self._stage.device.type == "cpu"
+        with ThreadPoolExecutor(1 if is_alone else _THREADS) as threads:
+            self.copies = list(threads.map(coded, pieces))
 
     @property
     def wires(self) -> list[torch.Tensor]:
@@ -136,6 +153,9 @@ class WeightGroup:
 
     def _is_in_place(self) -> bool:
         tensors, left = self._find(), self._left
+        is_as_found = tensors is self._found and self.is_coded == self._was_coded and self._buffer is None
+        if is_as_found and all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries):
+            return True  # The usual case, quickly.
         is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
         return is_ours and self.is_coded == self._was_coded
 
@@ -188,6 +208,7 @@ class WeightGroup:
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
         self.sources, self.copies, self._entries, self._left, self._phases = [], [], [], {}, {}
+        self._found = []
 
     def _phase_before(self, span: Span) -> int:
         return self._phases.get(id(span.tensors[0]), span.phase)
@@ -206,10 +227,21 @@ class WeightGroup:
     @torch.inference_mode(False)
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
+        if memory is not self._viewed or len(self._views) >= _MOST_VIEWS:
+            self.forget_views()
+            self._viewed = memory
+        views = self._views.get(tuple(offsets))
+        if views is None:
+            views = [memory.view(host, offsets[piece] + offset) for _, host, piece, offset, _ in self._entries]
+            self._views[tuple(offsets)] = views
         self._lent = []
-        for tensor, host, piece, offset, _ in self._entries:
-            tensor.data = view = memory.view(host, offsets[piece] + offset)
-            self._lent.append((view, version_of(tensor)))
+        for entry, view in zip(self._entries, views, strict=True):
+            entry.tensor.data = view
+            self._lent.append((view, version_of(entry.tensor)))
+
+    def forget_views(self) -> None:
+        """Let go of the ring's memory."""
+        self._views, self._viewed = {}, None
 
     @torch.inference_mode(False)
     def use_host(self) -> None:
@@ -261,11 +293,9 @@ class WeightGroup:
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, self._find())):
                 move_to_host(span, self._phase_before(span))
-        for tensor, host, piece, *_ in self._entries if keep_changes else ():
+        for tensor, host, *_ in self._entries if keep_changes else ():
             if self._is_ours(tensor):
                 host.copy_(tensor.data)
-                if copy := self.copies[piece]:
-                    copy.expire()
         self._return_to_host([entry.tensor for entry in self._entries])
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
         self._stage.free(self._buffer)

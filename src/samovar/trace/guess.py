@@ -27,6 +27,7 @@ from .weightless import running_weightless, weightless_twin
 
 _PIXELS, _FRAMES = 8, 4
 """Pixels and frames of one latent."""
+LATENT = f"a latent covers {_PIXELS} x {_PIXELS}"
 _IMAGE, _VIDEO, _NUM_FRAMES = (1024, 1024), (480, 832), 81
 """Sizes where nothing says another."""
 _TEXT = 512
@@ -34,7 +35,8 @@ _TEXT = 512
 _MOST_SECONDS, _MOST_WIDTHS = 20.0, 12
 _FIRST_WIDTH = 100_003
 _KINDS = {
-    "time": r"t|sigmas?|timesteps?|\w*_time|r_timestep|timestep_r",
+    "time": r"t|sigmas?|timesteps?|\w*_time",
+    "other_time": r"r_timestep|timestep_r",
     "each": r"guidance",
     "label": r"class_labels?|style",
     "mask": r"\w*mask\w*",
@@ -67,13 +69,17 @@ class _Widths(TorchFunctionMode):
 
     def __init__(self, open_widths: Sequence[int]) -> None:
         self._open = open_widths
+        self.num_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
         read = _WANTED.get(func)
         if read is not None:
             width, wanted = read(*args, **(kwargs or {}))
-            if width != wanted > 1 and width in self._open:
-                raise _OtherWidth(width, wanted)
+            for known in self._open if width != wanted > 1 else ():
+                patch = width // known  # A patch of latents may have become channels.
+                if width == patch * known and patch and wanted % patch == 0:
+                    raise _OtherWidth(known, wanted // patch)
         return func(*args, **(kwargs or {}))
 
 
@@ -114,6 +120,9 @@ class _Search:
     factor: int
     """How many latents a side make one token."""
     widths: dict[str, int] = field(default_factory=dict)
+    num_calls: int = 0
+    """How far a forward came."""
+    peak_bytes: int = 0
 
     def __post_init__(self) -> None:
         config = getattr(self.model, "config", {})
@@ -124,6 +133,8 @@ class _Search:
         is_cut = self.size.frames is not None or not _entry(config, r"video_length")
         self.frames = ((frames - 1) // _FRAMES + 1 if is_cut else frames) if self.is_video else 1
         self.tokens = self.frames * self.height * self.width
+        if self.layout == "bcn":  # A sound, whose size is its length.
+            self.tokens = _entry(config, r"sample_size") or self.tokens
         self.text = _entry(config, r"(?!rope)\w*(?:text|seq)\w*_len(?:gth)?") or _TEXT
         axes = next((config[name] for name in ("axes_dims_rope", "axes_dims", "axes_dim") if name in config), (1, 1, 1))
         self.axes = len(axes) if isinstance(axes, (list, tuple)) else 3
@@ -164,8 +175,9 @@ class _Search:
             shape = (self.text, self.width_of(name)) if in_list else (batch, self.text, self.width_of(name))
             text = torch.empty(shape, dtype=self._dtype(), device="meta")
             return [text] * batch if in_list else text
-        simple = {
-            "time": lambda: torch.full((batch,), 500.0), "each": lambda: torch.ones(batch),
+        simple: dict[str, Callable[[], Any]] = {
+            "time": lambda: torch.full((batch,), 500.0), "other_time": lambda: torch.full((batch,), 500.0),
+            "each": lambda: torch.ones(batch),
             "label": lambda: torch.zeros(batch, dtype=torch.long),
             "mask": lambda: torch.ones(batch, self.text, dtype=torch.bool),
             "positions": lambda: torch.zeros(self.tokens, self.axes),
@@ -190,47 +202,48 @@ def _entry(config: Mapping[str, Any], pattern: str) -> int | None:
 def guess(model: torch.nn.Module, size: RequestSize | None = None, name: str = "transformer") -> Rehearsal:
     """A call of a model that runs, and the memory that it needs beside its weights; `problem` if none is found."""
     bare, size = unwrapped(model), size or RequestSize()
-    problem, deadline = "no form of its arguments was tried", time.monotonic() + _MOST_SECONDS
+    problem, farthest, deadline = "no form of its arguments was tried", -1, time.monotonic() + _MOST_SECONDS
     try:
         with trial(()):
             twin = weightless_twin(bare)
     except TrialFailed as error:
         return Rehearsal(problem=str(error))
     for layout, given in itertools.product(_layouts(bare), _choices(bare)):
-        if time.monotonic() > deadline:
-            return Rehearsal(problem=f"no call was found in {_MOST_SECONDS:.0f} s; the last one: {problem}")
         search = _Search(twin, size, *layout)
         found = _run(search, given)
-        if isinstance(found, str):
-            problem = found
-        else:
-            return Rehearsal({name: found[0]}, {name: found[1]}, search.made)
-    return Rehearsal(problem=problem)
+        if isinstance(found, CallForm):
+            return Rehearsal({name: found}, {name: search.peak_bytes}, search.made)
+        if search.num_calls > farthest:
+            problem, farthest = found, search.num_calls
+        if time.monotonic() > deadline:
+            break
+    return Rehearsal(problem=f"no call of {type(bare).__name__} was found: {problem}")
 
 
-def _run(search: _Search, given: Mapping[str, str]) -> tuple[CallForm, int] | str:
+def _run(search: _Search, given: Mapping[str, str]) -> CallForm | str:
+    """A call with these arguments, or why there is none."""
     first = next(iter(parameters_of(search.model)))
-    problem = ""
     for _ in range(_MOST_WIDTHS):
         sample = search.sample()
         kwargs = {first: sample} | {name: search.value(name, kind) for name, kind in given.items()}
+        widths = _Widths([width for width in search.widths.values() if width >= _FIRST_WIDTH])
         try:
-            with trial(()), quiet(), torch.compiler.set_stance("force_eager"), running_weightless() as mode:
-                with _Widths([width for width in search.widths.values() if width >= _FIRST_WIDTH]):
-                    output = search.model(**tree.map_tensors(lambda tensor: tensor, kwargs))
-                peak = mode.peak_bytes
+            with trial(()), quiet(), torch.compiler.set_stance("force_eager"), running_weightless() as mode, widths:
+                output = search.model(**tree.map_tensors(lambda tensor: tensor, kwargs))
+                search.peak_bytes = mode.peak_bytes
         except TrialFailed as error:
+            search.num_calls = max(search.num_calls, widths.num_calls)
             if not isinstance(error.__cause__, _OtherWidth):
                 return str(error).splitlines()[0]
-            wrong, problem = error.__cause__, str(error)
+            wrong = error.__cause__
             key = next(name for name, width in search.widths.items() if width == wrong.width)
             search.widths[key] = wrong.wanted
             continue
-        is_known = all(width < _FIRST_WIDTH for width in search.widths.values())
-        if is_known and _is_alike(sample, output, search.layout):
-            return CallForm((), kwargs), peak
+        unused = [name for name, width in search.widths.items() if width >= _FIRST_WIDTH]
+        if "sample" not in unused and _is_alike(sample, output, search.layout):
+            return CallForm((), {name: value for name, value in kwargs.items() if name not in unused})
         return "it returns another form than that of its sample"
-    return problem
+    return "too many widths are unknown"
 
 
 def _is_alike(sample: Any, output: Any, layout: str) -> bool:
@@ -264,6 +277,7 @@ def _choices(model: torch.nn.Module) -> Iterator[dict[str, str]]:
     extra = {n: k for n, k in kinds.items() if n not in needed and n not in core}
     usual = needed | core
     choices = [usual, {n: k for n, k in usual.items() if k != "each" or n in needed}]
+    choices += [choices[1] | {n: k for n, k in extra.items() if k in ("text", "mask", "pooled")}]
     choices += [choices[1] | {n: k} for n, k in extra.items()]
     choices += [choices[1] | extra, needed]
     yield from (choice for index, choice in enumerate(choices) if choice not in choices[:index])

@@ -31,7 +31,7 @@ _PROMPT, _LONG_PROMPT = "tea", "tea " * 600
 """The long one is longer than most models read: they cut it off at their most, which takes the most memory."""
 _STEPS = 2
 """Schedulers that look back, and pipelines whose denoisers follow one another, need a second step."""
-_MOST_SECONDS = 60.0
+_MOST_SECONDS = 30.0
 _BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
 _SIDE = 512
@@ -92,10 +92,11 @@ def rehearse(pipeline: Any, size: RequestSize | None = None, **settings: Any) ->
     """
     size = size or RequestSize()
     if is_denoiser_itself(pipeline) or not callable(pipeline):
-        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline")
+        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline that can be called")
     found = Rehearsal(problem="it was not tried")
+    deadline = time.monotonic() + _MOST_SECONDS
     for arguments in _choices(pipeline, size):
-        tried = _Rehearsing(pipeline).run(arguments | settings)
+        tried = _Rehearsing(pipeline, deadline).run(arguments | settings)
         if tried.problem is None:
             _check_made(type(pipeline).__name__, size, tried.size)
             return tried
@@ -155,7 +156,7 @@ class _TooLong(Exception):
 class _Rehearsing:
     """One run of a pipeline's twin."""
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: Any, deadline: float) -> None:
         roles = ModuleDiscovery.discover(pipeline).roles().values()
         self._components = {
             name: unwrapped(module) for names, modules in roles for name, module in zip(names, modules, strict=True)
@@ -169,7 +170,7 @@ class _Rehearsing:
         self._returned: dict[Any, Any] = {}
         """The form of what a call returned, by the call's."""
         self._current: str | None = None
-        self._deadline = time.monotonic() + _MOST_SECONDS
+        self._deadline = deadline
 
     def run(self, arguments: Mapping[str, Any]) -> Rehearsal:
         problem, output = None, None
@@ -231,11 +232,11 @@ class _Rehearsing:
 
     def _touch(self, name: str) -> None:
         """A module of a component is called. If it is another component's than before, a slice of the run ends."""
+        if time.monotonic() > self._deadline:
+            raise _TooLong(f"the run without weights took more than {_MOST_SECONDS:.0f} s")
         if name != self._current:
             self._end_slice()
             self._current, self._mode.peak_bytes = name, self._mode.num_bytes
-            if time.monotonic() > self._deadline:
-                raise _TooLong(f"the rehearsal took more than {_MOST_SECONDS:.0f} s")
 
     def _end_slice(self) -> None:
         if self._current is not None:

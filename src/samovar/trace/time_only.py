@@ -1,17 +1,14 @@
-"""Which layers see neither the sample nor the text's tokens, and what do they see at another step?
+"""Which layers see neither the sample nor the text's tokens, and what leads to them?
 
 Modulations are fed by time, guidance and pooled text alone, so their outputs can be computed before the step that needs
-them. A rehearsal finds them: a shadow of the model runs on the meta device, where large arguments and weights have no
-values, and every torch function that it calls is noted. What does not depend on a large argument is kept as a tape.
-Played with the small arguments of another step, the tape gives the inputs of these layers at that step, by the calls
-that the model itself would make.
+them. A rehearsal finds them: a shadow of the model runs without weights, and every torch function that it calls is
+noted. What does not depend on a large argument is kept as a tape. Played with the small arguments of another step, the
+tape gives the inputs of these layers at that step, by the calls that the model itself would make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,140 +16,77 @@ from torch.overrides import TorchFunctionMode
 
 from .. import tree
 from ..arch.modules import named_parts, unwrapped
-from ..hooks.intercept import call_bare
 from .shadow import Shadow, TrialFailed, trial
+from .tape import Call, Form, Here, Tape, Value, Weight, leaves, make_tape, map_parts, tensors_in
+from .weightless import Weightless, weightless, with_few_values
 
 _LARGE = 2**16
 """An argument with more elements than this, or with tokens, is not looked at."""
-_SMALL_OUTPUT = 1 / 8
+SMALL_OUTPUT = 1 / 8
 """A layer's outputs may take this share of the bytes of its weights."""
-_RANDOM = ("rand", "dropout", "bernoulli", "normal_", "uniform_", "multinomial", "exponential_", "cauchy_")
+_PLAIN = ("torch.nn.modules.linear", "torch.nn.modules.sparse", "torch.nn.modules.conv")
+"""Where layers come from whose output follows from their weights and arguments alone."""
+_RANDOM = ("rand", "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "normal_", "uniform_", "multinomial",
+           "exponential_", "cauchy_", "log_normal_", "geometric_", "poisson")  # fmt: skip
 _PLACES = ("device", "is_cuda", "is_cpu", "get_device")
 """What tells where a weight is: the weights of these layers stay on the host."""
+_HERE = torch.device("cpu", 0)
+"""What a rehearsal says of the device of any tensor."""
 
 
-class _Value(NamedTuple):
-    """A tensor that the tape makes or is given."""
+class Search(NamedTuple):
+    """What a rehearsal has found."""
 
-    index: int
-
-
-class _Weight(NamedTuple):
-    """A parameter or buffer of the model."""
-
-    path: str
-    name: str
-
-
-class _Here:
-    """The device on which the tape is played."""
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call of a torch function, or of a layer that sees no large argument."""
-
-    function: Callable[..., Any] | None
-    layer: str
-    """The layer's path, if it is one."""
-    args: Any
-    kwargs: Any
-    makes: tuple[int, ...]
-    """The values that it returns."""
-    memory: int | None = None
-    """The memory that it writes into, if it writes in place."""
-
-
-@dataclass(frozen=True)
-class Tape:
-    """The calls that lead from the small arguments of a forward to its time-only layers, and these layers."""
-
-    inputs: tuple[int, ...]
-    """Which tensors among the arguments are read, by their place among all."""
-    calls: tuple[Call, ...]
-    layers: tuple[str, ...]
-    """The paths of the layers, in the order of their calls; a layer that is called twice is here twice."""
-    _places: Mapping[int, int]
-    """The value that each of the inputs is."""
-    _last: Mapping[int, int]
-    """By value: the last call that uses it."""
-
-    def play(
-        self,
-        model: torch.nn.Module,
-        steps: Sequence[Sequence[torch.Tensor]],
-        fetch: Callable[[str], AbstractContextManager[torch.nn.Module]],
-    ) -> Iterator[tuple[list[Any], list[Any]]]:
-        """For each call of a layer: its tensors and its outputs at each step. `steps` holds the `inputs` of each;
-        `fetch` brings a layer's weights to the device."""
-        device = steps[0][0].device if steps[0] else torch.device("cpu")
-        parts = named_parts(model)
-        values: list[dict[int, torch.Tensor]] = [
-            {self._places[place]: tensor for place, tensor in zip(self.inputs, tensors, strict=True)}
-            for tensors in steps
-        ]
-        weights: dict[_Weight, torch.Tensor] = {}
-
-        def fill(held: Any, known: Mapping[int, torch.Tensor]) -> Any:
-            if isinstance(held, _Value):
-                return known[held.index]
-            if isinstance(held, _Weight):
-                if held not in weights:
-                    weights[held] = _tensor(parts[held.path], held.name).detach().to(device)
-                return weights[held]
-            if isinstance(held, _Here):
-                return device
-            return held.to(device) if isinstance(held, torch.Tensor) else held
-
-        for number, call in enumerate(self.calls):
-            filled = [_map(lambda held, k=known: fill(held, k), (call.args, call.kwargs)) for known in values]
-            if call.layer:
-                with fetch(call.layer) as layer:
-                    outputs = [call_bare(layer, args, kwargs) for args, kwargs in filled]
-                yield [list(_tensors(given)) for given in filled], outputs
-            else:
-                assert call.function is not None
-                outputs = [call.function(*args, **kwargs) for args, kwargs in filled]
-            for known, output in zip(values, outputs, strict=True):
-                if call.makes:
-                    known.update(zip(call.makes, _tensors(output), strict=True))
-                for index in [index for index in known if self._last.get(index, -1) <= number]:
-                    del known[index]
+    tape: Tape | None
+    problem: str = ""
+    """Why there was no rehearsal, if there was none."""
 
 
 def find_tape(
     model: torch.nn.Module, args: Any, kwargs: Any, least_bytes: int, among: Collection[str] | None = None
-) -> Tape | None:
-    """The tape of a forward with these arguments; None if no layer of at least `least_bytes`, and `among` these paths,
-    is time-only, or if the model looks at values that a rehearsal does not have."""
+) -> Search:
+    """The tape of a forward with these arguments, if a layer of at least `least_bytes`, and `among` these paths, is
+    time-only."""
     rejected: set[str] = set()
+
+    def is_wanted(path: str, layer: torch.nn.Module) -> bool:
+        is_large = _own_bytes(layer) >= max(least_bytes, 1)
+        return is_large and path not in rejected and (among is None or path in among)
+
+    if is_autocast():
+        return Search(None, "it is called under autocast")
     while True:
         try:
-            recorder = _rehearse(
-                unwrapped(model),
-                args,
-                kwargs,
-                lambda path, layer: (
-                    _own_bytes(layer) >= max(least_bytes, 1)
-                    and path not in rejected
-                    and (among is None or path in among)
-                ),
-            )
-        except TrialFailed:
-            return None
+            recorder = _rehearse(unwrapped(model), args, kwargs, is_wanted)
+        except TrialFailed as error:
+            return Search(None, str(error))
         wrong = recorder.rejected.intersection(recorder.layers)  # A layer that is called in two ways.
         if not wrong:
-            return recorder.tape()
+            return Search(recorder.tape())
         rejected |= wrong
 
 
+def is_autocast() -> bool:
+    """Whether torch changes dtypes as it likes."""
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+def is_plain(module: torch.nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, as it came."""
+    return (
+        not module._modules
+        and "forward" not in vars(module)
+        and getattr(type(module).forward, "__module__", None) in _PLAIN
+    )
+
+
 def _rehearse(model: torch.nn.Module, args: Any, kwargs: Any, is_wanted: Callable[[str, Any], bool]) -> _Recorder:
-    with trial((args, kwargs)):
+    with trial((args, kwargs)), torch.inference_mode(False), torch.no_grad():
         shadow = Shadow(model, {}, sharded=False)
         try:
             recorder = _Recorder(shadow.root, is_wanted)
             given = recorder.given((args, kwargs))
-            with recorder:
+            with Weightless(), recorder:
                 shadow.root(*given[0], **given[1])
             return recorder
         finally:
@@ -168,15 +102,16 @@ class _Recorder(TorchFunctionMode):
         self.layers: list[str] = []
         self._calls: list[Call] = []
         self._indices: dict[int, int] = {}
-        """By the identity of a tensor: which value it is. A tensor that is in neither table is unknown."""
-        self._weights: dict[int, _Weight] = {}
+        """By the identity of a tensor: which value it is. A tensor that is in no table is unknown."""
+        self._weights: dict[int, Weight] = {}
         self._inputs: dict[int, int] = {}
         """The value of each argument that is not large, by its place among all."""
         self._kept: list[Any] = []
-        """All tensors, so that no identity is used twice."""
+        """All tensors of the tables, so that no identity is used twice."""
         self._in_memory: dict[int, list[int]] = {}
         """By memory: the identities of the known tensors in it."""
-        self._metas: dict[int, torch.Tensor] = {}
+        self._forms: dict[Hashable, tuple[Any, list[int | None]]] = {}
+        """By call, unknown tensors that it returned: blocks repeat each other, and forms take torch long."""
         self._inside: str | None = None
         self._count = 0
         self._attributes = {id(tensor): tensor for m in shadow.modules() for tensor in tree.tensors(_attributes(m))}
@@ -187,11 +122,11 @@ class _Recorder(TorchFunctionMode):
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
-                        twin = twins.setdefault(id(tensor), _without_values(tensor))
+                        twin = twins.setdefault(id(tensor), weightless(tensor))
                         self._kept += [tensor, twin]
-                        self._weights.setdefault(id(twin), _Weight(path, name))
+                        self._weights.setdefault(id(twin), Weight(path, name))
                         held[name] = twin  # type: ignore[assignment]
-            if path and _is_plain(module) and is_wanted(path, module):
+            if path and is_plain(module) and is_wanted(path, module):
                 vars(module)["forward"] = self._watched(path, module)
 
     # ------------------------------------------------------------------------------------------------ what is seen
@@ -203,67 +138,75 @@ class _Recorder(TorchFunctionMode):
         def take(tensor: torch.Tensor) -> torch.Tensor:
             place = next(places)
             is_large = tensor.numel() > _LARGE or (tensor.is_floating_point() and tensor.ndim > 2)
-            tensor = tensor.detach() if is_large else tensor.detach().clone()
-            self._kept.append(tensor)
+            taken = with_few_values(tensor)
             if not is_large:
-                (self._inputs[place],) = self._name([tensor])
-            return tensor
+                (self._inputs[place],) = self._name([taken])
+            return taken
 
         return tree.map_tensors(take, arguments)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
         name = getattr(function, "__name__", "")
-        if not any(tensor.is_meta for tensor in tensors):
-            output = function(*args, **kwargs)
-        elif name in ("cpu", "cuda"):
-            output = args[0]
-        else:
-            output = function(*_map(self._as_meta, args), **_map(self._as_meta, kwargs))
-        owner = getattr(function, "__self__", None)
-        self._check_weights(tensors, getattr(owner, "__name__", name) if name == "__get__" else name, output)
-        if self._inside is None:
-            self._note(function, name, args, kwargs, tensors, output)
+        if name == "__get__":
+            name = getattr(function.__self__, "__name__", name)
+        with torch._C.DisableTorchFunction():
+            if name in ("to", "type_as") and len(args) == 2 and isinstance(args[1], torch.Tensor):
+                function, args = torch.Tensor.to, (args[0], args[1].dtype)  # The other tensor's values do not matter.
+            tensors = tensors_in((args, kwargs))
+            if name == "device":
+                self._check_weights(tensors)
+                return _HERE
+            is_known = all(map(self._is_known, tensors)) and name != "normal" and not name.startswith(_RANDOM)
+            key = None if is_known else _call_key(function, args, kwargs, tensors)
+            known, before = self._forms.get(key, (None, None))
+            if known is not None and before == _versions(tensors_in(known)):
+                self._check_weights(tensors)
+                return known
+            versions = _versions(tensors)
+            called = args, kwargs
+            if name == "to" or "device" in kwargs:
+                called = map_parts(lambda part: "cpu" if isinstance(part, torch.device) else part, called)
+        output = function(*called[0], **called[1])
+        with torch._C.DisableTorchFunction():
+            made = tensors_in(output)
+            if name in _PLACES or made:
+                self._check_weights(tensors)
+            written = [t for t, version in zip(tensors, versions, strict=True) if tree.version(t) != version]
+            if self._inside is None:
+                self._note(Call(function, "", args, kwargs, ()), is_known, tensors, written, made)
+            is_new = made and not any(one is other for one in made for other in tensors)
+            if key is not None and is_new and not written and len(leaves(output)) == len(made):
+                self._forms[key] = output, _versions(made)
         return output
 
-    def _check_weights(self, tensors: Iterable[torch.Tensor], name: str, output: Any) -> None:
+    def _check_weights(self, tensors: Iterable[torch.Tensor]) -> None:
         """A layer whose weights others look at must keep them where they are."""
-        if name in _PLACES or next(_tensors(output), None) is not None:
-            for tensor in tensors:
-                weight = self._weights.get(id(tensor))
-                if weight is not None and weight.path != self._inside:
-                    self.rejected.add(weight.path)
+        for tensor in tensors:
+            weight = self._weights.get(id(tensor))
+            if weight is not None and weight.path != self._inside:
+                self.rejected.add(weight.path)
 
-    def _note(self, function: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Any], output: Any) -> None:
-        made = list(_tensors(output))
-        self._kept += [*tensors, *made]
-        writes = name == "__setitem__" or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
-        target = (kwargs["out"] if "out" in kwargs else args[0]) if writes and (args or "out" in kwargs) else None
-        is_known = all(self._is_known(tensor) for tensor in tensors) and not name.startswith(_RANDOM)
-        if isinstance(target, torch.Tensor):
+    def _note(self, call: Call, is_known: bool, tensors: list[Any], written: list[Any], made: list[Any]) -> None:
+        is_known = is_known and not is_autocast()
+        for target in written:
             if is_known:
-                self._add(Call(function, "", *self._held((args, kwargs)), (), _memory(target)))
-            else:
-                self._forget(_memory(target))
-            return
+                self._add(call, made=[], memory=_memory(target))
+            else:  # An unknown value was written into this memory.
+                for identity in self._in_memory.pop(_memory(target), ()):
+                    self._indices.pop(identity, None)
         fresh = [tensor for tensor in made if all(tensor is not other for other in tensors)]
-        if is_known and fresh and len(fresh) == len(made):
-            self._add(Call(function, "", *self._held((args, kwargs)), self._name(made)))
-
-    def _forget(self, memory: int) -> None:
-        """An unknown value was written into some memory."""
-        for identity in self._in_memory.pop(memory, ()):
-            self._indices.pop(identity, None)
+        if is_known and fresh and len(fresh) == len(made) and not written:
+            self._add(call, made)
 
     def _watched(self, path: str, module: torch.nn.Module) -> Callable[..., Any]:
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            tensors = list(_tensors((args, kwargs)))
             if self._inside is not None or path in self.rejected:
                 return forward(*args, **kwargs)
-            if not all(map(self._is_known, tensors)):
+            tensors = tensors_in((args, kwargs))
+            if is_autocast() or not all(map(self._is_known, tensors)):
                 self.rejected.add(path)
                 return forward(*args, **kwargs)
             self._inside = path
@@ -271,14 +214,12 @@ class _Recorder(TorchFunctionMode):
                 output = forward(*args, **kwargs)
             finally:
                 self._inside = None
-            made = list(_tensors(output))
-            self._kept += made
-            size = sum(tensor.numel() * tensor.element_size() for tensor in made)
-            if size > _SMALL_OUTPUT * _own_bytes(module) or not isinstance(output, torch.Tensor):
+            if output.nbytes > SMALL_OUTPUT * _own_bytes(module) or not output.is_contiguous():
                 self.rejected.add(path)
-            else:
-                self._add(Call(None, path, *self._held((args, kwargs)), self._name(made)))
-                self.layers.append(path)
+                return forward(*args, **kwargs)  # What it does may lead to other layers.
+            forms = tuple(Form(tensor.shape, tensor.dtype) for tensor in tensors)
+            self._add(Call(None, path, args, kwargs, (), None, forms, Form(output.shape, output.dtype)), [output])
+            self.layers.append(path)
             return output
 
         return watched
@@ -289,65 +230,30 @@ class _Recorder(TorchFunctionMode):
         """Whether a tensor is on the tape, a weight, or one that the model holds."""
         return id(tensor) in self._indices or id(tensor) in self._weights or id(tensor) in self._attributes
 
-    def _as_meta(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("meta")
-        if not isinstance(value, torch.Tensor) or value.is_meta:
-            return value
-        if id(value) not in self._metas:
-            self._kept.append(value)
-            self._metas[id(value)] = _without_values(value)
-        return self._metas[id(value)]
+    def _held(self, item: Any) -> Any:
+        """A part of the arguments as the tape keeps it."""
+        if isinstance(item, torch.Tensor):
+            index, weight = self._indices.get(id(item)), self._weights.get(id(item))
+            return weight or (item if index is None else Value(index))
+        return Here() if isinstance(item, torch.device) and item == _HERE else item
 
-    def _held(self, value: Any) -> Any:
-        """Arguments as the tape keeps them."""
-
-        def hold(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                index, weight = self._indices.get(id(item)), self._weights.get(id(item))
-                return weight or (item if index is None else _Value(index))
-            return _Here() if isinstance(item, torch.device) and item.type == "meta" else item
-
-        return _map(hold, value)
-
-    def _name(self, made: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    def _name(self, made: list[torch.Tensor]) -> tuple[int, ...]:
         start, self._count = self._count, self._count + len(made)
+        self._kept += made
         for index, tensor in enumerate(made, start):
             self._indices[id(tensor)] = index
             self._in_memory.setdefault(_memory(tensor), []).append(id(tensor))
         return tuple(range(start, self._count))
 
-    def _add(self, call: Call) -> None:
-        self._calls.append(call)
+    def _add(self, call: Call, made: list[torch.Tensor], memory: int | None = None) -> None:
+        args, kwargs = map_parts(self._held, (call.args, call.kwargs))
+        makes = self._name(made)
+        self._calls.append(Call(call.function, call.layer, args, kwargs, makes, memory, call.given, call.returns))
 
     def tape(self) -> Tape | None:
         """What leads to the layers that were found."""
         memories = {index: _memory(t) for t in self._kept if (index := self._indices.get(id(t))) is not None}
-        wanted: set[int] = set()
-        written: set[int] = set()
-        calls: list[Call] = []
-        for call in reversed(self._calls):
-            if call.layer or wanted.intersection(call.makes) or (call.memory in written):
-                calls.append(call)
-                used = {held.index for held in _leaves((call.args, call.kwargs)) if isinstance(held, _Value)}
-                wanted |= used
-                written |= {memories[index] for index in used if index in memories}
-        calls.reverse()
-        layers = tuple(call.layer for call in calls if call.layer)
-        if not layers:
-            return None
-        last: dict[int, int] = {}
-        for number, call in enumerate(calls):
-            for held in _leaves((call.args, call.kwargs)):
-                if isinstance(held, _Value):
-                    last[held.index] = number
-        inputs = {place: index for place, index in self._inputs.items() if index in wanted}
-        return Tape(tuple(inputs), tuple(calls), layers, inputs, last)
-
-
-def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether a module is a layer that nobody has changed."""
-    return not module._modules and "forward" not in vars(module)
+        return make_tape(self._calls, self._inputs, memories)
 
 
 def _attributes(module: torch.nn.Module) -> list[Any]:
@@ -358,40 +264,33 @@ def _own_bytes(module: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module._parameters.values() if p is not None)
 
 
-def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
-    held = module._parameters if name in module._parameters else module._buffers
-    tensor = held[name]
-    assert tensor is not None
-    return tensor
-
-
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta", requires_grad=False)
-
-
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """The arguments of a torch function with each part replaced."""
-    kind = type(value)
-    if kind in (list, tuple):
-        return kind([_map(function, item) for item in value])
-    if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, (_Value, _Weight)):
-        return kind(*[_map(function, item) for item in value])
-    if kind is dict:
-        return {key: _map(function, item) for key, item in value.items()}
-    if kind is slice:
-        return slice(*[_map(function, item) for item in (value.start, value.stop, value.step)])
-    return function(value)
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int | None]:
+    return [tree.version(tensor) for tensor in tensors]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    found: list[Any] = []
-    _map(found.append, value)
-    return iter(found)
+def _call_key(function: Any, args: Any, kwargs: Any, tensors: Iterable[torch.Tensor]) -> Hashable:
+    """What the form of an output without values depends on; None if it has values, or depends on some."""
+    if all(not t.is_meta for t in tensors) or any(not t.is_meta and not t.is_floating_point() for t in tensors):
+        return None
+    try:
+        key = function, _key(args), _key(kwargs)
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+def _key(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_key, value)
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, slice):
+        return slice, value.start, value.stop, value.step
+    return type(value), value

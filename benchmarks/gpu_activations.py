@@ -1,0 +1,122 @@
+"""Is the memory that `plan` counts beside the weights what a forward takes on a GPU?
+
+    python benchmarks/gpu_activations.py --json benchmarks/results/gpu_activations.json
+    python benchmarks/gpu_activations.py --only flux vae      # some of them
+    python benchmarks/gpu_activations.py --count              # only what is counted; needs no GPU
+
+Models are of full size with uninitialised weights. A forward with the arguments that the count was made with runs once
+to warm up and once to measure the peak of torch's allocator, less the weights and the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samovar import tree
+from samovar.trace.guess import guess
+from samovar.trace.rehearse import RequestSize
+from samovar.trace.weightless import running_weightless, weightless_twin
+
+MIB = 2**20
+_SD35 = {
+    "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm", "sample_size": 128,
+}  # fmt: skip
+_FLUX_VAE = {
+    "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4, "layers_per_block": 2, "latent_channels": 16,
+    "use_quant_conv": False, "use_post_quant_conv": False,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any], RequestSize]] = {
+    "flux": ("FluxTransformer2DModel", {"guidance_embeds": True}, RequestSize(1024, 1024)),
+    "flux-2048": ("FluxTransformer2DModel", {"guidance_embeds": True}, RequestSize(2048, 2048)),
+    "qwen": ("QwenImageTransformer2DModel", {}, RequestSize(1024, 1024)),
+    "sd3.5-large": ("SD3Transformer2DModel", _SD35, RequestSize(1024, 1024, batch=2)),
+    "wan-480p": ("WanTransformer3DModel", {}, RequestSize(480, 832, 81)),
+    "wan-720p": ("WanTransformer3DModel", {}, RequestSize(720, 1280, 81)),
+    "hunyuan-video": ("HunyuanVideoTransformer3DModel", {}, RequestSize(720, 1280, 61)),
+}
+
+
+def build(cls: str, config: dict[str, Any], device: str) -> Any:
+    import diffusers
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        model = getattr(diffusers, cls)(**config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model if device == "meta" else model.to_empty(device=device)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cuda")
+    return tensor.to("cuda")
+
+
+def measured(run: Callable[[], Any]) -> int:
+    """Bytes that a call takes at most; the call before it is a warm-up."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            run()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def transformer(name: str, count_only: bool) -> dict[str, Any]:
+    cls, config, size = MODELS[name]
+    found = guess(build(cls, config, "meta"), size)
+    row: dict[str, Any] = {"class": cls, "size": str(size), "problem": found.problem}
+    if found.problem is None:
+        row["counted_mib"] = round(found.peaks["transformer"] / MIB)
+        if not count_only:
+            kwargs = tree.map_tensors(real, dict(found.calls["transformer"].kwargs))
+            model = build(cls, config, "cuda")
+            row["measured_mib"] = round(measured(lambda: model(**kwargs, return_dict=False)) / MIB)
+    return row
+
+
+def vae(count_only: bool) -> dict[str, Any]:
+    latents = torch.empty(1, 16, 128, 128, dtype=torch.bfloat16, device="meta")
+    model = build("AutoencoderKL", _FLUX_VAE, "meta")
+    twin: Any = weightless_twin(model)
+    with running_weightless() as mode:
+        twin.decode(latents)
+    row: dict[str, Any] = {
+        "class": "AutoencoderKL",
+        "size": "1024 x 1024 pixels",
+        "counted_mib": mode.peak_bytes // MIB,
+    }
+    if not count_only:
+        model, given = build("AutoencoderKL", _FLUX_VAE, "cuda"), real(latents)
+        row["measured_mib"] = round(measured(lambda: model.decode(given)) / MIB)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="*", choices=(*MODELS, "vae"), default=(*MODELS, "vae"))
+    parser.add_argument("--count", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = {}
+    for name in options.only:
+        rows[name] = vae(options.count) if name == "vae" else transformer(name, options.count)
+        print(name, rows[name], flush=True)
+        if not options.count:
+            torch.cuda.empty_cache()
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

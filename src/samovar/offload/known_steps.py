@@ -1,0 +1,123 @@
+"""Where are the outputs that were computed ahead, and which of them belong to a call of the model?
+
+Each step has a row of bytes on the host: what its time-only layers return, and what they are given, to be compared. A
+step is found by its key: the bits of the time, guidance and pooled text that the model is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from ..trace.tape import Form, Tape
+from .staging import Stage
+from .weights import ALIGNMENT
+
+_MOST_KEPT = 2**29
+"""Bytes of rows that are kept of each form of call."""
+_MOST_MISSES = 2
+"""Guesses of what comes next that may fail in a row."""
+Fetch = Callable[[str], AbstractContextManager[torch.nn.Module]]
+
+
+class Part(NamedTuple):
+    """Where a tensor is in a row."""
+
+    start: int
+    form: Form
+
+    @property
+    def end(self) -> int:
+        return self.start + self.form.num_bytes
+
+    def view(self, row: torch.Tensor) -> torch.Tensor:
+        return row[self.start : self.end].view(self.form.dtype).view(self.form.shape)
+
+
+class KnownSteps:
+    """The steps of one form of call whose outputs are known."""
+
+    def __init__(self, tape: Tape, ids: Sequence[int]) -> None:
+        """`ids`: the identity of the layer of each call."""
+        self.tape = tape
+        self.is_proved = False
+        """Whether a forward of this run has shown that the layers are given what was expected."""
+        self.calls: dict[int, list[int]] = {}
+        """By the identity of a layer: the numbers of its calls."""
+        for number, identity in enumerate(ids):
+            self.calls.setdefault(identity, []).append(number)
+        self.num_calls = len(ids)
+        self._size = 0
+        self.outputs: list[Part] = []
+        self.inputs: list[list[Part]] = []
+        for call in tape.layer_calls:
+            assert call.returns is not None
+            self.outputs.append(self._place(call.returns))
+            self.inputs.append([self._place(form) for form in call.given])
+        self._keys: torch.Tensor | None = None
+        self._rows: list[torch.Tensor] = []
+        self._misses = 0
+
+    def _place(self, form: Form) -> Part:
+        part = Part(self._size, form)
+        self._size += -(-form.num_bytes // ALIGNMENT) * ALIGNMENT
+        return part
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether it is worth to compute what may come."""
+        return self._misses < _MOST_MISSES
+
+    def find(self, key: torch.Tensor) -> torch.Tensor | None:
+        """The row of the step with this key. This waits for the device."""
+        if self._keys is None:
+            return None
+        found = (self._keys == key).all(1).tolist()
+        if True not in found:
+            self._misses += 1
+            return None
+        self._misses = 0
+        return self._rows[found.index(True)]
+
+    def compute(
+        self, model: torch.nn.Module, steps: Sequence[Sequence[torch.Tensor]], fetch: Fetch, stage: Stage
+    ) -> torch.Tensor:
+        """Compute the layers for some steps. The row of the first is returned."""
+        with torch.inference_mode(False):
+            is_pinned = stage.device.type == "cuda"
+            made = torch.empty(len(steps) * self._size, dtype=torch.uint8, pin_memory=is_pinned)
+            rows = torch.empty(len(steps), self._size, dtype=torch.uint8, pin_memory=is_pinned)
+        parts = list(itertools.chain(*([output, *given] for output, given in zip(self.outputs, self.inputs))))  # noqa: B905
+        layers = iter(zip(self.outputs, self.inputs, strict=True))
+        for given, outputs in self.tape.play(model, steps, fetch):
+            output, inputs = next(layers)
+            for part, tensors in zip((output, *inputs), (outputs, *zip(*given, strict=True)), strict=True):
+                # All steps of a part lie together at first, as one copy that nobody waits for.
+                target = made[len(steps) * part.start :][: len(steps) * part.form.num_bytes]
+                target.copy_(torch.cat([bits(tensor) for tensor in tensors]), non_blocking=True)
+        keys = torch.stack([key_of(step) for step in steps])
+        stage.host_waits(stage.mark_computed())
+        for part in parts:
+            piece = made[len(steps) * part.start :][: len(steps) * part.form.num_bytes]
+            rows[:, part.start : part.end] = piece.view(len(steps), -1)
+        most = max(_MOST_KEPT // max(self._size, 1), len(steps))
+        self._rows = [*rows, *self._rows][:most]
+        self._keys = (keys if self._keys is None else torch.cat([keys, self._keys]))[:most]
+        return self._rows[0]
+
+
+def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bits of what the model is given at a step."""
+    return torch.cat([bits(tensor) for tensor in inputs]) if inputs else torch.zeros(0, dtype=torch.uint8)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as bytes, so that NaN equals itself."""
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # One number has any stride.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
