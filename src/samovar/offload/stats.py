@@ -50,6 +50,8 @@ class OffloadStats:
     """Device memory that our copies of weights take now."""
     peak_held_bytes: int = 0
     pinned_bytes: int = 0
+    shared_bytes: int = 0
+    """Bytes of these that other processes may use too."""
     pageable_bytes: int = 0
     """Bytes of the host copy that could not be pinned."""
     copied_bytes: int = 0

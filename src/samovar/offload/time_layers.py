@@ -38,6 +38,7 @@ from .moving import install_hooks
 from .sizes import Component
 from .staging import Stage
 from .stats import TimeStats
+from .tiers import Tier
 from .timesteps import coming_inputs
 from .weight_groups import WeightGroup
 from .weights import tensors_of
@@ -73,7 +74,9 @@ class _Forward:
 class TimeLayers:
     """The time-only layers of one component."""
 
-    def __init__(self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock) -> None:
+    def __init__(
+        self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock, tier: Tier = "pageable"
+    ) -> None:
         self.layers = dict(component.time_layers)
         self.lock = lock
         """Held while the model is called."""
@@ -81,6 +84,7 @@ class TimeLayers:
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
         self.problem = ""
         """Why nothing is computed ahead any more, if so."""
+        self._tier = tier
         self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
         self._groups = {
             id(layer): WeightGroup(f"{component.name}.{path}", partial(tensors_of, layer), stage, host)
@@ -102,7 +106,7 @@ class TimeLayers:
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
         for group in self._groups.values():
-            group.is_pinned = False
+            group.is_pinned, group.tier = False, self._tier
             group.adopt()
         install_hooks(undo, HOOK, [(self._model, _CallHook(self))])
         install_hooks(undo, HOOK, [(layer, _LayerHook(self)) for layer in self.layers.values()])
