@@ -28,11 +28,11 @@ from ..errors import ModelError, SettingError
 from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, pipeline_hooks
 from ..hooks.runs import run_around
 from ..trace.shadow import Generation
-from ..trace.tape import Tape
+from ..trace.tape import Tape, tensors_in
 from ..trace.time_only import find_tape, is_autocast
 from .ahead import HOOK, is_free
 from .host import HostMemory
-from .known_steps import KnownSteps, SeenWeights, bits, key_of
+from .known_steps import KnownSteps, Part, SeenWeights, bits, key_of
 from .moving import HOOK as OFFLOAD_HOOK
 from .moving import install_hooks
 from .sizes import Component
@@ -67,8 +67,8 @@ class _Forward:
     """How often each layer was called."""
     checked: set[int] = field(default_factory=set)
     """The kinds of inputs that were as expected."""
-    given: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """What layers were given and what was expected, to be compared after the forward."""
+    given: list[tuple[torch.Tensor, Part]] = field(default_factory=list)
+    """What layers were given and where in the row it is expected, to be compared after the forward."""
 
 
 class TimeLayers:
@@ -137,9 +137,9 @@ class TimeLayers:
         forward, self._forward = self._forward, None
         if forward is None or forward.known is None:
             return
-        if forward.given:
-            given = torch.cat([bits(one) for one, _ in forward.given])
-            expected = torch.cat([bits(other) for _, other in forward.given])
+        if forward.given and forward.row is not None:
+            given = torch.cat([bits(tensor) for tensor, _ in forward.given])
+            expected = torch.cat([part.of(forward.row) for _, part in forward.given])
             is_other = (given != expected).any()
         if forward.known.is_proved and forward.given:
             self._doubts.append(is_other)
@@ -182,14 +182,16 @@ class TimeLayers:
         if nth >= len(calls):
             return NOT_BYPASSED
         forward.counts[id(layer)] = nth + 1
-        number, tensors = calls[nth], list(tree.tensors((args, kwargs)))
+        number, tensors = calls[nth], tensors_in((args, kwargs))
         is_checked = known.is_proved and known.kinds[number] in forward.checked
-        expected = [part.view(row) for part in known.inputs[number]]
-        if [(t.shape, t.dtype, t.device) for t in tensors] != [(t.shape, t.dtype, t.device) for t in expected]:
+        parts = known.inputs[number]
+        if [(t.shape, t.dtype) for t in tensors] != [part.form for part in parts]:
             self._surprise(forward)
             return NOT_BYPASSED
-        pairs = list(zip(tensors, expected, strict=True))
-        if not is_checked and not all(torch.equal(bits(one), bits(other)) for one, other in pairs):
+        pairs = list(zip(tensors, parts, strict=True))
+        if not is_checked and any(
+            t.device != row.device or not torch.equal(bits(t), part.of(row)) for t, part in pairs
+        ):
             self._surprise(forward)
             return NOT_BYPASSED
         forward.checked.add(known.kinds[number])
