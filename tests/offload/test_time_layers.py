@@ -705,8 +705,10 @@ def test_an_exception_while_layers_visit_the_device(monkeypatch: pytest.MonkeyPa
     calls = iter(range(1000))
     linear = torch.nn.functional.linear
 
+    rows = modulations(pipe.transformer)[0].weight.shape[0]
+
     def fail(*args: Any) -> torch.Tensor:
-        if next(calls) == 3:
+        if args[1].shape[0] == rows and next(calls) == 2:  # The next layer is on its way by then.
             raise torch.OutOfMemoryError
         return linear(*args)
 

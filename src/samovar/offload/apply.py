@@ -101,7 +101,7 @@ class Offloaded(Handle, PipelineHook):
         """Look for time-only layers in a run without weights."""
         calls = self._rehearsed(self.config.size).calls
         found, self.not_ahead = with_time_layers(components, calls)
-        # Where none were found and there is a reason, such as a size that the model does not take, the first call tells.
+        # Where none were found for a reason, such as a size that the model does not take, the first call tells.
         self._not_tried -= {
             c.name for c in found if c.name in calls and (c.time_layers or not self.not_ahead.get(c.name))
         }
