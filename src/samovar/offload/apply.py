@@ -85,11 +85,16 @@ class Offloaded(Handle, PipelineHook):
         """By component: which layers stay what they are though they see time alone, and why."""
         is_wanted = config.precompute is not False
         self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
-        self.plan = self._plan_for(config)
-        if self._not_tried and (self.plan.offloads_anything or config.precompute):
-            self._find_layers(components)
-            self.plan = self._plan_for(config)
+        self.plan = self._plan_with_layers(config)
         self.tiers = self._tiers_for(config, self.plan)
+
+    def _plan_with_layers(self, config: OffloadConfig) -> OffloadPlan:
+        """A plan, for which time-only layers are looked for if it is worth it."""
+        plan = self._plan_for(config)
+        if not self._not_tried or not (plan.offloads_anything or config.precompute):
+            return plan
+        self._find_layers([component.whole for component in self._components.values()])
+        return self._plan_for(config)
 
     def _find_layers(self, components: Sequence[Component]) -> None:
         """Look for time-only layers in a run without weights."""
@@ -117,7 +122,7 @@ class Offloaded(Handle, PipelineHook):
             before, self.config = self.config, config
             try:
                 self._sizes = self._measure([component.whole for component in self._components.values()])
-                plan = self._plan_for(config)
+                plan = self._plan_with_layers(config)
                 tiers = self._tiers_for(config, plan)
             except BaseException:
                 self.config = before
@@ -213,7 +218,7 @@ class Offloaded(Handle, PipelineHook):
         if all(component.component.module is not self._pipeline for component in self._components.values()):
             # A lone model is called once a step, so its calls are not runs.
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
-        for name in self._not_tried:
+        for name in self._not_tried if plan.offloads_anything or self.config.precompute else ():
             install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:

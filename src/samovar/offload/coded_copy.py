@@ -24,8 +24,8 @@ class CodedCopy:
     def __init__(self, truth: torch.Tensor, tensors: tuple[torch.Tensor, ...], form: Form, data: torch.Tensor) -> None:
         self.form, self.data = form, data
         self._truth, self._tensors = truth, tensors
-        self._looked_at = truth[:: max(truth.numel() // _SAMPLES, 1) | 1]
-        self._seen = self._looked_at.clone()
+        self._looked_at = truth[:: max(truth.numel() // _SAMPLES, 1) | 1].numpy()
+        self._seen = self._looked_at.tobytes()
         self._versions = self._read_versions()
 
     @property
@@ -40,7 +40,7 @@ class CodedCopy:
 
     def is_fresh(self) -> bool:
         """Whether the weight is as it was, as far as a quick look tells."""
-        return self._versions == self._read_versions() and torch.equal(self._looked_at, self._seen)
+        return self._versions == self._read_versions() and self._looked_at.tobytes() == self._seen
 
     def renewed(self, stage: Stage) -> CodedCopy | None:
         """A copy of the weight as it is now; None if coding gains too little."""

@@ -15,7 +15,6 @@ Other threads wait, and may load another component between two calls of this one
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +33,7 @@ from .sizes import Component
 from .staging import Stage
 from .tiers import TIME_LAYERS, TierPlan
 from .weight_groups import WeightGroup
-from .weights import owners_of, spans_of, tensors_of
+from .weights import TensorFinder, owners_of, spans_of, tensors_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -56,7 +55,7 @@ class OffloadedComponent:
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
         rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", functools.partial(self._tensors_in, block), stage, host)
+            path: WeightGroup(f"{component.name}.{path}", TensorFinder(block, self._skipped), stage, host)
             for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]
@@ -64,8 +63,8 @@ class OffloadedComponent:
         self._checksums: torch.Tensor | None = None
         """Of what is kept, as it was loaded."""
 
-    def _tensors_in(self, block: torch.nn.Module) -> list[torch.Tensor]:
-        return tensors_of(block, self.component.skip)
+    def _skipped(self) -> frozenset[int]:
+        return self.component.skip
 
     def anonymous_bytes(self, block: str) -> int:
         """Bytes of a block, or of what is outside the blocks, that are in memory alone."""
@@ -140,6 +139,7 @@ class OffloadedComponent:
     def _drop_copies(self, is_changed: Sequence[bool] = ()) -> None:
         for group in self._groups:
             group.use_host()  # If its call is not over.
+            group.forget_views()
         if self.ring is not None:
             self.ring.close()
         for index, group in enumerate(self._kept):

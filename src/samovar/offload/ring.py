@@ -177,6 +177,9 @@ class StreamedBlock(Protocol):
     def send(self, piece: int, memory: Memory, offset: int) -> None:
         """Start to copy a piece to an offset of the ring's memory."""
 
+    def forget_views(self) -> None:
+        """Let go of the ring's memory, which is about to be freed."""
+
     def edits(self) -> int:
         """A number that changes when its weights do. This is quick, and does not see every change."""
 
@@ -344,6 +347,8 @@ class Ring:
         block.prepare()
         needed = least_capacity(block.pieces)
         if needed > self._space.capacity:  # The block has grown, through an adapter for instance.
+            for other in self.order:
+                other.forget_views()
             self._queues.free(self.memory)
             self.memory = None
             self._space = RingSpace(needed)

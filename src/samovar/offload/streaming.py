@@ -163,6 +163,9 @@ class _SimulatedBlock:
     def send(self, piece: int, memory: Memory, offset: int) -> None:
         self._timeline.copy(self._sent[piece])
 
+    def forget_views(self) -> None:
+        pass
+
     def edits(self) -> int:
         return 0
 
@@ -178,8 +181,10 @@ def pass_seconds(
     *,
     waits: bool = False,
 ) -> float:
-    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks. `waits`: the host waits
-    for the device at the start of each forward."""
+    """Seconds of one forward among many, if some blocks stream; `rest_s` runs before the blocks.
+
+    `waits`: the host waits for the device at the start of each forward.
+    """
     timeline = Timeline(timing.bus_bytes_s)
     moving = {block.path: _SimulatedBlock(block, timeline) for block in blocks if block.path in streamed}
     ring = Ring(timeline, ring_bytes, list(moving.values()), has_next_pass=lambda: True)

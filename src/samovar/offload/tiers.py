@@ -144,7 +144,7 @@ class TierPlan:
         how = "measured" if self.speeds.is_disk_measured else "assumed"
         in_a_run = ("run", "ahead") if self.budget_bytes is not None else ("run",)  # Else the page cache has room.
         for often, crossings in (("in every forward", ("forward",)), ("once in a run", in_a_run)):
-            num_bytes = self.bytes_in("disk", *crossings)  # type: ignore[arg-type]
+            num_bytes = self.bytes_in("disk", *crossings)
             if num_bytes:
                 speed, seconds = f"{self.speeds.disk / 1e9:.1f} GB/s ({how})", num_bytes / self.speeds.disk
                 lines.append(f"{format_bytes(num_bytes)} are read from disk {often}: about {seconds:.3g} s at {speed}.")

@@ -12,6 +12,7 @@ tensor, which costs no wait for the device. Writes through `tensor.data` are not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,12 @@ from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .tiers import Tier
-from .truth import Bounced
+from .truth import Bounced, Truths
 from .weights import LINE, Piece, Span, lay_out, spans_of
+
+_MOST_VIEWS = 16
+"""Places in the ring for which views are kept: making them takes the host longer than all else that it does."""
+_THREADS = 4
 
 
 class _Entry(NamedTuple):
@@ -63,6 +68,8 @@ class WeightGroup:
         """By tensor id, where its data is as we left it."""
         self._lent: list[tuple[torch.Tensor, int]] = []
         """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
+        self._copied_from = Truths(())
+        """What is in files and pinned as a copy."""
         self._was: tuple[bool, Tier] = (False, "pinned")
         """Whether it was coded, and its tier, when it was adopted."""
         self._starts: Sequence[int] = ()
@@ -71,6 +78,11 @@ class WeightGroup:
         """By tensor id, where in a cache line its data began before we moved it."""
         self._buffer: Buffer | None = None
         """Its own device memory, if it is loaded."""
+        self._found: list[torch.Tensor] = []
+        """What `find` returned when it was adopted."""
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        """Its tensors in the ring, by the offsets of its pieces there."""
+        self._viewed: Buffer | None = None
 
     # ------------------------------------------------------------------------------------------------ on the host
 
@@ -98,19 +110,28 @@ class WeightGroup:
         ]
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
+        self._found = tensors
+        self.forget_views()
         self._remember()
         self._host.release(before, self.wires)
+        self._copied_from = self._host.copied_from(self.sources)
 
     def _code(self, pieces: Sequence[Piece]) -> None:
         """Code what gains by it, but for what is coded already."""
         known = {copy.address: copy for copy in self.copies if copy is not None}
         self._was = self.is_coded, self.tier
-        self.copies = [
-            code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
-            if self.is_coded and self.keeps_host and self.tier == "pinned"
-            else None
-            for piece in pieces
-        ]
+        if not (self.is_coded and self.keeps_host and self.tier == "pinned"):
+            self.copies = [None] * len(pieces)
+            return
+
+        def coded(piece: Piece) -> CodedCopy | None:
+            with torch.inference_mode(False):  # It is a state of the thread.
+                return code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
+
+        # Most of the time goes into copies between host and device, and into new pages.
+        is_alone = self.file is not None or self._stage.device.type == "cpu"
+        with ThreadPoolExecutor(1 if is_alone else _THREADS) as threads:
+            self.copies = list(threads.map(coded, pieces))
 
     @property
     def wires(self) -> list[torch.Tensor | Bounced]:
@@ -139,9 +160,12 @@ class WeightGroup:
 
     def _is_in_place(self) -> bool:
         tensors, left = self._find(), self._left
-        is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
-        is_as_planned = (self.is_coded, self.tier) == self._was
-        return is_ours and is_as_planned and self._host.is_current(self.sources)
+        if (self.is_coded, self.tier) != self._was or not self._copied_from.is_clean():
+            return False
+        is_as_found = tensors is self._found and self._buffer is None
+        if is_as_found and all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries):
+            return bool(self._entries)  # The usual case, quickly.
+        return len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
 
     def _is_fresh(self) -> bool:
         return all(copy is None or copy.is_fresh() for copy in self.copies)
@@ -197,6 +221,7 @@ class WeightGroup:
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
         self.sources, self.copies, self._entries, self._left, self._phases = [], [], [], {}, {}
+        self._found = []
 
     def _phase_before(self, span: Span) -> int:
         return self._phases.get(id(span.tensors[0]), span.phase)
@@ -215,10 +240,21 @@ class WeightGroup:
     @torch.inference_mode(False)
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
+        if memory is not self._viewed or len(self._views) >= _MOST_VIEWS:
+            self.forget_views()
+            self._viewed = memory
+        views = self._views.get(tuple(offsets))
+        if views is None:
+            views = [memory.view(host, offsets[piece] + offset) for _, host, piece, offset, _ in self._entries]
+            self._views[tuple(offsets)] = views
         self._lent = []
-        for tensor, host, piece, offset, _ in self._entries:
-            tensor.data = view = memory.view(host, offsets[piece] + offset)
-            self._lent.append((view, version_of(tensor)))
+        for entry, view in zip(self._entries, views, strict=True):
+            entry.tensor.data = view
+            self._lent.append((view, version_of(entry.tensor)))
+
+    def forget_views(self) -> None:
+        """Let go of the ring's memory."""
+        self._views, self._viewed = {}, None
 
     @torch.inference_mode(False)
     def use_host(self) -> None:

@@ -11,9 +11,10 @@ multiple of eight bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +46,34 @@ def _collect(module: torch.nn.Module, skip: Collection[int], found: dict[int, to
     for child in module._modules.values():
         if child is not None:
             _collect(child, skip, found)
+
+
+class TensorFinder:
+    """Finds the tensors of a module again. That is quick as long as the module holds the same parts."""
+
+    def __init__(self, module: torch.nn.Module, skip: Callable[[], Collection[int]]) -> None:
+        self._module, self._skip = module, skip
+        self._skipped: Collection[int] | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._held: list[tuple[dict[str, Any], list[Any]]] = []
+        self._empty: list[dict[str, Any]] = []
+
+    def __call__(self) -> list[torch.Tensor]:
+        """The tensors: the same list as before if nothing has come or gone."""
+        skip = self._skip()
+        if skip is not self._skipped or not self._is_same():
+            self._skipped, self._tensors = skip, tensors_of(self._module, skip)
+            tables: list[dict[str, Any]] = [
+                table for part in self._module.modules() for table in (part._parameters, part._buffers, part._modules)
+            ]
+            self._held = [(table, list(table.values())) for table in tables if table]
+            self._empty = [table for table in tables if not table]
+        return self._tensors
+
+    def _is_same(self) -> bool:
+        return not any(self._empty) and all(
+            len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held
+        )
 
 
 def owners_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.nn.Module]:

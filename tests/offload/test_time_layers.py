@@ -1,0 +1,809 @@
+"""With time-only layers computed ahead every pipeline gives the bits of the bare one: whatever it is given, whoever
+changes it, and when. What cannot be foreseen is computed on the spot, or refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from pipelines import PIPELINES
+from samovar.errors import ModelError, SettingError
+from samovar.hooks import HookRegistry, running
+from samovar.offload import time_layers
+
+from .ahead import Loop, ahead, count_small_layers, stats
+from .holding import CASES, Holder
+from .test_never_lost import EDITS, same_state
+
+FLUX = PIPELINES["flux"]
+STEPS = 4
+MODES = ["model", "layerwise"]
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_small_layers(monkeypatch)
+
+
+def modulations(model: Any) -> list[torch.nn.Module]:
+    return [part for path, part in model.named_modules() if path.endswith(("norm1.linear", "norm1_context.linear"))]
+
+
+def embedders(model: Any) -> list[torch.nn.Module]:
+    return [part for path, part in model.time_text_embed.named_modules() if path.endswith(("linear_1", "linear_2"))]
+
+
+def parts(model: Any, which: str) -> list[torch.nn.Module]:
+    elsewhere = [model.x_embedder, model.transformer_blocks[0].attn.to_q]
+    return {"modulations": modulations(model), "embedders": embedders(model), "elsewhere": elsewhere}[which]
+
+
+# ------------------------------------------------------------------------------------------------ what it is given
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_pipeline(name: str, mode: str) -> None:
+    """Other seeds, steps, prompts, batches and guidance; pooled text; two denoisers."""
+    tiny = PIPELINES[name]
+    bare, pipe = tiny.build(0), tiny.build(0)
+    offloaded = ahead(pipe, mode)
+    call = {**tiny.settings}
+    calls: list[dict[str, Any]] = [{}, {"seed": 1}, {"steps": 3}, {"prompt": "a dog on a mat"}]
+    calls += [{"num_images_per_prompt": 2}] if "num_frames" not in call else [{"num_videos_per_prompt": 2}]
+    calls += [{"guidance_scale": 5.0}, {}]
+    for changes in calls:
+        steps = changes.get("steps", STEPS)
+        rest = {key: value for key, value in changes.items() if key != "steps"}
+        assert torch.equal(tiny.run(pipe, steps, **rest), tiny.run(bare, steps, **rest)), changes
+    for denoiser in tiny.denoisers:
+        told = stats(offloaded, denoiser)
+        assert told.layers == len(offloaded.time_layers[denoiser].layers) > 2
+        assert told.found_forwards > 3 * STEPS / len(tiny.denoisers)
+        assert told.live_calls == told.surprises == 0
+        assert offloaded.plan.component(denoiser).ahead_bytes > 0
+    offloaded.detach()
+    assert torch.equal(tiny.run(pipe, STEPS), tiny.run(bare, STEPS))
+    assert all(same_state(getattr(pipe, one), getattr(bare, one)) for one in tiny.denoisers)
+
+
+def test_the_weights_are_not_on_the_device_after_the_first_step() -> None:
+    pipe = FLUX.build(0)
+    offloaded = ahead(pipe)
+    here: list[bool] = []
+
+    def look(pipe: Any, *_: Any) -> Any:
+        layers = offloaded.time_layers["transformer"].layers.values()
+        here.append(any(offloaded.stage.is_here(p) for layer in layers for p in layer.parameters()))
+        return {}
+
+    FLUX.run(pipe, STEPS, callback_on_step_end=look)
+    sent = offloaded.stats().sent_bytes
+    FLUX.run(pipe, STEPS)
+    first = offloaded.stats().sent_bytes - sent
+    FLUX.run(pipe, 2 * STEPS)
+    assert here == [False] * STEPS
+    assert stats(offloaded).live_calls == 0
+    assert first > 0
+    offloaded.detach()
+
+
+def schedulers() -> dict[str, Callable[[], Any]]:
+    import diffusers as d
+
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    return {
+        "Euler": d.EulerDiscreteScheduler,
+        "Euler ancestral": d.EulerAncestralDiscreteScheduler,
+        "Heun": d.HeunDiscreteScheduler,
+        "DPM++": d.DPMSolverMultistepScheduler,
+        "DPM++ singlestep": d.DPMSolverSinglestepScheduler,
+        "DDIM": d.DDIMScheduler,
+        "DDPM": d.DDPMScheduler,
+        "UniPC": lambda: d.UniPCMultistepScheduler(**flow),
+        "flow Euler": d.FlowMatchEulerDiscreteScheduler,
+        "flow Heun": d.FlowMatchHeunDiscreteScheduler,
+        "LCM": d.LCMScheduler,
+        "Karras": lambda: d.EulerDiscreteScheduler(use_karras_sigmas=True),
+    }
+
+
+@pytest.mark.parametrize("scheduler", schedulers())
+@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "LTXVideoTransformer3DModel"])
+def test_schedulers(name: str, scheduler: str) -> None:
+    bare, pipe = (Loop(CASES[name], schedulers()[scheduler]()) for _ in range(2))
+    offloaded = ahead(pipe)
+    for steps in (4, 4, 6):
+        assert torch.equal(pipe(steps), bare(steps))
+    told = stats(offloaded)
+    assert told.live_calls == told.surprises == 0
+    assert told.found_forwards >= 10
+    pipe.scheduler, bare.scheduler = (schedulers()["DDIM"]() for _ in range(2))
+    assert torch.equal(pipe(5), bare(5))
+    offloaded.detach()
+
+
+@pytest.mark.parametrize("scheduler", ["FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler"])
+def test_a_scheduler_that_is_replaced_between_runs(scheduler: str) -> None:
+    import diffusers
+
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    offloaded = ahead(pipe)
+    assert torch.equal(FLUX.run(pipe, STEPS), FLUX.run(bare, STEPS))
+    for one in (bare, pipe):
+        one.scheduler = getattr(diffusers, scheduler)()
+    sigmas = {} if "Heun" in scheduler else {"sigmas": [1.0, 0.7, 0.3, 0.1]}
+    for _ in range(2):
+        assert torch.equal(FLUX.run(pipe, STEPS, **sigmas), FLUX.run(bare, STEPS, **sigmas))
+    assert stats(offloaded).live_calls == 0
+    offloaded.detach()
+
+
+def test_custom_sigmas_and_another_pipeline_that_starts_half_way() -> None:
+    from diffusers import FluxImg2ImgPipeline
+
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    offloaded = ahead(pipe)
+    custom = {"sigmas": [0.93, 0.61, 0.33, 0.07]}
+    for _ in range(2):
+        assert torch.equal(FLUX.run(pipe, STEPS, **custom), FLUX.run(bare, STEPS, **custom))
+    images = [FluxImg2ImgPipeline.from_pipe(one) for one in (bare, pipe)]
+    picture = torch.linspace(0, 1, 3 * 16 * 24).reshape(1, 3, 16, 24)
+    settings = {"image": picture, "strength": 0.5, "height": 16, "width": 24, "max_sequence_length": 8}
+    for _ in range(2):
+        drawn = [
+            one("a cat", num_inference_steps=6, output_type="latent", return_dict=False,
+                generator=torch.Generator().manual_seed(0), **settings)[0]
+            for one in images
+        ]  # fmt: skip
+        assert torch.equal(*drawn)
+    assert stats(offloaded).live_calls == 0
+    offloaded.detach()
+
+
+def test_guidance_embeddings() -> None:
+    bare, pipe = (Loop(CASES["FluxTransformer2DModel"], schedulers()["flow Euler"]()) for _ in range(2))
+    assert "guidance" in bare.case.inputs(0)
+    offloaded = ahead(pipe)
+    for guidance in (3.5, 3.5, 2.0):
+        changes = {"guidance": torch.tensor([guidance])}
+        assert torch.equal(pipe(STEPS, **changes), bare(STEPS, **changes))
+    told = stats(offloaded)
+    assert (told.live_calls, told.surprises) == (0, 0)
+    assert told.found_forwards >= 3 * STEPS - 2
+    offloaded.detach()
+
+
+@pytest.mark.parametrize("given", [0.0, 0.25])
+def test_a_time_for_each_token(given: float) -> None:
+    """Tokens of given frames have another time. All steps are foreseen nevertheless."""
+
+    class PerToken(Loop):
+        def inputs(self, sample: torch.Tensor, t: torch.Tensor, place: int, **changes: Any) -> dict[str, Any]:
+            times = t.expand(sample.shape[0], sample.shape[1]).clone()
+            times[:, :2] = given
+            return self.case.inputs(0) | {"hidden_states": sample, "timestep": times}
+
+    bare, pipe = (PerToken(CASES["LTXVideoTransformer3DModel"], schedulers()["flow Euler"]()) for _ in range(2))
+    offloaded = ahead(pipe)
+    for _ in range(2):
+        assert torch.equal(pipe(), bare())
+    told = stats(offloaded)
+    assert (told.live_calls, told.surprises) == (0, 0)
+    assert told.found_forwards == 2 * STEPS - 1
+    offloaded.detach()
+
+
+def test_times_that_nobody_foresees_are_computed_step_by_step() -> None:
+    class Odd(Loop):
+        def inputs(self, sample: torch.Tensor, t: torch.Tensor, place: int, **changes: Any) -> dict[str, Any]:
+            return super().inputs(sample, t * 0.77 + place, place, **changes)
+
+    bare, pipe = (Odd(CASES["DiTTransformer2DModel"], schedulers()["DDIM"]()) for _ in range(2))
+    offloaded = ahead(pipe)
+    assert torch.equal(pipe(8), bare(8))
+    told = stats(offloaded)
+    assert (told.computed_steps, told.found_forwards, told.live_calls) == (8, 0, 0)
+    offloaded.detach()
+
+
+# ------------------------------------------------------------------------------------------------ who changes it
+
+
+@pytest.mark.parametrize("which", ["modulations", "embedders", "elsewhere"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_weights_that_are_changed_between_runs_and_in_a_run(edit: str, which: str) -> None:
+    for at in (None, 0, 2):
+
+        def change(pipe: Any, step: int, timestep: Any, kwargs: Any, at: int | None = at) -> Any:
+            for part in parts(pipe.transformer, which) if step == at else ():
+                EDITS[edit](part)
+            return kwargs
+
+        bare, pipe = FLUX.build(0), FLUX.build(0)
+        offloaded = ahead(pipe)
+        for one in (bare, pipe):
+            FLUX.run(one, STEPS)
+        if at is None:
+            for one in (bare, pipe):
+                change(one, None, None, None)  # type: ignore[arg-type]
+        for _ in range(2):
+            drawn = [FLUX.run(one, STEPS, callback_on_step_end=change) for one in (bare, pipe)]
+            assert torch.equal(*drawn), at
+        offloaded.detach()
+        assert same_state(pipe.transformer, bare.transformer)
+        assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
+
+
+TARGETS = {
+    "modulations": ["norm1.linear", "norm1_context.linear", "norm.linear"],
+    "embedders": ["linear_1", "linear_2"],
+    "elsewhere": ["to_q", "x_embedder"],
+}
+
+
+def adapt(pipe: Any, which: str) -> None:
+    from peft import LoraConfig
+
+    torch.manual_seed(1)
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=TARGETS[which], init_lora_weights=False), "a")
+
+
+LORA: list[Callable[[Any], None]] = [
+    lambda pipe: pipe.transformer.set_adapters("a", 0.3),
+    lambda pipe: pipe.transformer.disable_adapters(),
+    lambda pipe: pipe.transformer.enable_adapters(),
+    lambda pipe: pipe.transformer.fuse_lora(),
+    lambda pipe: pipe.transformer.unfuse_lora(),
+    lambda pipe: pipe.transformer.delete_adapters("a"),
+]
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+@pytest.mark.parametrize("which", TARGETS)
+def test_adapters_come_change_and_go(which: str, is_within: bool) -> None:
+    acts = [lambda pipe: adapt(pipe, which), *LORA]
+
+    def change(pipe: Any, step: int, timestep: Any, kwargs: Any) -> Any:
+        if step < len(acts):
+            acts[step](pipe)
+        return kwargs
+
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    offloaded = ahead(pipe)
+    assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
+    if is_within:
+        drawn = [FLUX.run(one, len(acts) + 2, callback_on_step_end=change) for one in (bare, pipe)]
+        assert torch.equal(*drawn)
+    for act in () if is_within else acts:
+        for one in (bare, pipe):
+            act(one)
+        assert torch.equal(FLUX.run(bare, 2), FLUX.run(pipe, 2))
+    found = stats(offloaded).found_forwards
+    assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
+    assert stats(offloaded).found_forwards > found  # Still computed ahead, after all this.
+    offloaded.detach()
+    assert same_state(bare.transformer, pipe.transformer)
+
+
+def test_an_adapter_that_was_there_before() -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    for one in (bare, pipe):
+        adapt(one, "modulations")
+    offloaded = ahead(pipe)
+    assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
+    told = stats(offloaded)
+    assert told.layers > 10
+    assert told.live_calls == 0
+    offloaded.detach()
+
+
+def test_casts_between_runs() -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    offloaded = ahead(pipe)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for one in (bare, pipe):
+            one.to(dtype)
+        zoo.as_built(bare)
+        for _ in range(2):
+            FLUX.run(pipe, 2)
+        assert same_state(pipe.transformer, bare.transformer)
+        case = dict(hidden_states=torch.ones(1, 24, 4, dtype=dtype), encoder_hidden_states=torch.ones(1, 8, 12, dtype=dtype),
+                    timestep=torch.ones(1, dtype=dtype), pooled_projections=torch.ones(1, 8, dtype=dtype),
+                    img_ids=torch.zeros(24, 3), txt_ids=torch.zeros(8, 3), return_dict=False)  # fmt: skip
+        with torch.no_grad():
+            assert torch.equal(pipe.transformer(**case)[0], bare.transformer(**case)[0])
+    assert stats(offloaded).live_calls == 0
+    offloaded.detach()
+
+
+# ------------------------------------------------------------------------------------------------ what is caught
+
+
+class Toy(torch.nn.Module):
+    """Blocks with modulations. What they see may depend on more than time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedder = torch.nn.Linear(8, 64)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.secret: float | None = None
+        """Added to the time embedding."""
+        self.late_secret: float | None = None
+        """Added before the last block alone."""
+        self.least = -1.0
+        """Below this time, modulations see the sample."""
+        self.writes = False
+
+    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        temb = self.embedder((timestep[:, None] * torch.arange(1, 9)).sin())
+        if self.secret is not None:
+            temb = temb + self.secret
+        if float(timestep[0]) < self.least:
+            temb = temb + hidden_states.mean(1)
+        for block in self.blocks[:-1]:
+            hidden_states = block(hidden_states, temb)
+        if self.late_secret is not None:
+            temb = temb + self.late_secret
+        hidden_states = self.blocks[-1](hidden_states, temb)
+        if self.writes:
+            temb.zero_()
+        return hidden_states
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mod = torch.nn.Linear(64, 128)
+        self.attn = torch.nn.Linear(64, 64)
+
+    def forward(self, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.mod(temb).chunk(2, -1)
+        return hidden_states + self.attn(hidden_states * scale[:, None] + shift[:, None])
+
+
+class Scheduler:
+    timesteps = torch.tensor([1.0, 0.75, 0.5, 0.25])
+
+
+def toys() -> tuple[Toy, Holder]:
+    holder = Holder(transformer=Toy())
+    holder.scheduler = Scheduler()  # type: ignore[attr-defined]
+    return Toy(), holder
+
+
+def steps(model: Toy, change: Callable[[Toy, int], None] = lambda model, step: None) -> list[torch.Tensor]:
+    outputs = []
+    with torch.no_grad():
+        for step, t in enumerate(Scheduler.timesteps):
+            change(model, step)
+            outputs.append(model(torch.ones(2, 5, 64), t.expand(2)))
+    return outputs
+
+
+def set_secret(model: Toy, step: int) -> None:
+    model.secret = None if step < 2 else 0.1 * step
+
+
+def test_a_hidden_state_of_the_model_is_seen_before_it_harms() -> None:
+    bare, holder = toys()
+    offloaded = ahead(holder)
+    for _ in range(2):
+        with running(holder):
+            assert all(map(torch.equal, steps(holder.transformer, set_secret), steps(bare, set_secret)))
+    told = stats(offloaded)
+    assert told.surprises > 1
+    assert told.live_calls > 0
+    offloaded.detach()
+
+
+def test_what_is_foreseen_wrongly_again_and_again_is_given_up() -> None:
+    def change(model: Toy, step: int) -> None:
+        model.secret = next(numbers[model])
+
+    bare, holder = toys()
+    numbers = {model: iter(torch.arange(100).tolist()) for model in (bare, holder.transformer)}
+    offloaded = ahead(holder)
+    for _ in range(3):
+        with running(holder):
+            assert all(map(torch.equal, steps(holder.transformer, change), steps(bare, change)))
+    assert stats(offloaded).surprises == 3
+    assert "foreseen" in str(offloaded.not_ahead["transformer"])
+    offloaded.detach()
+
+
+def test_a_layer_that_sees_the_sample_in_some_steps_only() -> None:
+    bare, holder = toys()
+    bare.least = holder.transformer.least = 0.6
+    offloaded = ahead(holder)
+    for _ in range(2):
+        with running(holder):
+            assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
+    assert stats(offloaded).live_calls > 0
+    offloaded.detach()
+
+
+def set_late_secret(model: Toy, step: int) -> None:
+    model.late_secret = 0.5 if step == 2 else 0.25
+
+
+def test_what_shows_after_the_first_layer_only_is_an_error() -> None:
+    _, holder = toys()
+    offloaded = ahead(holder)
+    with pytest.raises(ModelError, match="precompute=False"), running(holder):
+        steps(holder.transformer, set_late_secret)
+    offloaded.replan(precompute=False)
+    with running(holder):
+        assert all(map(torch.equal, steps(holder.transformer, set_late_secret), steps(Toy(), set_late_secret)))
+    offloaded.detach()
+
+
+def test_also_in_the_last_forward_of_a_run() -> None:
+    def change(model: Toy, step: int) -> None:
+        model.late_secret = 0.5 if step == 3 else 0.25
+
+    _, holder = toys()
+    offloaded = ahead(holder)
+    with pytest.raises(ModelError, match="transformer"), running(holder):
+        steps(holder.transformer, change)
+    offloaded.detach()
+
+
+def test_also_if_the_next_forward_has_another_form() -> None:
+    _, holder = toys()
+    offloaded = ahead(holder)
+    with pytest.raises(ModelError), running(holder), torch.no_grad():  # noqa: PT012
+        model = holder.transformer
+        model.late_secret = 0.25
+        model(torch.ones(2, 5, 64), torch.ones(2))
+        model.late_secret = 0.5
+        model(torch.ones(2, 5, 64), torch.ones(2))
+        model(torch.ones(3, 5, 64), torch.ones(3))
+    offloaded.detach()
+
+
+def test_outside_of_a_run_the_wrong_output_is_not_even_returned() -> None:
+    model = Toy()
+    offloaded = ahead(model)
+    with torch.no_grad():
+        model.late_secret = 0.25
+        assert torch.equal(model(torch.ones(2, 5, 64), torch.ones(2)), steps(model)[0])
+        model.late_secret = 0.5
+        with pytest.raises(ModelError):
+            model(torch.ones(2, 5, 64), torch.ones(2))
+    offloaded.detach()
+
+
+def test_a_model_that_writes_into_what_its_layers_were_given() -> None:
+    bare, holder = toys()
+    bare.writes = holder.transformer.writes = True
+    offloaded = ahead(holder)
+    for _ in range(2):
+        with running(holder):
+            assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
+    assert stats(offloaded).surprises == 0
+    assert stats(offloaded).found_forwards == 7
+    offloaded.detach()
+
+
+def test_a_wrong_prediction_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_layers, "coming_inputs", lambda run, given: [[torch.rand_like(given[0])] * len(given)])
+    bare, holder = toys()
+    offloaded = ahead(holder)
+    with running(holder):
+        assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
+    assert stats(offloaded).found_forwards == 0
+    offloaded.detach()
+
+
+def test_rows_that_were_tampered_with_are_noticed() -> None:
+    """If what is kept does not fit what the layers are given, nothing of it is used."""
+    bare, holder = toys()
+    offloaded = ahead(holder)
+    with running(holder):
+        steps(holder.transformer)
+    for known in offloaded.time_layers["transformer"]._known.values():
+        known._rows = known._rows[1:] + known._rows[:1]
+    with running(holder):
+        assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
+    assert stats(offloaded).surprises > 0
+    offloaded.detach()
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "global", "replaced", "samovar", "class"])
+def test_hooks_on_a_layer_are_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare, holder = toys()
+    offloaded = ahead(holder)
+    with running(holder):
+        steps(holder.transformer)
+    handles = []
+    for model in (bare, holder.transformer):
+        mod = model.blocks[1].mod
+        if kind == "forward":
+            mod.register_forward_hook(lambda module, args, output: output + 1)
+        elif kind == "pre":
+            mod.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        elif kind == "replaced":
+            mod.forward = lambda x, mod=mod: torch.nn.functional.linear(x, mod.weight)
+        elif kind == "samovar":
+            from samovar.hooks import ModelHook
+
+            hook = ModelHook()
+            hook.post_forward = lambda module, output: output + 1  # type: ignore[method-assign]
+            HookRegistry.get_or_create(mod).register_hook("theirs", hook)
+    if kind == "global":
+        handles.append(
+            torch.nn.modules.module.register_module_forward_hook(
+                lambda module, args, output: output + 1 if getattr(module, "out_features", 0) == 128 else None
+            )
+        )
+    if kind == "class":
+        forward = torch.nn.Linear.forward
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: forward(self, x) + 1)
+    with running(holder):
+        assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
+    for handle in handles:
+        handle.remove()
+    offloaded.detach()
+
+
+# ------------------------------------------------------------------------------------------------ how it is called
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_loop_of_ones_own_without_a_pipeline(context: Any) -> None:
+    case = CASES["FluxTransformer2DModel"]
+    bare, model = case.build(), case.build()
+    offloaded = ahead(model)
+    for _ in range(2):
+        with context():
+            for step in range(4):
+                given = case.inputs(step)
+                assert torch.equal(model(**given, return_dict=False)[0], bare(**given, return_dict=False)[0])
+    told = stats(offloaded, offloaded.plan.components[0].name)
+    assert told.found_forwards == 4
+    offloaded.detach()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_autocast_and_back() -> None:
+    bare, holder = toys()
+    offloaded = ahead(holder)
+    for is_on in (True, False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on), running(holder):
+            assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
+    assert stats(offloaded).found_forwards > 0
+    offloaded.detach()
+
+
+def test_a_call_with_gradients_is_refused() -> None:
+    _, holder = toys()
+    offloaded = ahead(holder)
+    with running(holder):
+        steps(holder.transformer)
+    with pytest.raises(SettingError, match="gradients"):
+        holder.transformer(torch.ones(2, 5, 64), torch.ones(2))
+    with running(holder):
+        assert all(map(torch.equal, steps(holder.transformer), steps(Toy())))
+    offloaded.detach()
+
+
+def test_a_layer_that_is_called_by_itself() -> None:
+    bare, holder = toys()
+    offloaded = ahead(holder)
+    with running(holder):
+        steps(holder.transformer)
+    with torch.no_grad():
+        assert torch.equal(holder.transformer.blocks[0].mod(torch.ones(1, 64)), bare.blocks[0].mod(torch.ones(1, 64)))
+    assert stats(offloaded).live_calls == 1
+    offloaded.detach()
+
+
+def test_compiled_blocks_stay_what_they_are() -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    for block in pipe.transformer.transformer_blocks:
+        block.compile(backend="eager")
+    offloaded = ahead(pipe)
+    assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
+    assert not any(path.startswith("transformer_blocks") for path in offloaded.time_layers["transformer"].layers)
+    assert "4 compiled" in offloaded.not_ahead["transformer"]
+    offloaded.detach()
+
+
+def test_blocks_that_are_compiled_later() -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    offloaded = ahead(pipe)
+    assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
+    for block in pipe.transformer.transformer_blocks:
+        block.compile(backend="eager")
+    assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
+    offloaded.detach()
+
+
+def test_threads() -> None:
+    bare, holder = toys()
+    expected = steps(bare)
+    offloaded = ahead(holder)
+    with running(holder):
+        steps(holder.transformer)
+    wrong: list[Any] = []
+
+    def work() -> None:
+        try:
+            for _ in range(10):
+                with running(holder):
+                    if not all(map(torch.equal, steps(holder.transformer), expected)):
+                        wrong.append("bits")
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    offloaded.detach()
+    assert same_state(holder.transformer, bare)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_in_the_middle(error: type[BaseException]) -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    expected = FLUX.run(bare, STEPS)
+    offloaded = ahead(pipe)
+    linears = [part for part in pipe.transformer.modules() if isinstance(part, torch.nn.Linear)]
+    for at, part in enumerate(linears[::4]):
+        count = iter(range(100))
+
+        def fail(*_: Any, at: int = at, count: Any = count) -> None:
+            if next(count) == at % 5:
+                raise error
+
+        handle = part.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            FLUX.run(pipe, 8)
+        handle.remove()
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    offloaded.detach()
+    assert same_state(pipe.transformer, bare.transformer)
+
+
+def test_an_exception_while_layers_visit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    expected = FLUX.run(bare, STEPS)
+    offloaded = ahead(pipe)
+    FLUX.run(pipe, 2)
+    held = offloaded.stats().held_bytes
+    calls = iter(range(1000))
+    linear = torch.nn.functional.linear
+
+    def fail(*args: Any) -> torch.Tensor:
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError
+        return linear(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        FLUX.run(pipe, STEPS)
+    monkeypatch.undo()
+    count_small_layers(monkeypatch)
+    assert offloaded.stats().held_bytes <= held
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    offloaded.detach()
+
+
+# ------------------------------------------------------------------------------------------------ on and off
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_and_files(mode: str, tmp_path: Path) -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    offloaded = ahead(pipe, mode)
+    expected = FLUX.run(bare, 2)
+    FLUX.run(pipe, 2)
+    twin = copy.deepcopy(pipe.transformer)
+    pipe.transformer.save_pretrained(tmp_path)
+    again = type(bare.transformer).from_pretrained(tmp_path)
+    assert same_state(twin, bare.transformer)
+    assert same_state(again, bare.transformer)
+    assert torch.equal(FLUX.run(pipe, 2), expected)
+    offloaded.detach()
+    case = CASES["FluxTransformer2DModel"]
+    assert type(twin) is type(bare.transformer)
+    assert not any(key.startswith("_samovar") for part in twin.modules() for key in vars(part)), case
+
+
+@pytest.mark.parametrize("when", ["at once", "after a run", "in a run", "in a layer", "after an error"])
+def test_detached_in_every_state(when: str) -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    expected = FLUX.run(bare, STEPS)
+    offloaded = ahead(pipe)
+    if when == "after a run":
+        FLUX.run(pipe, 2)
+    elif when == "in a run":
+        done = FLUX.run(pipe, STEPS, callback_on_step_end=lambda *_: (offloaded.detach(), {})[1])
+        assert torch.equal(done, expected)
+    elif when == "in a layer":
+        FLUX.run(pipe, 2)
+        handle = modulations(pipe.transformer)[1].register_forward_pre_hook(lambda *_: offloaded.detach())
+        assert torch.equal(FLUX.run(pipe, STEPS), expected)
+        handle.remove()
+    elif when == "after an error":
+        handle = pipe.transformer.norm_out.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            FLUX.run(pipe, 2)
+        handle.remove()
+    offloaded.detach()
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    assert same_state(pipe.transformer, bare.transformer)
+    assert not any(key.startswith("_samovar") for part in pipe.transformer.modules() for key in vars(part))
+    again = ahead(pipe, "model")
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    assert stats(again).found_forwards > 0
+    again.detach()
+
+
+def test_replanned() -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    expected = FLUX.run(bare, STEPS)
+    offloaded = ahead(pipe)
+    assert torch.equal(FLUX.run(pipe, STEPS), expected)
+    whole = offloaded.plan.component("transformer").num_bytes
+    for changes in (
+        {"precompute": False},
+        {"precompute": True},
+        {"mode": "model"},
+        {"mode": "auto", "gpu_memory": 10**8},
+    ):
+        plan = offloaded.replan(**changes)
+        assert plan.component("transformer").num_bytes == whole
+        assert bool(plan.component("transformer").ahead_bytes) == (changes.get("precompute") is not False)
+        assert torch.equal(FLUX.run(pipe, STEPS), expected), changes
+    assert offloaded.plan.component("transformer").placement == "resident"
+    found = stats(offloaded).found_forwards
+    assert found > STEPS
+    offloaded.detach()
+    assert same_state(pipe.transformer, bare.transformer)
+
+
+def test_stats_and_explain_tell_of_it() -> None:
+    import samovar
+    from samovar.offload import OffloadConfig
+
+    pipe = FLUX.build(0)
+    attached = samovar.attach(pipe, offload=OffloadConfig("layerwise", device="cpu", precompute=True))
+    FLUX.run(pipe, STEPS)
+    told = attached.stats().offload
+    assert told is not None
+    ahead_of = told.ahead["transformer"]
+    assert ahead_of.layers == 14
+    assert "14 layers" in str(told)
+    assert "forwards found theirs" in str(told)
+    text = str(attached.explain())
+    assert "14 layers" in text
+    samovar.detach(pipe)
+
+
+def test_explain_says_why_a_layer_does_not_qualify(monkeypatch: pytest.MonkeyPatch) -> None:
+    import samovar
+    from samovar.offload import OffloadConfig
+
+    monkeypatch.setattr(time_layers, "LEAST_OUTSIDE", 2**26)
+    pipe = FLUX.build(0)
+    for block in pipe.transformer.transformer_blocks:
+        block.compile(backend="eager")
+    attached = samovar.attach(pipe, offload=OffloadConfig("layerwise", device="cpu", precompute=True))
+    FLUX.run(pipe, 2)
+    text = str(attached.explain())
+    assert "4 compiled" in text
+    assert "small" in text
+    samovar.detach(pipe)
