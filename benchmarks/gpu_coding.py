@@ -1,6 +1,6 @@
 """How fast are weights coded and decoded, and how small do they get? On a GPU, beside a plain copy of the same bytes.
 
-    python benchmarks/gpu_coding.py [--quick]
+    python benchmarks/gpu_coding.py [--quick] [--json benchmarks/results/gpu_coding.json]
 
 Every decoded tensor is compared with the original bit for bit, and a variant of the kernel that differs is said to.
 """
@@ -12,7 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import gpu_models
 import torch
 
 from samovar.offload import coding
@@ -82,13 +85,16 @@ def weights(kind: str, count: int, dtype: torch.dtype, device: torch.device) -> 
     return drawn.to(dtype)
 
 
-def report_sizes(count: int, device: torch.device) -> None:
+def report_sizes(count: int, device: torch.device) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     print(f"{'weights':<22}{'dtype':<10}{'bits':>7}{'share':>8}{'code':>6}{'escapes':>9}{'decode':>13}  same bits")
     for dtype in (torch.bfloat16, torch.float16):
         for kind in ("normal", "uniform", "laplace", "outliers", "rows of other scales", "sparse", "random bits"):
             words = weights(kind, count, dtype, device)
             coded = encode(words)
             name = f"{kind:<22}{str(dtype)[6:]:<10}"
+            row = {"weights": kind, "dtype": str(dtype)[6:], "bits": 16.0}
+            rows.append(row)
             if coded is None:
                 print(f"{name}{16:>7}{1:>8}  left raw")
                 continue
@@ -99,15 +105,19 @@ def report_sizes(count: int, device: torch.device) -> None:
             bits, share = form.num_bytes * 8 / count, form.num_bytes / form.raw_bytes
             escapes = form.num_escapes / count
             print(f"{name}{bits:>7.2f}{share:>8.3f}{form.code_bits:>6}{escapes:>9.2%}{speed:>8.0f} GB/s  {same}")
+            row |= {"bits": round(bits, 3), "escapes": round(escapes, 4), "gb_s": round(speed), "bits_are": same}
+    return rows
 
 
 def same_bits(out: torch.Tensor, words: torch.Tensor) -> str:
     return "same" if torch.equal(out, words.view(torch.uint8)) else "DIFFERENT"
 
 
-def report_kernels(device: torch.device) -> None:
+def report_kernels(device: torch.device) -> dict[str, Any]:
+    """GB/s of output by dtype, variant and size; without a variant's name, as it is used."""
     from samovar.offload.decode_kernel import decode
 
+    found: dict[str, Any] = {"megabytes": MEGABYTES}
     print(f"\n{'GB/s of decoded weights':<30}" + "".join(f"{size:>9} MB" for size in MEGABYTES) + "   bits")
     for dtype in (torch.bfloat16, torch.float16):
         cases: list[tuple[torch.Tensor, list[Coded], list[torch.Tensor]]] = []
@@ -117,7 +127,10 @@ def report_kernels(device: torch.device) -> None:
             assert coded is not None
             copies = [Coded(coded.form, coded.data.clone()) for _ in range(TOGETHER)]
             cases.append((words, copies, [torch.empty_like(words).view(torch.uint8) for _ in copies]))
-        rows = {name: partial(decode, **options) for name, options in VARIANTS.items()}
+        rows = {"as used": decode} | {name: partial(decode, **options) for name, options in VARIANTS.items()}
+        by_variant = found[str(dtype)[6:]] = {
+            "bits": round(cases[-1][1][0].form.num_bytes * 8 / cases[-1][0].numel(), 3)
+        }
         for name, call in {**rows, "torch operations": coding._decode}.items():
             speeds, same = [], set()
             for words, copies, outs in cases:
@@ -127,17 +140,22 @@ def report_kernels(device: torch.device) -> None:
                 end = copies[0].form.coded_weights
                 same |= {same_bits(out[: end * 2], words[:end]) for _, out in pairs}
             print(f"{str(dtype)[6:] + ' ' + name:<30}" + "".join(f"{s:>12.0f}" for s in speeds), *same, flush=True)
+            by_variant[name] = {"gb_s": [round(speed) for speed in speeds], "bits_are": sorted(same)}
         speeds = []
         for words, _, outs in cases:
             calls = [partial(out.copy_, words.view(torch.uint8)) for out in outs]
             speeds.append(words.numel() * 2 / milliseconds(calls) / 1e6)
         print(f"{'a plain copy':<30}" + "".join(f"{speed:>12.0f}" for speed in speeds))
+        by_variant["a plain copy"] = {"gb_s": [round(speed) for speed in speeds]}
     _, copies, outs = cases[0]
     launch = partial(decode_into, copies[0].form, copies[0].data, outs[0])
-    print(f"A call of decode_into takes {host_microseconds(launch):.0f} microseconds of the host.")
+    found["host_us"] = round(host_microseconds(launch), 1)
+    print(f"A call of decode_into takes {found['host_us']:.0f} microseconds of the host.")
+    return found
 
 
-def report_encoding(device: torch.device, gigabytes: float) -> None:
+def report_encoding(device: torch.device, gigabytes: float) -> dict[str, float]:
+    found = {}
     count = int(94e6) // 2
     words = weights("normal", count, torch.bfloat16, device)
     times = max(int(gigabytes * 1e9 / (count * 2)), 1)
@@ -155,19 +173,26 @@ def report_encoding(device: torch.device, gigabytes: float) -> None:
         print(
             f"Coding from the {name}: {speed:.1f} GB/s, {24 * 2**30 / speed / 1e9:.1f} s for 24 GiB; {beside:.0f} MiB"
         )
+        found[name] = round(speed, 2)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer weights")
-    quick = parser.parse_args().quick
+    parser.add_argument("--json", type=Path, default=None, help="where the result is written")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     if not torch.cuda.is_available():
         sys.exit("This needs a GPU.")
     device = torch.device("cuda", 0)
     print(torch.cuda.get_device_name(device), "torch", torch.__version__, flush=True)
-    report_sizes(2**20 if quick else 2**25 + 5, device)
-    report_kernels(device)
-    report_encoding(device, 1 if quick else 10)
+    result = gpu_models.header(device)
+    result["sizes"] = report_sizes(2**20 if quick else 2**25 + 5, device)
+    result["decode_gb_s"] = report_kernels(device)
+    result["encode_gb_s"] = report_encoding(device, 1 if quick else 10)
+    if arguments.json is not None:
+        gpu_models.write(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import gpu_models
 import torch
-from gpu_offload import Bench, gib
+from gpu_bench import Bench, gib
 
 from samovar import Omni, attach
 
@@ -177,7 +177,7 @@ def save_large_emoji(bench: Bench, folder: Path) -> dict[str, Any]:
     config = dict(pipe.transformer.config) | deep | ({} if bench.tiny else wide)
     with torch.device("meta"):
         transformer = FluxTransformer2DModel.from_config(config)
-    gpu_models._rebuild_rope(transformer)
+    gpu_models._rebuild_tables(transformer)
     transformer = transformer.to(bench.dtype).to_empty(device="cpu").eval()
     noise = torch.randn(gpu_models.PERIOD, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(bench.dtype)
     position = 0

@@ -22,19 +22,20 @@ from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, Pi
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
-from .ahead import may_have_time_layers, with_time_layers
+from ..trace.time_only import is_autocast
+from .ahead import choose_layers, find_time_layers, may_have_time_layers, with_time_layers
 from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory, host_limit
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
-from .ring import OffloadStats
 from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
+from .stats import OffloadStats
 from .streaming import Timing
 from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
-from .time_layers import TimeLayers, find_time_layers
+from .time_layers import TimeLayers
 from .weights import check_movable, num_bytes_of
 
 _UNLIMITED = 2**62
@@ -108,6 +109,14 @@ class Offloaded(Handle, PipelineHook):
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
         started = time.perf_counter()
+        for name, component in self._components.items():
+            layers, why = choose_layers(component.whole, component.whole.time_layers)
+            if len(layers) < len(component.whole.time_layers):  # Blocks were compiled since they were found.
+                self.not_ahead[name] = why
+                component.whole = replace(component.whole, time_layers=layers)
+                self._sizes = self._measure([c.whole for c in self._components.values()])
+                self.plan = self._plan_for(self.config)
+                self.tiers = self._tiers_for(self.config, self.plan)
         self._follow(self.plan, self.tiers)
         self.stage.stats.setup_s += time.perf_counter() - started
 
@@ -152,6 +161,10 @@ class Offloaded(Handle, PipelineHook):
         with self._lock:
             for component in self._components.values():
                 component.refresh()
+            for name, problem in [(name, layers.problem) for name, layers in self.time_layers.items()]:
+                if problem:
+                    self.not_ahead[name] = problem
+                    self._set_time_layers(name, {})
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
@@ -232,17 +245,20 @@ class Offloaded(Handle, PipelineHook):
     def learn(self, name: str, args: Any, kwargs: Any) -> bool:
         """Look for time-only layers in the first call of a denoiser. If there are any, plan again and say so."""
         with self._lock:
-            if name not in self._not_tried:
+            if name not in self._not_tried or is_autocast():
                 return False
             self._not_tried.discard(name)
-            component = self._components[name]
-            layers, self.not_ahead[name] = find_time_layers(component.whole, args, kwargs)
+            layers, self.not_ahead[name] = find_time_layers(self._components[name].whole, args, kwargs)
             if layers:
-                component.whole = replace(component.whole, time_layers=layers)
-                self._sizes = self._measure([c.whole for c in self._components.values()])
-                plan = self._plan_for(self.config)
-                self._follow(plan, self._tiers_for(self.config, plan))
+                self._set_time_layers(name, layers)
             return bool(layers)
+
+    def _set_time_layers(self, name: str, layers: dict[str, torch.nn.Module]) -> None:
+        component = self._components[name]
+        component.whole = replace(component.whole, time_layers=layers)
+        self._sizes = self._measure([c.whole for c in self._components.values()])
+        plan = self._plan_for(self.config)
+        self._follow(plan, self._tiers_for(self.config, plan))
 
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""

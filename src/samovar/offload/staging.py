@@ -27,7 +27,8 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import SettingError
 from .bounce import CopyQueue
 from .coding import Coded, Form, decode_into, encode
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, RingSpace, Timeline
+from .ring import ASSUMED_BUS, DeviceQueues, Mark, RingSpace, Timeline
+from .stats import OffloadStats
 from .truth import Bounced
 from .weights import ALIGNMENT
 

@@ -159,12 +159,11 @@ class WeightGroup:
         return self._is_in_place() and self._is_fresh()
 
     def _is_in_place(self) -> bool:
-        tensors, left = self._find(), self._left
         if (self.is_coded, self.tier) != self._was or not self._copied_from.is_clean():
             return False
-        is_as_found = tensors is self._found and self._buffer is None
-        if is_as_found and all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries):
-            return bool(self._entries)  # The usual case, quickly.
+        tensors, left = self._find(), self._left
+        if tensors is self._found and self._entries and self._buffer is None:  # The usual case, quickly.
+            return all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries)
         return len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
 
     def _is_fresh(self) -> bool:
