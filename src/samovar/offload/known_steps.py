@@ -39,8 +39,13 @@ class Part(NamedTuple):
     def end(self) -> int:
         return self.start + self.form.num_bytes
 
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        """Its bytes in a row."""
+        return row[self.start : self.end]
+
     def view(self, row: torch.Tensor) -> torch.Tensor:
-        return row[self.start : self.end].view(self.form.dtype).view(self.form.shape)
+        """The tensor in a row."""
+        return self.of(row).view(self.form.dtype).view(self.form.shape)
 
 
 class KnownSteps:

@@ -202,7 +202,8 @@ def plan_tiers(
         for group in groups:
             unpinned: Tier = "disk" if group.file_bytes else "pageable"
             tiers[group.key] = unpinned if group.crossing == "ahead" else "pinned"
-        return _made(groups, tiers, host_memory, 0, speeds, can_spill=False)
+        buffer = _buffer_bytes(groups, budget) if any(group.crossing == "ahead" for group in groups) else 0
+        return _made(groups, tiers, host_memory, buffer, speeds, can_spill=False)
     buffer = _buffer_bytes(groups, budget)
     room = budget - BOUNCE_BUFFERS * buffer
     if not can_spill:

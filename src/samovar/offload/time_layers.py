@@ -28,7 +28,7 @@ from ..errors import ModelError, SettingError
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, pipeline_hooks
 from ..hooks.runs import run_around
 from ..trace.shadow import Generation
-from ..trace.tape import Tape
+from ..trace.tape import Tape, tensors_in
 from ..trace.time_only import find_tape, is_autocast
 from .ahead import HOOK, is_free, is_watched
 from .host import HostMemory
@@ -186,7 +186,7 @@ class TimeLayers:
         forward.counts[id(layer)] = nth + 1
         number = calls[nth]
         is_one = not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor)
-        tensors = list(args) if is_one else list(tree.tensors((args, kwargs)))
+        tensors = list(args) if is_one else tensors_in((args, kwargs))
         is_alike = [(t.shape, t.dtype) for t in tensors] == known.forms[number]
         if not is_alike or any(t.device != row.device for t in tensors):
             self._surprise(forward)
