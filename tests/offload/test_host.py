@@ -84,15 +84,21 @@ def test_tensors_that_overlap_still_do_after_they_were_copied() -> None:
     assert other[1, 0] == -1.0
 
 
-def test_pages_of_a_file_are_copied(tmp_path: Path) -> None:
+def test_what_is_in_a_file_stays_there_until_it_is_written_to(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     save_file({"weight": large(3.0).detach()}, tmp_path / "model.safetensors")
-    weight = torch.from_file(str(tmp_path / "model.safetensors"), size=LEAST_PIECE // 4, dtype=torch.float32)
-    before, content = weight.data_ptr(), weight.clone()
-    adopted(HostMemory(HostStage(), None), [weight])
-    assert weight.data_ptr() != before
-    assert torch.equal(weight.view(torch.int32), content.view(torch.int32))
+    weight = load_file(tmp_path / "model.safetensors")["weight"]
+    host, before = HostMemory(HostStage(), None), weight.data_ptr()
+    (copy,) = adopted(host, [weight])
+    assert weight.data_ptr() == before
+    assert (copy.data_ptr() == before, torch.equal(copy.view(torch.float32), weight)) == (False, True)
+    assert host.is_current([copy])
+    weight.data[7] = 5.0  # Not counted by torch.
+    assert not host.is_current([copy])
+    (moved,) = adopted(host, [weight])
+    assert weight.data_ptr() == moved.data_ptr() != before, "now it is in memory alone, and moves as such weights do"
+    assert weight[7] == 5.0
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], large(3.0))
 
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from samovar.offload.ring import OffloadStats, Ring, RingSpace, Timeline, least_capacity
+from samovar.offload.ring import Ring, RingSpace, Timeline, least_capacity
+from samovar.offload.stats import OffloadStats
 
 
 class Block:

@@ -91,6 +91,20 @@ def test_a_model_of_38_gib_within_16_says_what_the_disk_allows() -> None:
     tiers = plan_tiers(uses_of(sizes, plan), 16 * GIB)
     assert tiers.held_bytes <= 16 * GIB
     read = tiers.bytes_in("disk", "forward")
-    assert read + tiers.bytes_in("pinned", "forward") == plan.component("transformer").streamed_bytes
+    streamed = [block.num_bytes for block in sizes[0].blocks if block.path in plan.component("transformer").streamed]
+    assert read + tiers.bytes_in("pinned", "forward") == sum(streamed)
     assert f"are read from disk in every forward: about {read / 2e9:.3g} s at 2.0 GB/s (assumed)" in str(tiers)
     assert tiers.to_dict()["read_seconds_per_forward"] == pytest.approx(read / 2e9)
+
+
+def test_what_crosses_compressed_takes_less_pinned_memory_beside_the_weights_themselves() -> None:
+    in_files = [WeightUse(("a", str(index)), GIB, "forward", 0, GIB * 3 // 4) for index in range(8)]
+    plan = plan_tiers(in_files, 6 * GIB)
+    assert (plan.bytes_in("pinned"), plan.held_bytes) == (8 * GIB, 6 * GIB)
+    assert "8.00 GiB pinned as 6.00 GiB, compressed, sent in every forward" in str(plan)
+    in_memory = [use._replace(anonymous_bytes=GIB) for use in in_files]
+    with pytest.raises(SettingError, match=r"at least 8.19 GiB"):
+        plan_tiers(in_memory, 8 * GIB)
+    plan = plan_tiers(in_memory, 10 * GIB)
+    assert (plan.bytes_in("pinned"), plan.bytes_in("pageable")) == (2 * GIB, 6 * GIB)
+    assert plan.held_bytes <= 10 * GIB

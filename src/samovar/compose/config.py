@@ -47,7 +47,9 @@ class AttachConfig:
         choice, degrees = CacheChoice.read(cache), _read_parallel(parallel)
         moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory})
         if moves is not None:
-            moves = replace(moves, device=moves.device or device, skipped=moves.skipped or skipped_share(choice) or 0.0)
+            shares = degrees.num_ranks > 1 if moves.share is None else moves.share
+            skipped = moves.skipped or skipped_share(choice) or 0.0
+            moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares)
         return cls(choice, moves, degrees, compile)
 
     def __post_init__(self) -> None:

@@ -132,7 +132,11 @@ def _features(attached: Attached) -> Iterator[Feature]:
         why = "blocks of a class share a graph; all hooks are outside it"
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
     if offloaded is not None:
-        settings = f"{offloaded.config.mode}, computing on {offloaded.execution_device}\n{offloaded.plan}"
+        where = f"{offloaded.config.mode}, computing on {offloaded.execution_device}"
+        ahead = [f"{name}: {told}" for name, told in offloaded.stats().ahead.items() if name in offloaded.time_layers]
+        ahead += [f"{name}: not computed ahead: {why}" for name, why in offloaded.not_ahead.items() if why]
+        tiers = [offloaded.tiers] * offloaded.plan.offloads_anything
+        settings = "\n".join(map(str, (where, offloaded.plan, *tiers, *ahead)))
         why = "weights are on the device only when they are needed"
         yield Feature("offload", settings, why if offloaded.plan.offloads_anything else "the budget holds everything")
     for peer in attached.peers:

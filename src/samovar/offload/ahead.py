@@ -1,15 +1,29 @@
-"""Which components have layers that can be computed ahead of the steps? As a call of each shows, real or rehearsed."""
+"""Which layers can be computed ahead of the steps, and which stay what they are? As a call shows, real or rehearsed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from ..arch.modules import tensor_bytes, unwrapped
+import torch
+
+from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..arch.skeleton import Parts
+from ..hooks import HookRegistry
+from ..other_libraries import compiled_call
 from ..trace.rehearse import CallForm
+from ..trace.time_only import find_tape, is_plain
+from .moving import HOOK as OFFLOAD_HOOK
 from .sizes import Component, ComponentSize, measure_components, split_parts
-from .time_layers import LEAST_IN_BLOCKS, find_time_layers
+from .weights import tensors_of
+
+HOOK = "samovar_time_layers"
+"""The name of the hooks on layers that are computed ahead, and on their model."""
+LEAST_IN_BLOCKS, LEAST_OUTSIDE = 2**20, 2**26
+"""Bytes of the smallest layers that are worth it. Outside of blocks a layer also runs in steps that a cache skips."""
+_global_hooks = torch.nn.modules.module._global_forward_hooks
+_global_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
 
 
 def may_have_time_layers(component: Component) -> bool:
@@ -38,3 +52,48 @@ def sizes_of(parts: Parts, calls: Mapping[str, CallForm] | None = None) -> tuple
     """The sizes of components that were read without weights; `calls` show which layers can be computed ahead."""
     found, _ = with_time_layers(split_parts(parts), calls or {})
     return measure_components(found, coded=True)
+
+
+def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict[str, torch.nn.Module], str]:
+    """The layers of a component that a call with these arguments shows to depend on time alone, and which such layers
+    stay what they are."""
+    model = unwrapped(component.module)
+    tape, problem = find_tape(model, args, kwargs, LEAST_IN_BLOCKS)
+    if problem:
+        return {}, f"whether layers see time alone is unknown: {problem}"
+    return choose_layers(component, () if tape is None else tape.layers)
+
+
+def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str, torch.nn.Module], str]:
+    """Those of some time-only layers that can be computed ahead and are worth it, and which are not."""
+    model = unwrapped(component.module)
+    parts, blocks = named_parts(model), tuple(f"{block}." for block in component.blocks)
+    found: dict[str, torch.nn.Module] = {}
+    left: dict[str, int] = {}
+    for path in dict.fromkeys(paths):
+        layer = parts[path]
+        above = [parts[path[:end]] for end in range(len(path)) if path[end] == "."]
+        least = LEAST_IN_BLOCKS if path.startswith(blocks) else LEAST_OUTSIDE
+        if any(compiled_call(part) is not None for part in (layer, *above, model)):
+            reason = "compiled"
+        elif not is_free(layer):
+            reason = "hooked by others"
+        elif any(id(tensor) in component.skip for tensor in tensors_of(layer)):
+            reason = "shared"
+        elif tensor_bytes([layer]) < least:
+            reason = "small"
+        else:
+            found[path] = layer
+            continue
+        left[reason] = left.get(reason, 0) + 1
+    return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
+
+
+def is_free(layer: torch.nn.Module) -> bool:
+    """Whether nobody but us looks on when a layer is called."""
+    registry = HookRegistry.get_or_create(layer)
+    return (
+        is_plain(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
+        and all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain)
+    )

@@ -22,18 +22,20 @@ from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, Pi
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
-from .ahead import may_have_time_layers, with_time_layers
+from ..trace.time_only import is_autocast
+from .ahead import choose_layers, find_time_layers, may_have_time_layers, with_time_layers
 from .config import OffloadConfig
 from .cuda import CudaStage
-from .host import HostMemory
+from .host import HostMemory, host_limit
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
-from .ring import OffloadStats
 from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
 from .staging import HostStage, Stage
+from .stats import OffloadStats
 from .streaming import Timing
-from .time_layers import TimeLayers, find_time_layers
+from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
+from .time_layers import TimeLayers
 from .weights import check_movable, num_bytes_of
 
 _UNLIMITED = 2**62
@@ -72,7 +74,7 @@ class Offloaded(Handle, PipelineHook):
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = self._measure(components)
-        self._host = HostMemory(stage, parse_bytes(config.host_memory, "host_memory"))
+        self._host = HostMemory(stage, None)
         self._lock = threading.RLock()
         """Held by the one thread that calls a component or changes where weights are."""
         self._components = {c.name: OffloadedComponent(c, stage, self._host, self._lock) for c in components}
@@ -84,10 +86,16 @@ class Offloaded(Handle, PipelineHook):
         """By component: which layers stay what they are though they see time alone, and why."""
         is_wanted = config.precompute is not False
         self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
-        self.plan = self._plan_for(config)
-        if self._not_tried and (self.plan.offloads_anything or config.precompute):
-            self._find_layers(components)
-            self.plan = self._plan_for(config)
+        self.plan = self._plan_with_layers(config)
+        self.tiers = self._tiers_for(config, self.plan)
+
+    def _plan_with_layers(self, config: OffloadConfig) -> OffloadPlan:
+        """A plan, for which time-only layers are looked for if it is worth it."""
+        plan = self._plan_for(config)
+        if not self._not_tried or not (plan.offloads_anything or config.precompute):
+            return plan
+        self._find_layers([component.whole for component in self._components.values()])
+        return self._plan_for(config)
 
     def _find_layers(self, components: Sequence[Component]) -> None:
         """Look for time-only layers in a run without weights."""
@@ -101,7 +109,15 @@ class Offloaded(Handle, PipelineHook):
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
         started = time.perf_counter()
-        self._follow(self.plan)
+        for name, component in self._components.items():
+            layers, why = choose_layers(component.whole, component.whole.time_layers)
+            if len(layers) < len(component.whole.time_layers):  # Blocks were compiled since they were found.
+                self.not_ahead[name] = why
+                component.whole = replace(component.whole, time_layers=layers)
+                self._sizes = self._measure([c.whole for c in self._components.values()])
+                self.plan = self._plan_for(self.config)
+                self.tiers = self._tiers_for(self.config, self.plan)
+        self._follow(self.plan, self.tiers)
         self.stage.stats.setup_s += time.perf_counter() - started
 
     def stats(self) -> OffloadStats:
@@ -115,11 +131,12 @@ class Offloaded(Handle, PipelineHook):
             before, self.config = self.config, config
             try:
                 self._sizes = self._measure([component.whole for component in self._components.values()])
-                plan = self._plan_for(config)
+                plan = self._plan_with_layers(config)
+                tiers = self._tiers_for(config, plan)
             except BaseException:
                 self.config = before
                 raise
-            self._follow(plan)
+            self._follow(plan, tiers)
         return plan
 
     def measure(self) -> contextlib.AbstractContextManager[Measured]:
@@ -144,6 +161,10 @@ class Offloaded(Handle, PipelineHook):
         with self._lock:
             for component in self._components.values():
                 component.refresh()
+            for name, problem in [(name, layers.problem) for name, layers in self.time_layers.items()]:
+                if problem:
+                    self.not_ahead[name] = problem
+                    self._set_time_layers(name, {})
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
@@ -180,19 +201,28 @@ class Offloaded(Handle, PipelineHook):
             self._known[size] = activations_of(self._pipeline, size)
         return self._known[size]
 
-    def _follow(self, plan: OffloadPlan) -> None:
+    def _tiers_for(self, config: OffloadConfig, plan: OffloadPlan) -> TierPlan:
+        uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
+        budget, can_spill = parse_bytes(config.host_memory, "host_memory"), config.spill_folder is not None
+        speeds = HostSpeeds(plan.bus_bytes_s, min(plan.bus_bytes_s, ASSUMED_COPY))
+        tiers = plan_tiers(uses, budget, speeds, host_bytes=host_limit(), can_spill=can_spill)
+        measured = self._host.disk_speed() if tiers.bytes_in("disk") else None
+        return replace(tiers, speeds=replace(speeds, disk=measured, is_disk_measured=True)) if measured else tiers
+
+    def _follow(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         self._undo_plan()
         cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
+            self._host.follow(tiers, self.config.spill_folder, shares=bool(self.config.share))
             for name, component in self._components.items():
-                component.follow(plan.component(name), cache=cache)
-            self._install(plan)
+                component.follow(plan.component(name), tiers, cache=cache)
+            self._install(plan, tiers)
         except BaseException:
             self.detach()
             raise
-        self.plan = plan
+        self.plan, self.tiers = plan, tiers
 
-    def _install(self, plan: OffloadPlan) -> None:
+    def _install(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
         for name, component in self._components.items():
             component.others = [other for other in active if component in active and other is not component]
@@ -201,11 +231,12 @@ class Offloaded(Handle, PipelineHook):
         if all(component.component.module is not self._pipeline for component in self._components.values()):
             # A lone model is called once a step, so its calls are not runs.
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
-        for name in self._not_tried:
+        for name in self._not_tried if plan.offloads_anything or self.config.precompute else ():
             install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
-                layers = self.time_layers[name] = TimeLayers(component.whole, self.stage, self._host, self._lock)
+                tier = tiers.tier((name, TIME_LAYERS))
+                layers = self.time_layers[name] = TimeLayers(component.whole, self.stage, self._host, self._lock, tier)
                 layers.install(self._hooks)
         for component in self._components.values():
             if not component.others:
@@ -214,16 +245,20 @@ class Offloaded(Handle, PipelineHook):
     def learn(self, name: str, args: Any, kwargs: Any) -> bool:
         """Look for time-only layers in the first call of a denoiser. If there are any, plan again and say so."""
         with self._lock:
-            if name not in self._not_tried:
+            if name not in self._not_tried or is_autocast():
                 return False
             self._not_tried.discard(name)
-            component = self._components[name]
-            layers, self.not_ahead[name] = find_time_layers(component.whole, args, kwargs)
+            layers, self.not_ahead[name] = find_time_layers(self._components[name].whole, args, kwargs)
             if layers:
-                component.whole = replace(component.whole, time_layers=layers)
-                self._sizes = self._measure([c.whole for c in self._components.values()])
-                self._follow(self._plan_for(self.config))
+                self._set_time_layers(name, layers)
             return bool(layers)
+
+    def _set_time_layers(self, name: str, layers: dict[str, torch.nn.Module]) -> None:
+        component = self._components[name]
+        component.whole = replace(component.whole, time_layers=layers)
+        self._sizes = self._measure([c.whole for c in self._components.values()])
+        plan = self._plan_for(self.config)
+        self._follow(plan, self._tiers_for(self.config, plan))
 
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""

@@ -49,6 +49,9 @@ class OffloadConfig:
     default, 85 % of the memory may be pinned."""
     spill_folder: str | Path | None = None
     """Where to write weights that are over `host_memory` and in no file. Without it they are refused."""
+    share: bool | None = None
+    """Whether processes on this machine that read the same files share one pinned copy, in /dev/shm. By default, the
+    ranks that compute one image do."""
     exclude: tuple[str, ...] = ()
     """Names of components that stay where they are."""
     timing: Timing | None = None

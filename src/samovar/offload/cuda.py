@@ -96,19 +96,19 @@ class CudaStage(Stage):
             else:
                 decode_into(form, room, target)
 
-    def mark_copied(self) -> Mark:
+    def _mark_copied(self) -> Mark:
         return self._arriving.record_event()
 
     def mark_computed(self) -> Mark:
         return self._computing().record_event()
 
-    def compute_waits(self, mark: Mark) -> None:
+    def _compute_waits(self, mark: Mark) -> None:
         self._computing().wait_event(mark)
 
-    def copies_wait(self, mark: Mark) -> None:
+    def _copies_wait(self, mark: Mark) -> None:
         self._arriving.wait_event(mark)
 
-    def host_waits(self, mark: Mark) -> None:
+    def _host_waits(self, mark: Mark) -> None:
         mark.synchronize()
 
     def begin_call(self) -> None:

@@ -1,7 +1,8 @@
 """Where are the outputs that were computed ahead, and which of them belong to a call of the model?
 
 Each step has a row of bytes on the host: what its time-only layers return, and what they are given, to be compared. A
-step is found by its key: the bits of the time, guidance and pooled text that the model is given.
+step is found by its key: the bits of the time, guidance and pooled text that the model is given. All of it is true as
+long as the weights are what they were.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
 from ..trace.tape import Form, Tape
+from .coded_copy import version_of
 from .staging import Stage
-from .weights import ALIGNMENT
+from .weights import ALIGNMENT, extent
 
 _MOST_KEPT = 2**29
 """Bytes of rows that are kept of each form of call."""
 _MOST_MISSES = 2
 """Guesses of what comes next that may fail in a row."""
+_FEW, _MANY = 16, 1024
+"""Numbers of each weight that are looked at in each forward, and in each run, for changes that torch does not count."""
 Fetch = Callable[[str], AbstractContextManager[torch.nn.Module]]
 
 
@@ -51,6 +56,8 @@ class KnownSteps:
         for number, identity in enumerate(ids):
             self.calls.setdefault(identity, []).append(number)
         self.num_calls = len(ids)
+        self.kinds: Sequence[int] = range(len(ids))
+        """By call: a number that calls have in common which are given the same."""
         self._size = 0
         self.outputs: list[Part] = []
         self.inputs: list[list[Part]] = []
@@ -91,7 +98,6 @@ class KnownSteps:
             is_pinned = stage.device.type == "cuda"
             made = torch.empty(len(steps) * self._size, dtype=torch.uint8, pin_memory=is_pinned)
             rows = torch.empty(len(steps), self._size, dtype=torch.uint8, pin_memory=is_pinned)
-        parts = list(itertools.chain(*([output, *given] for output, given in zip(self.outputs, self.inputs))))  # noqa: B905
         layers = iter(zip(self.outputs, self.inputs, strict=True))
         for given, outputs in self.tape.play(model, steps, fetch):
             output, inputs = next(layers)
@@ -101,13 +107,48 @@ class KnownSteps:
                 target.copy_(torch.cat([bits(tensor) for tensor in tensors]), non_blocking=True)
         keys = torch.stack([key_of(step) for step in steps])
         stage.host_waits(stage.mark_computed())
-        for part in parts:
+        for part in (*self.outputs, *itertools.chain(*self.inputs)):
             piece = made[len(steps) * part.start :][: len(steps) * part.form.num_bytes]
             rows[:, part.start : part.end] = piece.view(len(steps), -1)
+        kinds: dict[bytes, int] = {}
+        given_bytes = [b"".join(rows[0, p.start : p.end].numpy().tobytes() for p in parts) for parts in self.inputs]
+        self.kinds = [kinds.setdefault(one, len(kinds)) for one in given_bytes]
         most = max(_MOST_KEPT // max(self._size, 1), len(steps))
         self._rows = [*rows, *self._rows][:most]
         self._keys = (keys if self._keys is None else torch.cat([keys, self._keys]))[:most]
         return self._rows[0]
+
+
+class SeenWeights:
+    """The weights of a layer as they were."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+        self._tensors = self._held()
+        self._places = [_place(tensor) for tensor in self._tensors]
+        flats = [
+            tensor.detach().as_strided((extent(tensor) // tensor.element_size(),), (1,)).view(torch.uint8)
+            for tensor in self._tensors
+        ]
+        self._probes = [[flat[:: max(flat.numel() // count, 1) | 1] for flat in flats] for count in (_FEW, _MANY)]
+        self._values = [[probe.clone() for probe in probes] for probes in self._probes]
+
+    def _held(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self._layer._parameters.values() if tensor is not None]
+
+    def is_same(self, is_new_run: bool) -> bool:
+        """Whether nobody has changed them, as far as counts and samples tell."""
+        held = self._held()
+        return (
+            len(held) == len(self._tensors)
+            and all(map(is_, held, self._tensors))
+            and [_place(tensor) for tensor in held] == self._places
+            and all(map(torch.equal, self._probes[is_new_run], self._values[is_new_run]))
+        )
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:

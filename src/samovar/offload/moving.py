@@ -31,8 +31,9 @@ from .planner import ComponentPlan
 from .ring import Ring
 from .sizes import Component
 from .staging import Stage
+from .tiers import TIME_LAYERS, TierPlan
 from .weight_groups import WeightGroup
-from .weights import TensorFinder, owners_of, spans_of
+from .weights import TensorFinder, owners_of, spans_of, tensors_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -65,11 +66,15 @@ class OffloadedComponent:
     def _skipped(self) -> frozenset[int]:
         return self.component.skip
 
-    def follow(self, plan: ComponentPlan, *, cache: Path | None = None) -> None:
-        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident.
+    def anonymous_bytes(self, block: str) -> int:
+        """Bytes of a block, or of what is outside the blocks, that are in memory alone."""
+        if block == TIME_LAYERS:
+            return self._host.anonymous_bytes(tensors_of(torch.nn.ModuleList(self.whole.time_layers.values())))
+        return (self.blocks[block] if block else self._groups[0]).anonymous_bytes()
 
-        `cache` is a folder that keeps what was coded.
-        """
+    def follow(self, plan: ComponentPlan, tiers: TierPlan, *, cache: Path | None = None) -> None:
+        """Decide what stays while the component is loaded and what streams, and pin it unless it is resident or in
+        another tier. `cache` is a folder that keeps what was coded."""
         assert not self.is_loaded
         self._is_coded = plan.is_coded
         file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
@@ -78,7 +83,8 @@ class OffloadedComponent:
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
-        for group in self._groups:
+        for path, group in zip(("", *self.blocks), self._groups, strict=True):
+            group.tier = tiers.tier((plan.name, path))
             group.keeps_host, group.is_coded = self._is_pinned, plan.is_coded and group in streamed
             group.file = file
             if self._is_pinned:

@@ -13,17 +13,23 @@ for compute: copies run ahead as far as the area has room. While it is open ever
 
 from __future__ import annotations
 
+import functools
+import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import SettingError
+from .bounce import CopyQueue
 from .coding import Coded, Form, decode_into, encode
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, OffloadStats, RingSpace, Timeline
+from .ring import ASSUMED_BUS, DeviceQueues, Mark, RingSpace, Timeline
+from .stats import OffloadStats
+from .truth import Bounced
 from .weights import ALIGNMENT
 
 
@@ -34,6 +40,7 @@ class Buffer:
         self.flat = flat
         self._storage = flat.untyped_storage()
         self._start = int(flat.storage_offset())
+        self.is_freed = False
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor with the dtype, shape and strides of another, at a byte offset of this memory.
@@ -84,6 +91,13 @@ class Stage(DeviceQueues):
         self.device = device
         self.stats = OffloadStats()
         self._area: _Area | None = None
+        self._queue: CopyQueue | None = None
+
+    def bounce_through(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Use these buffers for bytes that are not in pinned memory; with none, no more."""
+        if self._queue is not None:
+            self._queue.close()
+        self._queue = CopyQueue(buffers, self._send, self._mark_copied, self._host_waits) if buffers else None
 
     def allocate(self, num_bytes: int) -> Buffer:
         """Memory to copy into. Raises torch.OutOfMemoryError, and changes nothing, if there is not enough."""
@@ -95,12 +109,19 @@ class Stage(DeviceQueues):
         return buffer
 
     def free(self, memory: Buffer) -> None:
-        self.compute_waits(self.mark_copied())
+        memory.is_freed = True
+        self._drain()
+        self._compute_waits(self._mark_copied())
         self.stats.held_bytes -= memory.flat.numel()
         self._free(memory.flat)
 
-    def send(self, buffer: Buffer, offset: int, source: torch.Tensor, form: Form | None = None) -> None:
+    def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Bounced, form: Form | None = None) -> None:
         """Start to copy bytes from the host. With a form they are coded, and decoded when they are there."""
+        if isinstance(source, Bounced):
+            assert self._queue is not None, "there are buffers for what is not pinned"
+            self.stats.sent_bytes += source.num_bytes
+            self._queue.send(buffer, offset, source)
+            return
         num_bytes = source.numel() if form is None else form.raw_bytes
         target = buffer.flat[offset : offset + num_bytes]
         self.stats.sent_bytes += source.numel()
@@ -110,6 +131,9 @@ class Stage(DeviceQueues):
             if self._area is None or source.numel() > self._area.largest:  # It has grown since.
                 self.close_area()
                 self.open_area(source.numel())
+        self._in_order(functools.partial(self._send_now, target, source, form))
+
+    def _send_now(self, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
         area = self._area
         if area is None or source.numel() > area.largest:
             self._send(target, source)
@@ -117,17 +141,49 @@ class Stage(DeviceQueues):
         room = area.take(source.numel(), self._area_waits)
         self._send_to_area(room, source)
         self._send_on(target, room, form)
-        area.leaves(self.mark_copied())
+        area.leaves(self._mark_copied())
+
+    def _in_order(self, job: Callable[[], None]) -> None:
+        """Put something in the queue of copies behind what is still being read."""
+        if self._queue is None or self._queue.is_idle:
+            job()
+        else:
+            self._queue.put(job)
+
+    def _drain(self) -> None:
+        """Wait until everything that is being read is in the queue of copies."""
+        if self._queue is not None:
+            self._queue.drain()
+
+    def mark_copied(self) -> Mark:
+        if self._queue is None or self._queue.is_idle:
+            return self._mark_copied()
+        return self._queue.put(self._mark_copied)
+
+    def compute_waits(self, mark: Mark) -> None:
+        # The host waits until the bytes are read: the device cannot wait for a mark that is not there yet.
+        reached = mark.result() if isinstance(mark, Future) else mark
+        if self._queue is not None:
+            self._queue.check()
+        self._compute_waits(reached)
+
+    def host_waits(self, mark: Mark) -> None:
+        self._host_waits(mark.result() if isinstance(mark, Future) else mark)
+
+    def copies_wait(self, mark: Mark) -> None:
+        self._in_order(functools.partial(self._copies_wait, mark))
 
     def open_area(self, largest: int) -> None:
         """Allocate the staging area for coded weights of up to `largest` bytes; none if that is 0."""
         if largest:
             memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
+            self._drain()
             self._open_area()
             self._area = _Area(memory)
 
     def close_area(self) -> None:
         """Free the staging area, if there is one."""
+        self._drain()
         area, self._area = self._area, None
         if area is not None:
             self._close_area()
@@ -156,6 +212,18 @@ class Stage(DeviceQueues):
     @abstractmethod
     def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
         """Bring what was copied into the area last to where it belongs."""
+
+    @abstractmethod
+    def _mark_copied(self) -> Mark: ...
+
+    @abstractmethod
+    def _compute_waits(self, mark: Mark) -> None: ...
+
+    @abstractmethod
+    def _copies_wait(self, mark: Mark) -> None: ...
+
+    @abstractmethod
+    def _host_waits(self, mark: Mark) -> None: ...
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor: ...
@@ -238,6 +306,7 @@ class HostStage(Stage):
         self.registered: dict[int, int] = {}
         """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
+        self._lock = threading.RLock()  # The thread that reads takes part.
         self._buffers: dict[int, int] = {}
         """Address and length of allocated memory."""
         self._due: deque[Callable[[], object]] = deque()
@@ -260,9 +329,7 @@ class HostStage(Stage):
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.timeline.copy(source.numel())
-        self._due.append(lambda: target.copy_(source))
-        if not self._lazy:
-            self._run_until(self._done + 1)
+        self._put(lambda: target.copy_(source))
 
     def _area_waits(self, mark: Mark) -> None:
         self._run_until(mark[1])
@@ -272,30 +339,36 @@ class HostStage(Stage):
         room.copy_(source)  # As early as can be: a missing wait shows.
 
     def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
-        self._due.append(lambda: target.copy_(room) if form is None else decode_into(form, room, target))
-        if not self._lazy:
-            self._run_until(self._done + 1)
+        self._put(lambda: target.copy_(room) if form is None else decode_into(form, room, target))
 
-    def mark_copied(self) -> Mark:
-        return self.timeline.mark_copied(), self._done + len(self._due)
+    def _put(self, copy: Callable[[], object]) -> None:
+        with self._lock:
+            self._due.append(copy)
+            if not self._lazy:
+                self._run_until(self._done + 1)
+
+    def _mark_copied(self) -> Mark:
+        with self._lock:
+            return self.timeline.mark_copied(), self._done + len(self._due)
 
     def mark_computed(self) -> Mark:
         return self.timeline.mark_computed(), 0
 
-    def compute_waits(self, mark: Mark) -> None:
+    def _compute_waits(self, mark: Mark) -> None:
         self.timeline.compute_waits(mark[0])
         self._run_until(mark[1])
 
     def _run_until(self, count: int) -> None:
-        while self._done < count:
-            self._due.popleft()()
-            self._done += 1
+        with self._lock:
+            while self._done < count:
+                self._due.popleft()()
+                self._done += 1
 
-    def copies_wait(self, mark: Mark) -> None:
+    def _copies_wait(self, mark: Mark) -> None:
         self.timeline.copies_wait(mark[0])
 
-    def host_waits(self, mark: Mark) -> None:
-        pass  # Where compute has waited, the bytes are there.
+    def _host_waits(self, mark: Mark) -> None:
+        self._run_until(mark[1])
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
@@ -309,7 +382,7 @@ class HostStage(Stage):
         del self.registered[address]
 
     def synchronize(self) -> None:
-        self.compute_waits((0.0, self._done + len(self._due)))
+        self._host_waits(self._mark_copied())
 
     def measure_bus(self) -> float:
         return self.timeline.bus_bytes_s

@@ -17,8 +17,10 @@ from .ring import ASSUMED_BUS
 from .sizes import ComponentSize, format_bytes
 
 Tier = Literal["pinned", "pageable", "disk"]
-Crossing = Literal["forward", "run", "once"]
-"""How often weights are sent to the device, most often first."""
+Crossing = Literal["forward", "run", "once", "ahead"]
+"""How often weights are sent to the device, most often first. "ahead": before the steps of a run, and then left out."""
+TIME_LAYERS = "layers that see time alone"
+"""They stand for a block's path."""
 Key = tuple[str, str]
 """A component and the path of a block in it, or "" for what is outside its blocks."""
 
@@ -42,9 +44,22 @@ class WeightUse(NamedTuple):
     anonymous_bytes: int = 0
     """Bytes of it that are in memory alone; the rest is mapped from files."""
 
+    coded_bytes: int = 0
+    """Bytes of its pinned copy, if that is compressed; the weights themselves stay where they are."""
+
     @property
     def file_bytes(self) -> int:
         return self.num_bytes - self.anonymous_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.coded_bytes or self.num_bytes
+
+    def cost(self, can_spill: bool) -> int:
+        """Memory that it takes to pin it, beside weights that are in memory wherever they go."""
+        if self.coded_bytes:
+            return self.coded_bytes + (self.anonymous_bytes if can_spill else 0)
+        return self.num_bytes if can_spill else self.file_bytes
 
 
 @dataclass(frozen=True)
@@ -66,13 +81,19 @@ class Part:
     crossing: Crossing
     num_groups: int
     num_bytes: int
+    coded_bytes: int
+    """Bytes of the pinned copies that are compressed."""
 
     def __str__(self) -> str:
-        often = {"forward": "in every forward", "run": "once in a run", "once": "once"}[self.crossing]
+        often = {"forward": "in every forward", "run": "once in a run", "once": "once", "ahead": "ahead of the steps"}[
+            self.crossing
+        ]
         where = {"pinned": "pinned", "pageable": "in pageable memory", "disk": "in its file on disk"}[self.tier]
         why = {"pinned": "", "pageable": ": no more may be pinned", "disk": ": host_memory holds no more"}[self.tier]
-        if self.crossing == "once":
-            why = ", and the device keeps it"
+        if self.coded_bytes:
+            where = f"pinned as {format_bytes(self.coded_bytes)}, compressed"
+        if self.crossing in ("once", "ahead"):
+            why = ", and the device keeps it" if self.crossing == "once" else ", and then not needed"
         groups = f"{self.num_groups} groups, " if self.num_groups > 1 else ""
         return f"{self.component}: {groups}{format_bytes(self.num_bytes)} {where}, sent {often}{why}"
 
@@ -112,7 +133,7 @@ class TierPlan:
             "buffer_bytes": self.buffer_bytes,
             "disk_bytes_per_forward": self.bytes_in("disk", "forward"),
             "read_seconds_per_forward": self.read_seconds("forward"),
-            "read_seconds_per_run": self.read_seconds("run"),
+            "read_seconds_per_run": self.read_seconds("run") + self.read_seconds("ahead"),
         }
 
     def __str__(self) -> str:
@@ -121,8 +142,9 @@ class TierPlan:
         through = f", {format_bytes(buffers)} of it as buffers" if buffers else ""
         lines = [f"Host memory: {format_bytes(self.held_bytes)}{budget}{through}.", *(f"  {p}" for p in self.parts)]
         how = "measured" if self.speeds.is_disk_measured else "assumed"
-        for crossing, often in (("forward", "in every forward"), ("run", "once in a run")):
-            num_bytes = self.bytes_in("disk", crossing)  # type: ignore[arg-type]
+        in_a_run = ("run", "ahead") if self.budget_bytes is not None else ("run",)  # Else the page cache has room.
+        for often, crossings in (("in every forward", ("forward",)), ("once in a run", in_a_run)):
+            num_bytes = self.bytes_in("disk", *crossings)  # type: ignore[arg-type]
             if num_bytes:
                 speed, seconds = f"{self.speeds.disk / 1e9:.1f} GB/s ({how})", num_bytes / self.speeds.disk
                 lines.append(f"{format_bytes(num_bytes)} are read from disk {often}: about {seconds:.3g} s at {speed}.")
@@ -140,13 +162,20 @@ def uses_of(
     uses = []
     for size in sizes:
         placed = plan.component(size.name)
+        if placed.ahead_bytes and size.ahead is not None:
+            size = size.ahead
         stays = placed.placement == "streams" and not plan.take_turns
         every: Crossing = "forward" if size.role == "denoiser" else "run"
         groups = {"": size.rest_bytes, **{block.path: block.num_bytes for block in size.blocks}}
+        sent = {block.path: block.sent for block in size.blocks}
         for path, num_bytes in groups.items() if placed.placement != "resident" else ():
             crossing: Crossing = every if path in placed.streamed else "once" if stays else "run"
             held = min(anonymous((size.name, path)), num_bytes) if anonymous else 0
-            uses.append(WeightUse((size.name, path), num_bytes, crossing, held))
+            coded = sum(sent[path]) if placed.is_coded and path in placed.streamed else 0
+            uses.append(WeightUse((size.name, path), num_bytes, crossing, held, coded))
+        if placed.ahead_bytes:
+            held = min(anonymous((size.name, TIME_LAYERS)), placed.ahead_bytes) if anonymous else 0
+            uses.append(WeightUse((size.name, TIME_LAYERS), placed.ahead_bytes, "ahead", held))
     return uses
 
 
@@ -165,15 +194,19 @@ def plan_tiers(
     """
     most_pinned = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
     budget = most_pinned if host_memory is None else float(host_memory)
-    if sum(group.num_bytes for group in groups) <= min(budget, most_pinned):
-        return _made(groups, {group.key: "pinned" for group in groups}, host_memory, 0, speeds, can_spill)
+    tiers: dict[Key, Tier] = {}
+    whole = sum(g.anonymous_bytes + (g.cost(False) if g.crossing != "ahead" else 0) for g in groups)
+    if whole <= min(budget, most_pinned):
+        for group in groups:
+            unpinned: Tier = "disk" if group.file_bytes else "pageable"
+            tiers[group.key] = unpinned if group.crossing == "ahead" else "pinned"
+        return _made(groups, tiers, host_memory, 0, speeds, can_spill=False)
     buffer = _buffer_bytes(groups, budget)
     room = budget - BOUNCE_BUFFERS * buffer
     if not can_spill:
         room -= sum(group.anonymous_bytes for group in groups)
     if room < 0 and host_memory is not None:
         _refuse(groups, host_memory, buffer, can_spill)
-    tiers: dict[Key, Tier] = {}
     pinnable = most_pinned - BOUNCE_BUFFERS * buffer
     # Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
     kinds = [(crossing, has_file) for crossing in get_args(Crossing) for has_file in (False, True)]
@@ -183,18 +216,18 @@ def plan_tiers(
             tier, cost = _place(group, room, pinnable, can_spill)
             tiers[group.key] = tier
             room -= cost
-            pinnable -= group.num_bytes if tier == "pinned" else 0
+            pinnable -= group.pinned_bytes if tier == "pinned" else 0
     return _made(groups, tiers, host_memory, buffer, speeds, can_spill)
 
 
 def _place(group: WeightUse, room: float, pinnable: float, can_spill: bool) -> tuple[Tier, int]:
     """The tier of a group and the room that it takes."""
-    cost = group.num_bytes if can_spill else group.file_bytes  # Other bytes are in memory wherever it goes.
-    if group.crossing != "once" and (not cost or cost <= room) and group.num_bytes <= pinnable:
+    cost = group.cost(can_spill)
+    if group.crossing in ("forward", "run") and (not cost or cost <= room) and group.pinned_bytes <= pinnable:
         return "pinned", cost
     if group.file_bytes or (can_spill and cost > room):
         return "disk", 0
-    return "pageable", cost
+    return "pageable", group.num_bytes if can_spill else 0
 
 
 def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
@@ -206,7 +239,7 @@ def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
 
 def _evenly(groups: Sequence[WeightUse], room: float, can_spill: bool) -> Iterable[WeightUse]:
     """Groups in the order in which to pin them: those left out are spread evenly, so that reading never pauses."""
-    costs = [group.num_bytes if can_spill else group.file_bytes for group in groups]
+    costs = [group.cost(can_spill) for group in groups]
     whole = sum(costs)
     share = 1.0 if whole <= max(room, 0) else max(room, 0) / whole
     chosen, left, passed, used = [], [], 0, 0
@@ -229,16 +262,22 @@ def _made(
     can_spill: bool,
 ) -> TierPlan:
     held = BOUNCE_BUFFERS * buffer
-    found: dict[tuple[str, Tier, Crossing], list[int]] = {}
+    found: dict[tuple[str, Tier, Crossing], list[WeightUse]] = {}
     spilled = set()
     for group in groups:
         tier = tiers[group.key]
         is_spilled = tier == "disk" and can_spill and group.anonymous_bytes > 0
         if is_spilled:
             spilled.add(group.key)
-        held += group.num_bytes if tier == "pinned" else 0 if is_spilled else group.anonymous_bytes
-        found.setdefault((group.key[0], tier, group.crossing), []).append(group.num_bytes)
-    parts = [Part(*key, len(some), sum(some)) for key, some in found.items()]
+        if tier == "pinned":
+            held += group.coded_bytes + group.anonymous_bytes if group.coded_bytes else group.num_bytes
+        else:
+            held += 0 if is_spilled else group.anonymous_bytes
+        found.setdefault((group.key[0], tier, group.crossing), []).append(group)
+    parts = [
+        Part(*key, len(some), sum(g.num_bytes for g in some), sum(g.coded_bytes for g in some if key[1] == "pinned"))
+        for key, some in found.items()
+    ]
     return TierPlan(tiers, tuple(parts), held, host_memory, buffer, frozenset(spilled), speeds or HostSpeeds())
 
 

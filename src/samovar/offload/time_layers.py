@@ -5,9 +5,9 @@ for all steps to come, each step with the shapes of its own call, so the bits ar
 MiB a step, wait on the host. A later call of the model with the same time, guidance and pooled text finds its outputs
 by the bits of these, and the layers return them.
 
-What the layers are given is checked. In the first forward of a run, and at the first layer of any, that is before the
-output is used: a layer that is given something else is computed as ever, with its weights brought in for the call.
-Everything else is compared behind the forward, and a difference is an error.
+What the layers are given is checked. In the first forward of a run, and at the first of the layers that are given the
+same, that is before an output is used: a layer that is given something else is computed as ever, with its weights
+brought in for the call. Everything else is compared behind the forward, and a difference is an error.
 """
 
 from __future__ import annotations
@@ -25,77 +25,28 @@ import torch
 from .. import tree
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..errors import ModelError, SettingError
-from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, pipeline_hooks
+from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, pipeline_hooks
 from ..hooks.runs import run_around
-from ..other_libraries import compiled_call
 from ..trace.shadow import Generation
 from ..trace.tape import Tape
-from ..trace.time_only import find_tape, is_autocast, is_plain
-from .coded_copy import version_of
+from ..trace.time_only import find_tape, is_autocast
+from .ahead import HOOK, is_free
 from .host import HostMemory
-from .known_steps import KnownSteps, bits, key_of
+from .known_steps import KnownSteps, SeenWeights, bits, key_of
 from .moving import HOOK as OFFLOAD_HOOK
 from .moving import install_hooks
-from .ring import TimeStats
 from .sizes import Component
 from .staging import Stage
+from .stats import TimeStats
+from .tiers import Tier
 from .timesteps import coming_inputs
 from .weight_groups import WeightGroup
 from .weights import tensors_of
 
-HOOK = "samovar_time_layers"
-"""The name of our hooks."""
-LEAST_IN_BLOCKS, LEAST_OUTSIDE = 2**20, 2**26
-"""Bytes of the smallest layers that are worth it. Outside of blocks a layer also runs in steps that a cache skips."""
 _MOST_FORMS = 8
 """Forms of calls that are kept."""
-_MOST_SURPRISES = 3
-"""Forwards in a row whose layers may be given something unexpected."""
-_FEW, _MANY = 16, 1024
-"""Numbers of each weight that are looked at in each forward, and in each run, for changes that torch does not count."""
-
-
-def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict[str, torch.nn.Module], str]:
-    """The layers of a component that a call with these arguments shows to depend on time alone, and which such layers
-    stay what they are."""
-    model = unwrapped(component.module)
-    tape, problem = find_tape(model, args, kwargs, LEAST_IN_BLOCKS)
-    if problem:
-        return {}, f"whether layers see time alone is unknown: {problem}"
-    parts, blocks = named_parts(model), tuple(f"{block}." for block in component.blocks)
-    found: dict[str, torch.nn.Module] = {}
-    left: dict[str, int] = {}
-    for path in dict.fromkeys(() if tape is None else tape.layers):
-        layer = parts[path]
-        above = [parts[path[:end]] for end in range(len(path)) if path[end] == "."]
-        least = LEAST_IN_BLOCKS if path.startswith(blocks) else LEAST_OUTSIDE
-        if any(compiled_call(part) is not None for part in (layer, *above, model)):
-            reason = "compiled"
-        elif not _is_free(layer):
-            reason = "hooked by others"
-        elif any(id(tensor) in component.skip for tensor in tensors_of(layer)):
-            reason = "shared"
-        elif tensor_bytes([layer]) < least:
-            reason = "small"
-        else:
-            found[path] = layer
-            continue
-        left[reason] = left.get(reason, 0) + 1
-    return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
-
-
-def _is_free(layer: torch.nn.Module) -> bool:
-    """Whether nobody but us looks on when a layer is called."""
-    registry = HookRegistry.get_or_create(layer)
-    return (
-        is_plain(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
-        and all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain)
-    )
-
-
-_global_hooks = torch.nn.modules.module._global_forward_hooks
-_global_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
+_MOST_SURPRISES, _FORGIVEN = 3, 0.25
+"""Forwards whose layers may be given something unexpected, and how much of one is forgiven by a forward without."""
 
 
 @dataclass
@@ -113,6 +64,9 @@ class _Forward:
     settles_at_once: bool = True
     """Whether nobody will tell of the end of the run."""
     counts: dict[int, int] = field(default_factory=dict)
+    """How often each layer was called."""
+    checked: set[int] = field(default_factory=set)
+    """The kinds of inputs that were as expected."""
     given: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What layers were given and what was expected, to be compared after the forward."""
 
@@ -120,7 +74,9 @@ class _Forward:
 class TimeLayers:
     """The time-only layers of one component."""
 
-    def __init__(self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock) -> None:
+    def __init__(
+        self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock, tier: Tier = "pageable"
+    ) -> None:
         self.layers = dict(component.time_layers)
         self.lock = lock
         """Held while the model is called."""
@@ -128,6 +84,7 @@ class TimeLayers:
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
         self.problem = ""
         """Why nothing is computed ahead any more, if so."""
+        self._tier = tier
         self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
         self._groups = {
             id(layer): WeightGroup(f"{component.name}.{path}", partial(tensors_of, layer), stage, host)
@@ -135,7 +92,7 @@ class TimeLayers:
         }
         self._tapes: OrderedDict[Hashable, Tape | None] = OrderedDict()
         self._known: dict[Hashable, KnownSteps] = {}
-        self._seen: list[_Seen] = []
+        self._seen: list[SeenWeights] = []
         self._parts: list[torch.nn.Module] = []
         self._generation = Generation(self._model)
         self._last_generation = self._generation.check()
@@ -143,13 +100,13 @@ class TimeLayers:
         self._forward: _Forward | None = None
         self._doubts: list[torch.Tensor] = []
         """Whether a layer was given something unexpected, on the device, by forward."""
-        self._surprises = 0
+        self._surprises = 0.0
         self._is_gone = False
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
         for group in self._groups.values():
-            group.is_pinned = False
+            group.is_pinned, group.tier = False, self._tier
             group.adopt()
         install_hooks(undo, HOOK, [(self._model, _CallHook(self))])
         install_hooks(undo, HOOK, [(layer, _LayerHook(self)) for layer in self.layers.values()])
@@ -187,7 +144,7 @@ class TimeLayers:
         if forward.known.is_proved and forward.given:
             self._doubts.append(is_other)
         elif sum(forward.counts.values()) == forward.known.num_calls:
-            self._surprises = 0
+            self._surprises = max(self._surprises - _FORGIVEN, 0.0)
             # If the model has written into what it gave a layer, this must be compared before each output is used.
             forward.known.is_proved = bool(forward.given) and not bool(is_other)
         if forward.settles_at_once:
@@ -213,7 +170,7 @@ class TimeLayers:
         forward = self._forward
         if forward is None or self.problem or forward.thread != threading.get_ident() or torch.is_grad_enabled():
             return NOT_BYPASSED
-        if is_autocast() or not _is_free(layer):
+        if is_autocast() or not is_free(layer):
             return NOT_BYPASSED
         if not forward.is_looked_up:
             forward.is_looked_up = True
@@ -224,17 +181,18 @@ class TimeLayers:
         calls, nth = known.calls.get(id(layer), ()), forward.counts.get(id(layer), 0)
         if nth >= len(calls):
             return NOT_BYPASSED
-        is_first = not forward.counts
         forward.counts[id(layer)] = nth + 1
         number, tensors = calls[nth], list(tree.tensors((args, kwargs)))
+        is_checked = known.is_proved and known.kinds[number] in forward.checked
         expected = [part.view(row) for part in known.inputs[number]]
         if [(t.shape, t.dtype, t.device) for t in tensors] != [(t.shape, t.dtype, t.device) for t in expected]:
             self._surprise(forward)
             return NOT_BYPASSED
         pairs = list(zip(tensors, expected, strict=True))
-        if (is_first or not known.is_proved) and not all(torch.equal(bits(one), bits(other)) for one, other in pairs):
+        if not is_checked and not all(torch.equal(bits(one), bits(other)) for one, other in pairs):
             self._surprise(forward)
             return NOT_BYPASSED
+        forward.checked.add(known.kinds[number])
         forward.given += pairs
         return known.outputs[number].view(row)
 
@@ -246,7 +204,7 @@ class TimeLayers:
         self.stats.surprises += 1
         self._surprises += 1
         if self._surprises >= _MOST_SURPRISES:
-            self.problem = f"what they are given was foreseen wrongly {_MOST_SURPRISES} times in a row"
+            self.problem = "what layers are given was foreseen wrongly time and again"
 
     def _look_up(self, forward: _Forward) -> None:
         """Find what was computed for a call of the model, or compute it now for this step and those to come."""
@@ -296,7 +254,7 @@ class TimeLayers:
             self._tapes.clear()
             self._known.clear()
         if not self._seen or not all(weight.is_same(is_new_run) for weight in self._seen):
-            self._seen = [_Seen(tensor) for layer in self.layers.values() for tensor in tensors_of(layer)]
+            self._seen = [SeenWeights(layer) for layer in self.layers.values()]
             self._known.clear()
 
     # ------------------------------------------------------------------------------------------------ on the device
@@ -353,29 +311,6 @@ class TimeLayers:
                 yield
             finally:
                 group.unload()
-
-
-class _Seen:
-    """A weight as it was."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._address, self._version = tensor, tensor.data_ptr(), version_of(tensor)
-        self._form = tensor.shape, tensor.stride(), tensor.dtype
-        flat = bits(tensor) if tensor.is_contiguous() else None
-        self._probes = (
-            [flat[:: max(flat.numel() // count, 1) | 1] for count in (_FEW, _MANY)] if flat is not None else []
-        )
-        self._values = [probe.clone() for probe in self._probes]
-
-    def is_same(self, is_new_run: bool) -> bool:
-        tensor = self._tensor
-        return (
-            tensor.data_ptr() == self._address
-            and version_of(tensor) == self._version
-            and (tensor.shape, tensor.stride(), tensor.dtype) == self._form
-            and bool(self._probes)
-            and torch.equal(self._probes[is_new_run], self._values[is_new_run])
-        )
 
 
 class _CallHook(ModelHook):

@@ -21,10 +21,10 @@ from .coded_copy import CodedCopy, code, version_of
 from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
+from .tiers import Tier
+from .truth import Bounced
 from .weights import LINE, Piece, Span, lay_out, spans_of
 
-_SAMPLES = 64
-"""Bytes of each piece that are looked at for changes that torch does not count."""
 _MOST_VIEWS = 16
 """Places in the ring for which views are kept: making them takes the host longer than all else that it does."""
 _THREADS = 4
@@ -51,10 +51,12 @@ class WeightGroup:
         """Whether there is a host copy while it is loaded. Resident weights have none."""
         self.is_pinned = True
         """Whether that copy is to be pinned."""
+        self.tier: Tier = "pinned"
+        """Where it is."""
         self.is_coded = False
         """Whether pieces cross the bus coded if that gains enough. Then the copy that is pinned is the coded one."""
         self.pieces: Sequence[int] = ()
-        self.sources: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor | Bounced] = []
         """The host bytes of each piece."""
         self.file: CodedFile | None = None
         """Where coded copies are looked for, and kept."""
@@ -66,7 +68,8 @@ class WeightGroup:
         """By tensor id, where its data is as we left it."""
         self._lent: list[tuple[torch.Tensor, int]] = []
         """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
-        self._was_coded = False
+        self._was: tuple[bool, Tier] = (False, "pinned")
+        """Whether it was coded, and its tier, when it was adopted."""
         self._starts: Sequence[int] = ()
         """Where in each piece its source begins."""
         self._phases: dict[int, int] = {}
@@ -86,11 +89,13 @@ class WeightGroup:
         """Take over the tensors that the model holds now. Pinning them is up to the caller."""
         tensors = self._find()
         self._return_to_host(tensors)
+        if self.keeps_host and self.tier == "disk":
+            self._host.spill(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
         before = self.wires
         self._code(pieces)
         self.sources = [
-            self._host.adopt([piece], pinned=self.keeps_host and self.is_pinned and copy is None)[0]
+            self._host.adopt([piece], pinned=self.keeps_host and self.is_pinned and copy is None, tier=self.tier)[0]
             for piece, copy in zip(pieces, self.copies, strict=True)
         ]
         # Tensors that were copied have new addresses, but the same order and distances.
@@ -106,14 +111,13 @@ class WeightGroup:
         self._found = tensors
         self.forget_views()
         self._remember()
-        starts = {wire.untyped_storage().data_ptr() for wire in self.wires}
-        self._host.release(wire for wire in before if wire.untyped_storage().data_ptr() not in starts)
+        self._host.release(before, self.wires)
 
     def _code(self, pieces: Sequence[Piece]) -> None:
         """Code what gains by it, but for what is coded already."""
         known = {copy.address: copy for copy in self.copies if copy is not None}
-        self._was_coded = self.is_coded
-        if not (self.is_coded and self.keeps_host):
+        self._was = self.is_coded, self.tier
+        if not (self.is_coded and self.keeps_host and self.tier == "pinned"):
             self.copies = [None] * len(pieces)
             return
 
@@ -127,7 +131,7 @@ class WeightGroup:
             self.copies = list(threads.map(coded, pieces))
 
     @property
-    def wires(self) -> list[torch.Tensor]:
+    def wires(self) -> list[torch.Tensor | Bounced]:
         """The host bytes of each piece as they cross the bus."""
         both = zip(self.sources, self.copies, strict=True)
         return [source if copy is None else copy.data for source, copy in both]
@@ -152,15 +156,20 @@ class WeightGroup:
         return self._is_in_place() and self._is_fresh()
 
     def _is_in_place(self) -> bool:
+        if (self.is_coded, self.tier) != self._was or not self._host.is_current(self.sources):
+            return False
         tensors, left = self._find(), self._left
-        is_as_found = tensors is self._found and self.is_coded == self._was_coded and self._buffer is None
-        if is_as_found and all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries):
-            return True  # The usual case, quickly.
-        is_ours = len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
-        return is_ours and self.is_coded == self._was_coded
+        if tensors is self._found and self._entries and self._buffer is None:  # The usual case, quickly.
+            return all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries)
+        return len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
 
     def _is_fresh(self) -> bool:
         return all(copy is None or copy.is_fresh() for copy in self.copies)
+
+    def anonymous_bytes(self) -> int:
+        """Bytes of it that are in memory alone, and in no file."""
+        ours = {id(entry.tensor): entry.host for entry in self._entries}
+        return self._host.anonymous_bytes(ours.get(id(tensor), tensor) for tensor in self._find())
 
     @torch.inference_mode(False)
     def _code_again(self) -> None:
@@ -177,7 +186,7 @@ class WeightGroup:
 
     def fingerprint(self) -> Any:
         """What the model holds, as far as a quick look tells; equal as long as nobody changes it."""
-        samples = [source[:: max(source.numel() // _SAMPLES, 1) | 1].numpy().tobytes() for source in self.sources]
+        samples = [self._host.fingerprint(source) for source in self.sources]
         return [(id(tensor), _place(tensor), version_of(tensor)) for tensor in self._find()], samples
 
     def _return_to_host(self, tensors: list[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import tree
 from ..arch.modules import named_parts, unwrapped
+from ..hooks.intercept import bare_class
 from .shadow import Shadow, TrialFailed, trial
 from .tape import Call, Form, Here, Tape, Value, Weight, leaves, make_tape, map_parts, tensors_in
 from .weightless import Weightless, weightless, with_few_values
@@ -76,7 +77,7 @@ def is_plain(module: torch.nn.Module) -> bool:
     return (
         not module._modules
         and "forward" not in vars(module)
-        and getattr(type(module).forward, "__module__", None) in _PLAIN
+        and getattr(bare_class(module).forward, "__module__", None) in _PLAIN
     )
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import zoo
-from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload, time_layers
-from samovar.offload.ring import TimeStats
+from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
+from samovar.offload import ahead as ahead_layers
+from samovar.offload.stats import TimeStats
 from samovar.trace import time_only
 
 
 def count_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_layers, "LEAST_IN_BLOCKS", 64)
-    monkeypatch.setattr(time_layers, "LEAST_OUTSIDE", 64)
+    monkeypatch.setattr(ahead_layers, "LEAST_IN_BLOCKS", 64)
+    monkeypatch.setattr(ahead_layers, "LEAST_OUTSIDE", 64)
     monkeypatch.setattr(time_only, "SMALL_OUTPUT", 64.0)
 
 
