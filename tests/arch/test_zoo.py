@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import zoo
+from arch import time_shares
 from samovar.arch import Anatomy, BlockStack, find_anatomy
 from samovar.trace import probe_anatomy
-from zoo import table, time_only
+from zoo import table
 
 CASES = zoo.load()
 Count = Callable[[str, object], None]
@@ -98,11 +99,11 @@ def test_the_documented_table_is_the_tested_one() -> None:
 
 
 def test_the_documented_shares_are_of_every_class() -> None:
-    assert json.loads(time_only.FILE.read_text(encoding="utf-8")).keys() == {case.model for case in CASES}
+    assert json.loads(time_shares.FILE.read_text(encoding="utf-8")).keys() == {case.model for case in CASES}
 
 
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "GlmImageTransformer2DModel", "HunyuanDiT2DModel"])
 def test_the_documented_share_of_time_only_layers_is_what_is_found(name: str) -> None:
     """By a call, by paths, and not at all."""
-    documented = json.loads(time_only.FILE.read_text(encoding="utf-8"))[name]
-    assert time_only.share_of(installed(next(case for case in CASES if case.model == name))) == documented
+    documented = json.loads(time_shares.FILE.read_text(encoding="utf-8"))[name]
+    assert time_shares.share_of(installed(next(case for case in CASES if case.model == name))) == documented

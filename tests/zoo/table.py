@@ -22,11 +22,11 @@ and compare what is found with this table, which `make models-table` writes from
   passed to the next block.
 - *Between blocks* are modules that run between the blocks of a stack.
 - *Sees time alone* is the share of the weights that is computed ahead of the steps under
-  [offload](../guides/offload.md#layers-that-see-time-alone), of the model that the class makes by default. "?": it makes
-  none, or the forward cannot be rehearsed; a model that is loaded is looked at by itself.
+  [offload](../guides/offload.md#layers-that-see-time-alone), of the model that the class makes by default; "?" where it
+  makes none. A model that is loaded is looked at by itself.
 """
 TIME_ONLY = Path(__file__).with_name("time_only.json")
-"""Written by `python -m zoo.time_only`."""
+"""Written by `python -m arch.time_shares`."""
 
 FOREIGN = """## Models of other projects
 
@@ -52,7 +52,8 @@ def page(cases: Iterable[Case]) -> str:
     groups = [(name, list(group)) for name, group in groupby(cases, key=lambda case: case.model)]
     count = sum(len(group) for _, group in groups)
     lines = [HEAD, f"{len(groups)} classes, {count} cases.", ""]
-    lines += ["| class | also tested | stacks | between blocks | sees time alone | to know |", "|---|---|---|---|---|---|"]
+    head = ["class", "also tested", "stacks", "between blocks", "sees time alone", "to know"]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     shares = json.loads(TIME_ONLY.read_text(encoding="utf-8"))
     lines += [_row(name, group, shares.get(name, {}).get("share")) for name, group in groups]
     lines += ["", "## Not served", ""]

@@ -1,6 +1,6 @@
-"""How much of each class depends on time alone? Written to `time_only.json`, which docs/reference/models.md shows.
+"""How much of each class depends on time alone? Written to `zoo/time_only.json`, which docs/reference/models.md shows.
 
-    PYTHONPATH=src:tests python -m zoo.time_only [CLASS ...]
+    PYTHONPATH=src:tests python -m arch.time_shares [CLASS ...]
 
 Of the model that a class makes by default, without weights, in 16 bits. The layers are those of a call that was found
 by trying; where none was found, those at the paths that the forward of the tiny model shows. It takes minutes.
@@ -19,14 +19,13 @@ import torch
 
 from samovar.arch.modules import named_parts, tensor_bytes, unwrapped
 from samovar.errors import ModelError
-from samovar.offload.sizes import Component, read_parts, split_parts
-from samovar.offload.time_layers import LEAST_IN_BLOCKS, LEAST_OUTSIDE, find_time_layers
+from samovar.offload.ahead import choose_layers, find_time_layers
+from samovar.offload.sizes import read_parts, split_parts
 from samovar.trace.guess import guess
 from samovar.trace.time_only import Tape, find_tape
+from zoo import Case, load
 
-from . import Case, load
-
-FILE = Path(__file__).with_suffix(".json")
+FILE = Path(__file__).parents[1] / "zoo" / "time_only.json"
 UNKNOWN = "whether layers see time alone is unknown"
 
 
@@ -48,23 +47,18 @@ def share_of(case: Case) -> dict[str, Any]:
         tape, problem = find_tape(case.build(), (), case.inputs(0), 1)
     if problem:
         return found | {"problem": problem.splitlines()[0]}
-    return found | {"share": _share(_alike(component, tape), size), "found_by": "paths"}
+    layers, _ = choose_layers(component, _alike(unwrapped(component.module), tape))
+    return found | {"share": _share(layers.values(), size), "found_by": "paths"}
 
 
 def _share(layers: Iterable[torch.nn.Module], size: int) -> float:
     return round(tensor_bytes(layers) / size, 4)
 
 
-def _alike(component: Component, tape: Tape | None) -> list[torch.nn.Module]:
-    """The layers at the paths of those on a tape, whichever block they are in."""
+def _alike(model: torch.nn.Module, tape: Tape | None) -> list[str]:
+    """The paths like those on a tape, whichever block they are in."""
     patterns = {re.sub(r"\\?\d+", r"\\d+", re.escape(path)) for path in (tape.layers if tape is not None else ())}
-    blocks = tuple(f"{path}." for path in component.blocks)
-    return [
-        part
-        for path, part in named_parts(unwrapped(component.module)).items()
-        if any(re.fullmatch(pattern, path) for pattern in patterns)
-        and tensor_bytes([part]) >= (LEAST_IN_BLOCKS if path.startswith(blocks) else LEAST_OUTSIDE)
-    ]
+    return [path for path in named_parts(model) if any(re.fullmatch(pattern, path) for pattern in patterns)]
 
 
 def main(names: list[str]) -> None:
