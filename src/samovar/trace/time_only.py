@@ -9,6 +9,7 @@ tape gives the inputs of these layers at that step, by the calls that the model 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,9 @@ def find_tape(
         return Search(None, "it is called under autocast")
     while True:
         try:
-            recorder = _rehearse(unwrapped(model), args, kwargs, is_wanted)
+            # A thread of its own is free of the modes that the caller is in, such as those that watch attentions.
+            with ThreadPoolExecutor(1) as thread:
+                recorder = thread.submit(_rehearse, unwrapped(model), args, kwargs, is_wanted).result()
         except TrialFailed as error:
             return Search(None, str(error))
         wrong = recorder.rejected.intersection(recorder.layers)  # A layer that is called in two ways.
@@ -82,7 +85,7 @@ def is_plain(module: torch.nn.Module) -> bool:
 
 
 def _rehearse(model: torch.nn.Module, args: Any, kwargs: Any, is_wanted: Callable[[str, Any], bool]) -> _Recorder:
-    with trial((args, kwargs)), torch.inference_mode(False), torch.no_grad():
+    with trial((args, kwargs)):
         shadow = Shadow(model, {}, sharded=False)
         try:
             recorder = _Recorder(shadow.root, is_wanted)
