@@ -80,6 +80,12 @@ def test_two_times_go_along() -> None:
         assert holds(steps, [TIMES[step : step + 1], sigmas[step : step + 1]])
 
 
+def test_a_guidance_that_has_the_value_of_the_first_time() -> None:
+    times, guidance = torch.tensor([1.0, 0.75, 0.5]), torch.ones(1)
+    steps = foresee(Pipeline(times), times[:1], guidance)
+    assert all(holds(steps, [later.reshape(1), guidance]) for later in times[1:])
+
+
 def test_a_time_for_each_token() -> None:
     def times(t: torch.Tensor) -> torch.Tensor:
         given = t.expand(1, 6).clone()

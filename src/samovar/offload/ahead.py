@@ -10,8 +10,8 @@ import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..arch.skeleton import Parts
-from ..hooks import HookRegistry
-from ..other_libraries import compiled_call
+from ..hooks.intercept import attached_registry
+from ..other_libraries import is_compiled
 from ..trace.rehearse import CallForm
 from ..trace.time_only import find_tape, is_plain
 from .moving import HOOK as OFFLOAD_HOOK
@@ -68,13 +68,14 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
     """Those of some time-only layers that can be computed ahead and are worth it, and which are not."""
     model = unwrapped(component.module)
     parts, blocks = named_parts(model), tuple(f"{block}." for block in component.blocks)
+    compiled = {id(unwrapped(part)) for part in component.module.modules() if is_compiled(part)}
     found: dict[str, torch.nn.Module] = {}
     left: dict[str, int] = {}
     for path in dict.fromkeys(paths):
         layer = parts[path]
         above = [parts[path[:end]] for end in range(len(path)) if path[end] == "."]
         least = LEAST_IN_BLOCKS if path.startswith(blocks) else LEAST_OUTSIDE
-        if any(compiled_call(part) is not None for part in (layer, *above, model)):
+        if any(id(part) in compiled for part in (layer, *above, model)):
             reason = "compiled"
         elif not is_free(layer):
             reason = "hooked by others"
@@ -89,11 +90,17 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
     return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
 
 
+def is_watched(layer: torch.nn.Module) -> bool:
+    """Whether torch calls somebody when a layer is called, or the layer's forward was replaced."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks
+    return bool(hooks) or "forward" in vars(layer)
+
+
 def is_free(layer: torch.nn.Module) -> bool:
     """Whether nobody but us looks on when a layer is called."""
-    registry = HookRegistry.get_or_create(layer)
+    registry = attached_registry(layer)
     return (
         is_plain(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
-        and all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain)
+        and not is_watched(layer)
+        and (registry is None or all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain))
     )

@@ -36,11 +36,6 @@ class _Course(NamedTuple):
     now: float
     later: tuple[float, ...]
 
-    def at(self, tensor: torch.Tensor, step: int) -> torch.Tensor:
-        """The tensor at a later step, with the strides that it has now."""
-        core = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
-        return torch.where(core == self.now, torch.full_like(core, self.later[step]), core).expand(tensor.shape)
-
 
 def coming_inputs(run: Run | None, given: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What the model will be given at the later steps of a run in place of these tensors; nothing if nobody knows."""
@@ -51,21 +46,26 @@ def coming_inputs(run: Run | None, given: Sequence[torch.Tensor]) -> list[list[t
     count = len(named["timesteps"])
     times = [t[:count].cpu() for t in named.values() if isinstance(t, torch.Tensor) and t.ndim == 1 and not t.is_meta]
     courses = {place: found for place, tensor in enumerate(given) if (found := list(_courses(times, tensor)))}
-    if len(courses) == 1:  # Forms that agree now may differ later: all of their values are likely.
-        ((place, found),) = courses.items()
-        values = dict.fromkeys((course.now, value) for course in found for value in course.later)
-        courses = {place: [_Course(now, (value,)) for now, value in values]}
-        choices = [{place: (course, 0)} for course in courses[place]]
-    else:  # A second timestep, or a noise level, goes along.
-        steps = max((len(found[0].later) for found in courses.values()), default=0)
-        choices = [{p: (f[0], min(s, len(f[0].later) - 1)) for p, f in courses.items()} for s in range(steps)]
-    return [
-        [
-            choice[place][0].at(tensor, choice[place][1]) if place in choice else tensor
-            for place, tensor in enumerate(given)
+    # Forms that agree now may differ later, and what has the time's value now may be no time: all of it is likely. A
+    # second timestep, or a noise level, goes along with the first.
+    choices: dict[tuple[tuple[int, float, float], ...], None] = {}
+    for step in range(count):
+        together = [
+            (p, found[0].now, found[0].later[step]) for p, found in courses.items() if step < len(found[0].later)
         ]
-        for choice in choices[:MOST_AHEAD]
+        alone = [(p, c.now, c.later[step]) for p, found in courses.items() for c in found if step < len(c.later)]
+        choices |= dict.fromkeys([tuple(together), *((one,) for one in alone)])
+    choices.pop((), None)
+    return [
+        [_changed(tensor, *changes[place]) if place in changes else tensor for place, tensor in enumerate(given)]
+        for changes in [{place: values for place, *values in choice} for choice in list(choices)[:MOST_AHEAD]]
     ]
+
+
+def _changed(tensor: torch.Tensor, now: float, later: float) -> torch.Tensor:
+    """A tensor at a later step, with the strides that it has now."""
+    core = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
+    return torch.where(core == now, torch.full_like(core, later), core).expand(tensor.shape)
 
 
 def _courses(times: Sequence[torch.Tensor], tensor: torch.Tensor) -> Iterator[_Course]:
