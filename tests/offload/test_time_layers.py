@@ -583,9 +583,13 @@ def test_autocast_and_back() -> None:
     offloaded.detach()
 
 
-def test_a_call_with_gradients_is_refused() -> None:
+WHERE: dict[str, dict[str, Any]] = {"streams": {"mode": "layerwise"}, "resident": {"mode": "auto", "gpu_memory": 10**9}}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_call_with_gradients_is_refused(where: str) -> None:
     _, holder = toys()
-    offloaded = ahead(holder)
+    offloaded = ahead(holder, **WHERE[where])
     with running(holder):
         steps(holder.transformer)
     with pytest.raises(SettingError, match="gradients"):
@@ -642,10 +646,11 @@ def test_blocks_that_are_compiled_later() -> None:
     offloaded.detach()
 
 
-def test_threads() -> None:
+@pytest.mark.parametrize("where", WHERE)
+def test_threads(where: str) -> None:
     bare, holder = toys()
     expected = steps(bare)
-    offloaded = ahead(holder)
+    offloaded = ahead(holder, **WHERE[where])
     with running(holder):
         steps(holder.transformer)
     wrong: list[Any] = []
@@ -821,3 +826,23 @@ def test_explain_says_why_a_layer_does_not_qualify(monkeypatch: pytest.MonkeyPat
     assert "4 compiled" in text
     assert "small" in text
     samovar.detach(pipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu(mode: str, home: str) -> None:
+    """Copies overlap, outputs leave the device without a wait, and in the end all weights are where they were."""
+    from samovar.offload import OffloadConfig, apply_offload
+
+    bare, pipe = FLUX.build(0).to("cuda"), FLUX.build(0).to(home)
+    expected = [FLUX.run(bare, STEPS, seed=seed).cpu() for seed in range(3)]
+    offloaded = apply_offload(pipe, OffloadConfig(mode, precompute=True, activations=0))  # type: ignore[arg-type]
+    for seed, picture in enumerate(expected):
+        assert torch.equal(FLUX.run(pipe, STEPS, seed=seed).cpu(), picture)
+    told = stats(offloaded)
+    assert (told.live_calls, told.surprises) == (0, 0)
+    assert told.found_forwards > 2 * STEPS
+    offloaded.detach()
+    assert {parameter.device.type for parameter in pipe.transformer.parameters()} == {home}
+    assert torch.equal(FLUX.run(pipe.to("cuda"), STEPS).cpu(), expected[0])

@@ -43,10 +43,8 @@ class Buffer:
         self.is_freed = False
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory.
-
-        A parameter that takes one made in inference mode would be bound to it.
-        """
+        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory. A parameter that
+        takes one made in inference mode would be bound to it."""
         start, rest = divmod(self._start + offset, like.element_size())
         assert not rest, "tensors start where their dtype may"
         empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
