@@ -78,12 +78,15 @@ docs: $(READY)
 	PYTHONPATH=src:. $(BIN)/mkdocs build --strict --quiet
 	@echo 'The site is in out/site: open out/site/index.html'
 
+# After a change of what counts as time-only, `PYTHONPATH=src:tests .venv/bin/python -m arch.time_shares` first: minutes.
 models-table: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/reference/models.md
 
+# What shows results and is in the repository: diagrams, plots, and the table at the top of the README.
 diagrams: $(READY)
 	PYTHONPATH=src:. $(BIN)/python -m docs.generate.diagrams
 	PYTHONPATH=src:. $(BIN)/python -m docs.generate.plots
+	PYTHONPATH=src:. $(BIN)/python -m docs.generate.tables
 
 # Every source file with the question that it answers.
 tree: $(READY)
@@ -99,6 +102,7 @@ bench: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu_cache.py --json benchmarks/results/gpu_cache.json
 	$(BIN)/python benchmarks/gpu_offload.py --json benchmarks/results/gpu_offload.json
+	$(BIN)/python benchmarks/gpu_coding.py --json benchmarks/results/gpu_coding.json
 	$(BIN)/python benchmarks/gpu_compose.py --json benchmarks/results/gpu_compose.json
 
 clean:

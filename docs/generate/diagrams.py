@@ -9,6 +9,8 @@ import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from docs.generate.results import read
+
 IMAGES = Path(__file__).parents[1] / "images"
 FILLS = {"ours": "#fbe9e7", "strong": "#ff8a65", "other": "#eceff1", "data": "#e3f2fd", "plain": "#ffffff"}
 EDGES = {"ours": "#d84315", "strong": "#bf360c", "other": "#546e7a", "data": "#1565c0", "plain": "#90a4ae"}
@@ -212,6 +214,34 @@ def ring() -> str:
     return svg("Streaming through a ring", 740, 322, parts)
 
 
+def bus() -> str:
+    """What crosses the bus in a step, to scale."""
+    flux = read("gpu_offload")["flux"]
+    weights, ahead, wire = flux["weights_gib"], flux["ahead_gib"], flux["least"]["wire_gib"]
+    whole, gap = 690, 6
+    x = 30 + whole * ahead / weights + gap
+    early, middle, sent = x - 30 - gap, (30 + x - gap) / 2, whole * wire / weights
+    parts = [
+        frame(14, 12, 728, 92, f"host memory: {weights:.1f} GiB of weights, FLUX.1 12B", "other"),
+        box(30, 44, early, 48, f"{ahead:.1f} GiB", "ours", small="see time alone"),
+        box(x, 44, whole - early, 48, f"{weights - ahead:.1f} GiB", "data", small="see the image or the text"),
+        arrow((x + 60, 92), (x + 60, 138), text="compressed at set-up: the exponent becomes 3 bits", at=(x + 70, 124)),
+        box(x, 138, sent, 42, f"{wire:.1f} GiB cross the bus in a step", "strong"),
+        note(x + sent + 12, 156, f"pinned: {flux['pinned_of_weights']:.0%}\nof the weights"),
+        frame(14, 212, 728, 118, "", "ours"),
+        note(728, 233, "GPU memory", anchor="end", bold=True),
+        arrow((middle, 92), (middle, 250), text="once a run,\nlayer by layer", at=(middle + 8, 142)),
+        arrow((x + 60, 180), (x + 60, 250), text="while other blocks compute", at=(x + 70, 200)),
+        box(30, 250, early, 64, "outputs", "ours", small="for all steps;\neach uses a few MiB"),
+        box(x, 250, 170, 64, "decode", "strong", small="into the ring,\nthe same bits"),
+        arrow((x + 170, 282), (x + 220, 282)),
+        box(x + 220, 250, 200, 64, "compute", "plain", small="block by block"),
+        arrow((middle, 314), (middle, 350), (x + 320, 350), (x + 320, 316)),
+        note(middle + 12, 367, "stand in for the layers"),
+    ]
+    return svg("What crosses the bus", 756, 380, parts)
+
+
 def processes() -> str:
     parts = [
         box(10, 56, 130, 52, "clients", "other", small="OpenAI, curl, page"),
@@ -298,6 +328,7 @@ DIAGRAMS: dict[str, Callable[[], str]] = {
     "order": order,
     "cached-step": cached_step,
     "ring": ring,
+    "bus": bus,
     "processes": processes,
     "splitting": splitting,
 }

@@ -51,8 +51,12 @@ def headline() -> Figure:
 
 def budget() -> Figure:
     with rc_context(_STYLE):
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        _budget(figure.subplots())
+        figure = Figure(figsize=(10.5, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _budget(left)
+        _budget(right, "qwen", "qwen-peers")
+        left.set_title("FLUX.1 12B")
+        right.set_title("Qwen-Image 20B")
         return figure
 
 
@@ -112,33 +116,39 @@ def combined() -> Figure:
         return figure
 
 
-def _budget(axes: Any) -> None:
+def _budget(axes: Any, model: str = "flux", peers: str = "peers") -> None:
     result = read("gpu_offload")
-    flux, peers = result["flux"], result["peers"]
-    points = [flux["least"], *flux["curve"], flux["resident"]]
-    peaks, times = [point["peak_gib"] for point in points], [point["ms"] for point in points]
-    axes.plot(peaks, times, "o-", color=OURS, linewidth=2, markersize=4, label="Samovar, any budget")
-    axes.plot(
-        peers["group_peak_gib"],
-        peers["group_ms"],
-        "^",
-        color=PEERS[0],
-        markersize=8,
-        linestyle="none",
-        label="diffusers group offload",
-    )
-    axes.axhline(flux["resident"]["ms"], color="#999999", linestyle=":", linewidth=1)
+    found, resident = result[model], result[model]["resident"]
+    before = [found["before"]["least"], *tables.allowed(found["before"]["curve"]), resident]
+    now = [found["least"], *tables.allowed(found["curve"]), found["ahead"]]
+    for points, style, label in (
+        (now, {"color": OURS, "linewidth": 2}, "Samovar, any budget"),
+        (before, {"color": OURS_TOO, "linewidth": 1.5}, "without computing ahead and compression"),
+    ):
+        points = sorted(points, key=lambda point: point["peak_gib"])
+        axes.plot([p["peak_gib"] for p in points], [p["ms"] for p in points], "o-", markersize=4, label=label, **style)
+    if peers in result:
+        axes.plot(
+            result[peers]["group_peak_gib"],
+            result[peers]["group_ms"],
+            "^",
+            color=PEERS[0],
+            markersize=8,
+            linestyle="none",
+            label="diffusers group offload",
+        )
+    axes.axhline(resident["ms"], color="#999999", linestyle=":", linewidth=1)
     axes.annotate(
-        "everything on the GPU",
-        (peaks[-1], times[-1]),
+        "all weights on the GPU",
+        (resident["peak_gib"], resident["ms"]),
         (0, -12),
         textcoords="offset points",
         fontsize=8,
         ha="right",
         color="#666666",
     )
-    axes.set_xlim(0, 24)
-    axes.set_ylim(0, 540)
+    axes.set_xlim(0)
+    axes.set_ylim(0)
     axes.set_xlabel("peak GPU memory, GiB")
     axes.set_ylabel("one step, ms")
     axes.legend(loc="lower left")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import zoo
+from arch import time_shares
 from samovar.arch import Anatomy, BlockStack, find_anatomy
 from samovar.trace import probe_anatomy
 from zoo import table
@@ -94,3 +96,14 @@ def test_structure_alone_explains_most_stacks(record_property: Count) -> None:
 def test_the_documented_table_is_the_tested_one() -> None:
     file = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
     assert file.read_text(encoding="utf-8") == table.page(CASES), "run `make models-table`"
+
+
+def test_the_documented_shares_are_of_every_class() -> None:
+    assert json.loads(time_shares.FILE.read_text(encoding="utf-8")).keys() == {case.model for case in CASES}
+
+
+@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "GlmImageTransformer2DModel", "HunyuanDiT2DModel"])
+def test_the_documented_share_of_time_only_layers_is_what_is_found(name: str) -> None:
+    """By a call, by paths, and not at all."""
+    documented = json.loads(time_shares.FILE.read_text(encoding="utf-8"))[name]
+    assert time_shares.share_of(installed(next(case for case in CASES if case.model == name))) == documented

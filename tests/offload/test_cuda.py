@@ -11,6 +11,7 @@ from samovar.hooks import running
 from samovar.offload import OffloadConfig, apply_offload
 from samovar.offload.cuda import CudaStage
 from samovar.offload.host import new_chunk
+from samovar.offload.truth import Bounced, Truth
 from samovar.offload.weights import LEAST_PIECE
 
 CASES = {case.id: case for case in zoo.load()}
@@ -82,3 +83,27 @@ def test_nobody_elses_memory_is_pinned() -> None:
         assert all(torch.equal(tensor.to("cuda").cpu(), torch.arange(512)) for tensor in between)
         offloaded.detach()
         assert all(torch.equal(tensor.to("cuda").cpu(), torch.arange(512)) for tensor in between)
+
+
+@pytest.mark.gpu
+def test_what_is_not_pinned_passes_through_buffers_in_order_with_what_is() -> None:
+    """Many more bytes than the buffers hold, to and fro between pinned and not, each read back where it belongs."""
+    stage = CudaStage(torch.device("cuda"))
+    buffers = [new_chunk(2**20) for _ in range(3)]
+    for buffer in buffers:
+        assert stage.register(buffer.data_ptr(), buffer.numel()) is None
+    stage.bounce_through(buffers)
+    contents = [torch.randint(256, (5 * 2**20 + 7,), dtype=torch.uint8) for _ in range(6)]
+    memory = stage.allocate(sum(content.numel() for content in contents))
+    offset = 0
+    for index, content in enumerate(contents):
+        source = content.pin_memory() if index % 2 else Bounced(content.numel(), ((0, Truth(content)),))
+        stage.send(memory, offset, source)
+        offset += content.numel()
+    stage.compute_waits(stage.mark_copied())
+    assert torch.equal(memory.flat[:offset].cpu(), torch.cat(contents))
+    stage.free(memory)
+    stage.bounce_through(())
+    stage.synchronize()
+    for buffer in buffers:
+        stage.unregister(buffer.data_ptr())

@@ -93,9 +93,10 @@ def test_what_is_in_a_file_stays_there_until_it_is_written_to(tmp_path: Path) ->
     (copy,) = adopted(host, [weight])
     assert weight.data_ptr() == before
     assert (copy.data_ptr() == before, torch.equal(copy.view(torch.float32), weight)) == (False, True)
-    assert host.is_current([copy])
+    copied_from = host.copied_from([copy])
+    assert copied_from.is_clean()
     weight.data[7] = 5.0  # Not counted by torch.
-    assert not host.is_current([copy])
+    assert not copied_from.is_clean()
     (moved,) = adopted(host, [weight])
     assert weight.data_ptr() == moved.data_ptr() != before, "now it is in memory alone, and moves as such weights do"
     assert weight[7] == 5.0

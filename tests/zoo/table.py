@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +21,12 @@ and compare what is found with this table, which `make models-table` writes from
   image, video, sound or protein), from conditioning alone (*text*), or from both (*joint*); `-` is returned but not
   passed to the next block.
 - *Between blocks* are modules that run between the blocks of a stack.
+- *Sees time alone* is the share of the weights that is computed ahead of the steps under
+  [offload](../guides/offload.md#layers-that-see-time-alone), of the model that the class makes by default; "?" where it
+  makes none. A model that is loaded is looked at by itself.
 """
+TIME_ONLY = Path(__file__).with_name("time_only.json")
+"""Written by `python -m arch.time_shares`."""
 
 FOREIGN = """## Models of other projects
 
@@ -46,20 +52,23 @@ def page(cases: Iterable[Case]) -> str:
     groups = [(name, list(group)) for name, group in groupby(cases, key=lambda case: case.model)]
     count = sum(len(group) for _, group in groups)
     lines = [HEAD, f"{len(groups)} classes, {count} cases.", ""]
-    lines += ["| class | also tested | stacks | between blocks | to know |", "|---|---|---|---|---|"]
-    lines += [_row(name, group) for name, group in groups]
+    head = ["class", "also tested", "stacks", "between blocks", "sees time alone", "to know"]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    shares = json.loads(TIME_ONLY.read_text(encoding="utf-8"))
+    lines += [_row(name, group, shares.get(name, {}).get("share")) for name, group in groups]
     lines += ["", "## Not served", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in sorted(UNSERVED.items())] or ["None."]
     lines += ["", FOREIGN, FOREIGN_ROWS.read_text(encoding="utf-8").strip()]
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, cases: list[Case]) -> str:
+def _row(name: str, cases: list[Case], time_only: float | None) -> str:
     plain = next((case for case in cases if not case.variant), cases[0])
     variants = ", ".join(case.variant for case in cases if case.variant)
     stacks = "<br>".join(map(_stack, plain.stacks))
     side = ", ".join(f"`{path}`" for path in plain.side)
-    return f"| {name} | {variants} | {stacks} | {side} | {plain.notes} |"
+    share = "?" if time_only is None else f"{time_only:.0%}"
+    return f"| {name} | {variants} | {stacks} | {side} | {share} | {plain.notes} |"
 
 
 def _stack(stack: Stack) -> str:

@@ -90,11 +90,17 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
     return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
 
 
+def is_watched(layer: torch.nn.Module) -> bool:
+    """Whether torch calls somebody when a layer is called, or the layer's forward was replaced."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks
+    return bool(hooks) or "forward" in vars(layer)
+
+
 def is_free(layer: torch.nn.Module) -> bool:
     """Whether nobody but us looks on when a layer is called."""
     registry = attached_registry(layer)
     return (
         is_plain(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
+        and not is_watched(layer)
         and (registry is None or all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain))
     )

@@ -101,7 +101,7 @@ class Offloaded(Handle, PipelineHook):
         """Look for time-only layers in a run without weights."""
         calls = self._rehearsed(self.config.size).calls
         found, self.not_ahead = with_time_layers(components, calls)
-        # Where none were found for a reason, such as a size that the model does not take, the first call tells.
+        # A rehearsed call may be one that a model cannot be traced with. Then the first real one is looked at.
         self._not_tried -= {
             c.name for c in found if c.name in calls and (c.time_layers or not self.not_ahead.get(c.name))
         }

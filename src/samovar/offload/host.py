@@ -27,12 +27,12 @@ from .sizes import format_bytes
 from .spill import spill
 from .staging import Stage
 from .tiers import BOUNCE_BUFFERS, PINNABLE, Tier, TierPlan
-from .truth import READERS, Bounced, Files, ModelFile, Truth, can_watch, disk_speed
+from .truth import READERS, Bounced, Files, ModelFile, Truth, Truths, can_watch, disk_speed
 from .weights import LEAST_PIECE, LINE, Piece, Span, spans_of
 
 _PAGE = mmap.PAGESIZE
 _THREADS = 4
-_SAMPLES = 512
+_SAMPLES = 64
 """Bytes of each piece that are looked at for changes that torch does not count."""
 _TRIM_BYTES = 2**28
 """After moving this many bytes, malloc is asked to return the old memory to the system."""
@@ -156,17 +156,16 @@ class HostMemory:
             self._stage.stats.pinned_bytes -= sum(self._pinned[start].nbytes() for start in starts)
             _unpin(self._stage, {start: self._pinned.pop(start) for start in starts})
 
-    def is_current(self, sources: Iterable[torch.Tensor | Bounced]) -> bool:
-        """Whether these are what the model holds: nobody has written to what they were copied from."""
-        return all(truth.is_clean() for source in sources for truth in self._copied_from(source))
-
-    def _copied_from(self, source: torch.Tensor | Bounced) -> Sequence[Truth]:
-        chunk = _chunk_of(source)
-        return () if chunk is None else self._derived.get(chunk, ())
+    def copied_from(self, sources: Iterable[torch.Tensor | Bounced]) -> Truths:
+        """What these are copies of, as far as that is in files."""
+        chunks = [chunk for source in sources if (chunk := _chunk_of(source)) is not None]
+        return Truths([truth for chunk in chunks for truth in self._derived.get(chunk, ())])
 
     def fingerprint(self, source: torch.Tensor | Bounced) -> Any:
         """What a source holds, as far as a quick look tells. What is in files is not looked at: nobody wrote to it."""
-        truths = [truth for _, truth in source.parts] if isinstance(source, Bounced) else self._copied_from(source)
+        truths = (
+            [truth for _, truth in source.parts] if isinstance(source, Bounced) else self.copied_from([source]).truths
+        )
         memories = [truth.memory for truth in truths if not truth.is_clean()]
         if isinstance(source, torch.Tensor) and not truths:
             memories = [source]

@@ -64,20 +64,43 @@ class KnownSteps:
         self.kinds: Sequence[int] = range(len(ids))
         """By call: a number that calls have in common which are given the same."""
         self._size = 0
-        self.outputs: list[Part] = []
-        self.inputs: list[list[Part]] = []
-        for call in tape.layer_calls:
-            assert call.returns is not None
-            self.outputs.append(self._place(call.returns))
-            self.inputs.append([self._place(form) for form in call.given])
+        returned = [call.returns for call in tape.layer_calls if call.returns is not None]
+        assert len(returned) == len(ids)
+        self.outputs = [self._place(form, ALIGNMENT) for form in returned]
+        self._inputs_at = self._size
+        self.inputs = [[self._place(form) for form in call.given] for call in tape.layer_calls]
+        """They lie together, to be compared at once."""
+        self.forms = [[(form.shape, form.dtype) for form in call.given] for call in tape.layer_calls]
+        dtypes = {form.dtype for form in returned}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._keys: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []
         self._misses = 0
 
-    def _place(self, form: Form) -> Part:
+    def _place(self, form: Form, alignment: int = 1) -> Part:
         part = Part(self._size, form)
-        self._size += -(-form.num_bytes // ALIGNMENT) * ALIGNMENT
+        self._size += -(-form.num_bytes // alignment) * alignment
         return part
+
+    def outputs_in(self, row: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The output of each call. This is quick: it happens in every forward."""
+        if self._dtype is None:
+            return [part.view(row) for part in self.outputs]
+        width = self._dtype.itemsize
+        ends = [part.start // width for part in self.outputs[1:]] + [self._inputs_at // width]
+        sizes = [end - part.start // width for part, end in zip(self.outputs, ends, strict=True)]
+        pieces = row[: self._inputs_at].view(self._dtype).split_with_sizes(sizes)
+        counts = [part.form.num_bytes // width for part in self.outputs]
+        return [
+            (piece if size == count else piece[:count]).view(part.form.shape)
+            for piece, size, count, part in zip(pieces, sizes, counts, self.outputs, strict=True)
+        ]
+
+    def expected_in(self, row: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+        """What the calls of these numbers are to be given, as bytes."""
+        if len(numbers) == self.num_calls and all(n == i for i, n in enumerate(numbers)):
+            return row[self._inputs_at :]
+        return torch.cat([row[part.start : part.end] for number in numbers for part in self.inputs[number]])
 
     @property
     def is_guessing(self) -> bool:
@@ -135,8 +158,10 @@ class SeenWeights:
             tensor.detach().as_strided((extent(tensor) // tensor.element_size(),), (1,)).view(torch.uint8)
             for tensor in self._tensors
         ]
-        self._probes = [[flat[:: max(flat.numel() // count, 1) | 1] for flat in flats] for count in (_FEW, _MANY)]
-        self._values = [[probe.clone() for probe in probes] for probes in self._probes]
+        self._probes = [
+            [flat[:: max(flat.numel() // count, 1) | 1].numpy() for flat in flats] for count in (_FEW, _MANY)
+        ]
+        self._values = [[probe.tobytes() for probe in probes] for probes in self._probes]
 
     def _held(self) -> list[torch.Tensor]:
         return [tensor for tensor in self._layer._parameters.values() if tensor is not None]
@@ -148,7 +173,7 @@ class SeenWeights:
             len(held) == len(self._tensors)
             and all(map(is_, held, self._tensors))
             and [_place(tensor) for tensor in held] == self._places
-            and all(map(torch.equal, self._probes[is_new_run], self._values[is_new_run]))
+            and [probe.tobytes() for probe in self._probes[is_new_run]] == self._values[is_new_run]
         )
 
 
@@ -159,6 +184,14 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bits of what the model is given at a step."""
     return torch.cat([bits(tensor) for tensor in inputs]) if inputs else torch.zeros(0, dtype=torch.uint8)
+
+
+def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Some tensors as bytes, one after the other."""
+    first = tensors[0]
+    if all(tensor.dtype is first.dtype and tensor.shape == first.shape for tensor in tensors):
+        return bits(torch.stack(tuple(tensors)))
+    return torch.cat([bits(tensor) for tensor in tensors])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,8 @@ class OffloadedComponent:
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         for path, group in zip(("", *self.blocks), self._groups, strict=True):
             group.tier = tiers.tier((plan.name, path))
-            group.keeps_host, group.is_coded = self._is_pinned, plan.is_coded and group in streamed
+            is_coded = plan.is_coded and group in streamed and (plan.name, path) not in tiers.plain
+            group.keeps_host, group.is_coded = self._is_pinned, is_coded
             group.file = file
             if self._is_pinned:
                 group.update()

@@ -8,7 +8,7 @@ holds weights, pinned or not. The page cache of files is not counted: the system
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from ..errors import SettingError
@@ -112,6 +112,8 @@ class TierPlan:
     spilled: frozenset[Key]
     """Groups whose weights must be written to a file first."""
     speeds: HostSpeeds
+    plain: frozenset[Key] = frozenset()
+    """Groups for whose compressed copies there is no room: they are pinned as they are."""
 
     def tier(self, key: Key) -> Tier:
         return self.tiers.get(key, "pinned")
@@ -144,7 +146,7 @@ class TierPlan:
         how = "measured" if self.speeds.is_disk_measured else "assumed"
         in_a_run = ("run", "ahead") if self.budget_bytes is not None else ("run",)  # Else the page cache has room.
         for often, crossings in (("in every forward", ("forward",)), ("once in a run", in_a_run)):
-            num_bytes = self.bytes_in("disk", *crossings)  # type: ignore[arg-type]
+            num_bytes = self.bytes_in("disk", *crossings)
             if num_bytes:
                 speed, seconds = f"{self.speeds.disk / 1e9:.1f} GB/s ({how})", num_bytes / self.speeds.disk
                 lines.append(f"{format_bytes(num_bytes)} are read from disk {often}: about {seconds:.3g} s at {speed}.")
@@ -200,13 +202,15 @@ def plan_tiers(
         for group in groups:
             unpinned: Tier = "disk" if group.file_bytes else "pageable"
             tiers[group.key] = unpinned if group.crossing == "ahead" else "pinned"
-        return _made(groups, tiers, host_memory, 0, speeds, can_spill=False)
+        buffer = _buffer_bytes(groups, budget) if any(group.crossing == "ahead" for group in groups) else 0
+        return _made(groups, tiers, host_memory, buffer, speeds, can_spill=False)
     buffer = _buffer_bytes(groups, budget)
     room = budget - BOUNCE_BUFFERS * buffer
     if not can_spill:
         room -= sum(group.anonymous_bytes for group in groups)
     if room < 0 and host_memory is not None:
         _refuse(groups, host_memory, buffer, can_spill)
+    plain: dict[Key, WeightUse] = {}
     pinnable = most_pinned - BOUNCE_BUFFERS * buffer
     # Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
     kinds = [(crossing, has_file) for crossing in get_args(Crossing) for has_file in (False, True)]
@@ -214,10 +218,15 @@ def plan_tiers(
         some = [group for group in groups if (group.crossing, group.file_bytes > 0) == kind]
         for group in _evenly(some, room, can_spill):
             tier, cost = _place(group, room, pinnable, can_spill)
+            if tier == "pageable" and group.coded_bytes and not can_spill:  # There is no room for a second copy.
+                group = plain[group.key] = group._replace(coded_bytes=0)
+                tier, cost = _place(group, room, pinnable, can_spill)
             tiers[group.key] = tier
             room -= cost
             pinnable -= group.pinned_bytes if tier == "pinned" else 0
-    return _made(groups, tiers, host_memory, buffer, speeds, can_spill)
+    groups = [plain.get(group.key, group) for group in groups]
+    made = _made(groups, tiers, host_memory, buffer, speeds, can_spill)
+    return replace(made, plain=frozenset(plain))
 
 
 def _place(group: WeightUse, room: float, pinnable: float, can_spill: bool) -> tuple[Tier, int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,14 +25,14 @@ import torch
 from .. import tree
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..errors import ModelError, SettingError
-from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, pipeline_hooks
+from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, pipeline_hooks
 from ..hooks.runs import run_around
 from ..trace.shadow import Generation
 from ..trace.tape import Tape, tensors_in
 from ..trace.time_only import find_tape, is_autocast
-from .ahead import HOOK, is_free
+from .ahead import HOOK, is_free, is_watched
 from .host import HostMemory
-from .known_steps import KnownSteps, Part, SeenWeights, bits, key_of
+from .known_steps import KnownSteps, SeenWeights, bits_of, key_of
 from .moving import HOOK as OFFLOAD_HOOK
 from .moving import install_hooks
 from .sizes import Component
@@ -67,8 +67,12 @@ class _Forward:
     """How often each layer was called."""
     checked: set[int] = field(default_factory=set)
     """The kinds of inputs that were as expected."""
-    given: list[tuple[torch.Tensor, Part]] = field(default_factory=list)
-    """What layers were given and where in the row it is expected, to be compared after the forward."""
+    outputs: Sequence[torch.Tensor] = ()
+    """By call of a layer."""
+    given: list[torch.Tensor] = field(default_factory=list)
+    """What layers were given, to be compared after the forward."""
+    numbers: list[int] = field(default_factory=list)
+    """The numbers of their calls."""
 
 
 class TimeLayers:
@@ -138,9 +142,8 @@ class TimeLayers:
         if forward is None or forward.known is None:
             return
         if forward.given and forward.row is not None:
-            given = torch.cat([bits(tensor) for tensor, _ in forward.given])
-            expected = torch.cat([part.of(forward.row) for _, part in forward.given])
-            is_other = (given != expected).any()
+            expected = forward.known.expected_in(forward.row, forward.numbers)
+            is_other = (bits_of(forward.given) != expected).any()
         if forward.known.is_proved and forward.given:
             self._doubts.append(is_other)
         elif sum(forward.counts.values()) == forward.known.num_calls:
@@ -165,38 +168,37 @@ class TimeLayers:
                 "OffloadConfig(precompute=False)."
             )
 
-    def answer(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a layer returns in the running forward; NOT_BYPASSED if it must be computed."""
+    def answer(self, layer: torch.nn.Module, args: Any, kwargs: Any, is_free: bool) -> Any:
+        """What a layer returns in the running forward; NOT_BYPASSED if it must be computed, as it must be where others
+        look on."""
         forward = self._forward
         if forward is None or self.problem or forward.thread != threading.get_ident() or torch.is_grad_enabled():
-            return NOT_BYPASSED
-        if is_autocast() or not is_free(layer):
             return NOT_BYPASSED
         if not forward.is_looked_up:
             forward.is_looked_up = True
             self._look_up(forward)
         known, row = forward.known, forward.row
-        if known is None or row is None:
+        if known is None or row is None or is_autocast() or not is_free:
             return NOT_BYPASSED
         calls, nth = known.calls.get(id(layer), ()), forward.counts.get(id(layer), 0)
         if nth >= len(calls):
             return NOT_BYPASSED
         forward.counts[id(layer)] = nth + 1
-        number, tensors = calls[nth], tensors_in((args, kwargs))
-        is_checked = known.is_proved and known.kinds[number] in forward.checked
-        parts = known.inputs[number]
-        if [(t.shape, t.dtype) for t in tensors] != [part.form for part in parts]:
+        number = calls[nth]
+        is_one = not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor)
+        tensors = list(args) if is_one else tensors_in((args, kwargs))
+        is_alike = [(t.shape, t.dtype) for t in tensors] == known.forms[number]
+        if not is_alike or any(t.device != row.device for t in tensors):
             self._surprise(forward)
             return NOT_BYPASSED
-        pairs = list(zip(tensors, parts, strict=True))
-        if not is_checked and any(
-            t.device != row.device or not torch.equal(bits(t), part.of(row)) for t, part in pairs
-        ):
+        is_checked = known.is_proved and known.kinds[number] in forward.checked
+        if not is_checked and not torch.equal(bits_of(tensors), known.expected_in(row, [number])):
             self._surprise(forward)
             return NOT_BYPASSED
         forward.checked.add(known.kinds[number])
-        forward.given += pairs
-        return known.outputs[number].view(row)
+        forward.given += tensors
+        forward.numbers.append(number)
+        return forward.outputs[number]
 
     def _surprise(self, forward: _Forward) -> None:
         """A layer is given something unexpected. The rest of the forward is computed, and the next one looks again."""
@@ -236,6 +238,7 @@ class TimeLayers:
         else:
             self.stats.found_forwards += 1
         forward.known, forward.row = known, row.to(self._stage.device, non_blocking=True, copy=True)
+        forward.outputs = known.outputs_in(forward.row)
 
     def _tape(self, form: Hashable, forward: _Forward) -> Tape | None:
         if form not in self._tapes:
@@ -346,9 +349,19 @@ class _LayerHook(ModelHook):
     def __init__(self, layers: TimeLayers) -> None:
         self._layers = layers
         self._open: list[contextlib.AbstractContextManager[None]] = []
+        self._registry: HookRegistry | None = None
+        self._chain: Any = None
+        self._is_free = False
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._layers.answer(module, args, kwargs)
+        return self._layers.answer(module, args, kwargs, self._is_alone(module))
+
+    def _is_alone(self, module: torch.nn.Module) -> bool:
+        """Whether nobody but us looks on. Most of that is known as long as the hooks are the same."""
+        registry = self._registry = self._registry or HookRegistry.get_or_create(module)
+        if registry.run is not self._chain:
+            self._chain, self._is_free = registry.run, is_free(module)
+        return self._is_free and not is_watched(module)
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         brought = self._layers.on_device(module)

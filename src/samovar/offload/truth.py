@@ -19,7 +19,7 @@ import tempfile
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -113,6 +113,25 @@ class Truth:
             self.file.read(memoryview(view).cast("B"), self.offset + start)
         if self.file is not None:
             self.file.check()
+
+
+class Truths:
+    """What copies were made of. Asked before each use, so it asks the kernel once for all that is in one file."""
+
+    def __init__(self, truths: Sequence[Truth]) -> None:
+        self.truths = truths
+        self._ranges = []
+        for file in {id(truth.file) for truth in truths}:
+            places = [(t.memory.data_ptr(), t.num_bytes) for t in truths if id(t.file) == file and t.num_bytes]
+            start = min((place for place, _ in places), default=0)
+            end = max((place + num_bytes for place, num_bytes in places), default=0)
+            self._ranges.append((start, end - start))
+
+    def is_clean(self) -> bool:
+        """Whether nobody has written to any of them."""
+        if not any(may_be_written(*place) for place in self._ranges if place[1]):
+            return True
+        return all(truth.is_clean() for truth in self.truths)  # Or it was somebody else's, between ours.
 
 
 class Bounced(NamedTuple):

@@ -22,7 +22,7 @@ from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .tiers import Tier
-from .truth import Bounced
+from .truth import Bounced, Truths
 from .weights import LINE, Piece, Span, lay_out, spans_of
 
 _MOST_VIEWS = 16
@@ -68,6 +68,8 @@ class WeightGroup:
         """By tensor id, where its data is as we left it."""
         self._lent: list[tuple[torch.Tensor, int]] = []
         """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
+        self._copied_from = Truths(())
+        """What is in files and pinned as a copy."""
         self._was: tuple[bool, Tier] = (False, "pinned")
         """Whether it was coded, and its tier, when it was adopted."""
         self._starts: Sequence[int] = ()
@@ -112,6 +114,7 @@ class WeightGroup:
         self.forget_views()
         self._remember()
         self._host.release(before, self.wires)
+        self._copied_from = self._host.copied_from(self.sources)
 
     def _code(self, pieces: Sequence[Piece]) -> None:
         """Code what gains by it, but for what is coded already."""
@@ -156,7 +159,7 @@ class WeightGroup:
         return self._is_in_place() and self._is_fresh()
 
     def _is_in_place(self) -> bool:
-        if (self.is_coded, self.tier) != self._was or not self._host.is_current(self.sources):
+        if (self.is_coded, self.tier) != self._was or not self._copied_from.is_clean():
             return False
         tensors, left = self._find(), self._left
         if tensors is self._found and self._entries and self._buffer is None:  # The usual case, quickly.

@@ -1,0 +1,78 @@
+"""How much of each class depends on time alone? Written to `zoo/time_only.json`, which docs/reference/models.md shows.
+
+    PYTHONPATH=src:tests python -m arch.time_shares [CLASS ...]
+
+Of the model that a class makes by default, without weights, in 16 bits. The layers are those of a call that was found
+by trying; where none was found, those at the paths that the forward of the tiny model shows. It takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samovar.arch.modules import named_parts, tensor_bytes, unwrapped
+from samovar.errors import ModelError
+from samovar.offload.ahead import choose_layers, find_time_layers
+from samovar.offload.sizes import read_parts, split_parts
+from samovar.trace.guess import guess
+from samovar.trace.time_only import Tape, find_tape
+from zoo import Case, load
+
+FILE = Path(__file__).parents[1] / "zoo" / "time_only.json"
+UNKNOWN = "whether layers see time alone is unknown"
+
+
+def share_of(case: Case) -> dict[str, Any]:
+    """The bytes of a class, and the share of it that depends on time alone."""
+    try:
+        (component, *_) = split_parts(read_parts(case.model, torch.bfloat16))
+    except ModelError:
+        return {"problem": "it has no default size"}
+    size = tensor_bytes([component.module])
+    found = {"gib": round(size / 2**30, 2)}
+    tried = guess(component.module, name=component.name)
+    if tried.problem is None:
+        call = tried.calls[component.name]
+        layers, problem = find_time_layers(component, call.args, dict(call.kwargs))
+        if layers or not problem.startswith(UNKNOWN):
+            return found | {"share": _share(layers.values(), size), "found_by": "a call"}
+    with torch.compiler.set_stance("force_eager"):
+        tape, problem = find_tape(case.build(), (), case.inputs(0), 1)
+    if problem:
+        return found | {"problem": problem.splitlines()[0]}
+    layers, _ = choose_layers(component, _alike(unwrapped(component.module), tape))
+    return found | {"share": _share(layers.values(), size), "found_by": "paths"}
+
+
+def _share(layers: Iterable[torch.nn.Module], size: int) -> float:
+    return round(tensor_bytes(layers) / size, 4)
+
+
+def _alike(model: torch.nn.Module, tape: Tape | None) -> list[str]:
+    """The paths like those on a tape, whichever block they are in."""
+    patterns = {re.sub(r"\\?\d+", r"\\d+", re.escape(path)) for path in (tape.layers if tape is not None else ())}
+    return [path for path in named_parts(model) if any(re.fullmatch(pattern, path) for pattern in patterns)]
+
+
+def main(names: list[str]) -> None:
+    cases: dict[str, Case] = {}
+    for case in load():
+        if case.model not in cases or not case.variant:
+            cases[case.model] = case
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    for name in names or sorted(cases):
+        found[name] = share_of(cases[name])
+        print(name, found[name], file=sys.stderr, flush=True)
+        text = json.dumps(dict(sorted(found.items())), indent=1)
+        FILE.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
