@@ -85,5 +85,11 @@ def _coded(truth: torch.Tensor, tensors: tuple[torch.Tensor, ...], stage: Stage)
     if coded is None:
         return None
     data = new_chunk(coded.form.num_bytes)[: coded.form.num_bytes]
-    data.copy_(coded.data)
+    # New pages fill slowly from a device, and quickly from memory, with all cores.
+    data.copy_(coded.data if coded.data.device.type == "cpu" else _pinned(coded.data))
     return CodedCopy(truth, tensors, coded.form, data)
+
+
+def _pinned(data: torch.Tensor) -> torch.Tensor:
+    """What is on a device, in pinned memory."""
+    return torch.empty_like(data, device="cpu", pin_memory=True).copy_(data)

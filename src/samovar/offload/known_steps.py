@@ -132,7 +132,7 @@ class KnownSteps:
             for part, tensors in zip((output, *inputs), (outputs, *zip(*given, strict=True)), strict=True):
                 # All steps of a part lie together at first, as one copy that nobody waits for.
                 target = made[len(steps) * part.start :][: len(steps) * part.form.num_bytes]
-                target.copy_(torch.cat([bits(tensor) for tensor in tensors]), non_blocking=True)
+                target.copy_(bits_of(tensors), non_blocking=True)
         keys = torch.stack([key_of(step) for step in steps])
         stage.host_waits(stage.mark_computed())
         for part in (*self.outputs, *itertools.chain(*self.inputs)):

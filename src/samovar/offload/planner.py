@@ -21,6 +21,8 @@ Placement = Literal["resident", "turns", "streams"]
 
 _WORTH_CODING = 0.97
 """Weights are compressed if that takes a forward below this share of its time: it takes seconds to set up."""
+_BUSY_BUS = 0.5
+"""Or if the bus were busy for more than this share of it: then small delays of the host are seen, which no plan knows."""
 ASSUMED_ACTIVATIONS = 2**30
 """Bytes that a component is assumed to need beside its weights until they are measured."""
 
@@ -242,7 +244,9 @@ class _Planner:
         coded = choose_streaming(size, room, self.timing) if self.config.compress != "none" else None
         if plain is None or coded is None:
             return plain or coded
-        return coded if coded.forward_s < _WORTH_CODING * plain.forward_s else plain
+        bus_s = sum(block.num_bytes for block in size.blocks if block.path in plain.streamed) / self.timing.bus_bytes_s
+        is_worth_it = coded.forward_s < _WORTH_CODING * plain.forward_s or bus_s > _BUSY_BUS * plain.forward_s
+        return coded if is_worth_it else plain
 
     def _seconds(self, streams: Mapping[str, Streaming]) -> float:
         """Time of the streaming components, each weighted by how often it computes."""

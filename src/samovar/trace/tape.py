@@ -119,7 +119,10 @@ class Tape:
             return held.to(device) if isinstance(held, torch.Tensor) else held
 
         for number, call in enumerate(self.calls):
-            filled = [map_parts(partial(fill, known), (call.args, call.kwargs)) for known in values]
+            if not call.kwargs and all(isinstance(held, Value) for held in call.args):  # The usual case, quickly.
+                filled = [(tuple([known[held.number] for held in call.args]), {}) for known in values]
+            else:
+                filled = [map_parts(partial(fill, known), (call.args, call.kwargs)) for known in values]
             if call.layer:
                 with fetch(call.layer) as layer:
                     outputs = [call_bare(layer, args, kwargs) for args, kwargs in filled]
