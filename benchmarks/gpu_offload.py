@@ -32,6 +32,8 @@ BUDGETS = {
     "flux": (1.6, 2, 3, 4, 6, 8, 9, 10, 12, 14, 16.5),
     "qwen": (1.6, 3, 6, 9, 12, 15, 18, 22, 26),
 }
+QUICK = {"flux": (8, 9), "qwen": (1.6, 15, 18)}
+"""What is measured with --quick, which leaves out what there was before."""
 BUDGETS_BEFORE = {"flux": (2, 4, 8, 12, 15.5), "qwen": (3, 9, 18, 26)}
 MOST_PINNED = 40
 """GiB of weights up to which a model is streamed as it is, too: that pins all of them."""
@@ -274,33 +276,35 @@ def before(subject: Ours, offloaded: Offloaded, found: dict[str, Any]) -> dict[s
 
 
 @torch.no_grad()
-def in_short(bench: Bench, name: str, model: torch.nn.Module) -> dict[str, Any]:
+def in_short(bench: Bench, name: str, model: torch.nn.Module, quick: bool) -> dict[str, Any]:
     """One row about a transformer."""
     subject, offloaded, found = begin(bench, name, model, PASSES)
-    found |= before(subject, offloaded, found)
+    found |= {} if quick else before(subject, offloaded, found)
     offloaded.detach()
     return found
 
 
 @torch.no_grad()
-def in_full(bench: Bench, name: str, model: torch.nn.Module) -> dict[str, Any]:
+def in_full(bench: Bench, name: str, model: torch.nn.Module, quick: bool) -> dict[str, Any]:
     """Everything about a transformer."""
     subject, offloaded, found = begin(bench, name, model, 2 * PASSES)
     resident_ms = found["resident"]["ms"]
     found["skip"] = subject.skip(offloaded)
     found |= subject.learn(offloaded)
     found["least_measured"] = subject.measure(offloaded)
-    found["curve"] = subject.curve(offloaded, BUDGETS[name], resident_ms)
+    found["curve"] = subject.curve(offloaded, (QUICK if quick else BUDGETS)[name], resident_ms)
     whole = offloaded.plan.component("transformer").num_bytes + offloaded.config.activations["transformer"]
     # One byte less than everything needs: it stays, but for the layers that are computed ahead.
     found["ahead"] = subject.within(offloaded, whole - 1)
     found["ahead"]["slower"] = round(found["ahead"].get("ms", 0.0) / resident_ms - 1, 4)
     enough = [row for row in found["curve"] if row.get("ms", float("inf")) <= SPARE * resident_ms]
     found["at_resident_speed"] = enough[0] if enough else None
-    found |= before(subject, offloaded, found)
-    found["before"]["curve"] = subject.curve(offloaded, BUDGETS_BEFORE[name], resident_ms)
-    found["swap"] = subject.swap(offloaded)
-    rows = [found["least"], found["least_measured"], found["ahead"], *found["curve"], *found["before"]["curve"]]
+    rows = [found["least"], found["least_measured"], found["ahead"], *found["curve"]]
+    if not quick:
+        found |= before(subject, offloaded, found)
+        found["before"]["curve"] = subject.curve(offloaded, BUDGETS_BEFORE[name], resident_ms)
+        found["swap"] = subject.swap(offloaded)
+        rows += found["before"]["curve"]
     found["same_bits"] = all(row.get("same_bits", True) for row in rows)
     offloaded.detach()
     return found
@@ -309,7 +313,7 @@ def in_full(bench: Bench, name: str, model: torch.nn.Module) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def run_part(bench: Bench, part: str, models: dict[str, torch.nn.Module]) -> dict[str, Any]:
+def run_part(bench: Bench, part: str, models: dict[str, torch.nn.Module], quick: bool) -> dict[str, Any]:
     import gpu_offload_peers
 
     name = {"peers": "flux"}.get(part, part.partition("-")[0])
@@ -327,7 +331,7 @@ def run_part(bench: Bench, part: str, models: dict[str, torch.nn.Module]) -> dic
     start = time.perf_counter()
     models[name] = gpu_models.build(name, bench.device, bench.dtype, tiny=bench.tiny)
     print(f"built {name} in {time.perf_counter() - start:.1f} s", flush=True)
-    return (in_full if name in BUDGETS else in_short)(bench, name, models[name])
+    return (in_full if name in BUDGETS else in_short)(bench, name, models[name], quick)
 
 
 def main() -> None:
@@ -335,6 +339,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default=None)
     parser.add_argument("--tiny", action="store_true", help="small models, for a CPU")
+    parser.add_argument("--quick", action="store_true", help="few budgets, and not what there was before")
     parser.add_argument("--json", type=Path, default=None, help="where the result is written")
     arguments = parser.parse_args()
     device = torch.device(arguments.device or ("cpu" if arguments.tiny else "cuda"))
@@ -347,7 +352,7 @@ def main() -> None:
     models: dict[str, torch.nn.Module] = {}
     for part in arguments.parts:
         start = time.perf_counter()
-        result[part] = run_part(bench, part, models)
+        result[part] = run_part(bench, part, models, arguments.quick)
         result[part]["part_s"] = round(time.perf_counter() - start, 1)
         print(part, json.dumps(result[part], indent=1), flush=True)
         if arguments.json is not None:
