@@ -221,6 +221,9 @@ class Ring:
     def acquire(self, block: StreamedBlock) -> list[int]:
         """The offsets of a block's pieces; they are there when the device reaches the work enqueued next."""
         assert not any(slot.in_use for slot in self._slots), "blocks are not called inside one another"
+        if self._ahead and any(other.fingerprint() != before for other, before in self._ahead):
+            self.drop()  # Weights that were sent ahead of this pass have changed since. They are sent again.
+        self._ahead = []
         position = self._locate(block)
         while self._slots and (self._slots[0].block is not block or self._slots[0].edits != block.edits()):
             self._drop_oldest()
@@ -252,10 +255,8 @@ class Ring:
             self._drop_oldest()
 
     def begin_pass(self) -> None:
-        """The model is called. If weights that were sent ahead have changed since, they are sent again."""
-        if any(block.fingerprint() != before for block, before in self._ahead):
-            self.drop()
-        self._called, self._ahead = [], []
+        """The model is called."""
+        self._called = []
 
     def end_pass(self) -> None:
         """The model returns. If it called its blocks in another order than expected, that becomes the order."""
@@ -270,7 +271,7 @@ class Ring:
         if self._arrived is not None:  # They may change now, and copies that this pass needs must not see it.
             self._queues.host_waits(self._arrived)
             self._arrived = None
-        self._ahead = [(block, block.fingerprint()) for block in self.blocks]
+            self._ahead = [(block, block.fingerprint()) for block in self.blocks]
 
     def _locate(self, block: StreamedBlock) -> int:
         count = len(self.order)

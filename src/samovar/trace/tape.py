@@ -120,7 +120,7 @@ class Tape:
 
         for number, call in enumerate(self.calls):
             if not call.kwargs and all(isinstance(held, Value) for held in call.args):  # The usual case, quickly.
-                filled = [(tuple([known[held.number] for held in call.args]), {}) for known in values]
+                filled: list[Any] = [(tuple([known[held.number] for held in call.args]), {}) for known in values]
             else:
                 filled = [map_parts(partial(fill, known), (call.args, call.kwargs)) for known in values]
             if call.layer:
