@@ -91,9 +91,8 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
 
 
 def is_watched(layer: torch.nn.Module) -> bool:
-    """Whether torch calls somebody when a layer is called, or the layer's forward was replaced."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks
-    return bool(hooks) or "forward" in vars(layer)
+    """Whether torch calls somebody when a layer is called."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
 
 
 def is_free(layer: torch.nn.Module) -> bool:

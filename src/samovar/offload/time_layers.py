@@ -29,7 +29,7 @@ from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, pipel
 from ..hooks.runs import run_around
 from ..trace.shadow import Generation
 from ..trace.tape import Tape, tensors_in
-from ..trace.time_only import find_tape, is_autocast
+from ..trace.time_only import find_tape, is_autocast, is_plain
 from .ahead import HOOK, is_free, is_watched
 from .host import HostMemory
 from .known_steps import KnownSteps, SeenWeights, bits_of, key_of
@@ -174,11 +174,13 @@ class TimeLayers:
         forward = self._forward
         if forward is None or self.problem or forward.thread != threading.get_ident() or torch.is_grad_enabled():
             return NOT_BYPASSED
+        if is_autocast() or not is_free:
+            return NOT_BYPASSED
         if not forward.is_looked_up:
             forward.is_looked_up = True
             self._look_up(forward)
         known, row = forward.known, forward.row
-        if known is None or row is None or is_autocast() or not is_free:
+        if known is None or row is None:
             return NOT_BYPASSED
         calls, nth = known.calls.get(id(layer), ()), forward.counts.get(id(layer), 0)
         if nth >= len(calls):
@@ -361,7 +363,7 @@ class _LayerHook(ModelHook):
         registry = self._registry = self._registry or HookRegistry.get_or_create(module)
         if registry.run is not self._chain:
             self._chain, self._is_free = registry.run, is_free(module)
-        return self._is_free and not is_watched(module)
+        return self._is_free and is_plain(module) and not is_watched(module)
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         brought = self._layers.on_device(module)

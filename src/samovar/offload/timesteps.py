@@ -76,7 +76,7 @@ def _courses(times: Sequence[torch.Tensor], tensor: torch.Tensor) -> Iterator[_C
     seen: set[_Course] = set()
     for now in distinct.tolist() if len(distinct) <= _MOST_VALUES else ():
         for scale in times:
-            for early in dict.fromkeys((scale.dtype, tensor.dtype, torch.float32, torch.bfloat16, torch.float16)):
+            for early in dict.fromkeys((scale.dtype, tensor.dtype, torch.float32)):
                 for form in _FORMS:
                     values = form(scale.to(early)).to(tensor.dtype).tolist()
                     course = _Course(now, tuple(values[values.index(now) + 1 :]) if now in values else ())
