@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_two_ranks(ranks: Ranks) -> None:
     for results in ranks.call(_on_a_rank, CASES, limit_s=900.0):
         for result in results:

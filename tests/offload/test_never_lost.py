@@ -100,7 +100,7 @@ def call_by_hand(pipe: Any, part: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("part", ["transformer", "text_encoder_2"])
+@pytest.mark.parametrize("part", ["transformer", pytest.param("text_encoder_2", marks=pytest.mark.slow)])
 def test_what_is_changed_on_the_device_outside_of_a_run_is_kept(mode: str, edit: str, part: str) -> None:
     bare, pipe = FLUX.build(0), FLUX.build(0)
     old = FLUX.run(bare, 2)

@@ -215,7 +215,9 @@ def test_times_that_nobody_foresees_are_computed_step_by_step() -> None:
 # ------------------------------------------------------------------------------------------------ who changes it
 
 
-@pytest.mark.parametrize("which", ["modulations", "embedders", pytest.param("elsewhere", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "which", ["modulations", *(pytest.param(which, marks=pytest.mark.slow) for which in ("embedders", "elsewhere"))]
+)
 @pytest.mark.parametrize("edit", EDITS)
 def test_weights_that_are_changed_between_runs_and_in_a_run(edit: str, which: str) -> None:
     for at in (None, 0, 2):
