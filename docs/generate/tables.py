@@ -35,6 +35,11 @@ def at_speed(found: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any
     return next((row for row in allowed(rows) if row["ms"] <= limit), found["resident"])
 
 
+def _when(found: Any) -> str:
+    """The day of a figure that is of an earlier run than those beside it."""
+    return f" (run of {found['earlier']['date']})" if "earlier" in found else ""
+
+
 def headlines(folder: str = "") -> str:
     """The figures of the README and the home page; `folder` is where results are, seen from the page."""
     place = folder or "benchmarks/results"
@@ -48,14 +53,14 @@ def headlines(folder: str = "") -> str:
             "FLUX.1 12B in the least memory, same bits",
             f"**{flux['least']['peak_gib']:.1f} GiB** instead of {flux['resident']['peak_gib']:.1f}, "
             f"{flux['least']['ms']:.0f} ms a step instead of {flux['resident']['ms']:.0f}",
-            f"diffusers group offload: {peers['group_peak_gib']:.1f} GiB, {peers['group_ms']:.0f} ms",
+            f"diffusers group offload: {peers['group_peak_gib']:.1f} GiB, {peers['group_ms']:.0f} ms{_when(peers)}",
             "gpu_offload",
         ],
         [
             "Qwen-Image 20B in the least memory, same bits",
             f"**{qwen['least']['peak_gib']:.1f} GiB** instead of {qwen['resident']['peak_gib']:.1f}, "
             f"{qwen['least']['ms']:.0f} ms a step instead of {qwen['resident']['ms']:.0f}",
-            f"without computing ahead and compression: {qwen['before']['least']['ms']:.0f} ms",
+            f"without computing ahead and compression: {qwen['before']['least']['ms']:.0f} ms{_when(qwen['before'])}",
             "gpu_offload",
         ],
         [
@@ -192,7 +197,10 @@ def offload_summary(_: str) -> str:
         row("the same, layers that see time alone computed ahead", lambda m: _time(m["ahead"])),
         row("least memory", lambda m: _time(m["least"])),
         row("... what the bus alone would take", lambda m: f"{m['least']['bus_ms']:.0f} ms"),
-        row("... without computing ahead and compression", lambda m: _time(m["before"]["least"])),
+        row(
+            "... without computing ahead and compression",
+            lambda m: _time(m["before"]["least"]) + _when(m["before"]),
+        ),
         row("least memory within 5 % of all weights' speed", lambda m: _time(at_speed(m, m["curve"]))),
         row("... without computing ahead and compression", lambda m: _time(at_speed(m, m["before"]["curve"]))),
         row("batch of two in the least memory", lambda m: _time(m["batch_of_2"]["least"])),
@@ -253,7 +261,7 @@ def offload_peers(_: str) -> str:
     flux, peers = result["flux"], result["peers"]
     qwen, qwen_peers = result["qwen"], result.get("qwen-peers")
     rows = [
-        ["least memory, one forward", _time(flux["least"]), f"diffusers group offload: {_group(peers)}"],
+        ["least memory, one forward", _time(flux["least"]), f"diffusers group offload: {_group(peers)}{_when(peers)}"],
         [
             "a step that the cache skips",
             f"{flux['skip']['skip_ms']:.1f} ms, {flux['skip']['skip_moved_bytes']} bytes moved",

@@ -59,15 +59,15 @@ def draw(name: str, mode: str | None, settings: dict[str, Any]) -> tuple[list[to
     many = "num_videos_per_prompt" if "num_frames" in tiny.settings else "num_images_per_prompt"
     with small_layers_count(), attach(pipe, **settings, **offload) as attached:
         drawn = [tiny.run(pipe, STEPS), tiny.run(pipe, STEPS, seed=1), tiny.run(pipe, STEPS, **{many: 2})]
-        told = attached.stats().offload
-    return drawn, [] if told is None else list(told.ahead.values())
+        offloaded = attached.stats().offload
+    return drawn, [] if offloaded is None else list(offloaded.ahead.values())
 
 
-def check(bare: list[torch.Tensor], drawn: list[torch.Tensor], told: list[TimeStats], live: bool = False) -> None:
+def check(bare: list[torch.Tensor], drawn: list[torch.Tensor], stats: list[TimeStats], live: bool = False) -> None:
     """`live`: the first forward of each form runs a second time, to be compared, and computes its layers then."""
     assert all(map(torch.equal, bare, drawn))
-    assert told
-    assert all(one.found_forwards and not one.surprises and (live or not one.live_calls) for one in told), told
+    assert stats
+    assert all(one.found_forwards and not one.surprises and (live or not one.live_calls) for one in stats), stats
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "model"])
@@ -94,9 +94,14 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-def test_two_ranks(ranks: Ranks) -> None:
-    for results in ranks.call(_on_a_rank, CASES, limit_s=900.0):
+FEW = [case for case in CASES if case == ("flux", "layerwise", {"parallel": RANKS["Ulysses 2"]})]
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str, dict[str, Any]]]) -> None:
+    assert cases
+    for results in ranks.call(_on_a_rank, cases, limit_s=900.0):
+        assert len(results) == len(cases)
         for result in results:
             check(*result, live=True)
 

@@ -133,7 +133,8 @@ def _features(attached: Attached) -> Iterator[Feature]:
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
     if offloaded is not None:
         where = f"{offloaded.config.mode}, computing on {offloaded.execution_device}"
-        ahead = [f"{name}: {told}" for name, told in offloaded.stats().ahead.items() if name in offloaded.time_layers]
+        done = offloaded.stats().ahead
+        ahead = [f"{name}: {done[name]}" for name in offloaded.time_layers if name in done]
         ahead += [f"{name}: not computed ahead: {why}" for name, why in offloaded.not_ahead.items() if why]
         tiers = [offloaded.tiers] * offloaded.plan.offloads_anything
         settings = "\n".join(map(str, (where, offloaded.plan, *tiers, *ahead)))

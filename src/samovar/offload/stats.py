@@ -67,5 +67,5 @@ class OffloadStats:
         late = f", {self.late_blocks} of them late" if self.late_blocks else ""
         return (
             f"{sent} sent in {self.block_loads} block loads{late}; at most {held} of weights on the device; "
-            f"{self.setup_s:.1f} s to set up" + "".join(f"; {name}: {told}" for name, told in self.ahead.items())
+            f"{self.setup_s:.1f} s to set up" + "".join(f"; {name}: {layers}" for name, layers in self.ahead.items())
         )
