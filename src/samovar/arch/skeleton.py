@@ -9,8 +9,8 @@ import contextlib
 import importlib
 import inspect
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
 from .modules import unwrapped
 
 
+Stored = Mapping[str, Mapping[str, torch.Tensor | None]]
+"""By the path of a module: tensors on the meta device in place of its own of these names; None for one that is gone."""
+
+
 @dataclass(frozen=True)
 class Part:
     """One component of a model."""
@@ -31,6 +35,10 @@ class Part:
     cls: type
     module: torch.nn.Module | None
     """None if it cannot be built without a checkpoint."""
+    kind: str | None = None
+    """How it is quantised, in a few words; None if it is not."""
+    stored: Stored = field(default_factory=dict)
+    """If it is quantised: what is stored in place of its weights."""
 
 
 Parts = dict[str, Part]

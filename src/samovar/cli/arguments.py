@@ -16,6 +16,9 @@ from ..errors import SettingError
 from ..files import is_file_name, read_mapping
 
 
+_COMPONENT = re.compile(r"(\w+)=(.+)")
+
+
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
     """Add the command that a function runs. Its name is the command's, its docstring is the help."""
     help, _, text = (inspect.getdoc(run) or "").partition("\n\n")
@@ -77,6 +80,7 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
+    add_quantization(group)
     _add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
@@ -86,6 +90,26 @@ def add_engine_options(parser: Any) -> None:
             _add_switch(group, option, text)
         else:
             group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
+
+
+def add_quantization(group: Any) -> None:
+    group.add_argument("--quantization", action="append", metavar="KIND",
+                       help="int8, fp8, int4, nf4 or a .gguf file, for the denoiser; COMPONENT=KIND for another part, "
+                            "may be repeated")  # fmt: skip
+
+
+def quantization_of(texts: list[str]) -> Any:
+    """The setting that options hold: one kind, JSON, or kinds by component."""
+    whole = [text for text in texts if not _COMPONENT.match(text)]
+    if len(texts) == len(whole) == 1:
+        return read_setting("quantization", texts[0])
+    if whole:
+        raise SettingError(
+            f"quantization={whole[0]!r} is given beside others. Say for each which component it is for, such as "
+            f"transformer={whole[0]}.",
+            param="quantization",
+        )
+    return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
 
 
 def _add_switch(group: Any, option: str, text: str) -> None:
@@ -105,6 +129,8 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     from ..engine import OmniDiffusionConfig
 
     settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
+    if "quantization" in settings:
+        settings["quantization"] = quantization_of(settings["quantization"])
     return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
 
 

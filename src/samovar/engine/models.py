@@ -7,6 +7,7 @@ Samovar only reads safetensors: other weight formats can run code. Python files 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import threading
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, nearest
 from ..files import read_json
+from .quantize import Quantization, loading_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -115,14 +117,22 @@ def without_remote_code() -> Iterator[None]:
             setattr(switches, name, before)
 
 
+def hush_quantisers() -> None:
+    """Keep quantisation packages, which diffusers imports if they are there, from telling what they lack."""
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for name in ("torchao", "bitsandbytes", "sdnq", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def load_diffusers() -> Any:
     """diffusers, without its progress bars and its advice for people who load models by hand."""
+    hush_quantisers()
     import diffusers
     import transformers
 
-    for logging in (transformers.utils.logging, diffusers.utils.logging):
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
+    for theirs in (transformers.utils.logging, diffusers.utils.logging):
+        theirs.disable_progress_bar()
+        theirs.set_verbosity_error()
     return diffusers
 
 
@@ -142,10 +152,14 @@ def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
     return loader
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The pipeline of a folder, on the host."""
+def load_pipeline(
+    folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False, quantization: Quantization | None = None
+) -> Any:
+    """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU."""
     loader = find_loader(folder, trust_remote_code=trust_remote_code)
-    given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
+    given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
+    if quantization is not None:
+        given |= loading_arguments(folder, dtype, quantization)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
     with guard, warnings.catch_warnings():
         # diffusers 0.42 renamed the argument, and older versions only know this name.

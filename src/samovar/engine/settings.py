@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
 from .models import find_model
+from .quantize import Quantization, QuantizationSetting
 from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class OmniDiffusionConfig:
     """"float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     device: str | None = None
     """Where to compute, such as "cuda:1"; by default a GPU if there is one."""
+    quantization: QuantizationSetting = None
+    """Quantise weights while they are loaded: "int8", "fp8", "int4", "nf4" or a .gguf file for the denoiser, or a mapping
+    of components to these, such as {"transformer": "int8", "text_encoder_2": "int8"}."""
     progress: bool = True
     """Whether to show a progress bar on a terminal."""
     trust_remote_code: bool = False
@@ -71,7 +75,7 @@ class OmniDiffusionConfig:
             hint = nearest(str(self.dtype), _DTYPES)
             raise SettingError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}. {hint}", param="dtype")
         find_model(self.model)
-        self.execution_device()
+        self.quantised()
         if self.num_ranks > 1:
             self._check_gpus()
 
@@ -119,6 +123,10 @@ class OmniDiffusionConfig:
         from ..arch.devices import read_device
 
         return read_device(self.device)
+
+    def quantised(self) -> Quantization | None:
+        """What is quantised on the way in, if anything."""
+        return Quantization.read(self.quantization, self.execution_device())
 
     def _check_gpus(self) -> None:
         """Refuse ranks that would have to share a GPU, which NCCL cannot do."""

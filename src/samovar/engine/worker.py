@@ -73,10 +73,19 @@ class Worker:
             find_loader(folder, trust_remote_code=config.trust_remote_code)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self._device)
-            pipeline = load_pipeline(folder, dtype, trust_remote_code=config.trust_remote_code)
+            pipeline = load_pipeline(
+                folder, dtype, trust_remote_code=config.trust_remote_code, quantization=config.quantised()
+            )
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
+        elif config.quantization is not None:
+            raise SettingError(
+                f"quantization={config.quantization!r} works on weights while they are loaded, and this "
+                f"{type(pipeline).__name__} is loaded. Give the model's name or folder, or load it with a "
+                "quantization_config of diffusers and leave out quantization.",
+                param="quantization",
+            )
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
