@@ -10,7 +10,8 @@ import torch
 
 from ..errors import ModelError
 from ..other_libraries import converted_names
-from .skeleton import Part, Parts, Stored
+from .skeleton import Part, Parts
+from .stored import Stored
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
 """Types that are loaded as plain tensors."""

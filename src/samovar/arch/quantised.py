@@ -19,7 +19,8 @@ from ..errors import SettingError, nearest
 from ..files import check_names
 from ..other_libraries import kept_in_float32
 from .blocks import find_anatomy
-from .skeleton import Parts, Stored
+from .skeleton import Parts
+from .stored import Stored
 
 Loss = Literal["exact", "int8", "int4"]
 """How much may be lost: nothing, what 8 bits lose, or what 4 bits lose."""

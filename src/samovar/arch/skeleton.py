@@ -9,8 +9,8 @@ import contextlib
 import importlib
 import inspect
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,11 @@ import torch
 
 from ..errors import ModelError, nearest
 from ..files import read_json
+from ..other_libraries import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
 from .modules import unwrapped
-
-
-Stored = Mapping[str, Mapping[str, torch.Tensor | None]]
-"""By the path of a module: tensors on the meta device in place of its own of these names; None for one that is gone."""
+from .stored import Stored, read_headers, stored_dtype, stored_for
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
         if all(isinstance(word, str) for word in entry):  # Both are null for a component that was left out.
             cls = _library_class(folder, name, *entry)
             if issubclass(cls, torch.nn.Module):
-                parts[name] = Part(role_of(name, cls), cls, _build_from_folder(cls, folder / name))
+                parts[name] = _part_from_folder(role_of(name, cls), cls, folder / name)
     return str(index.get("_class_name", "unknown")), parts
 
 
@@ -187,7 +185,9 @@ def _read_model_folder(folder: Path) -> tuple[str, Parts]:
     if not isinstance(name, str):
         raise ModelError(f"{folder / 'config.json'} has no _class_name, so it does not describe a diffusers model.")
     cls = _diffusers_class(name)
-    return name, _lone_part(cls, _build_from_folder(cls, folder))
+    part = _part_from_folder("denoiser", cls, folder)
+    assert part.module is not None
+    return name, {key: replace(part, role=lone.role) for key, lone in _lone_part(cls, part.module).items()}
 
 
 def _library_class(folder: Path, name: str, library: str, class_name: str) -> type:
@@ -206,19 +206,24 @@ def _library_class(folder: Path, name: str, library: str, class_name: str) -> ty
     return cls
 
 
-def _build_from_folder(cls: Any, folder: Path) -> torch.nn.Module:
+def _part_from_folder(role: Role, cls: Any, folder: Path) -> Part:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelError(f"{config_file} is missing: the folder of a {cls.__name__} must hold it.")
+    settings, headers = read_json(config_file), read_headers(folder)
     try:
-        with _on_meta(_stored_dtype(folder)):
+        with _on_meta(stored_dtype(headers)):
             if cls.__module__.startswith("transformers."):
                 module = cls(cls.config_class.from_pretrained(folder))
             else:
-                module = cls.from_config(read_json(config_file))
+                module = cls.from_config(settings)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{cls.__name__} could not be built from {config_file}: {error}") from error
-    return typing.cast(torch.nn.Module, module)
+    kind = quantization_kind(settings.get("quantization_config"))
+    if kind is None:
+        return Part(role, cls, module)
+    module.to(stored_dtype(headers, module))
+    return Part(role, cls, module, kind, stored_for(headers, module))
 
 
 @contextlib.contextmanager
@@ -230,25 +235,3 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the weights on disk; bfloat16 if there are none."""
-    # Variants such as model.fp16.safetensors come last: the plain file is the one that is loaded by default.
-    files = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name.count("."), file.name))
-    stored = [dtype for file in files for dtype in _dtypes_in(file)]
-    return stored[0] if stored else torch.bfloat16
-
-
-def _dtypes_in(file: Path) -> list[torch.dtype]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as weights:
-            names = [weights.get_slice(key).get_dtype() for key in weights.keys()]  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a complete safetensors file: {error}. Download or save it again.") from error
-    return [_DTYPES[name] for name in names if name in _DTYPES]

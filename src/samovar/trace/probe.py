@@ -21,6 +21,7 @@ from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_an
 from ..arch.components import Role
 from ..arch.declarations import declaration_for
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
+from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
 from ..hooks import NOT_BYPASSED
@@ -209,6 +210,8 @@ class ComponentReport:
     anatomy: Anatomy | None = None
     coverage: Coverage | None = None
     """How much of it is in blocks."""
+    quantization: str | None = None
+    """How it is quantised, in a few words; None if it is not."""
 
 
 @dataclass(frozen=True)
@@ -319,8 +322,10 @@ def _report_component(name: str, part: Part) -> ComponentReport:
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
     num_parameters = sum(p.numel() for p in part.module.parameters())
     covered = coverage(part.module, anatomy) if anatomy and anatomy.stacks else None
-    num_bytes = tensor_bytes([part.module])
-    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered)
+    with as_stored({name: part}):
+        num_bytes = tensor_bytes([part.module])
+    kind = part.kind or quantization(part.module)
+    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered, kind)
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
