@@ -117,6 +117,14 @@ def quantization_kind(settings: Any) -> str | None:
     return f"{name} {chosen}" if chosen else name
 
 
+def quantised_as(model: torch.nn.Module) -> str | None:
+    """How a loaded model of diffusers or transformers is quantised, in a few words; None if it is not."""
+    settings = _entry(getattr(model, "config", None), "quantization_config")
+    if settings is None:  # Of a single file, it is only here.
+        settings = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return quantization_kind(settings)
+
+
 def converted_names(cls: type, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a single file by the names of diffusers, as its `from_single_file` renames and splits them.
     ValueError if diffusers cannot load this class from a single file."""

@@ -27,6 +27,7 @@ class GgufFile:
     shapes: dict[str, tuple[int, ...]]
     bytes_of: dict[str, tuple[int, ...]]
     """The same in bytes along the last dimension, for tensors that are quantised."""
+    num_bytes: dict[str, int]
     types: tuple[str, ...]
     """All types in it, the most used first."""
 
@@ -52,16 +53,18 @@ def read_gguf(file: str | Path) -> GgufFile:
     shapes: dict[str, tuple[int, ...]] = {}
     packed: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, int] = {}
+    num_bytes: dict[str, int] = {}
     for tensor in reader.tensors:
         shape = tuple(int(size) for size in reversed(tensor.shape))
         shapes[tensor.name] = shape
         kind = tensor.tensor_type.name
+        num_bytes[tensor.name] = int(tensor.n_bytes)
         sizes[kind] = sizes.get(kind, 0) + int(tensor.n_bytes)
         if kind not in _PLAIN:
             block, size = GGML_QUANT_SIZES[tensor.tensor_type]
             packed[tensor.name] = (*shape[:-1], shape[-1] // block * size)
     types = tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
-    return GgufFile(path, architecture, shapes, packed, types)
+    return GgufFile(path, architecture, shapes, packed, num_bytes, types)
 
 
 def stored_in(file: GgufFile, name: str, parts: Parts) -> Parts:

@@ -163,8 +163,11 @@ def _refuse_twice(name: str, kind: str | None) -> None:
 
 
 def _stored(model: torch.nn.Module, kind: Kind) -> Stored:
-    layers = {path: model.get_submodule(path).weight for path in quantised_layers(model, kind)}
-    return {path: kind.tensors(*weight.shape, weight.dtype) for path, weight in layers.items()}  # type: ignore[misc, arg-type, union-attr]
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for path in quantised_layers(model, kind):
+        weight = model.get_parameter(f"{path}.weight")
+        found[path] = kind.tensors(weight.shape[0], weight.shape[1], weight.dtype)
+    return found
 
 
 @contextlib.contextmanager

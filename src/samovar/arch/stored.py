@@ -51,7 +51,7 @@ def _headers_in(file: Path) -> dict[str, Header]:
 
 
 def stored_dtype(headers: Mapping[str, Header], model: torch.nn.Module | None = None) -> torch.dtype:
-    """The dtype of the weights on disk, or of those that are the model's own as they are; bfloat16 if there are none."""
+    """The dtype of the weights on disk, or of those that are a model's own as they are; bfloat16 if there are none."""
     own = None if model is None else {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     plain = [h.dtype for name, h in headers.items() if h.dtype in _DTYPES and (own is None or own.get(name) == h.shape)]
     return _DTYPES[plain[0]] if plain else torch.bfloat16
@@ -69,14 +69,16 @@ def stored_for(headers: Mapping[str, Header], model: torch.nn.Module) -> Stored:
     found: dict[str, dict[str, torch.Tensor | None]] = {}
     for path, stored in of_module.items():
         module = modules[path]
-        own = {name: tensor for name, tensor in module.named_parameters(recurse=False)}
-        own |= {name: tensor for name, tensor in module.named_buffers(recurse=False)}
-        same = {name for name, h in stored.items() if name in own and own[name].shape == h.shape and h.dtype in _DTYPES}
+        own = {**module._parameters, **module._buffers}
+        same = {name for name, header in stored.items() if _is_plain(header, own.get(name))}
         others = {name: header for name, header in stored.items() if name not in same}
         if others:
             found[path] = {name: None for name in own if name not in same}
             found[path] |= {
-                name: torch.empty(header.num_bytes, dtype=torch.uint8, device="meta")
-                for name, header in others.items()
+                name: torch.empty(header.num_bytes, dtype=torch.uint8, device="meta") for name, header in others.items()
             }
     return found
+
+
+def _is_plain(header: Header, own: torch.Tensor | None) -> bool:
+    return own is not None and own.shape == header.shape and header.dtype in _DTYPES

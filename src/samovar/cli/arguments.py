@@ -15,7 +15,6 @@ from ..aliases import ALIASES
 from ..errors import SettingError
 from ..files import is_file_name, read_mapping
 
-
 _COMPONENT = re.compile(r"(\w+)=(.+)")
 
 
@@ -96,6 +95,9 @@ def add_quantization(group: Any) -> None:
     group.add_argument("--quantization", action="append", metavar="KIND",
                        help="int8, fp8, int4, nf4 or a .gguf file, for the denoiser; COMPONENT=KIND for another part, "
                             "may be repeated")  # fmt: skip
+    group.add_argument("--loss", metavar="LEVEL",
+                       help="exact, int8 or int4: quantise down to this where that is faster within the memory (exact)"
+    )  # fmt: skip
 
 
 def quantization_of(texts: list[str]) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, nearest
 from .request import OmniDiffusionSamplingParams, Request
+
+if TYPE_CHECKING:
+    from ..compose.explain import Explanation
 
 _NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt")
 """Each image has its own generator and its own place in the batch."""
@@ -23,6 +26,8 @@ class PipelineFacts:
     multiple: int
     """Height and width must be multiples of this."""
     defaults: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
+    explanation: Explanation | None = None
+    """What is on the pipeline, and why."""
 
     @property
     def can_edit(self) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, nearest
 from ..files import read_json
-from .quantize import Quantization, loading_arguments
+from .quantize import Quantization, check_saved, loading_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +157,7 @@ def load_pipeline(
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU."""
     loader = find_loader(folder, trust_remote_code=trust_remote_code)
+    check_saved(folder, read_json(folder / INDEX))
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
     if quantization is not None:
         given |= loading_arguments(folder, dtype, quantization)

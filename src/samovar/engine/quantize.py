@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError, SettingError
+from ..files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,16 @@ _DENOISERS = ""
 _INSTALL = "Install what all kinds need with pip install 'samovar[quant]', or this alone:"
 
 
+_PACKAGES = {
+    "torchao": ("torchao", "torchao>=0.16"),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes>=0.46"),
+    "sdnq": ("sdnq", "sdnq>=0.2.2"),
+    "quanto": ("optimum.quanto", "optimum-quanto>=0.2.6"),
+    "gguf": ("gguf", "gguf>=0.10"),
+}
+"""By the method that a saved component names: the package, and what to install."""
+
+
 @dataclass(frozen=True)
 class Quantization:
     """A checked setting."""
@@ -32,8 +43,8 @@ class Quantization:
     """Kinds and files that end in .gguf, by component."""
 
     @classmethod
-    def read(cls, value: QuantizationSetting, device: torch.device) -> Quantization | None:
-        """The setting, if everything that it needs is here; None for none."""
+    def read(cls, value: QuantizationSetting, device: torch.device | None) -> Quantization | None:
+        """The setting, if everything that it needs is here; None for none. Without a device, it is only planned."""
         if value is None or value == "none":
             return None
         named = dict(value) if isinstance(value, Mapping) else {_DENOISERS: value}
@@ -43,10 +54,14 @@ class Quantization:
                 "as {'transformer': 'int8'}.",
                 param="quantization",
             )
+        from ..arch.quantised import find_kind
+
         kinds = {name: str(each) for name, each in named.items() if each != "none"}
         for each in kinds.values():
             if each.endswith(GGUF):
                 _check_file(each)
+            elif device is None:
+                find_kind(each)
             else:
                 check_kind(each, device)
         return cls(kinds) if kinds else None
@@ -65,6 +80,18 @@ class Quantization:
             found |= dict.fromkeys(denoisers, each) if name == _DENOISERS else {name: each}
         return found
 
+    def applied(self, parts: Parts) -> Parts:
+        """Components that were read without weights, as they will be stored. Refused if they cannot be."""
+        from ..arch.gguf_file import read_gguf, stored_in
+        from ..arch.quantised import KINDS, quantised_parts
+
+        chosen = self.by_component(parts)
+        found = quantised_parts(parts, {name: each for name, each in chosen.items() if each in KINDS})
+        for name, each in chosen.items():
+            if each.endswith(GGUF):
+                found = stored_in(read_gguf(each), name, found)
+        return found
+
 
 def check_kind(name: str, device: torch.device) -> Kind:
     """A kind by its name, if it runs here."""
@@ -77,7 +104,7 @@ def check_kind(name: str, device: torch.device) -> Kind:
             "only. Use 'int4', 'int8' or 'fp8' there.",
             param="quantization",
         )
-    if importlib.util.find_spec(kind.package) is None:
+    if not _is_installed(kind.package):
         raise SettingError(
             f"quantization={name!r} needs {kind.package}, which is not installed. {_INSTALL} "
             f"pip install '{kind.requirement}'",
@@ -89,31 +116,60 @@ def check_kind(name: str, device: torch.device) -> Kind:
 def _check_file(name: str) -> None:
     if not Path(name).expanduser().is_file():
         raise SettingError(f"quantization={name!r} is not a file here.", param="quantization")
-    if importlib.util.find_spec("gguf") is None:
+    if not _is_installed("gguf"):
         raise SettingError(
             f"quantization={name!r} needs gguf, which is not installed. {_INSTALL} pip install 'gguf>=0.10'",
             param="quantization",
         )
 
 
+def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
+    """Refuse a folder with components that were saved quantised by a package that is not here, or that needs a GPU."""
+    import torch
+
+    from ..other_libraries import quantization_kind
+
+    for name, entry in index.items():
+        file = folder / name / "config.json"
+        if not isinstance(entry, list) or not file.is_file():
+            continue
+        kind = quantization_kind(read_json(file).get("quantization_config"))
+        method = "" if kind is None else kind.split()[0]
+        package, needs = _PACKAGES.get(method, ("", ""))
+        if package and not _is_installed(package):
+            raise ModelError(f"{name} of {folder} is quantised ({kind}), which needs {needs}: pip install '{needs}'")
+        if method == "bitsandbytes" and entry[0] == "diffusers" and not torch.cuda.is_available():
+            raise ModelError(
+                f"{name} of {folder} is quantised ({kind}), and diffusers loads such weights on a GPU only; there is "
+                "none here. Use a folder with other weights, and quantization='int4'."
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # Of the package that it is in.
+        return False
+
+
 def loading_arguments(folder: Path, dtype: torch.dtype, quantization: Quantization) -> dict[str, Any]:
     """What `from_pretrained` of the pipeline in a folder is given. Everything is checked before weights are read."""
-    from ..arch.gguf_file import read_gguf, stored_in
-    from ..arch.quantised import KINDS, quantised_parts
+    from ..arch.quantised import KINDS
     from ..arch.skeleton import read_skeleton
 
     _, parts = read_skeleton(str(folder))
+    quantization.applied(parts)
     chosen = quantization.by_component(parts)
-    quantised_parts(parts, {name: each for name, each in chosen.items() if each in KINDS})
-    files = {name: each for name, each in chosen.items() if each.endswith(GGUF)}
-    for name, file in files.items():
-        stored_in(read_gguf(file), name, parts)
     configs = {
         name: _library_config(KINDS[each], parts[name].module, parts[name].cls, dtype)
         for name, each in chosen.items()
         if each in KINDS
     }
-    given: dict[str, Any] = {name: _load_file(file, parts[name].cls, folder / name, dtype) for name, file in files.items()}
+    given: dict[str, Any] = {
+        name: _load_file(file, parts[name].cls, folder / name, dtype)
+        for name, file in chosen.items()
+        if file.endswith(GGUF)
+    }
     if configs:
         from diffusers import PipelineQuantizationConfig
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
 from .models import find_model
+from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
 from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
 
@@ -36,8 +37,11 @@ class OmniDiffusionConfig:
     device: str | None = None
     """Where to compute, such as "cuda:1"; by default a GPU if there is one."""
     quantization: QuantizationSetting = None
-    """Quantise weights while they are loaded: "int8", "fp8", "int4", "nf4" or a .gguf file for the denoiser, or a mapping
-    of components to these, such as {"transformer": "int8", "text_encoder_2": "int8"}."""
+    """Quantise weights while they are loaded: "int8", "fp8", "int4", "nf4" or a .gguf file for the denoiser, or any of
+    these by component, such as {"transformer": "int8", "text_encoder_2": "int4"}."""
+    loss: str | None = None
+    """How much quantisation may lose: "exact" (the default), "int8" or "int4". Of exact weights and the kinds that lose
+    no more, the fastest within `gpu_memory` is taken."""
     progress: bool = True
     """Whether to show a progress bar on a terminal."""
     trust_remote_code: bool = False
@@ -76,6 +80,8 @@ class OmniDiffusionConfig:
             raise SettingError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}. {hint}", param="dtype")
         find_model(self.model)
         self.quantised()
+        if self.loss is not None:
+            check_loss(self.loss, self.quantization, self.attach_config.offload)
         if self.num_ranks > 1:
             self._check_gpus()
 

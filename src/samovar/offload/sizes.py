@@ -10,6 +10,7 @@ import torch
 
 from ..arch import find_anatomy
 from ..arch.components import Role
+from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts, loaded_parts, read_skeleton
@@ -229,3 +230,14 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
     components = split_parts(parts)
     with as_stored(parts):
         return measure_components(components, coded=True)
+
+
+def sizes_in(file: GgufFile) -> tuple[ComponentSize, ...]:
+    """The size of the component in a GGUF file. Its blocks are known by the numbers in the names of their tensors."""
+    blocks: dict[str, int] = {}
+    for name, num_bytes in file.num_bytes.items():
+        match = re.match(r"(.*?\.\d+)\.", name)
+        blocks[match[1] if match else ""] = blocks.get(match[1] if match else "", 0) + num_bytes
+    rest = blocks.pop("", 0)
+    sizes = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in blocks.items())
+    return (ComponentSize("transformer", "denoiser", file.kind, rest, sizes),)
