@@ -102,9 +102,10 @@ def add_quantization(group: Any) -> None:
 
 def quantization_of(texts: list[str]) -> Any:
     """The setting that options hold: one kind, JSON, or kinds by component."""
-    whole = [text for text in texts if not _COMPONENT.match(text)]
-    if len(texts) == len(whole) == 1:
+    if len(texts) == 1 and not _COMPONENT.match(texts[0]):
         return read_setting("quantization", texts[0])
+    texts = [part for text in texts for part in (text.split(",") if _COMPONENT.match(text) else [text])]
+    whole = [text for text in texts if not _COMPONENT.match(text)]
     if whole:
         raise SettingError(
             f"quantization={whole[0]!r} is given beside others. Say for each which component it is for, such as "

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,12 +153,18 @@ def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_pipeline(
-    folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False, quantization: Quantization | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+    components: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU."""
+    """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
     loader = find_loader(folder, trust_remote_code=trust_remote_code)
     check_saved(folder, read_json(folder / INDEX))
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
+    given |= components or {}
     if quantization is not None:
         given |= loading_arguments(folder, dtype, quantization)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
