@@ -18,6 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from .sizes import Component
 from .staging import Stage
 from .tiers import TIME_LAYERS, TierPlan
 from .weight_groups import WeightGroup
-from .weights import TensorFinder, held_by, owners_of, spans_of, tensors_of
+from .weights import TensorFinder, cast_for_calls, held_by, owners_of, spans_of, tensors_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -56,7 +57,13 @@ class OffloadedComponent:
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
         rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", TensorFinder(block, self._skipped), stage, host)
+            path: WeightGroup(
+                f"{component.name}.{path}",
+                TensorFinder(block, self._skipped),
+                stage,
+                host,
+                partial(cast_for_calls, block),
+            )
             for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]

@@ -11,7 +11,7 @@ tensor, which costs no wait for the device. Writes through `tensor.data` are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -45,8 +45,16 @@ class _Entry(NamedTuple):
 class WeightGroup:
     """Tensors that come to the device and leave it together."""
 
-    def __init__(self, name: str, find: Callable[[], list[torch.Tensor]], stage: Stage, host: HostMemory) -> None:
-        """`find` looks up the tensors as the model holds them now. They are moved as what they are made of."""
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], list[torch.Tensor]],
+        stage: Stage,
+        host: HostMemory,
+        find_cast: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        """`find` looks up the tensors as the model holds them now; they are moved as what they are made of. `find_cast`:
+        the ids of those that are cast for each call and back."""
         self.name = name
         self.keeps_host = True
         """Whether there is a host copy while it is loaded. Resident weights have none."""
@@ -63,7 +71,8 @@ class WeightGroup:
         """Where coded copies are looked for, and kept."""
         self.copies: list[CodedCopy | None] = []
         """The coded copy of each piece that has one."""
-        self._find, self._stage, self._host = find, stage, host
+        self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
+        self._cast: Collection[int] = ()
         self._entries: list[_Entry] = []
         self._wrappers: list[Wrapper] = []
         self._left: dict[int, _Place] = {}
@@ -115,7 +124,7 @@ class WeightGroup:
         ]
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
-        self._found = found
+        self._found, self._cast = found, self._find_cast()
         self._tell_wrappers()
         self.forget_views()
         self._remember()
@@ -289,8 +298,9 @@ class WeightGroup:
                 continue
             # Batch norms do not have torch count the changes of their statistics, only those of their counter.
             is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
-            # Layers that are cast for their call have other data, mostly with the same content.
-            if is_changed or (is_set and not torch.equal(_bits(tensor), _bits(view))):
+            # A layer that is cast for its call and back has other data with the same content. To look would mean to wait.
+            is_other = is_set and id(tensor) not in self._cast and not torch.equal(_bits(tensor), _bits(view))
+            if is_changed or is_other:
                 host.copy_(tensor.data)
                 if copy := self.copies[piece]:
                     copy.expire()

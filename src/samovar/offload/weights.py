@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ModelError
-from ..other_libraries import is_packed_for_cpu, kept_beside_weights
+from ..other_libraries import compute_dtype, is_packed_for_cpu, kept_beside_weights
 from ..tensors import is_bound_to_its_device, is_plain, problem_of, take_apart
 
 ALIGNMENT = 512
@@ -56,6 +56,12 @@ def _collect(module: torch.nn.Module, skip: Collection[int], found: dict[int, to
     for child in module._modules.values():
         if child is not None:
             _collect(child, skip, found)
+
+
+def cast_for_calls(module: torch.nn.Module) -> frozenset[int]:
+    """The ids of tensors that diffusers casts for each call and back (layerwise casting)."""
+    cast = [part for part in module.modules() if compute_dtype(part) is not None]
+    return frozenset(id(t) for part in cast for t in (*part._parameters.values(), *part._buffers.values()))
 
 
 class TensorFinder:
