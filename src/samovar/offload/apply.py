@@ -20,6 +20,7 @@ from ..arch.devices import read_device
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
+from ..tensors import num_bytes_of
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
 from ..trace.time_only import is_autocast
@@ -30,13 +31,14 @@ from .host import HostMemory, host_limit
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
+from .simulated import HostStage
 from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
-from .staging import HostStage, Stage
+from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing
 from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
 from .time_layers import TimeLayers
-from .weights import check_movable, num_bytes_of
+from .weights import check_movable
 
 _UNLIMITED = 2**62
 
@@ -70,7 +72,7 @@ class Offloaded(Handle, PipelineHook):
         components = find_components(pipeline, config.exclude)
         for component in components:
             _check_free(component)
-            check_movable(component.name, component.module)
+            check_movable(component.name, component.module, stage.device)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = self._measure(components)
@@ -205,7 +207,8 @@ class Offloaded(Handle, PipelineHook):
         return self._known[size]
 
     def _tiers_for(self, config: OffloadConfig, plan: OffloadPlan) -> TierPlan:
-        uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
+        with self._host.adopting():
+            uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
         budget, can_spill = parse_bytes(config.host_memory, "host_memory"), config.spill_folder is not None
         speeds = HostSpeeds(plan.bus_bytes_s, min(plan.bus_bytes_s, ASSUMED_COPY))
         tiers = plan_tiers(uses, budget, speeds, host_bytes=host_limit(), can_spill=can_spill)

@@ -41,7 +41,7 @@ from .stats import TimeStats
 from .tiers import Tier
 from .timesteps import coming_inputs
 from .weight_groups import WeightGroup
-from .weights import tensors_of
+from .weights import held_by
 
 _MOST_FORMS = 8
 """Forms of calls that are kept."""
@@ -88,10 +88,10 @@ class TimeLayers:
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
         self.problem = ""
         """Why nothing is computed ahead any more, if so."""
-        self._tier = tier
+        self._tier, self._host = tier, host
         self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
         self._groups = {
-            id(layer): WeightGroup(f"{component.name}.{path}", partial(tensors_of, layer), stage, host)
+            id(layer): WeightGroup(f"{component.name}.{path}", partial(held_by, layer), stage, host)
             for path, layer in self.layers.items()
         }
         self._tapes: OrderedDict[Hashable, Tape | None] = OrderedDict()
@@ -109,9 +109,10 @@ class TimeLayers:
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
-        for group in self._groups.values():
-            group.is_pinned, group.tier = False, self._tier
-            group.adopt()
+        with self._host.adopting():
+            for group in self._groups.values():
+                group.is_pinned, group.tier = False, self._tier
+                group.adopt()
         install_hooks(undo, HOOK, [(self._model, _CallHook(self))])
         install_hooks(undo, HOOK, [(layer, _LayerHook(self)) for layer in self.layers.values()])
 

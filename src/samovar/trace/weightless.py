@@ -11,6 +11,7 @@ it. Views and in-place operations make none, and attention is a fused kernel tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..arch.modules import unwrapped
 from ..other_libraries import compute_dtype
-from .shadow import Copier
+from ..tensors import is_plain
+from .shadow import Copier, subclass
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ROUNDING = 512
@@ -43,13 +45,39 @@ def with_few_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+def _dequantising(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a quantised layer without weights: each call makes the weight that it computes with."""
+    bias = None if self.bias is None else self.bias.to(input.dtype)
+    return functional.linear(input, self.weight.to(input.dtype), bias)
+
+
+def simplify(shadow: torch.nn.Module) -> None:
+    """Have the shadow of a quantised layer do without what its library does to its weight."""
+    weight = shadow._parameters.get("weight")
+    if isinstance(shadow, torch.nn.Linear) and weight is not None and not is_plain(weight):
+        shadow.__class__ = subclass(type(shadow), _dequantising)  # type: ignore[assignment]
+        bare = torch.empty(shadow.out_features, shadow.in_features, dtype=torch.uint8, device="meta")
+        shadow._parameters["weight"] = torch.nn.Parameter(bare, requires_grad=False)
+
+
+def _count_casts(shadow: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Have the shadow of a layer whose weights are cast for each call hold as much memory as they take."""
+    num_bytes = dtype.itemsize * sum(p.numel() for p in shadow._parameters.values() if p is not None)
+    cast: list[torch.Tensor] = []
+    shadow.register_forward_pre_hook(lambda *_: cast.append(torch.empty(num_bytes, dtype=torch.uint8, device="meta")))
+    shadow.register_forward_hook(lambda *_: cast.clear())
+
+
 class WeightlessCopier(Copier):
     """Makes shadows that share no tensor with their modules, and whose weights are on the meta device."""
 
     def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
         super()._fill(shadow, module)
         shadow._forward_pre_hooks.clear()  # They would bring weights.
+        simplify(shadow)
         dtype = compute_dtype(module)
+        if dtype is not None:
+            _count_casts(shadow, dtype)
         for name, parameter in shadow._parameters.items():
             if parameter is not None:
                 bare = weightless(parameter, dtype if parameter.is_floating_point() else None)
@@ -79,6 +107,8 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The most of it since this was last set."""
         self._is_paused = False
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._forms: dict[Any, tuple[Any, ...]] = {}
+        """Of what operations without values returned, by what they were given."""
         self._fused = _Fused()
 
     def __enter__(self) -> Weightless:
@@ -104,11 +134,27 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_paused:
             return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
-        output = _run(func, args, kwargs, given)
+        is_new = bool(given) and all(tensor.is_meta for tensor in given) and _makes_one(func)
+        output = self._remembered(func, args, kwargs) if is_new else _run(func, args, kwargs, given)
         known = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
         for tensor in _tensors(output if isinstance(output, (list, tuple)) else (output,)):
             if _has_storage(tensor) and tensor.untyped_storage()._cdata not in known:
                 self._count(tensor.untyped_storage())
+        return output
+
+    def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation without values makes. Blocks repeat each other, and torch takes long to find out."""
+        key = func, _form(args), _form(tuple(kwargs.items()))
+        try:
+            form = self._forms.get(key)
+        except TypeError:  # Of an argument that has no hash.
+            return _run(func, args, kwargs, list(_tensors((*args, *kwargs.values()))))
+        if form is not None:
+            size, stride, dtype = form
+            return torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        output = _run(func, args, kwargs, list(_tensors((*args, *kwargs.values()))))
+        if _is_plain(output):
+            self._forms[key] = output.shape, output.stride(), output.dtype
         return output
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -123,6 +169,26 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[key] = weakref.ref(storage, free)
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+@functools.cache
+def _makes_one(func: Any) -> bool:
+    """Whether an operation makes one new tensor and changes none."""
+    schema: Any = getattr(func, "_schema", None)
+    if schema is None or [str(made.type) for made in schema.returns] != ["Tensor"]:
+        return False
+    return all(part.alias_info is None for part in (*schema.returns, *schema.arguments))
+
+
+def _form(value: Any) -> Any:
+    """What the form of an operation's output depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta and type(value) is torch.Tensor and _has_storage(value)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
