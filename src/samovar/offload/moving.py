@@ -18,6 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 from ..errors import SettingError
 from ..hooks import HookOrder, HookRegistry, ModelHook, Run, current_run
+from ..tensors import plainly, take_apart
 from .coded_file import CodedFile
 from .host import HostMemory, move
 from .planner import ComponentPlan
@@ -33,7 +35,7 @@ from .sizes import Component
 from .staging import Stage
 from .tiers import TIME_LAYERS, TierPlan
 from .weight_groups import WeightGroup
-from .weights import TensorFinder, owners_of, spans_of, tensors_of
+from .weights import TensorFinder, cast_for_calls, held_by, owners_of, spans_of, tensors_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -55,7 +57,13 @@ class OffloadedComponent:
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
         rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", TensorFinder(block, self._skipped), stage, host)
+            path: WeightGroup(
+                f"{component.name}.{path}",
+                TensorFinder(block, self._skipped),
+                stage,
+                host,
+                partial(cast_for_calls, block),
+            )
             for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]
@@ -154,9 +162,15 @@ class OffloadedComponent:
         """Put the weights where they were before."""
         for group in self._groups if self._home.type == "cpu" else ():
             group.restore()
-        with torch.inference_mode(False):
-            for span in spans_of(tensor for tensor in self.whole.tensors() if tensor.device != self._home):
-                move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
+        self._go_home()
+
+    @plainly
+    def _go_home(self) -> None:
+        plain, wrappers, _ = take_apart(held_by(self.whole.module, self.whole.skip))
+        for span in spans_of(tensor for tensor in plain if tensor.device != self._home):
+            move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
+        for wrapper in wrappers:
+            wrapper.follow()
 
     def refresh(self) -> None:
         """Reload weights that stay on the device if an adapter, or anybody else, has changed them."""
