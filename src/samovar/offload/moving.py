@@ -48,7 +48,7 @@ class OffloadedComponent:
         self.whole = self.component = component
         """`component` is without its time-only layers, if they are computed ahead."""
         self.stage, self.lock = stage, lock
-        self.is_loaded = self._is_pinned = self._is_coded = False
+        self.is_loaded = self._is_pinned = self._is_coded = self._in_groups = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
         """Components that are unloaded before this one is loaded."""
@@ -84,7 +84,7 @@ class OffloadedComponent:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident or in
         another tier. `cache` is a folder that keeps what was coded."""
         assert not self.is_loaded
-        self._is_coded = plan.is_coded
+        self._is_coded, self._in_groups = plan.is_coded, plan.in_groups
         file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
@@ -121,6 +121,7 @@ class OffloadedComponent:
                 group.prepare()
             copies = [copy.data.numel() for group in self._groups for copy in group.copies if copy is not None]
             self.stage.open_area(max(copies, default=0))
+            self.stage.in_groups = self._in_groups
             for group in self._kept:
                 group.load()
             if self.ring is not None:

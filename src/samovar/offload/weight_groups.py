@@ -53,8 +53,8 @@ class WeightGroup:
         host: HostMemory,
         find_cast: Callable[[], Collection[int]] = frozenset,
     ) -> None:
-        """`find` looks up the tensors as the model holds them now; they are moved as what they are made of. `find_cast`:
-        the ids of those that are cast for each call and back."""
+        """`find` looks up the tensors as the model holds them now; they are moved as what they are made of.
+        `find_cast`: the ids of those that are cast for each call and back."""
         self.name = name
         self.keeps_host = True
         """Whether there is a host copy while it is loaded. Resident weights have none."""
@@ -298,7 +298,7 @@ class WeightGroup:
                 continue
             # Batch norms do not have torch count the changes of their statistics, only those of their counter.
             is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
-            # A layer that is cast for its call and back has other data with the same content. To look would mean to wait.
+            # A layer that is cast for its call and back has other data with the same content; to look is to wait.
             is_other = is_set and id(tensor) not in self._cast and not torch.equal(_bits(tensor), _bits(view))
             if is_changed or is_other:
                 host.copy_(tensor.data)
