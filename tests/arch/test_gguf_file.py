@@ -47,7 +47,9 @@ def test_a_file_of_another_model_is_refused(folder: Path, tmp_path: Path) -> Non
     other = tiny_flux_pipeline().transformer
     other.proj_out = torch.nn.Linear(16, 8)
     file = read_gguf(write_gguf(tmp_path / "wide.gguf", other))
-    with pytest.raises(ModelError, match="not of this FluxTransformer2DModel: proj_out.weight is 8 x 16 in it, and 4 x"):
+    with pytest.raises(
+        ModelError, match="not of this FluxTransformer2DModel: proj_out.weight is 8 x 16 in it, and 4 x"
+    ):
         stored_in(file, "transformer", parts_of(folder))
     del other.single_transformer_blocks[2]
     shorter = read_gguf(write_gguf(tmp_path / "short.gguf", other, architecture="sd3"))
@@ -104,7 +106,10 @@ def original_flux(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")
         list_, number, inner = path.split(".", 2) if "blocks." in path else ("", "", path)
-        block = {"transformer_blocks": f"double_blocks.{number}.", "single_transformer_blocks": f"single_blocks.{number}."}
+        block = {
+            "transformer_blocks": f"double_blocks.{number}.",
+            "single_transformer_blocks": f"single_blocks.{number}.",
+        }
         prefix, is_single = block.get(list_, ""), list_.startswith("single")
         layer = inner.removeprefix("attn.")
         if layer in _NORMS:
