@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +24,15 @@ CALL = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_lengt
 LAYERWISE = {"mode": "layerwise", "device": "cpu"}
 FEW = ("torchao-int8", "quanto-int4", "bitsandbytes-nf4", "bitsandbytes-int8", "gguf-q4", "layerwise-casting")
 """One of each way in which a library keeps its tensors; the others are slow tests."""
-every = pytest.mark.parametrize(
-    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+
+
+def all_kinds(few: Sequence[str]) -> Any:
+    """Every kind, those that are not among a few as slow tests."""
+    kinds = [kind if kind in few else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    return pytest.mark.parametrize("kind", kinds)
+
+
+every, briefly = all_kinds(FEW), all_kinds(["torchao-int8", "gguf-q4"])
 
 
 def build(kind: str) -> Any:
@@ -100,7 +107,7 @@ def test_with_a_cache_too(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
-@every
+@briefly
 def test_an_adapter_comes_and_goes(kind: str) -> None:
     pytest.importorskip("peft")
     from peft import LoraConfig
@@ -128,7 +135,7 @@ def test_an_adapter_comes_and_goes(kind: str) -> None:
     assert torch.equal(draw(pipe), adapted)
 
 
-@every
+@briefly
 def test_what_is_saved_in_between_is_the_model(kind: str) -> None:
     pipe = build(kind)
     expected = draw(pipe)
@@ -158,7 +165,7 @@ def test_what_is_saved_in_between_is_the_model(kind: str) -> None:
     assert torch.equal(draw(other), expected)
 
 
-@every
+@briefly
 def test_weights_that_are_over_the_host_budget(kind: str, tmp_path: Any) -> None:
     pipe = build(kind)
     expected = draw(pipe)
