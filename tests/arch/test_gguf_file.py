@@ -48,7 +48,7 @@ def test_a_file_of_another_model_is_refused(folder: Path, tmp_path: Path) -> Non
     other.proj_out = torch.nn.Linear(16, 8)
     file = read_gguf(write_gguf(tmp_path / "wide.gguf", other))
     with pytest.raises(
-        ModelError, match="not of this FluxTransformer2DModel: proj_out.weight is 8 x 16 in it, and 4 x"
+        ModelError, match=r"not of this FluxTransformer2DModel: proj_out\.weight is 8 x 16 in it, and 4 x"
     ):
         stored_in(file, "transformer", parts_of(folder))
     del other.single_transformer_blocks[2]

@@ -39,11 +39,18 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(quantization: Any, m
     assert caught.value.param == "quantization"
 
 
+def test_a_gguf_file_is_not_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "any.gguf").touch()
+    with pytest.raises(SettingError, match="compile=True cannot trace the weights of a GGUF file"):
+        OmniDiffusionConfig("emoji", device="cpu", quantization=str(tmp_path / "any.gguf"), compile=True)
+
+
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "any.gguf").touch()
     for name, package in (("int8", "torchao>=0.16"), ("int4", "sdnq>=0.2.2"), (str(tmp_path / "any.gguf"), "gguf>=")):
-        with pytest.raises(SettingError, match=rf"needs \w+, which is not installed.*samovar\[quant\].*{package}"):
+        with pytest.raises(SettingError, match=rf"needs \w+, which is not installed.*samovar\[quantised\].*{package}"):
             Quantization.read(name, CPU)
 
 

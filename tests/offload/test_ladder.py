@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
+from samovar.arch.quantised import kinds_within
+from samovar.arch.skeleton import Parts
 from samovar.errors import SettingError
 from samovar.offload import OffloadConfig, plan_offload, read_parts
 from samovar.offload.ladder import EXACT, Ladder, Rung, Speeds, choose_rung, table_of
@@ -40,9 +43,14 @@ def test_rows_for_people() -> None:
     assert rows[2] == ("int8", "1.00 GiB", "2.00 GiB", "0 B", "0.123 s", "taken")
 
 
-def test_times_are_those_of_compute_bus_and_dequantising() -> None:
+@functools.cache
+def flux() -> tuple[Parts, Activations]:
     parts = read_parts("FluxTransformer2DModel")
-    seen = read_activations("FluxTransformer2DModel", parts, RequestSize(1024, 1024))
+    return parts, read_activations("FluxTransformer2DModel", parts, RequestSize(1024, 1024))
+
+
+def test_times_are_those_of_compute_bus_and_dequantising() -> None:
+    parts, seen = flux()
     ladder = Ladder(parts, seen, OffloadConfig(gpu_memory="40GiB"), Speeds(1e14, 1e12, 1e9))
     exact, int8 = ladder.rung(EXACT), ladder.rung("int8")
     assert exact.forward_s == pytest.approx(0.744, rel=0.01), "74 TFLOP at 1024 x 1024 pixels"
@@ -52,3 +60,22 @@ def test_times_are_those_of_compute_bus_and_dequantising() -> None:
     assert streamed.forward_s == pytest.approx(streamed.bus_bytes / 1e9, rel=0.05), "the bus takes the time"
     unknown = Ladder(parts, Activations({}, "", None), OffloadConfig(gpu_memory="40GiB"))
     assert unknown.rung(EXACT).forward_s is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "loss", "tflops", "taken"),
+    [
+        ({"gpu_memory": "40GiB"}, "int4", 600, "exact"),  # Everything fits.
+        ({"gpu_memory": "4GiB"}, "exact", 5000, "exact"),
+        ({"gpu_memory": "4GiB"}, "int8", 5000, "int8"),  # The bus is what takes the time.
+        ({"gpu_memory": "6GiB"}, "int4", 5000, "int4"),
+        ({"gpu_memory": "16GiB"}, "int4", 20, "exact"),  # Copies are hidden behind compute.
+        ({"gpu_memory": "6GiB", "host_memory": "2GiB"}, "int8", 100, "int8"),  # The rest would come from a disk.
+    ],
+)
+def test_the_fastest_rung_of_flux(budget: dict[str, str], loss: str, tflops: float, taken: str) -> None:
+    ladder = Ladder(*flux(), OffloadConfig(**budget), Speeds(tflops * 1e12, tflops * 1e10))  # type: ignore[arg-type]
+    names = [EXACT, *(kind.name for kind in kinds_within(loss))]
+    rung, why = choose_rung([ladder.rung(name) for name in names])
+    assert rung.name == taken
+    assert taken in why

@@ -22,7 +22,7 @@ QuantizationSetting = str | Path | Mapping[str, str | Path] | None
 GGUF = ".gguf"
 _DENOISERS = ""
 """Stands for all denoisers, which are what is quantised unless components are named."""
-_INSTALL = "Install what all kinds need with pip install 'samovar[quant]', or this alone:"
+_INSTALL = "Install what all kinds need with pip install 'samovar[quantised]', or this alone:"
 
 
 _PACKAGES = {
@@ -65,6 +65,11 @@ class Quantization:
             else:
                 check_kind(each, device)
         return cls(kinds) if kinds else None
+
+    @property
+    def files(self) -> list[str]:
+        """GGUF files among them."""
+        return [each for each in self.kinds.values() if each.endswith(GGUF)]
 
     def by_component(self, parts: Parts) -> dict[str, str]:
         """Kinds and files by the name of a component of this model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,8 @@ class OmniDiffusionConfig:
     """GPU memory budget, such as "12GiB". Alone it offloads as little as the budget demands."""
     host_memory: str | int | None = None
     """Budget of host memory for weights that are not on the GPU; the rest is read from the model's files again."""
+    exclude: str | Sequence[str] | None = None
+    """Names of components that offload leaves alone, with commas; they are on the GPU at all times."""
     parallel: ParallelSetting = None
     """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
     compile: bool | str = False
@@ -79,7 +81,13 @@ class OmniDiffusionConfig:
             hint = nearest(str(self.dtype), _DTYPES)
             raise SettingError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}. {hint}", param="dtype")
         find_model(self.model)
-        self.quantised()
+        quantised = self.quantised()
+        if self.compile and quantised is not None and quantised.files:
+            raise SettingError(
+                f"compile={self.compile!r} cannot trace the weights of a GGUF file ({quantised.files[0]}). Leave out "
+                "compile, or use quantization='int4'.",
+                param="compile",
+            )
         if self.loss is not None:
             check_loss(self.loss, self.quantization, self.attach_config.offload)
         if self.num_ranks > 1:
@@ -111,6 +119,7 @@ class OmniDiffusionConfig:
             compile=self.compile,
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
+            exclude=self.exclude,
             device=self.execution_device(),
         )
 
