@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import tempfile
 import zlib
 
 import PIL.Image
 import pytest
 
-from samovar.server import form_reader
-from samovar.server.form_reader import Refused, Task, read_form, read_image
+from samovar.server import body_reader
+from samovar.server.body_reader import Refused, Task, read_form, read_image
 
 from .attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
 
@@ -30,9 +31,9 @@ def encoded(image: PIL.Image.Image, kind: str) -> bytes:
 SMALL = encoded(PIL.Image.new("RGB", (24, 16), "teal"), "PNG")
 
 
-def refusal(body: bytes, content_type: str = FORM_TYPE, max_text_bytes: int = 1000) -> tuple[str | None, str, str]:
+def refusal(body: bytes, content_type: str = FORM_TYPE, max_characters: int = 1000) -> tuple[str | None, str, str]:
     with pytest.raises(Refused) as refused:
-        read_form(Task(content_type, len(body), 1_000_000, max_text_bytes, 1.0), body)
+        read_form(Task(content_type, len(body), 1_000_000, max_characters, 1.0), body)
     return refused.value.param, refused.value.code, refused.value.message
 
 
@@ -91,6 +92,14 @@ def test_a_form_is_read_as_it_was_written() -> None:
     assert read_form(with_charset, form(SMALL, name=b"image[]"))[0] == {"prompt": "a cat"}
 
 
+def test_no_disk_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be full."""
+    for name in ("TemporaryFile", "NamedTemporaryFile", "mkstemp"):
+        monkeypatch.setattr(tempfile, name, lambda *_, **__: pytest.fail("a file was made"))
+    large = png_of(24, 16, zlib.compress(bytes(4 * 16)), before=png_chunk(b"teXt", bytes(5_000_000)))
+    assert read_form(Task(FORM_TYPE, 0, 1000, 1000, 1.0), form(large))[1].size == (24, 16)
+
+
 @pytest.mark.parametrize("charset", ["latin-1", "utf-7", "unicode_escape", "undefined", "idna", "\xff", "utf-16"])
 def test_only_utf_8_is_read(charset: str) -> None:
     """Some of Python's codecs raise errors of their own, or give halves of characters."""
@@ -105,7 +114,7 @@ def test_what_is_not_utf_8_is_refused(text: bytes) -> None:
 
 
 def test_forms_have_limits() -> None:
-    assert refusal(form(SMALL, {b"user": bytes(1001)}))[:2] == ("user", "string_above_max_length")
+    assert refusal(form(SMALL, {b"user": b"x" * 1001}))[:2] == ("user", "string_above_max_length")
     many = {b"field %d" % number: b"" for number in range(40)}
     assert "more than 40 texts" in refusal(form(SMALL, many))[2]
     twice = form(None).removesuffix(b"--BOUNDARY--\r\n") + form(SMALL)
@@ -132,8 +141,8 @@ def test_what_is_no_form_is_refused(body: bytes, content_type: str) -> None:
 
 def test_it_may_not_take_more_memory_than_allowed() -> None:
     """In a process of its own, as the limit stays."""
-    code = "import form_reader; form_reader.limit_memory(64 * 2**20); bytes(32 * 2**20); bytes(96 * 2**20)"
-    folder = str(form_reader.__file__).rpartition("/")[0]
+    code = "import body_reader; body_reader.limit_memory(64 * 2**20); bytes(32 * 2**20); bytes(96 * 2**20)"
+    folder = str(body_reader.__file__).rpartition("/")[0]
     ended = subprocess.run([sys.executable, "-c", f"import sys; sys.path.append({folder!r}); {code}"],
                            capture_output=True, text=True, check=False)  # fmt: skip
     assert ended.stderr.endswith("MemoryError\n"), ended.stderr

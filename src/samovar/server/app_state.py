@@ -11,7 +11,7 @@ from typing import Literal
 from ..errors import SamovarError, SettingError
 from ..omni import AsyncOmni
 from .api_errors import ApiError, api_error, is_internal
-from .form_readers import FormReaders
+from .body_readers import BodyReaders
 from .memory import Ledger
 from .settings import ServerConfig
 
@@ -44,12 +44,12 @@ class AppState:
                 )
         self.is_loaded, self.phase = True, "serving"
         if self.omni.can_edit:
-            self.form_readers.warm()
+            self.body_readers.warm()
 
     def drain(self) -> None:
         """Take no more requests, and end those that are not in the queue yet."""
         self.phase = "draining"
-        self.form_readers.close()
+        self.body_readers.close()
 
     @cached_property
     def bodies(self) -> Ledger:
@@ -62,8 +62,8 @@ class AppState:
         return Ledger(self.config.memory_bytes - self.bodies.most, "images")
 
     @cached_property
-    def form_readers(self) -> FormReaders:
-        return FormReaders(self.config.limits)
+    def body_readers(self) -> BodyReaders:
+        return BodyReaders(self.config.limits)
 
     @cached_property
     def model_name(self) -> str:
@@ -107,7 +107,7 @@ class AppState:
             message = f"The model {self.model_name!r} only makes images from text; it cannot edit."
             raise ApiError(400, message, param="image", code="unsupported_model")
         most = self.omni.config.max_queue
-        if self.omni.status().queued + self.form_readers.num_waiting >= most:
+        if self.omni.status().queued + self.body_readers.num_waiting >= most:
             message = f"{most} requests are already waiting. Try again later."
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 

@@ -19,8 +19,6 @@ _MAX_SEED = 2**63 - 1
 _MAX_SIDE = {"webp": 16_383, "jpeg": 65_500}
 """Pixels that a format can hold per side."""
 _SCALAR = re.compile(r"true|false|-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?", flags=re.ASCII)
-_MAX_STRINGS, _MAX_OUTSIDE = 200, 4096
-"""Of a JSON body: quotes, and bytes that are not within texts. A valid one has a fraction of both."""
 _CODES = {"missing": "missing_required_parameter", "literal_error": "unsupported_value"}
 _PATTERNS = {"prompt": "prompt is empty. Describe the image.",
              "size": "size should be auto or WIDTHxHEIGHT in plain digits, such as 512x512."}  # fmt: skip
@@ -114,34 +112,6 @@ def read_form(texts: Mapping[str, str], limits: Limits) -> EditBody:
     return read_body(EditBody, values, limits)
 
 
-def read_object(content: bytes, limits: Limits) -> dict[str, Any]:
-    """A JSON object in UTF-8 whose names are unique."""
-    _check_flat(content, limits)
-    try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
-    except RecursionError as error:
-        raise ApiError(400, "The body is nested too deeply. Send a flat object.", code="invalid_json") from error
-    except ValueError as error:  # Also bytes that are not UTF-8, and numbers of thousands of digits.
-        raise ApiError(400, f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, f"The body must be a JSON object, not {type(value).__name__}.", code="invalid_json")
-    return value
-
-
-def _check_flat(content: bytes, limits: Limits) -> None:
-    """Refuse what takes long to parse, for nobody else is served meanwhile: a megabyte of brackets takes a tenth of a
-    second. The longest body that is valid has two prompts with every character escaped twice, as a surrogate pair."""
-    # Escaped quotes do not count, nor one behind an escaped backslash; every string still counts at least once.
-    num_strings = content.count(b'"') - content.count(b'\\"')
-    num_escapes = content.count(b"\\")
-    if num_strings > _MAX_STRINGS or num_escapes > 4 * limits.max_prompt_characters + _MAX_OUTSIDE:
-        raise ApiError(400, "The body has too many texts or escapes. Send a flat object.", code="invalid_json")
-    pieces = content.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
-    if sum(map(len, pieces[::2])) > _MAX_OUTSIDE:
-        message = f"The body has more than {_MAX_OUTSIDE:,} bytes outside of its texts. Send a flat object."
-        raise ApiError(400, message, code="invalid_json")
-
-
 def request_schema(kind: type[ImageBody], limits: Limits) -> dict[str, Any]:
     """A body as JSON Schema, for /openapi.json."""
     schema = kind.model_json_schema()
@@ -216,10 +186,3 @@ def _bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
 def _shown(value: Any) -> str:
     text = repr(value[:60] if isinstance(value, str) else value)  # Of a megabyte it would take long.
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is given twice")
-    return found

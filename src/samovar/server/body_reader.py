@@ -1,7 +1,7 @@
-"""What does a form hold? Answered in a process of its own, which can be ended: `python form_reader.py MEMORY`.
+"""What does a body hold? Answered in a process of its own, which can be ended: `python body_reader.py MEMORY`.
 
 A client can make any parser slow, large or crash. This one has limits on time and memory, and nothing to lose. It
-imports nothing of Samovar, so that it starts in a twentieth of a second, and reads one form after another.
+imports nothing of Samovar, so that it starts in a twentieth of a second, and reads one body after another.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from python_multipart.multipart import create_form_parser, parse_options_header
 MAX_SCANS = 100
 """Of a JPEG, as in libjpeg's own tools. Each passes over all pixels, and an empty one takes 16 bytes."""
 MAX_TEXTS, MAX_FILES = 40, 4
+JSON = "application/json"
 _FORMATS = ("PNG", "JPEG", "WEBP")
+_LONG = 1000
 _PIECE = 2**16
 FRAME = struct.Struct(">I")
 
 
 class Refused(Exception):
-    """Why a form is not taken: for the client."""
+    """Why a body is not taken: for the client."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_form") -> None:
         super().__init__(message)
@@ -37,20 +39,59 @@ class Refused(Exception):
 
 
 class Task(NamedTuple):
-    """A form that follows, and its limits."""
+    """A body that follows, and its limits."""
 
     content_type: str
     num_bytes: int
     max_pixels: int
-    max_text_bytes: int
+    max_characters: int
     """Of one text."""
     cpu_s: float
     """Time to compute. Above it the process ends."""
 
 
+def read_object(content: bytes) -> dict[str, Any]:
+    """A JSON object in UTF-8 whose names are unique."""
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise Refused("The body is nested too deeply. Send a flat object.", code="invalid_json") from error
+    except ValueError as error:  # Also bytes that are not UTF-8, and numbers of thousands of digits.
+        raise Refused(f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise Refused(f"The body must be a JSON object, not {type(value).__name__}.", code="invalid_json")
+    if len(value) > MAX_TEXTS:
+        raise Refused(f"The body has {len(value)} fields; at most {MAX_TEXTS} can be known.", code="invalid_json")
+    return value
+
+
+def check_long(values: dict[str, Any], max_characters: int) -> dict[str, Any]:
+    """The values of a long body, if they are two long texts and nothing else that would take long to handle."""
+    num_long = 0
+    for name, value in values.items():
+        if isinstance(value, (dict, list)) or len(name) > _LONG:
+            raise Refused("The body is long without a long prompt. Send a flat object.", name[:100], "invalid_json")
+        if isinstance(value, str) and len(value) > max_characters:
+            message = f"{name} has {len(value)} characters; the limit is {max_characters}. Shorten it."
+            raise Refused(message, name, "string_above_max_length")
+        num_long += isinstance(value, str) and len(value) > _LONG
+    if num_long > 2:
+        message = f"The body has {num_long} texts of more than {_LONG} characters; only prompts may be long."
+        raise Refused(message, code="string_above_max_length")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
+
+
 def read_form(task: Task, body: bytes) -> tuple[dict[str, str], PIL.Image.Image]:
     """The texts and the image of a form."""
     texts, files = _parts(task, body)
+    check_long(texts, task.max_characters)
     for name in files:
         if name == "mask":
             message = "A separate mask is not supported. Instead, make the area to redraw transparent in the image."
@@ -104,11 +145,8 @@ def _parts(task: Task, body: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
         found[name] = value
 
     def on_text(field: Any) -> None:
-        name, value = _text(field.field_name, "The name of a field"), field.value or b""
-        if len(value) > task.max_text_bytes:
-            message = f"{name[:50]!r} has {len(value):,} bytes; the limit is {task.max_text_bytes:,}. Shorten it."
-            raise Refused(message, name[:100], "string_above_max_length")
-        note(texts, MAX_TEXTS, name, _text(value, f"The field {name[:50]!r}"))
+        name = _text(field.field_name, "The name of a field")
+        note(texts, MAX_TEXTS, name, _text(field.value or b"", f"The field {name[:50]!r}"))
 
     def on_file(file: Any) -> None:
         file.file_object.seek(0)
@@ -136,17 +174,20 @@ def _text(value: bytes, what: str) -> str:
         raise Refused(f"{what} is not UTF-8. Send UTF-8.") from error
 
 
-def serve_forms(source: BinaryIO, sink: BinaryIO) -> None:
+def serve_bodies(source: BinaryIO, sink: BinaryIO) -> None:
     """Read tasks until there are no more."""
     while frame := source.read(FRAME.size):
         task = Task(*json.loads(source.read(*FRAME.unpack(frame))))
         body, pixels = source.read(task.num_bytes), b""
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s)  # SIGPROF ends the process.
         try:
-            texts, image = read_form(task, body)
-            answer: dict[str, Any] = {"texts": texts, "mode": image.mode, "size": image.size}
-            pixels = image.tobytes()
-            del image
+            if task.content_type == JSON:
+                answer: dict[str, Any] = {"values": check_long(read_object(body), task.max_characters)}
+            else:
+                texts, image = read_form(task, body)
+                answer = {"values": texts, "mode": image.mode, "size": image.size}
+                pixels = image.tobytes()
+                del image
         except Refused as error:
             answer = {"message": error.message, "param": error.param, "code": error.code}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -169,4 +210,4 @@ if __name__ == "__main__":
     PIL.Image.MAX_IMAGE_PIXELS = None  # The limit is the task's.
     PIL.Image.preinit()
     limit_memory(int(sys.argv[1]))
-    serve_forms(sys.stdin.buffer, sys.stdout.buffer)
+    serve_bodies(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,4 +1,4 @@
-"""Who reads the forms of clients? A few processes, kept ready, and replaced when a form was too much for one."""
+"""Who reads long bodies and forms? A few processes, kept ready, and replaced when a body was too much for one."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from typing import IO, Any
 import PIL.Image
 from PIL.Image import Image
 
-from . import form_reader
+from . import body_reader
 from .api_errors import ApiError
-from .form_reader import FRAME, Task
+from .body_reader import FRAME, JSON, Refused, Task
 from .settings import Limits
 
 _COUNT = 2
-"""Forms that are read at once. Others wait, in the order in which they came."""
+"""Bodies that are read at once. Others wait, in the order in which they came."""
+_LONG_OBJECT = 2**15
+"""Bytes of JSON that take two milliseconds to parse, whatever they are."""
 _WALL_S = 30.0
 """The limit is on computing; a process that waits for the processor for this long has other troubles."""
+Answer = tuple[dict[str, Any], Image | None] | ApiError
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-class FormReaders:
-    """Reads forms in processes of their own."""
+class BodyReaders:
+    """Reads bodies in processes of their own."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._idle: list[_Reader] = []
         self._busy: set[_Reader] = set()
         self._free = asyncio.Semaphore(_COUNT)
-        # Its own threads: no form can hold up the encoding of other clients' images.
-        self._threads = ThreadPoolExecutor(_COUNT, "samovar form reader")
+        # Its own threads: no body can hold up the encoding of other clients' images.
+        self._threads = ThreadPoolExecutor(_COUNT, "samovar body reader")
         self._is_closed = False
         self.num_waiting = 0
 
@@ -46,10 +49,27 @@ class FormReaders:
         while not self._is_closed and len(self._idle) + len(self._busy) < _COUNT:
             self._idle.append(_Reader(self._limits))
 
-    async def read(self, content_type: str, parts: list[bytes]) -> tuple[dict[str, str], Image]:
-        """The texts and the image of a form, whose parts are released. Cancelling the caller ends the reading too."""
+    async def read_object(self, parts: list[bytes]) -> dict[str, Any]:
+        """A JSON object. Long ones take too long to parse in this process: others would not be served meanwhile."""
+        if sum(map(len, parts)) > _LONG_OBJECT:
+            return (await self._read(JSON, parts))[0]
+        try:
+            return body_reader.read_object(b"".join(parts))
+        except Refused as error:
+            raise _refusal(error.message, error.param, error.code) from error
+
+    async def read_form(self, content_type: str, parts: list[bytes]) -> tuple[dict[str, str], Image]:
+        """The texts and the image of a form."""
+        texts, image = await self._read(content_type, parts)
+        assert image is not None
+        return texts, image
+
+    async def _read(self, content_type: str, parts: list[bytes]) -> tuple[dict[str, Any], Image | None]:
+        """What a body holds; its parts are released. Cancelling the caller ends the reading too."""
         limits = self._limits
-        task = Task(content_type, sum(map(len, parts)), limits.max_pixels, limits.max_text_bytes, limits.max_form_s)
+        task = Task(
+            content_type, sum(map(len, parts)), limits.max_pixels, limits.max_prompt_characters, limits.max_body_s
+        )
         self.num_waiting += 1
         try:
             await self._free.acquire()
@@ -76,13 +96,13 @@ class FormReaders:
             raise answer
         return answer
 
-    async def _ask(self, reader: _Reader, task: Task, parts: list[bytes]) -> tuple[dict[str, str], Image] | ApiError:
+    async def _ask(self, reader: _Reader, task: Task, parts: list[bytes]) -> Answer:
         work = asyncio.get_running_loop().run_in_executor(self._threads, reader.ask, task, parts)
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # Nobody may be left to ask.
         try:
             return await asyncio.wait_for(asyncio.shield(work), _WALL_S)
         except TimeoutError:
-            raise ApiError(400, _too_slow(self._limits), code="invalid_form") from None
+            raise ApiError(400, _too_slow(self._limits), code="body_too_slow") from None
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -107,13 +127,13 @@ class _Reader:
         # A body in three copies; pixels as coefficients, in their own mode and in ours, with room between.
         memory = 3 * limits.max_upload_bytes + 32 * limits.max_pixels + 2**26
         # -P: the files beside that one are not modules.
-        command = [sys.executable, "-P", str(Path(form_reader.__file__)), str(memory)]
+        command = [sys.executable, "-P", str(Path(body_reader.__file__)), str(memory)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
 
-    def ask(self, task: Task, parts: list[bytes]) -> tuple[dict[str, str], Image] | ApiError:
-        """Send a form and wait for the answer: in a thread. Raises ApiError if the process ended instead."""
+    def ask(self, task: Task, parts: list[bytes]) -> Answer:
+        """Send a body and wait for the answer: in a thread. Raises ApiError if the process ended instead."""
         source, sink = self._process.stdout, self._process.stdin
         assert source is not None and sink is not None  # noqa: PT018
         try:
@@ -125,12 +145,14 @@ class _Reader:
             (length,) = FRAME.unpack(_exactly(source, FRAME.size))
             answer: dict[str, Any] = json.loads(_exactly(source, length))
             if "message" in answer:
-                return ApiError(400, answer["message"], param=answer["param"], code=answer["code"])
+                return _refusal(answer["message"], answer["param"], answer["code"])
+            if "mode" not in answer:
+                return answer["values"], None
             mode, (width, height) = answer["mode"], answer["size"]
             if mode not in ("RGB", "RGBA") or width * height > task.max_pixels:
                 raise ValueError(f"{mode} {width}x{height}")
             pixels = _exactly(source, width * height * len(mode))
-            return answer["texts"], PIL.Image.frombytes(mode, (width, height), pixels)
+            return answer["values"], PIL.Image.frombytes(mode, (width, height), pixels)
         except (OSError, ValueError, LookupError) as error:
             raise self._end_error(self.join()) from error
 
@@ -147,13 +169,13 @@ class _Reader:
         return self._process.wait()
 
     def _end_error(self, code: int) -> ApiError:
-        """Why the process ended: for what was in the form, unless somebody else ended it."""
+        """Why the process ended: for what was in the body, unless somebody else ended it."""
         if code == -signal.SIGPROF:
-            return ApiError(400, _too_slow(self._limits), code="invalid_form")
+            return ApiError(400, _too_slow(self._limits), code="body_too_slow")
         if code > 0 or -code in _CRASHES:
             message = "image is damaged, or needs too much memory: its pixels cannot be decoded."
             return ApiError(400, message, param="image", code="invalid_image")
-        message = "The process that read the form was ended. Try again."
+        message = "The process that read the body was ended. Try again."
         return ApiError(503, message, code="worker_restarted", headers={"Retry-After": "1"})
 
 
@@ -171,5 +193,9 @@ def _emptied(parts: list[bytes]) -> Iterable[bytes]:
         yield parts.pop()
 
 
+def _refusal(message: str, param: str | None, code: str) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
 def _too_slow(limits: Limits) -> str:
-    return f"The form took more than {limits.max_form_s:g} s to read. Save the image again, as an ordinary PNG or JPEG."
+    return f"The body took more than {limits.max_body_s:g} s to read. Save the image again, as an ordinary PNG or JPEG."

@@ -33,7 +33,7 @@ _CHUNKED_PIECE = 2**10
 """Parsed at once of a body in chunks: each may be of one byte, and takes as long as many."""
 _MAX_BEHIND = 2**16
 """Bytes that a client may send behind a request before it has the answer."""
-_MAX_LINES = 100
+MAX_HEADER_BYTES, _MAX_LINES = 2**14, 100
 """Of a request's header."""
 _END_OF_HEADER = re.compile(rb"\n\r?\n")
 
@@ -137,6 +137,9 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        if not self._unread and self.conn.their_state is h11.SEND_BODY and not self._is_chunked():
+            super().data_received(data)  # As below, without copies.
+            data = b""
         self._unread += data
         self._parse()
 
@@ -144,7 +147,7 @@ class Connection(H11Protocol):
         """Parse what has come, and go on later with what would take long."""
         while self._unread and not self.transport.is_closing():
             state = self.conn.their_state
-            is_chunked = state is h11.SEND_BODY and any(name == b"transfer-encoding" for name, _ in self.headers)
+            is_chunked = state is h11.SEND_BODY and self._is_chunked()
             if state is h11.IDLE:
                 size = self._header_bytes()
             elif state is h11.SEND_BODY:
@@ -166,19 +169,22 @@ class Connection(H11Protocol):
             self.transport.abort()
         self._watch_arrival()
 
+    def _is_chunked(self) -> bool:
+        return any(name == b"transfer-encoding" for name, _ in self.headers)
+
     def _parse_more(self) -> None:
         if not self.transport.is_closing() and not self.flow.read_paused:
             self.transport.resume_reading()
         self._parse()
 
     def _header_bytes(self) -> int:
-        """How much of what has come belongs to a header. One of too many lines takes long to parse."""
+        """How much of what has come belongs to a header. One of many lines would take long to parse."""
         before = len(self._head)
         self._head += self._unread[:_PIECE]
         end = _END_OF_HEADER.search(self._head, max(0, before - 2))
         length = end.end() if end else len(self._head)
-        if self._head.count(b"\n", 0, length) > _MAX_LINES:
-            self.send_400_response(f"The header has more than {_MAX_LINES} lines.")
+        if length > MAX_HEADER_BYTES or self._head.count(b"\n", 0, length) > _MAX_LINES:
+            self.send_400_response(f"The header has more than {MAX_HEADER_BYTES} bytes or {_MAX_LINES} lines.")
         if end:
             self._head.clear()
         return length - before

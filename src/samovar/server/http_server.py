@@ -15,11 +15,10 @@ import uvicorn
 from ..errors import SettingError
 from .app import create_app
 from .app_state import AppState
-from .connections import ACCEPTED_AT_ONCE, Connection, Door, available_connections
+from .connections import ACCEPTED_AT_ONCE, MAX_HEADER_BYTES, Connection, Door, available_connections
 
 _FLUSH_S = 5
 """How long finished responses may take to be sent during shutdown."""
-_MAX_HEADER_BYTES = 16 * 2**10
 _BACKLOG = 512
 """Connections that the system keeps until they are accepted."""
 
@@ -45,7 +44,7 @@ async def serve(state: AppState, on_listening: Callable[[str], None], on_ready: 
             await state.omni.close(state.config.shutdown_timeout_s)
             return 0
     finally:
-        state.form_readers.close()
+        state.body_readers.close()
         server.should_exit = True
         await answering
 
@@ -133,7 +132,7 @@ def _uvicorn_config(state: AppState) -> uvicorn.Config:
         access_log=False,
         backlog=ACCEPTED_AT_ONCE,
         server_header=False,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=_FLUSH_S,
     )
 

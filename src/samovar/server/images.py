@@ -17,7 +17,7 @@ from ..engine import Done, Event, Failed, Job, Preview
 from ..errors import SamovarError
 from .api_errors import ApiError
 from .app_state import AppState
-from .bodies import GenerationBody, ImageBody, check_sides, read_body, read_form, read_object
+from .bodies import GenerationBody, ImageBody, check_sides, read_body, read_form
 from .memory import BYTES_PER_PIXEL, Hold
 from .responses import completed_events, gathered, images_pieces, preview_event, server_event, step_event
 from .uploads import check_type, receive_body
@@ -34,11 +34,12 @@ class Images:
     state: AppState
 
     async def generate(self, request: Request) -> Response:
-        limits = self.state.config.limits
+        state, limits = self.state, self.state.config.limits
         check_type(request, "application/json")
-        with self.state.bodies.hold() as hold:
-            content = b"".join(await receive_body(request, limits.max_json_bytes, hold))
-            body = read_body(GenerationBody, read_object(content, limits), limits)
+        with state.bodies.hold() as hold:
+            parts = await receive_body(request, limits.max_json_bytes, hold)
+            values = await _unless_gone(request, state.body_readers.read_object(parts))
+        body = read_body(GenerationBody, values, limits)
         return await self._respond(request, body, "image_generation")
 
     async def edit(self, request: Request) -> Response:
@@ -48,7 +49,7 @@ class Images:
         state.check_can_edit()
         with state.bodies.hold() as hold:
             parts = await receive_body(request, limits.max_upload_bytes, hold)
-            reading = state.form_readers.read(request.headers["content-type"], parts)
+            reading = state.body_readers.read_form(request.headers["content-type"], parts)
             texts, image = await _unless_gone(request, reading)
         body = read_form(texts, limits)
         check_sides(body.format, *image.size)

@@ -26,13 +26,8 @@ class Limits:
     """Of a JSON body: the longest prompt fits, even with every character escaped."""
     max_upload_bytes: int = 32 * 2**20
     """Of a form with an image."""
-    max_form_s: int = 3
-    """Seconds of processor time for reading a form and decoding its image."""
-
-    @property
-    def max_text_bytes(self) -> int:
-        """Of one text of a form: the longest prompt fits."""
-        return 4 * self.max_prompt_characters
+    max_body_s: int = 3
+    """Seconds of processor time for reading a body and decoding its image."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):
