@@ -21,7 +21,7 @@ Placement = Literal["resident", "turns", "streams"]
 
 _WORTH_CODING = 0.97
 """Weights are compressed if that takes a forward below this share of its time: it takes seconds to set up."""
-_BUSY_BUS = 0.5
+_BUSY_BUS = 0.95
 """Or if the bus were busy for more than this share of it: then delays of the host are seen, which no plan knows."""
 ASSUMED_ACTIVATIONS = 2**30
 """Bytes that a component is assumed to need beside its weights until they are measured."""

@@ -14,7 +14,6 @@ for compute: copies run ahead as far as the area has room. While it is open ever
 from __future__ import annotations
 
 import functools
-import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,11 +25,13 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import SettingError
 from .bounce import CopyQueue
-from .coding import Coded, Form, decode_into, encode
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, RingSpace, Timeline
+from .coding import Coded, Form, encode
+from .ring import DeviceQueues, Mark, RingSpace
 from .stats import OffloadStats
 from .truth import Bounced
 from .weights import ALIGNMENT
+
+_MOST_RANGES = 4096
 
 
 class Buffer:
@@ -40,7 +41,17 @@ class Buffer:
         self.flat = flat
         self._storage = flat.untyped_storage()
         self._start = int(flat.storage_offset())
+        self._ranges: dict[tuple[int, int], torch.Tensor] = {}
         self.is_freed = False
+
+    def range(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Some of its bytes. The same ones are asked for again and again, and looking them up is quicker."""
+        found = self._ranges.get((offset, num_bytes))
+        if found is None:
+            if len(self._ranges) >= _MOST_RANGES:
+                self._ranges.clear()
+            found = self._ranges[offset, num_bytes] = self.flat[offset : offset + num_bytes]
+        return found
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor with the dtype, shape and strides of another, at a byte offset of this memory. A parameter that
@@ -72,7 +83,7 @@ class _Area:
         while (start := self._space.take(size)) is None:
             wait(self._left.popleft())
             self._space.give_back(1)
-        return self.memory.flat[start : start + num_bytes]
+        return self.memory.range(start, num_bytes)
 
     def leaves(self, mark: Mark) -> None:
         """What was taken last will have left at that point."""
@@ -121,7 +132,7 @@ class Stage(DeviceQueues):
             self._queue.send(buffer, offset, source)
             return
         num_bytes = source.numel() if form is None else form.raw_bytes
-        target = buffer.flat[offset : offset + num_bytes]
+        target = buffer.range(offset, num_bytes)
         self.stats.sent_bytes += source.numel()
         if form is not None:
             self.stats.coded_bytes += source.numel()
@@ -137,8 +148,7 @@ class Stage(DeviceQueues):
             self._send(target, source)
             return
         room = area.take(source.numel(), self._area_waits)
-        self._send_to_area(room, source)
-        self._send_on(target, room, form)
+        self._send_through(target, room, source, form)
         area.leaves(self._mark_copied())
 
     def _in_order(self, job: Callable[[], None]) -> None:
@@ -205,11 +215,8 @@ class Stage(DeviceQueues):
         """Copy nothing more into the area before that point."""
 
     @abstractmethod
-    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
-        """Bring what was copied into the area last to where it belongs."""
+    def _send_through(self, target: torch.Tensor, room: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+        """Copy bytes into the area, and bring them from there to where they belong."""
 
     @abstractmethod
     def _mark_copied(self) -> Mark: ...
@@ -287,113 +294,3 @@ class Stage(DeviceQueues):
         if isinstance(value, dict):
             return {key: self.to_device(item) for key, item in value.items()}
         return type(value)(map(self.to_device, value)) if type(value) in (list, tuple) else value
-
-
-class HostStage(Stage):
-    """A device simulated in host memory.
-
-    With `lazy`, bytes are copied at the last moment, when compute waits for them; otherwise at once. A missing wait
-    shows in the first case, an early overwrite in the second.
-    """
-
-    keeps_phase = True
-
-    def __init__(self, *, capacity: int | None = None, bus_bytes_s: float = ASSUMED_BUS, lazy: bool = False) -> None:
-        super().__init__(torch.device("cpu"))
-        self.timeline = Timeline(bus_bytes_s)
-        self.registered: dict[int, int] = {}
-        """Address and length of pinned ranges."""
-        self._capacity, self._lazy = capacity, lazy
-        self._lock = threading.RLock()  # The thread that reads takes part.
-        self._buffers: dict[int, int] = {}
-        """Address and length of allocated memory."""
-        self._due: deque[Callable[[], object]] = deque()
-        self._done = 0
-
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        if self._capacity is not None and self.stats.held_bytes + num_bytes > self._capacity:
-            raise torch.OutOfMemoryError(
-                f"{num_bytes} bytes do not fit: {self.stats.held_bytes} of {self._capacity} are taken."
-            )
-        flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
-        flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
-        memory = flat.untyped_storage()
-        self._buffers[memory.data_ptr()] = memory.nbytes()
-        return flat
-
-    def _free(self, flat: torch.Tensor) -> None:
-        del self._buffers[flat.untyped_storage().data_ptr()]
-        flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
-
-    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.timeline.copy(source.numel())
-        self._put(lambda: target.copy_(source))
-
-    def _area_waits(self, mark: Mark) -> None:
-        self._run_until(mark[1])
-
-    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None:
-        self.timeline.copy(source.numel())
-        room.copy_(source)  # As early as can be: a missing wait shows.
-
-    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
-        self._put(lambda: target.copy_(room) if form is None else decode_into(form, room, target))
-
-    def _put(self, copy: Callable[[], object]) -> None:
-        with self._lock:
-            self._due.append(copy)
-            if not self._lazy:
-                self._run_until(self._done + 1)
-
-    def _mark_copied(self) -> Mark:
-        with self._lock:
-            return self.timeline.mark_copied(), self._done + len(self._due)
-
-    def mark_computed(self) -> Mark:
-        return self.timeline.mark_computed(), 0
-
-    def _compute_waits(self, mark: Mark) -> None:
-        self.timeline.compute_waits(mark[0])
-        self._run_until(mark[1])
-
-    def _run_until(self, count: int) -> None:
-        with self._lock:
-            while self._done < count:
-                self._due.popleft()()
-                self._done += 1
-
-    def _copies_wait(self, mark: Mark) -> None:
-        self.timeline.copies_wait(mark[0])
-
-    def _host_waits(self, mark: Mark) -> None:
-        self._run_until(mark[1])
-
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        address = tensor.untyped_storage().data_ptr()
-        return any(start <= address < start + num_bytes for start, num_bytes in self._buffers.items())
-
-    def register(self, address: int, num_bytes: int) -> str | None:
-        self.registered[address] = num_bytes
-        return None
-
-    def unregister(self, address: int) -> None:
-        del self.registered[address]
-
-    def synchronize(self) -> None:
-        self._host_waits(self._mark_copied())
-
-    def measure_bus(self) -> float:
-        return self.timeline.bus_bytes_s
-
-    def mark_time(self) -> float:
-        return self.timeline.mark_computed()
-
-    def seconds_between(self, start: float, end: float) -> float:
-        return end - start
-
-    def peak_bytes(self) -> int:
-        peak, self.stats.peak_held_bytes = self.stats.peak_held_bytes, self.stats.held_bytes
-        return peak
-
-    def free_bytes(self) -> int | None:
-        return None if self._capacity is None else self._capacity - self.stats.held_bytes
