@@ -23,6 +23,7 @@ from ..arch.declarations import declaration_for
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
+from ..files import reading
 from ..hooks import NOT_BYPASSED
 from ..other_libraries import declared_plans, quantization
 from .forward import filled
@@ -269,13 +270,11 @@ def _load(folder: Path) -> Any:
         logging.disable_progress_bar()  # Theirs are for people who load models by hand.
     _, parts = read_skeleton(str(folder))  # Refuses a broken folder with a better message, before weights are read.
     dtypes = _dtypes(sorted(parts.values(), key=_place))
-    try:
-        with warnings.catch_warnings():
-            # diffusers 0.38 knows only this name; later versions warn about it.
-            warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
-            pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
+    given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    with reading(f"The pipeline in {folder}"), warnings.catch_warnings():
+        # diffusers 0.38 knows only this name; later versions warn about it.
+        warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None), **given)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
