@@ -75,6 +75,8 @@ def test_no_other_value_is_a_config(value: Any) -> None:
         ("a.json", "[" * 100_000, "cannot be read: it is nested too deeply"),
         ("a.json", '{"x": 1, "x": 2}', "cannot be read: 'x' is given twice"),
         ("a.json", '{"x": NaN}', "cannot be read: NaN is not JSON"),
+        ("a.json", "[" * 70 + "]" * 70, "cannot be read: it is nested too deeply"),
+        ("a.yaml", "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in range(99)), "nested too deeply"),
         ("a.yaml", "[" * 3000, "cannot be read: it is nested too deeply"),
         ("a.yaml", "x: 1\nx: 2", "cannot be read: 'x' is given twice"),
         ("a.yaml", "x: !!bool y", "cannot be read: a value is not what its tag says"),

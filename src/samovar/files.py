@@ -22,7 +22,7 @@ _MOST_BYTES_OF_JSON, _MOST_BYTES_OF_SETTINGS = 256 * 2**20, 4 * 2**20
 """The largest tokenizers are files of some 40 MiB, and tuned settings of some 100 KiB."""
 _MOST_VALUES = 1_000_000
 """In a YAML file, with what its aliases repeat."""
-_TOO_DEEP = "it is nested too deeply"
+_TOO_DEEP, _MOST_LEVELS = "it is nested too deeply", 64
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = _brief.maxlong = 200
 
@@ -118,6 +118,14 @@ def is_file_name(value: Any) -> bool:
     return isinstance(value, str) and (value.endswith((".json", ".yaml", ".yml")) or os.sep in value)
 
 
+def is_folder(value: Any) -> bool:
+    """Whether this is the path of a folder that is there."""
+    try:
+        return isinstance(value, (str, Path)) and Path(value).is_dir()
+    except (OSError, ValueError):  # Too long, or with a NUL.
+        return False
+
+
 def read_settings(file: str | Path, param: str) -> dict[str, Any]:
     """The settings in a JSON or YAML file: those under the name of the parameter if it is there, else all."""
     content = read_mapping(file, param)
@@ -153,9 +161,17 @@ def _parse(path: Path) -> Any:
 def parse_settings(text: str) -> Any:
     """Settings as JSON: without NaN, and with each name once. Raises ValueError."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        if _levels(value) > _MOST_LEVELS:
+            raise RecursionError
+        return value
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+
+
+def _levels(value: Any) -> int:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_levels, children), default=0)
 
 
 def _read_text(path: Path, most_bytes: int) -> str:
@@ -192,7 +208,10 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _count_values(node, {}) > _MOST_VALUES:
+        count, levels = _count_values(node, {})
+        if levels > _MOST_LEVELS:
+            raise RecursionError
+        if count > _MOST_VALUES:
             raise ValueError(f"with what its aliases repeat it holds more than {_MOST_VALUES} values")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -203,18 +222,20 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(_TOO_DEEP) from None
 
 
-def _count_values(node: Any, known: dict[int, int | None]) -> int:
-    """How many values a node of YAML stands for, and that no mapping in it has a name twice."""
+def _count_values(node: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """How many values a node of YAML stands for, in how many levels; and that no mapping in it has a name twice."""
     if id(node) in known:
-        count = known[id(node)]
-        if count is None:
+        found = known[id(node)]
+        if found is None:
             raise ValueError("it contains itself")
-        return count
+        return found
     known[id(node)] = None
     children = node.value if isinstance(node.value, list) else []
     if children and isinstance(children[0], tuple):
         names = [(key.tag, key.value) for key, _ in children if isinstance(key.value, str)]
         _unique([(name, None) for tag, name in names if not tag.endswith(":merge")])
         children = [each for pair in children for each in pair]
-    known[id(node)] = count = 1 + sum(_count_values(child, known) for child in children)
-    return count
+    counts = [_count_values(child, known) for child in children]
+    found = 1 + sum(count for count, _ in counts), 1 + max((levels for _, levels in counts), default=0)
+    known[id(node)] = found
+    return found
