@@ -96,6 +96,16 @@ def test_shards_that_are_safetensors_are_read(folder: Path) -> None:
     assert survey(str(folder)).class_name == "FluxPipeline"
 
 
+def test_weights_that_are_missing_are_named(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = load_file(folder / FLUX)
+    del weights["proj_out.weight"], weights["proj_out.bias"]
+    save_file(weights, folder / FLUX)
+    with pytest.raises(ModelError, match=r"transformer lacks the weights 'proj_out\.(weight|bias)' and 1 more"):
+        load_pipeline(folder, torch.float32)
+
+
 def pickled(folder: Path) -> None:
     (folder / FLUX).write_bytes(pickle.dumps(Canary(folder.parent / "canary")))
 
@@ -212,6 +222,9 @@ def test_a_link_to_nothing_is_named(folder: Path) -> None:
     (folder / FLUX).unlink()
     (folder / FLUX).symlink_to(folder / "gone")
     refused(folder, r"cannot be read: No such file or directory")
+    (folder / FLUX).unlink()
+    (folder / FLUX).symlink_to(folder / FLUX)
+    refused(folder, r"cannot be read: Too many levels of symbolic links")
 
 
 # ------------------------------------------------------------------------------------------------ code

@@ -24,7 +24,6 @@ from .cases import Fuzz, fuzzed
 from .changes import TEXTS, changed_bytes, changed_json, weird, written
 
 
-
 def defaults(cls: Any) -> dict[str, Any]:
     """Every setting of a class, by name, with its default as far as JSON has it."""
     found = {field.name: None if field.default is MISSING else field.default for field in fields(cls)}
@@ -34,7 +33,7 @@ def defaults(cls: Any) -> dict[str, Any]:
 WHOLE: dict[str, Any] = {
     "model": "emoji", "dtype": "float32", "device": "cpu", "progress": False, "trust_remote_code": False,
     "cache": {**defaults(TeaCacheConfig), "backend": "tea_cache", "coefficients": [0, 0, 0, 1, 0]},
-    "offload": {**defaults(OffloadConfig), "gpu_memory": "12GiB", "activations": {"transformer": "1GiB"}, "exclude": []},
+    "offload": {**defaults(OffloadConfig), "gpu_memory": "12GiB", "activations": {"vae": "1GiB"}, "exclude": []},
     "parallel": defaults(SequenceParallelConfig),
     "compile": False, "max_batch": 1, "max_queue": 16, "step_timeout_s": 60.0, "load_timeout_s": 1800.0,
 }  # fmt: skip

@@ -114,6 +114,16 @@ def library_of(folder: Path, name: str, library: str, class_name: str) -> Module
     )
 
 
+def check_loaded(pipeline: Any, folder: Path) -> Any:
+    """The pipeline, if its folder had all of its weights: diffusers leaves out those that it does not find."""
+    for name, part in pipeline.components.items():
+        missing = [path for path, weight in getattr(part, "named_parameters", dict)() if weight.is_meta]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"{folder / name} lacks the weights {missing[0]!r}{more}. Download or save it again.")
+    return pipeline
+
+
 # ------------------------------------------------------------------------------------------------ files
 
 
@@ -160,11 +170,11 @@ def _files(part: Path, folder: Path) -> Iterator[Path]:
 
 def _check_place(path: Path, folder: Path) -> None:
     """Refuse what leads out of a model's folder. In the cache of the hub, files are links to blobs beside it."""
-    root = folder.resolve()
+    root = Path(os.path.realpath(folder))
     roots = [root]
     if root.parent.name == "snapshots":
         roots += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # Of a loop of links, the link itself.
     if not any(target.is_relative_to(each) for each in roots):
         raise ModelError(f"{path} leads out of the model's folder, to {target}. Put a copy of it in its place.")
     try:

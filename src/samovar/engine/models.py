@@ -103,13 +103,16 @@ def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
     """The pipeline of a folder, on the host."""
+    from ..arch.folder import check_loaded
+
     loader = find_loader(folder, trust_remote_code=trust_remote_code)
     given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
     with reading(str(folder)), guard, warnings.catch_warnings():
         # diffusers 0.42 renamed the argument, and older versions only know this name.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
-        return loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)
+        pipeline = loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)
+        return check_loaded(pipeline, folder)
 
 
 def find_variant(folder: Path) -> str | None:

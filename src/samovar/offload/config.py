@@ -78,7 +78,7 @@ class OffloadConfig:
         for param, folder in (("spill_folder", self.spill_folder), ("compress_cache", self.compress_cache)):
             if folder is not None and not is_folder(folder):
                 raise SettingError(
-                    f"{param}={brief(str(folder))} is not a folder. Make it first, on a disk with room for the weights.",
+                    f"{param}={brief(str(folder))} is not a folder. Make it, on a disk with room for the weights.",
                     param=param,
                 )
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}

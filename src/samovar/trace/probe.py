@@ -20,6 +20,7 @@ from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_anatomy
 from ..arch.components import Role
 from ..arch.declarations import declaration_for
+from ..arch.folder import check_loaded
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
@@ -259,7 +260,8 @@ def survey_by_running(source: str) -> ModelReport:
     pipeline = _load(folder)
     parts = loaded_parts(pipeline)
     structure = _report(source, type(pipeline).__name__, parts)
-    return replace(structure, components=_probed(pipeline, parts, structure.components))
+    with reading(f"The pipeline in {folder}", "run"):
+        return replace(structure, components=_probed(pipeline, parts, structure.components))
 
 
 def _load(folder: Path) -> Any:
@@ -275,7 +277,7 @@ def _load(folder: Path) -> Any:
         # diffusers 0.38 knows only this name; later versions warn about it.
         warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
         pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None), **given)
-    pipeline.set_progress_bar_config(disable=True)
+    check_loaded(pipeline, folder).set_progress_bar_config(disable=True)
     return pipeline
 
 
