@@ -5,8 +5,9 @@ from .apply import Offloaded, apply_offload, prepare_offload
 from .config import OffloadConfig
 from .measure import Measured
 from .planner import ComponentPlan, OffloadPlan, plan_offload
+from .simulated import HostStage
 from .sizes import BlockSize, ComponentSize, format_bytes, parse_bytes, read_parts, read_sizes
-from .staging import HostStage, Stage
+from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing
 from .tiers import HostSpeeds, TierPlan, WeightUse, plan_tiers, uses_of

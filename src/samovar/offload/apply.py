@@ -30,8 +30,9 @@ from .host import HostMemory, host_limit
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
 from .planner import OffloadPlan, plan_offload
+from .simulated import HostStage
 from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
-from .staging import HostStage, Stage
+from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing
 from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
@@ -205,7 +206,8 @@ class Offloaded(Handle, PipelineHook):
         return self._known[size]
 
     def _tiers_for(self, config: OffloadConfig, plan: OffloadPlan) -> TierPlan:
-        uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
+        with self._host.adopting():
+            uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
         budget, can_spill = parse_bytes(config.host_memory, "host_memory"), config.spill_folder is not None
         speeds = HostSpeeds(plan.bus_bytes_s, min(plan.bus_bytes_s, ASSUMED_COPY))
         tiers = plan_tiers(uses, budget, speeds, host_bytes=host_limit(), can_spill=can_spill)

@@ -10,6 +10,7 @@ Tensors in a chunk have a storage each, over their own bytes of it: `torch.save`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -84,6 +85,10 @@ class HostMemory:
         """Pinned chunks by address. They must not be freed before they are unpinned."""
         self._finalizer = weakref.finalize(self, _close, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
+
+    def adopting(self) -> contextlib.AbstractContextManager[None]:
+        """Around the adoption of many weights, so that it is quick."""
+        return self._files.reading_once()
 
     def truths(self, pieces: Sequence[Piece]) -> list[list[tuple[int, Truth]]]:
         """For each piece, its spans as they are in memory or in files, each with its offset."""

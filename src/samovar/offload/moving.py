@@ -83,14 +83,15 @@ class OffloadedComponent:
             self._is_pinned = True
             self.stage.stats.component_loads.setdefault(plan.name, 0)
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
-        for path, group in zip(("", *self.blocks), self._groups, strict=True):
-            group.tier = tiers.tier((plan.name, path))
-            is_coded = plan.is_coded and group in streamed and (plan.name, path) not in tiers.plain
-            group.keeps_host, group.is_coded = self._is_pinned, is_coded
-            group.file = file
-            if self._is_pinned:
-                group.update()
-            group.file = None  # Only what comes with the model is kept.
+        with self._host.adopting():
+            for path, group in zip(("", *self.blocks), self._groups, strict=True):
+                group.tier = tiers.tier((plan.name, path))
+                is_coded = plan.is_coded and group in streamed and (plan.name, path) not in tiers.plain
+                group.keeps_host, group.is_coded = self._is_pinned, is_coded
+                group.file = file
+                if self._is_pinned:
+                    group.update()
+                group.file = None  # Only what comes with the model is kept.
         if file is not None:
             file.close()
         self._host.pin(wire for group in self._groups for wire in group.wires)

@@ -8,13 +8,13 @@ Memory is allocated and freed only here, and that is where the queues meet: copi
 compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
 
 Coded weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding waits
-for compute: copies run ahead as far as the area has room. While it is open everything small takes that way.
+for compute: copies run ahead as far as the area has room. While it is open everything small takes that way. What takes
+it goes in groups, because the host takes longer to enqueue a switch between queues than a copy.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import SettingError
 from .bounce import CopyQueue
-from .coding import Coded, Form, decode_into, encode
-from .ring import ASSUMED_BUS, DeviceQueues, Mark, RingSpace, Timeline
+from .coding import Coded, Form, encode
+from .ring import DeviceQueues, Mark, RingSpace
 from .stats import OffloadStats
 from .truth import Bounced
 from .weights import ALIGNMENT
@@ -66,17 +66,27 @@ class _Area:
         self._left: deque[Mark] = deque()
         """When what is in it will have left it, oldest first."""
 
-    def take(self, num_bytes: int, wait: Callable[[Mark], None]) -> torch.Tensor:
-        """Room for some bytes; first `wait` for those that are in the way."""
+    def take(self, num_bytes: int, wait: Callable[[Mark], None]) -> torch.Tensor | None:
+        """Room for some bytes; first `wait` for those that are in the way. None if nobody knows when they leave."""
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        last: Mark = None
         while (start := self._space.take(size)) is None:
-            wait(self._left.popleft())
+            if not self._left:
+                return None
+            if self._left[0] is not last:
+                last = self._left[0]
+                wait(last)
+            self._left.popleft()
             self._space.give_back(1)
         return self.memory.flat[start : start + num_bytes]
 
-    def leaves(self, mark: Mark) -> None:
-        """What was taken last will have left at that point."""
-        self._left.append(mark)
+    def leaves(self, count: int, mark: Mark) -> None:
+        """The next `count` that were taken will have left at that point."""
+        self._left.extend([mark] * count)
+
+
+Passage = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Form | None]
+"""Where bytes belong, their room in the area, where they come from, and how they are coded."""
 
 
 class Stage(DeviceQueues):
@@ -89,6 +99,9 @@ class Stage(DeviceQueues):
         self.device = device
         self.stats = OffloadStats()
         self._area: _Area | None = None
+        self._group: list[Passage] = []
+        """What will go through the area next, together."""
+        self._group_bytes = 0
         self._queue: CopyQueue | None = None
 
     def bounce_through(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -109,12 +122,13 @@ class Stage(DeviceQueues):
     def free(self, memory: Buffer) -> None:
         memory.is_freed = True
         self._drain()
-        self._compute_waits(self._mark_copied())
+        self._compute_waits(self._mark_sent())
         self.stats.held_bytes -= memory.flat.numel()
         self._free(memory.flat)
 
     def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Bounced, form: Form | None = None) -> None:
-        """Start to copy bytes from the host. With a form they are coded, and decoded when they are there."""
+        """Copy bytes from the host, at the latest after `flush` or a mark. With a form they are coded, and decoded when
+        they are there."""
         if isinstance(source, Bounced):
             assert self._queue is not None, "there are buffers for what is not pinned"
             self.stats.sent_bytes += source.num_bytes
@@ -132,14 +146,36 @@ class Stage(DeviceQueues):
         self._in_order(functools.partial(self._send_now, target, source, form))
 
     def _send_now(self, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
-        area = self._area
-        if area is None or source.numel() > area.largest:
+        area, num_bytes = self._area, source.numel()
+        if area is None or num_bytes > area.largest:
+            self._send_group()
             self._send(target, source)
             return
-        room = area.take(source.numel(), self._area_waits)
-        self._send_to_area(room, source)
-        self._send_on(target, room, form)
-        area.leaves(self._mark_copied())
+        if self._group_bytes + num_bytes > area.largest:
+            self._send_group()
+        room = area.take(num_bytes, self._area_waits)
+        if room is None:  # The group itself is in the way.
+            self._send_group()
+            room = area.take(num_bytes, self._area_waits)
+            assert room is not None, "two of the largest have room"
+        self._group.append((target, room, source, form))
+        self._group_bytes += num_bytes
+
+    def _send_group(self) -> None:
+        """Send what was put together so far."""
+        if self._group:
+            assert self._area is not None
+            group, self._group, self._group_bytes = self._group, [], 0
+            self._send_through(group)
+            self._area.leaves(len(group), self._mark_copied())
+
+    def flush(self) -> None:
+        if self._group or (self._queue is not None and not self._queue.is_idle):
+            self._in_order(self._send_group)
+
+    def _mark_sent(self) -> Mark:
+        self._send_group()
+        return self._mark_copied()
 
     def _in_order(self, job: Callable[[], None]) -> None:
         """Put something in the queue of copies behind what is still being read."""
@@ -155,8 +191,8 @@ class Stage(DeviceQueues):
 
     def mark_copied(self) -> Mark:
         if self._queue is None or self._queue.is_idle:
-            return self._mark_copied()
-        return self._queue.put(self._mark_copied)
+            return self._mark_sent()
+        return self._queue.put(self._mark_sent)
 
     def compute_waits(self, mark: Mark) -> None:
         # The host waits until the bytes are read: the device cannot wait for a mark that is not there yet.
@@ -169,6 +205,7 @@ class Stage(DeviceQueues):
         self._host_waits(mark.result() if isinstance(mark, Future) else mark)
 
     def copies_wait(self, mark: Mark) -> None:
+        self.flush()
         self._in_order(functools.partial(self._copies_wait, mark))
 
     def open_area(self, largest: int) -> None:
@@ -176,12 +213,14 @@ class Stage(DeviceQueues):
         if largest:
             memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
             self._drain()
+            self._send_group()
             self._open_area()
             self._area = _Area(memory)
 
     def close_area(self) -> None:
         """Free the staging area, if there is one."""
         self._drain()
+        self._send_group()
         area, self._area = self._area, None
         if area is not None:
             self._close_area()
@@ -205,11 +244,8 @@ class Stage(DeviceQueues):
         """Copy nothing more into the area before that point."""
 
     @abstractmethod
-    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
-        """Bring what was copied into the area last to where it belongs."""
+    def _send_through(self, group: Sequence[Passage]) -> None:
+        """Copy bytes into the area, and bring them from there to where they belong."""
 
     @abstractmethod
     def _mark_copied(self) -> Mark: ...
@@ -287,113 +323,3 @@ class Stage(DeviceQueues):
         if isinstance(value, dict):
             return {key: self.to_device(item) for key, item in value.items()}
         return type(value)(map(self.to_device, value)) if type(value) in (list, tuple) else value
-
-
-class HostStage(Stage):
-    """A device simulated in host memory.
-
-    With `lazy`, bytes are copied at the last moment, when compute waits for them; otherwise at once. A missing wait
-    shows in the first case, an early overwrite in the second.
-    """
-
-    keeps_phase = True
-
-    def __init__(self, *, capacity: int | None = None, bus_bytes_s: float = ASSUMED_BUS, lazy: bool = False) -> None:
-        super().__init__(torch.device("cpu"))
-        self.timeline = Timeline(bus_bytes_s)
-        self.registered: dict[int, int] = {}
-        """Address and length of pinned ranges."""
-        self._capacity, self._lazy = capacity, lazy
-        self._lock = threading.RLock()  # The thread that reads takes part.
-        self._buffers: dict[int, int] = {}
-        """Address and length of allocated memory."""
-        self._due: deque[Callable[[], object]] = deque()
-        self._done = 0
-
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        if self._capacity is not None and self.stats.held_bytes + num_bytes > self._capacity:
-            raise torch.OutOfMemoryError(
-                f"{num_bytes} bytes do not fit: {self.stats.held_bytes} of {self._capacity} are taken."
-            )
-        flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
-        flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
-        memory = flat.untyped_storage()
-        self._buffers[memory.data_ptr()] = memory.nbytes()
-        return flat
-
-    def _free(self, flat: torch.Tensor) -> None:
-        del self._buffers[flat.untyped_storage().data_ptr()]
-        flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
-
-    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.timeline.copy(source.numel())
-        self._put(lambda: target.copy_(source))
-
-    def _area_waits(self, mark: Mark) -> None:
-        self._run_until(mark[1])
-
-    def _send_to_area(self, room: torch.Tensor, source: torch.Tensor) -> None:
-        self.timeline.copy(source.numel())
-        room.copy_(source)  # As early as can be: a missing wait shows.
-
-    def _send_on(self, target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
-        self._put(lambda: target.copy_(room) if form is None else decode_into(form, room, target))
-
-    def _put(self, copy: Callable[[], object]) -> None:
-        with self._lock:
-            self._due.append(copy)
-            if not self._lazy:
-                self._run_until(self._done + 1)
-
-    def _mark_copied(self) -> Mark:
-        with self._lock:
-            return self.timeline.mark_copied(), self._done + len(self._due)
-
-    def mark_computed(self) -> Mark:
-        return self.timeline.mark_computed(), 0
-
-    def _compute_waits(self, mark: Mark) -> None:
-        self.timeline.compute_waits(mark[0])
-        self._run_until(mark[1])
-
-    def _run_until(self, count: int) -> None:
-        with self._lock:
-            while self._done < count:
-                self._due.popleft()()
-                self._done += 1
-
-    def _copies_wait(self, mark: Mark) -> None:
-        self.timeline.copies_wait(mark[0])
-
-    def _host_waits(self, mark: Mark) -> None:
-        self._run_until(mark[1])
-
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        address = tensor.untyped_storage().data_ptr()
-        return any(start <= address < start + num_bytes for start, num_bytes in self._buffers.items())
-
-    def register(self, address: int, num_bytes: int) -> str | None:
-        self.registered[address] = num_bytes
-        return None
-
-    def unregister(self, address: int) -> None:
-        del self.registered[address]
-
-    def synchronize(self) -> None:
-        self._host_waits(self._mark_copied())
-
-    def measure_bus(self) -> float:
-        return self.timeline.bus_bytes_s
-
-    def mark_time(self) -> float:
-        return self.timeline.mark_computed()
-
-    def seconds_between(self, start: float, end: float) -> float:
-        return end - start
-
-    def peak_bytes(self) -> int:
-        peak, self.stats.peak_held_bytes = self.stats.peak_held_bytes, self.stats.held_bytes
-        return peak
-
-    def free_bytes(self) -> int | None:
-        return None if self._capacity is None else self._capacity - self.stats.held_bytes

@@ -88,7 +88,7 @@ class TimeLayers:
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
         self.problem = ""
         """Why nothing is computed ahead any more, if so."""
-        self._tier = tier
+        self._tier, self._host = tier, host
         self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
         self._groups = {
             id(layer): WeightGroup(f"{component.name}.{path}", partial(tensors_of, layer), stage, host)
@@ -109,9 +109,10 @@ class TimeLayers:
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
-        for group in self._groups.values():
-            group.is_pinned, group.tier = False, self._tier
-            group.adopt()
+        with self._host.adopting():
+            for group in self._groups.values():
+                group.is_pinned, group.tier = False, self._tier
+                group.adopt()
         install_hooks(undo, HOOK, [(self._model, _CallHook(self))])
         install_hooks(undo, HOOK, [(layer, _LayerHook(self)) for layer in self.layers.values()])
 

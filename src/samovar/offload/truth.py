@@ -8,6 +8,7 @@ tells (/proc/self/pagemap), exactly and at the moment of reading. Where it does 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -171,19 +172,34 @@ class Files:
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], ModelFile] = {}
         """By the start of the mapping and the inode."""
+        self._mappings: list[_Mapping] | None = None
+        """Those that were read inside of `reading_once`."""
+        self._is_read_once = False
 
     def __iter__(self) -> Iterator[ModelFile]:
         return iter(self._open.values())
 
+    @contextlib.contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Inside, nobody but `add` maps files, so the mappings are read once: that takes milliseconds."""
+        outer, self._is_read_once = self._is_read_once, True
+        try:
+            yield
+        finally:
+            self._is_read_once = outer
+            self._mappings = self._mappings if outer else None
+
     def add(self, memory: torch.Tensor, file: ModelFile) -> None:
         """Know a file without a name by what is mapped from it."""
+        self._mappings = None
         for mapping in private_mappings():
             if mapping.start <= memory.data_ptr() < mapping.end:
                 self._open[mapping.start, mapping.inode] = file
 
     def find(self, spans: Iterable[tuple[Span, torch.Tensor]]) -> list[Truth]:
         """Where the bytes of each span, given with its memory, are."""
-        mappings = private_mappings()
+        mappings = private_mappings() if self._mappings is None else self._mappings
+        self._mappings = mappings if self._is_read_once else None
         starts = [mapping.start for mapping in mappings]
         found = []
         for span, memory in spans:
@@ -221,7 +237,7 @@ def private_mappings() -> list[_Mapping]:
         return []
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-            matches = [_MAPPING.match(line.rstrip("\n")) for line in file]
+            matches = [_MAPPING.match(line.rstrip("\n")) for line in file if "/" in line]
     except OSError:
         return []
     return [

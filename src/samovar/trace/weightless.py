@@ -11,6 +11,7 @@ it. Views and in-place operations make none, and attention is a fused kernel tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -79,6 +80,8 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The most of it since this was last set."""
         self._is_paused = False
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._forms: dict[Any, tuple[Any, ...]] = {}
+        """Of what operations without values returned, by what they were given."""
         self._fused = _Fused()
 
     def __enter__(self) -> Weightless:
@@ -104,11 +107,27 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_paused:
             return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
-        output = _run(func, args, kwargs, given)
+        is_new = bool(given) and all(tensor.is_meta for tensor in given) and _makes_one(func)
+        output = self._remembered(func, args, kwargs) if is_new else _run(func, args, kwargs, given)
         known = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
         for tensor in _tensors(output if isinstance(output, (list, tuple)) else (output,)):
             if _has_storage(tensor) and tensor.untyped_storage()._cdata not in known:
                 self._count(tensor.untyped_storage())
+        return output
+
+    def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation without values makes. Blocks repeat each other, and torch takes long to find out."""
+        key = func, _form(args), _form(tuple(kwargs.items()))
+        try:
+            form = self._forms.get(key)
+        except TypeError:  # Of an argument that has no hash.
+            return _run(func, args, kwargs, list(_tensors((*args, *kwargs.values()))))
+        if form is not None:
+            size, stride, dtype = form
+            return torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        output = _run(func, args, kwargs, list(_tensors((*args, *kwargs.values()))))
+        if _is_plain(output):
+            self._forms[key] = output.shape, output.stride(), output.dtype
         return output
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -123,6 +142,26 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[key] = weakref.ref(storage, free)
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+@functools.cache
+def _makes_one(func: Any) -> bool:
+    """Whether an operation makes one new tensor and changes none."""
+    schema: Any = getattr(func, "_schema", None)
+    if schema is None or [str(made.type) for made in schema.returns] != ["Tensor"]:
+        return False
+    return all(part.alias_info is None for part in (*schema.returns, *schema.arguments))
+
+
+def _form(value: Any) -> Any:
+    """What the form of an operation's output depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta and type(value) is torch.Tensor and _has_storage(value)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

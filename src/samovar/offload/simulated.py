@@ -1,0 +1,128 @@
+"""What stands for a device where there is none? Host memory, in which everything above runs the same, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .coding import Form, decode_into
+from .ring import ASSUMED_BUS, Mark, Timeline
+from .staging import Passage, Stage
+from .weights import ALIGNMENT
+
+
+def _pass_on(target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+    target.copy_(room) if form is None else decode_into(form, room, target)
+
+
+class HostStage(Stage):
+    """A device simulated in host memory.
+
+    With `lazy`, bytes are copied at the last moment, when compute waits for them; otherwise at once. A missing wait
+    shows in the first case, an early overwrite in the second.
+    """
+
+    keeps_phase = True
+
+    def __init__(self, *, capacity: int | None = None, bus_bytes_s: float = ASSUMED_BUS, lazy: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
+        self.timeline = Timeline(bus_bytes_s)
+        self.registered: dict[int, int] = {}
+        """Address and length of pinned ranges."""
+        self._capacity, self._lazy = capacity, lazy
+        self._lock = threading.RLock()  # The thread that reads takes part.
+        self._buffers: dict[int, int] = {}
+        """Address and length of allocated memory."""
+        self._due: deque[Callable[[], object]] = deque()
+        self._done = 0
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        if self._capacity is not None and self.stats.held_bytes + num_bytes > self._capacity:
+            raise torch.OutOfMemoryError(
+                f"{num_bytes} bytes do not fit: {self.stats.held_bytes} of {self._capacity} are taken."
+            )
+        flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+        flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
+        memory = flat.untyped_storage()
+        self._buffers[memory.data_ptr()] = memory.nbytes()
+        return flat
+
+    def _free(self, flat: torch.Tensor) -> None:
+        del self._buffers[flat.untyped_storage().data_ptr()]
+        flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
+
+    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.timeline.copy(source.numel())
+        self._put(lambda: target.copy_(source))
+
+    def _area_waits(self, mark: Mark) -> None:
+        self._run_until(mark[1])
+
+    def _send_through(self, group: Sequence[Passage]) -> None:
+        for target, room, source, form in group:
+            self.timeline.copy(source.numel())
+            room.copy_(source)  # As early as can be: a missing wait shows.
+            self._put(functools.partial(_pass_on, target, room, form))
+
+    def _put(self, copy: Callable[[], object]) -> None:
+        with self._lock:
+            self._due.append(copy)
+            if not self._lazy:
+                self._run_until(self._done + 1)
+
+    def _mark_copied(self) -> Mark:
+        with self._lock:
+            return self.timeline.mark_copied(), self._done + len(self._due)
+
+    def mark_computed(self) -> Mark:
+        return self.timeline.mark_computed(), 0
+
+    def _compute_waits(self, mark: Mark) -> None:
+        self.timeline.compute_waits(mark[0])
+        self._run_until(mark[1])
+
+    def _run_until(self, count: int) -> None:
+        with self._lock:
+            while self._done < count:
+                self._due.popleft()()
+                self._done += 1
+
+    def _copies_wait(self, mark: Mark) -> None:
+        self.timeline.copies_wait(mark[0])
+
+    def _host_waits(self, mark: Mark) -> None:
+        self._run_until(mark[1])
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < start + num_bytes for start, num_bytes in self._buffers.items())
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        self.registered[address] = num_bytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def synchronize(self) -> None:
+        self._host_waits(self._mark_sent())
+
+    def measure_bus(self) -> float:
+        return self.timeline.bus_bytes_s
+
+    def mark_time(self) -> float:
+        return self.timeline.mark_computed()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+    def peak_bytes(self) -> int:
+        peak, self.stats.peak_held_bytes = self.stats.peak_held_bytes, self.stats.held_bytes
+        return peak
+
+    def free_bytes(self) -> int | None:
+        return None if self._capacity is None else self._capacity - self.stats.held_bytes
