@@ -77,10 +77,10 @@ def written(random: Random, value: Any) -> bytes:
     return changed_bytes(random, data) if random.random() < 0.2 else data
 
 
-def changed_bytes(random: Random, data: bytes) -> bytes:
-    """Bytes with one to four changes: flipped, cut, doubled, removed, filled, or a number at its limits."""
+def changed_bytes(random: Random, data: bytes, most: int = 4) -> bytes:
+    """Bytes with one or more changes: flipped, cut, doubled, removed, filled, or a number at its limits."""
     found = bytearray(data)
-    for _ in range(random.randrange(1, 5)):
+    for _ in range(random.randint(1, most)):
         at = random.randrange(len(found) + 1)
         # Mostly near the beginning, where headers are.
         at = min(at, int(random.expovariate(0.02))) if random.random() < 0.5 else at

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pipelines import tiny_flux_pipeline
-from server.running import RunningServer, running
+from server.running import RunningServer
 
 from .cases import Fuzz
 
@@ -43,8 +44,23 @@ def editor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def server(editor: Path) -> Iterator[RunningServer]:
-    """One that edits images, and answers soon: few steps, few pixels, little patience for slow senders."""
+def servers(model: Path, editor: Path) -> Iterator[list[RunningServer]]:
+    """One that makes images and one that edits them. They answer soon: few steps, few pixels, little patience."""
     limits = ("--max-steps", "4", "--max-pixels", "65536", "--max-images", "2", "--request-timeout", "5")
-    with running(editor, *limits) as started:
-        yield started
+    started = [RunningServer(folder, *limits) for folder in (model, editor)]
+    try:
+        yield [server.wait_ready() for server in started]
+    finally:
+        for server in started:
+            server.end(signal.SIGKILL)
+
+
+@pytest.fixture
+def server(servers: list[RunningServer]) -> RunningServer:
+    """The one that makes images from text."""
+    return servers[0]
+
+
+@pytest.fixture
+def editing(servers: list[RunningServer]) -> RunningServer:
+    return servers[1]
