@@ -26,6 +26,7 @@ from gpu_bench import GIB, PASSES, Bench, Holder, gib, is_same, resident_set_byt
 from samovar.errors import SettingError
 from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, running
 from samovar.offload import OffloadConfig, Offloaded, apply_offload
+from samovar.tensors import num_bytes_of
 
 PARTS = ("flux", "peers", "qwen", "sd35", "hunyuan", "wan", "pipeline", "qwen-peers", "flux2")
 BUDGETS = {
@@ -117,7 +118,7 @@ class Ours:
     def set_up(self) -> tuple[Offloaded, dict[str, Any]]:
         """Everything streamed, with what that cost and what the first forwards take, which may plan anew."""
         self.bench.clear()
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        weights = num_bytes_of(self.model.parameters())
         before = resident_set_bytes()
         offloaded = apply_offload(self.holder, OffloadConfig("layerwise", device=self.bench.device))
         self.bench.sync()

@@ -101,6 +101,32 @@ def _entry(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
+# ------------------------------------------------------------------------------------------------ bitsandbytes
+
+
+def kept_beside_weights(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors that belong to a module's weights and are no parameters: an 8-bit layer of bitsandbytes moves its
+    scales from the weight to its state in the first call."""
+    state: Any = vars(module).get("state")
+    if type(state).__name__ != "MatmulLtState":
+        return []
+    return [tensor for tensor in (state.CB, state.SCB) if tensor is not None]
+
+
+def move_beside_weights(module: torch.nn.Module, device: torch.device) -> None:
+    """Have the state of such a layer hold them on another device."""
+    state = vars(module).get("state")
+    if type(state).__name__ == "MatmulLtState":
+        for name in ("CB", "SCB"):
+            if getattr(state, name) is not None:
+                setattr(state, name, getattr(state, name).to(device))
+
+
+def is_packed_for_cpu(tensor: torch.Tensor) -> bool:
+    """Whether a 4-bit weight was repacked in its first call on a CPU, so that no other device can read it."""
+    return bool(getattr(vars(tensor).get("quant_state"), "packing_format_for_cpu", False))
+
+
 # ------------------------------------------------------------------------------------------------ cache-dit, peft
 
 

@@ -245,6 +245,7 @@ def test_unknown_codes_are_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 def test_copies_into_the_area_wait_for_what_is_in_it(lazy: bool, together: int) -> None:
     stage = HostStage(lazy=lazy)
+    stage.in_groups = together > 1
     words = [(torch.randn(512) * (1 + index)).to(torch.bfloat16) for index in range(9)]
     coded_words = [coding.encode(each) for each in words]
     buffer = stage.allocate(9 * 1024 + 100)
@@ -256,7 +257,8 @@ def test_copies_into_the_area_wait_for_what_is_in_it(lazy: bool, together: int) 
         assert each is not None
         stage.send(buffer, index * 1024, each.data, each.form)
         if (index + 1) % together == 0:
-            stage.flush()
+            if together > 1:
+                stage.flush()
             for sent in coded_words[: index + 1]:
                 sent.data.zero_()  # It has been copied: nothing but the area has it.
     stage.send(buffer, 9 * 1024, raw)

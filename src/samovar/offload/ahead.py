@@ -16,7 +16,7 @@ from ..trace.rehearse import CallForm
 from ..trace.time_only import find_tape, is_plain
 from .moving import HOOK as OFFLOAD_HOOK
 from .sizes import Component, ComponentSize, measure_components, split_parts
-from .weights import tensors_of
+from .weights import held_by
 
 HOOK = "samovar_time_layers"
 """The name of the hooks on layers that are computed ahead, and on their model."""
@@ -79,7 +79,7 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
             reason = "compiled"
         elif not is_free(layer):
             reason = "hooked by others"
-        elif any(id(tensor) in component.skip for tensor in tensors_of(layer)):
+        elif any(id(tensor) in component.skip for tensor in held_by(layer)):
             reason = "shared"
         elif tensor_bytes([layer]) < least:
             reason = "small"

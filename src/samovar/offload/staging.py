@@ -8,8 +8,9 @@ Memory is allocated and freed only here, and that is where the queues meet: copi
 compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
 
 Coded weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding waits
-for compute: copies run ahead as far as the area has room. While it is open everything small takes that way. What takes
-it goes in groups, because the host takes longer to enqueue a switch between queues than a copy.
+for compute: copies run ahead as far as the area has room. While it is open everything small takes that way. Where the
+host is what a forward waits for (`in_groups`), several go together, which takes it less time; else each goes by itself,
+which keeps the bus busier.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from .stats import OffloadStats
 from .truth import Bounced
 from .weights import ALIGNMENT
 
+_MOST_RANGES = 4096
+
 
 class Buffer:
     """A range of device memory."""
@@ -40,7 +43,17 @@ class Buffer:
         self.flat = flat
         self._storage = flat.untyped_storage()
         self._start = int(flat.storage_offset())
+        self._ranges: dict[tuple[int, int], torch.Tensor] = {}
         self.is_freed = False
+
+    def range(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Some of its bytes. The same ones are asked for again and again, and looking them up is quicker."""
+        found = self._ranges.get((offset, num_bytes))
+        if found is None:
+            if len(self._ranges) >= _MOST_RANGES:
+                self._ranges.clear()
+            found = self._ranges[offset, num_bytes] = self.flat[offset : offset + num_bytes]
+        return found
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor with the dtype, shape and strides of another, at a byte offset of this memory. A parameter that
@@ -78,7 +91,7 @@ class _Area:
                 wait(last)
             self._left.popleft()
             self._space.give_back(1)
-        return self.memory.flat[start : start + num_bytes]
+        return self.memory.range(start, num_bytes)
 
     def leaves(self, count: int, mark: Mark) -> None:
         """The next `count` that were taken will have left at that point."""
@@ -99,6 +112,8 @@ class Stage(DeviceQueues):
         self.device = device
         self.stats = OffloadStats()
         self._area: _Area | None = None
+        self.in_groups = False
+        """Whether coded weights go through the staging area several at a time."""
         self._group: list[Passage] = []
         """What will go through the area next, together."""
         self._group_bytes = 0
@@ -135,7 +150,7 @@ class Stage(DeviceQueues):
             self._queue.send(buffer, offset, source)
             return
         num_bytes = source.numel() if form is None else form.raw_bytes
-        target = buffer.flat[offset : offset + num_bytes]
+        target = buffer.range(offset, num_bytes)
         self.stats.sent_bytes += source.numel()
         if form is not None:
             self.stats.coded_bytes += source.numel()
@@ -160,6 +175,8 @@ class Stage(DeviceQueues):
             assert room is not None, "two of the largest have room"
         self._group.append((target, room, source, form))
         self._group_bytes += num_bytes
+        if not self.in_groups:
+            self._send_group()
 
     def _send_group(self) -> None:
         """Send what was put together so far."""

@@ -26,7 +26,8 @@ from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
 from ..files import reading
 from ..hooks import NOT_BYPASSED
-from ..other_libraries import declared_plans, quantization
+from ..other_libraries import declared_plans
+from ..tensors import problem_of
 from .forward import filled
 from .watch import Gate, Gates, Watcher
 
@@ -330,7 +331,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
     unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
     planned = [name for name, part in parts.items() if declared_plans(part.cls)]
-    quantised = _quantised(parts)
+    unmovable = _unmovable(parts)
     unknown = f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
 
     def without_stacks(name: str, reason: str) -> FeatureReport:
@@ -344,14 +345,14 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
         yield FeatureReport("step cache", True, found)
         held = f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of the denoiser"
-        yield FeatureReport("layerwise offload", not quantised, quantised or held)
+        yield FeatureReport("layerwise offload", not unmovable, unmovable or held)
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"
         yield without_stacks("step cache", nothing)
         yield without_stacks("layerwise offload", nothing)
     if denoisers and encoders:
         turns = f"the denoiser takes turns with {encoders}"
-        yield FeatureReport("model offload", not quantised, quantised or turns)
+        yield FeatureReport("model offload", not unmovable, unmovable or turns)
     else:
         yield FeatureReport("model offload", False, "a denoiser and an encoder that can take turns are needed")
     if planned:
@@ -362,8 +363,11 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         yield without_stacks("sequence parallel", "there is no plan, and no stack to derive one from")
 
 
-def _quantised(parts: Parts) -> str:
-    """Why the components cannot all be offloaded: quantised tensors are not one plain block of memory."""
-    methods = {name: quantization(part.module) for name, part in parts.items() if part.module is not None}
-    found = [f"{name} ({method})" for name, method in methods.items() if method]
-    return f"quantised weights cannot be moved: {', '.join(found)}; leave them out with exclude" if found else ""
+def _unmovable(parts: Parts) -> str:
+    """Why the components cannot all be offloaded, if weights are loaded that nobody can move."""
+    for name, module in [(name, part.module) for name, part in parts.items() if part.module is not None]:
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            problem = None if tensor.is_meta else problem_of(tensor)
+            if problem:
+                return f"{name}.{path} {problem}; leave {name} out with exclude"
+    return ""
