@@ -160,6 +160,7 @@ class EngineDownError(EngineError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest known ones, or all if they are few."""
+    name = name[:100]  # Comparing a megabyte would take seconds.
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}
     close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)]

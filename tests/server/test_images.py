@@ -24,9 +24,9 @@ from samovar.engine import Job, OmniDiffusionSamplingParams
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
 
+from .attacks import png_of
 from .conftest import KEY
 from .running import PATIENCE_S, PROMPT, RunningServer, until
-from .test_uploads import png_of
 
 GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
 LONG = 50_000
@@ -230,7 +230,8 @@ def test_bad_forms_are_refused(guarded: RunningServer) -> None:
             ({"prompt": PROMPT}, {"image": ("a.png", png_of(50_000, 50_000, bytes(1000)), "image/png")}, "image"),
             ({"prompt": PROMPT, "n": "1_0"}, good, "n"),
             ({"prompt": PROMPT, "url": "http://169.254.169.254/"}, good, "url"),
-            ({"prompt": PROMPT, "image": "file:///etc/passwd"}, {"mask": png()}, "image"),
+            ({"prompt": PROMPT, "image": "file:///etc/passwd"}, {"mask": png()}, "mask"),
+            ({"prompt": PROMPT, "mask": "file:///etc/passwd"}, good, "mask"),
             ({"prompt": PROMPT}, {**good, "mask": png()}, "mask"),
             ({}, good, "prompt"),
         ):
