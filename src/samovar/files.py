@@ -107,7 +107,7 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str, param: st
     names = list(known)
     for name in given:
         if name not in names:
-            hint = nearest(str(name)[:100], names)
+            hint = nearest(str(name), names)
             raise SettingError(f"{brief(name)} is not {what}. {hint}", param=param or str(name)[:100])
 
 

@@ -27,7 +27,8 @@ from samovar import cli
 from .cases import Fuzz, fuzzed
 from .changes import TEXTS, changed_bytes, changed_json, weird, written
 
-MEMORY, SECONDS = 6 * 2**30, 20
+MEMORY, SECONDS, PATIENCE_S = 6 * 2**30, 20, 600
+"""Bytes and seconds of processor time that a case gets, and how long it may take on a busy machine."""
 TOO_MUCH = "asked for too much"
 
 
@@ -104,6 +105,7 @@ def in_a_child(work: Callable[[], str]) -> str:
             os.dup2(1, 2)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, resource.RLIM_INFINITY))
             warnings.simplefilter("ignore")
             os.write(writing, work().encode())
             code = 0
@@ -114,7 +116,7 @@ def in_a_child(work: Callable[[], str]) -> str:
         finally:
             os._exit(code)
     os.close(writing)
-    ends_at = time.monotonic() + SECONDS
+    ends_at = time.monotonic() + PATIENCE_S
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < ends_at:
         time.sleep(0.005)
     if ended[0] == 0:
@@ -122,8 +124,9 @@ def in_a_child(work: Callable[[], str]) -> str:
         os.waitpid(child, 0)
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read().decode()
+    assert ended[0] != 0, f"not at its end after {PATIENCE_S} s, and waits"
     code = os.waitstatus_to_exitcode(ended[1])
-    if ended[0] == 0 or code == 3:
+    if code in (3, -signal.SIGXCPU):
         return TOO_MUCH
     assert code == 0, f"ended with {code}: {text}"
     return text

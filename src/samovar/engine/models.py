@@ -40,7 +40,7 @@ def find_model(model: str) -> Path | None:
             return None
     raise ModelError(
         f"{brief(model)} is not a built-in model, a folder with a {INDEX}, or a model of the hub such as 'owner/name'. "
-        f"{nearest(model[:100], BUILTIN_MODELS)}"
+        f"{nearest(model, BUILTIN_MODELS)}"
     )
 
 
