@@ -130,6 +130,8 @@ def test_only_files_of_some_size_are_read(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(SettingError, match="it has 1099511627776 bytes, and 4194304 are the most"):
         read_settings(tmp_path / "large.json", "point")
+    with pytest.raises(ModelError, match="it has 1099511627776 bytes, and 268435456 are the most"):
+        read_json(tmp_path / "large.json")
     with pytest.raises(SettingError, match=r"~nobody-here/a\.json"):
         read_settings("~nobody-here/a.json", "point")
 
