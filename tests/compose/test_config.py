@@ -143,9 +143,7 @@ def test_components_that_are_left_out() -> None:
         config = AttachConfig.read(gpu_memory="2GiB", exclude=exclude).offload
         assert config is not None
         assert (config.gpu_memory, config.exclude) == ("2GiB", ("vae", "text_encoder"))
-    with pytest.raises(
-        SettingError, match=r"exclude='vae' names components that offload leaves alone, and"
-    ):
+    with pytest.raises(SettingError, match=r"exclude='vae' names components that offload leaves alone, and"):
         AttachConfig.read(exclude="vae")
     with pytest.raises(SettingError, match=r"exclude=\('vae',\) contradicts exclude=\('unet',\) in offload"):
         AttachConfig.read(offload={"exclude": "unet"}, exclude="vae")
