@@ -38,7 +38,8 @@ class SettingError(SamovarError, ValueError):
     """A setting or argument that cannot be used."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
+        # It names the value, which may be of any size.
+        super().__init__(message if len(message) < 3000 else f"{message[:2000]} [...] {message[-500:]}")
         self.param = param
         """Name of the parameter at fault as Python spells it; None if there is no single one."""
 
@@ -159,6 +160,7 @@ class EngineDownError(EngineError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest known ones, or all if they are few."""
+    name = name[:100]  # Comparing a megabyte would take seconds.
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}
     close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)]

@@ -125,7 +125,7 @@ class Replica:
             raise RuntimeError("The engine is down: its workers died repeatedly.")
 
     async def __del__(self) -> None:
-        self._state.phase = "draining"
+        self._state.drain()
         await self._state.omni.close(self._state.config.shutdown_timeout_s)
 
 

@@ -50,7 +50,8 @@ def test_what_it_does_not_take_is_refused(facts: PipelineFacts, request_: Reques
 def test_a_image_says_how_large_the_new_one_is() -> None:
     call = EDIT.check(ask(PICTURE, strength=0.5))
     assert (call["width"], call["height"], call["strength"]) == (64, 32, 0.5)
-    assert (call["image"].mode, call["image"].size) == ("RGB", (70, 45))
+    image = EDIT.images(PICTURE)["image"]
+    assert (image.mode, image.size) == ("RGB", (70, 45))
     assert EDIT.check(ask(PICTURE, height=48))["height"] == 48
     assert EDIT.check(ask(PICTURE, height=96))["width"] == 144, "the shape of the picture"
     assert EDIT.check(ask(PICTURE, width=128))["height"] == 80
@@ -62,7 +63,7 @@ def test_a_image_says_how_large_the_new_one_is() -> None:
 def test_what_is_transparent_is_drawn_anew() -> None:
     picture = PICTURE.copy()
     picture.putpixel((5, 6), (0, 0, 0, 0))
-    mask = PAINT.check(ask(picture))["mask_image"]
+    mask = PAINT.images(picture)["mask_image"]
     assert (mask.getpixel((5, 6)), mask.getpixel((0, 0))) == (255, 0)
 
 

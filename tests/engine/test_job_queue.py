@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samovar import OmniDiffusionSamplingParams
-from samovar.engine import GenerationResult, Job, OmniDiffusionConfig, Request
+from samovar.engine import GenerationResult, Job, Request
 from samovar.engine.job_queue import SETTLE_S, Batch, JobQueue
 from samovar.engine.messages import Finished
 from samovar.engine.worker import Outcome, Usage
@@ -130,7 +130,7 @@ def test_one_that_fails_gives_the_others_little_time_and_is_named() -> None:
     assert batch.errors() == "rank 1: a bug"
 
 
-CONFIG = OmniDiffusionConfig("emoji", device="cpu", step_timeout_s=7.0)
+ALLOWED_S = 7.0
 
 
 @pytest.fixture
@@ -139,15 +139,24 @@ def batch() -> Batch:
 
 
 def test_a_step_has_a_time_limit(batch: Batch) -> None:
-    assert batch.next_timeout(CONFIG) == 107.0
-    assert batch.timeout_error(CONFIG, 106.9) is None
-    error = batch.timeout_error(CONFIG, 107.0)
+    assert batch.next_timeout(ALLOWED_S) == 107.0
+    assert batch.timeout_error(ALLOWED_S, 106.9) is None
+    error = batch.timeout_error(ALLOWED_S, 107.0)
     assert isinstance(error, StepTimeoutError)
     assert "sent nothing for 7 s, before its first step" in str(error)
 
 
+def test_a_worker_may_be_silent_again_for_as_long_as_it_was(batch: Batch) -> None:
+    """A step of 5 s says that one of 40 s is slow, not hung."""
+    batch.hear(105.0)
+    assert batch.next_timeout(ALLOWED_S) == 105.0 + 50.0
+    batch.hear(106.0)
+    assert batch.timeout_error(ALLOWED_S, 155.9) is None
+    assert isinstance(batch.timeout_error(ALLOWED_S, 156.0), StepTimeoutError)
+
+
 def test_ranks_must_follow_one_that_failed(batch: Batch) -> None:
     batch.must_settle_by = 105.0
-    assert batch.next_timeout(CONFIG) == 105.0
-    assert batch.timeout_error(CONFIG, 104.9) is None
-    assert isinstance(batch.timeout_error(CONFIG, 105.0), WorkerLostError)
+    assert batch.next_timeout(ALLOWED_S) == 105.0
+    assert batch.timeout_error(ALLOWED_S, 104.9) is None
+    assert isinstance(batch.timeout_error(ALLOWED_S, 105.0), WorkerLostError)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from samovar.arch.folder import check_folder
 from samovar.engine.models import (
-    check_model,
     fetch_model,
     find_model,
     find_variant,
@@ -83,7 +83,7 @@ def test_code_that_comes_with_a_model_is_refused_and_never_run(folder: Path, tmp
     ):
         load_pipeline(copy, torch.float32)
     assert not canary.exists()
-    assert check_model(copy, trust_remote_code=True) == index
+    assert check_folder(copy, trust_remote_code=True) == index
 
 
 def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:

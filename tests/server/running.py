@@ -76,9 +76,10 @@ class RunningServer:
         return found
 
     def workers(self) -> list[psutil.Process]:
-        """The children that hold a model; the one that watches shared memory is not among them."""
+        """The children that hold a model; those that watch shared memory or read bodies are not among them."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        others = ("resource_tracker", "body_reader")
+        return [child for child in children if not any(other in " ".join(child.cmdline()) for other in others)]
 
     def resident_bytes(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)

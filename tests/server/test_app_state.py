@@ -95,7 +95,7 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
 )
 def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
     defaults = OmniDiffusionSamplingParams(width=40, height=30, num_inference_steps=5, num_outputs_per_prompt=2)
-    omni: Any = SimpleNamespace(defaults=defaults)
+    omni: Any = SimpleNamespace(defaults=defaults, can_edit=False)
     with pytest.raises(SettingError, match=says):
         AppState(omni, ServerConfig(limits=limits)).open()
     opened = AppState(omni, ServerConfig())

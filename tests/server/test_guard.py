@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from typing import Any
 
 import httpx
@@ -152,3 +153,18 @@ def test_a_real_server_keeps_its_key_to_itself(guarded: RunningServer) -> None:
         stranger = friend | {"Origin": "https://evil.example"}
         assert http.options("/v1/images/generations", headers=stranger).status_code == 403
     assert KEY not in guarded.text
+
+
+def test_two_lengths_are_refused(server: RunningServer) -> None:
+    """A proxy in front may believe the other one: what follows must not be taken for a request."""
+    host, port = server.address.removeprefix("http://").split(":")
+    body = b"0\r\n\r\nGET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as raw:
+        raw.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        answer = b""
+        while chunk := raw.recv(65536):
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"invalid_http" in answer
+    assert answer.count(b"HTTP/1.1") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import PIL.Image
@@ -14,7 +15,7 @@ from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, Imag
 from samovar.engine import GenerationResult, OmniDiffusionSamplingParams, Preview, Progress, Started
 from samovar.server import Limits
 from samovar.server.bodies import GenerationBody, read_body
-from samovar.server.responses import completed_events, images_response, preview_event, step_event
+from samovar.server.responses import completed_events, gathered, images_pieces, preview_event, step_event
 
 PICTURE = PIL.Image.effect_mandelbrot((40, 24), (-2, -1.5, 1, 1.5), 50).convert("RGB")
 RESULT = GenerationResult(
@@ -36,9 +37,13 @@ def events(raw: bytes) -> list[dict[str, Any]]:
     return found
 
 
+def events_of(pieces: Iterator[bytes]) -> list[dict[str, Any]]:
+    return events(b"".join(pieces))
+
+
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 def test_images_come_in_the_format_asked_for(kind: str) -> None:
-    body = json.loads(images_response(asked(output_format=kind), RESULT, {"memory_bytes": 5}))
+    body = json.loads(b"".join(images_pieces(asked(output_format=kind), RESULT, {"memory_bytes": 5})))
     answer = ImagesResponse.model_validate(body)
     assert answer.data is not None
     assert answer.usage is not None
@@ -54,15 +59,16 @@ def test_images_come_in_the_format_asked_for(kind: str) -> None:
 
 
 def test_compression_is_obeyed() -> None:
-    sizes = [len(images_response(asked(output_format="jpeg", output_compression=q), RESULT, {})) for q in (0, 50, 100)]
+    bodies = [asked(output_format="jpeg", output_compression=q) for q in (0, 50, 100)]
+    sizes = [len(b"".join(images_pieces(body, RESULT, {}))) for body in bodies]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[2]
 
 
 def test_events_are_openais() -> None:
-    (partial,) = events(preview_event("image_generation", asked(), Preview(1, 4, 0, PICTURE), 0))
+    (partial,) = events_of(preview_event("image_generation", asked(), Preview(1, 4, 0, PICTURE), 0))
     ImageGenPartialImageEvent.model_validate(partial, strict=True)
-    completed = events(completed_events("image_generation", asked(), RESULT, {}))
+    completed = events_of(completed_events("image_generation", asked(), RESULT, {}))
     assert [ImageGenCompletedEvent.model_validate(body, strict=True).size for body in completed] == ["40x24"] * 2
     assert [(body["seed"], body["image_index"]) for body in completed] == [(7, 0), (8, 1)]
 
@@ -74,3 +80,16 @@ def test_steps_are_told_in_our_words() -> None:
         "type": "samovar.progress", "step": 2, "num_steps": 4, "image_index": 0, "num_images": 1, "seconds": 0.5,
         "is_computed": False,
     }  # fmt: skip
+
+
+def test_no_piece_is_long_and_small_answers_are_one() -> None:
+    """What is sent at once holds up everybody else."""
+    noise = PIL.Image.effect_noise((2000, 1000), 100).convert("RGB")
+    result = GenerationResult("a cat", (noise,) * 2, (7, 8), OmniDiffusionSamplingParams(), 1.5)
+    pieces = list(gathered(images_pieces(asked(), result, {})))
+    assert max(map(len, pieces)) < 2**19
+    found = [
+        PIL.Image.open(io.BytesIO(base64.b64decode(item["b64_json"]))) for item in json.loads(b"".join(pieces))["data"]
+    ]
+    assert [image.tobytes() for image in found] == [noise.tobytes()] * 2
+    assert len(list(gathered(images_pieces(asked(), RESULT, {})))) == 1

@@ -433,7 +433,7 @@ def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     tiny_flux_pipeline().save_pretrained(tmp_path)
     (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ModelError, match=f"The pipeline in {tmp_path} could not be loaded"):
+    with pytest.raises(ModelError, match=f"The pipeline in {tmp_path} cannot be loaded"):
         survey_by_running(str(tmp_path))
 
 

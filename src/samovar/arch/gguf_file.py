@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
+from ..files import brief, reading
 from ..other_libraries import converted_names
 from .skeleton import Part, Parts
 from .stored import Stored
@@ -44,12 +45,10 @@ def read_gguf(file: str | Path) -> GgufFile:
         from gguf import GGML_QUANT_SIZES, GGUFReader
     except ImportError as error:
         raise ModelError(f"{str(file)!r} cannot be read without gguf: pip install 'gguf>=0.10'") from error
-    try:
+    with reading(f"The GGUF file {str(file)!r}", "read"):
         reader = GGUFReader(path)
         field = reader.get_field("general.architecture")
         architecture = "unknown" if field is None else str(field.contents())
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ModelError(f"{str(file)!r} is not a complete GGUF file: {error}. Download it again.") from error
     shapes: dict[str, tuple[int, ...]] = {}
     packed: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, int] = {}
@@ -91,8 +90,8 @@ def _stored(file: GgufFile, part: Part) -> Stored:
             else f"{wrong[0]} is {_times(shapes[wrong[0]])} in it, and {_times(own[wrong[0]])} in the model"
         )
         raise ModelError(
-            f"{file.path} is not of this {part.cls.__name__}: {first}. Its architecture is {file.architecture!r}, with "
-            f"{len(file.shapes)} tensors. Give the file of the model that the folder is of."
+            f"{file.path} is not of this {part.cls.__name__}: {first}. Its architecture is {brief(file.architecture)}, "
+            f"with {len(file.shapes)} tensors. Give the file of the model that the folder is of."
         )
     stored: dict[str, dict[str, torch.Tensor | None]] = {}
     for path, shape in packed.items():
@@ -114,6 +113,6 @@ def _converted(file: GgufFile, shapes: dict[str, tuple[int, ...]], part: Part) -
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
         raise ModelError(
             f"{file.path} is not of this {part.cls.__name__}: its names cannot be translated ({error!r}). Its "
-            f"architecture is {file.architecture!r}, with {len(file.shapes)} tensors."
+            f"architecture is {brief(file.architecture)}, with {len(file.shapes)} tensors."
         ) from error
     return {name: tuple(tensor.shape) for name, tensor in found.items()}

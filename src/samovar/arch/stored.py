@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ModelError
+from .folder import read_header
 
 Stored = Mapping[str, Mapping[str, torch.Tensor | None]]
 """By the path of a module: tensors on the meta device in place of its own of these names; None for one that is gone."""
@@ -35,19 +35,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
     files = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name.count("."), file.name))
     found: dict[str, Header] = {}
     for file in files:
-        found = _headers_in(file) | found
+        found = {name: Header(*header) for name, header in read_header(file).items()} | found
     return found
-
-
-def _headers_in(file: Path) -> dict[str, Header]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as weights:
-            slices = {key: weights.get_slice(key) for key in weights.keys()}  # noqa: SIM118 (no mapping)
-            return {key: Header(part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a complete safetensors file: {error}. Download or save it again.") from error
 
 
 def stored_dtype(headers: Mapping[str, Header], model: torch.nn.Module | None = None) -> torch.dtype:

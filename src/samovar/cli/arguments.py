@@ -13,7 +13,7 @@ from typing import Any
 
 from ..aliases import ALIASES
 from ..errors import SettingError
-from ..files import is_file_name, read_mapping
+from ..files import brief, is_file_name, read_mapping, read_settings
 
 _COMPONENT = re.compile(r"(\w+)=(.+)")
 
@@ -145,7 +145,7 @@ def read_setting(name: str, text: str) -> Any:
     try:
         return read_name_or_json(text)
     except ValueError as error:
-        raise SettingError(f"{name}={text!r} cannot be read: {error}", param=name) from error
+        raise SettingError(f"{name}={brief(text)} cannot be read: {error}", param=name) from error
 
 
 def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -> None:
@@ -157,7 +157,7 @@ def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -
             options.num_inference_steps = steps
             if not options.quiet:
                 print(f"samovar: {steps} steps, as saved in {file}", file=sys.stderr)
-        elif steps not in (None, wanted) and "schedule" in content.get("cache", {}):
+        elif steps not in (None, wanted) and "schedule" in read_settings(str(file), "cache"):
             raise SettingError(
                 f"num_inference_steps={wanted}, but {file!r} has a schedule for {steps} steps. Leave it out, or "
                 "tune again with this number.",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from ..files import read_json
+from ..files import read_json, reading
 from . import arguments
 from .terminal import Status, aligned
 
@@ -240,11 +240,12 @@ def _plot(file: Path, folder: Path) -> Path:
     about = report.get("about", {})
     if not report.get("rows") or "settings" not in about:
         raise SettingError(f"plot_from={str(file)!r} was not written by a bench. Give a bench.json.", param="plot_from")
-    count, steps = len(report["rows"][0]["each"]["psnr"]), about["settings"]["num_inference_steps"]
-    folder.mkdir(parents=True, exist_ok=True)
     image = folder / f"{file.stem}.png"
-    words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
-    draw(report["rows"], image, f"{words}, batch {about['batch']}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with reading(str(file)):
+        count, steps = len(report["rows"][0]["each"]["psnr"]), about["settings"]["num_inference_steps"]
+        words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
+        draw(report["rows"], image, f"{words}, batch {about['batch']}")
     return image
 
 

@@ -42,8 +42,12 @@ def _add_limit_options(group: Any) -> None:
     group.add_argument("--max-pixels", type=int, metavar="N", help="per image (4194304)")
     group.add_argument("--max-steps", type=int, metavar="N", help="per image (200)")
     group.add_argument("--max-images", type=int, metavar="N", help="per request (10)")
+    group.add_argument("--max-connections", type=int, metavar="N", help="in all (512)")
+    group.add_argument("--max-connections-per-address", type=int, metavar="N",
+                       help="of one client, or of a proxy (half of all)")  # fmt: skip
+    group.add_argument("--max-memory", metavar="SIZE", help="of requests and their images, such as 2GiB (1GiB)")
     for name, default, text in (
-        ("step", 60, "until a step counts as hung"),
+        ("step", 60, "until a step at the model's default size counts as hung; more for larger images"),
         ("load", 1800, "until loading counts as hung"),
         ("request", 30, "for a request to arrive"),
         ("shutdown", 30, "for running requests to finish"),

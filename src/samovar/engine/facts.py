@@ -10,6 +10,8 @@ from ..errors import SettingError, nearest
 from .request import OmniDiffusionSamplingParams, Request
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from ..compose.explain import Explanation
 
 _NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt")
@@ -34,7 +36,7 @@ class PipelineFacts:
         return "image" in self.takes
 
     def check(self, request: Request) -> dict[str, Any]:
-        """The pipeline's arguments for a request; SettingError if it does not take one of them."""
+        """The pipeline's arguments for a request but its images; SettingError if it does not take one of them."""
         params = self.completed(request)
         for name in ("height", "width"):
             size = getattr(params, name)
@@ -48,7 +50,8 @@ class PipelineFacts:
         for name in call:
             if name not in self.takes:
                 raise SettingError(f"{self.class_name} does not take {name}. {nearest(name, self.takes)}", param=name)
-        return call | self._images(request)
+        self._check_image(request.image)
+        return call
 
     def completed(self, request: Request) -> OmniDiffusionSamplingParams:
         """The request's settings over the model's defaults. An image to edit sets the size, or the aspect ratio if one
@@ -68,21 +71,28 @@ class PipelineFacts:
     def _rounded(self, side: int) -> int:
         return max(self.multiple, side // self.multiple * self.multiple)
 
-    def _images(self, request: Request) -> dict[str, Any]:
-        """The image to edit, and a mask of its transparent part if the pipeline takes one."""
-        image = request.image
+    def _check_image(self, image: Image | None) -> None:
         if image is None:
-            return {}
+            return
         if not self.can_edit:
             raise SettingError(f"{self.class_name} takes no image: it only makes images from text.", param="image")
         try:
-            images: dict[str, Any] = {"image": image.convert("RGB")}
+            image.load()  # Does nothing if its pixels are there.
         except (EOFError, OSError, SyntaxError, ValueError) as error:  # Which one depends on the format.
             raise SettingError(f"The image cannot be read: {error}. Is the file complete?", param="image") from error
+        if "mask_image" in self.takes and "A" not in image.getbands():
+            message = f"{self.class_name} needs an image with an alpha channel: it redraws what is transparent."
+            raise SettingError(message, param="image")
+
+    def images(self, image: Image | None) -> dict[str, Any]:
+        """The pipeline's arguments for an image to edit: a mask of its transparent part if the pipeline takes one."""
+        if image is None:
+            return {}
+        try:
+            images: dict[str, Any] = {"image": image.convert("RGB")}
+        except ValueError as error:
+            raise SettingError(f"The image cannot be converted to RGB: {error}.", param="image") from error
         if "mask_image" in self.takes:
-            if "A" not in image.getbands():
-                message = f"{self.class_name} needs an image with an alpha channel: it redraws what is transparent."
-                raise SettingError(message, param="image")
             images["mask_image"] = image.getchannel("A").point(lambda alpha: 255 - alpha)
         return images
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..errors import EngineError, OutOfMemoryError, QueueFullError, SamovarError, StepTimeoutError, WorkerLostError
 from .job import Job
 from .messages import Finished
-from .settings import OmniDiffusionConfig
+from .patience import MARGIN
 from .worker import RAISED_BY_ALL_RANKS
 
 SETTLE_S = 5.0
@@ -65,10 +65,19 @@ class Batch:
     number: int
     jobs: list[Job]
     last_heard: float
+    pixels: int = 0
+    """Computed at once."""
+    longest_s: float = 0.0
+    """The longest silence so far."""
     step: str = "before its first step"
     answers: dict[int, Finished] = field(default_factory=dict)
     """By rank."""
     must_settle_by: float | None = None
+
+    def hear(self, now: float) -> None:
+        """The worker has said something."""
+        self.longest_s = max(self.longest_s, now - self.last_heard)
+        self.last_heard = now
 
     def note(self, rank: int, answer: Finished, now: float) -> None:
         """A rank has finished."""
@@ -99,19 +108,19 @@ class Batch:
         }
         return "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
 
-    def next_timeout(self, config: OmniDiffusionConfig) -> float:
-        """When the next message must have come."""
-        timeout = self.last_heard + config.step_timeout_s
+    def next_timeout(self, allowed_s: float) -> float:
+        """When the next message must have come, if the worker may be silent for so long, or as it was in this batch."""
+        timeout = self.last_heard + max(allowed_s, MARGIN * self.longest_s)
         return timeout if self.must_settle_by is None else min(timeout, self.must_settle_by)
 
-    def timeout_error(self, config: OmniDiffusionConfig, now: float) -> EngineError | None:
+    def timeout_error(self, allowed_s: float, now: float) -> EngineError | None:
         """The error if the worker hangs, else None."""
         if self.must_settle_by is not None and now >= self.must_settle_by:
             problem = f"Other ranks did not answer after an error ({self.errors()})."
             return WorkerLostError(f"{problem} All ranks were stopped and are being replaced: try again.")
-        if now - self.last_heard < config.step_timeout_s:
+        if now < self.next_timeout(allowed_s):
             return None
         return StepTimeoutError(
-            f"The worker sent nothing for {config.step_timeout_s:g} s, {self.step}, and was stopped. Try again; if "
+            f"The worker sent nothing for {now - self.last_heard:.3g} s, {self.step}, and was stopped. Try again; if "
             "steps do take that long, raise step_timeout_s."
         )

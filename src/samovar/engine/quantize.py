@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError, SettingError
-from ..files import read_json
+from ..files import read_json, reading
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +226,5 @@ def _load_file(file: str, cls: Any, config: Path, dtype: torch.dtype) -> Any:
 
     settings = GGUFQuantizationConfig(compute_dtype=dtype)
     path = str(Path(file).expanduser())
-    try:
+    with reading(f"The {cls.__name__} in {file!r}"):
         return cls.from_single_file(path, config=str(config), quantization_config=settings, torch_dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{file!r} cannot be loaded as a {cls.__name__}: {error}") from error

@@ -66,7 +66,8 @@ class OmniDiffusionConfig:
     max_queue: int = 16
     """Most requests that wait in AsyncOmni's queue."""
     step_timeout_s: float = 60.0
-    """Seconds without a step after which AsyncOmni considers a worker hung."""
+    """Seconds without a step after which AsyncOmni considers a worker hung, at the model's default size. Larger images
+    get more, by what smaller ones took."""
     load_timeout_s: float = 1800.0
     """Seconds that loading the model may take."""
 

@@ -29,6 +29,7 @@ from .facts import PipelineFacts
 from .job import Job
 from .job_queue import Batch, JobQueue
 from .messages import Cancel, Fatal, FromWorker, Ready, Run, Update
+from .patience import Patience, pixels_of
 from .process import WorkerGroup
 from .request import Done, Event, Failed, GenerationResult, Progress, Request, Started
 from .restarts import Restarts
@@ -50,6 +51,7 @@ class Supervisor:
         self._inbox: deque[tuple[WorkerGroup, int, FromWorker | None]] = deque()
         self._queue = JobQueue(config.max_queue)
         self._status = EngineStatus(config.model)
+        self._patience = Patience()
         self._usage: dict[int, Usage] = {}
         self._group: WorkerGroup | None = None
         self._loaded: dict[int, Ready] = {}
@@ -113,7 +115,7 @@ class Supervisor:
         if deadline_s is not None and not is_duration(deadline_s):
             message = f"deadline_s must be a positive number of seconds or None, not {deadline_s!r}."
             raise SettingError(message, param="deadline_s")
-        self.facts.check(request)  # Before the lock: this decodes an image, which takes time.
+        self.facts.check(request)  # Before the lock: this may decode an image, which takes time.
         with self._changed:
             if self._is_closing or self._is_over:
                 raise self._first_error or ShuttingDownError("The engine is closing and takes no more requests.")
@@ -220,8 +222,7 @@ class Supervisor:
     def _pause(self, now: float) -> float | None:
         """How long there is nothing to do unless a message comes."""
         times = [self._queue.next_deadline()]
-        if self._batch is not None:
-            times.append(self._batch.next_timeout(self.config))
+        times += [] if self._batch is None else [self._batch.next_timeout(self._allowed_s(self._batch))]
         if self._group is None:
             times.append(self._restarts.next_start(now))
         elif not self._is_loaded():
@@ -233,7 +234,7 @@ class Supervisor:
         error: EngineError | None = None
         limit = self.config.load_timeout_s
         if self._batch is not None:
-            error = self._batch.timeout_error(self.config, now)
+            error = self._batch.timeout_error(self._allowed_s(self._batch), now)
         elif self._group is not None and not self._is_loaded() and now - self._group.since >= limit:
             error = StepTimeoutError(
                 f"The worker did not load the model within {limit:g} s, and was stopped. Is the disk or the network "
@@ -241,6 +242,9 @@ class Supervisor:
             )
         if error is not None:
             self._lose_worker(now, error)
+
+    def _allowed_s(self, batch: Batch) -> float:
+        return self._patience.allowed_s(batch.pixels, self.facts, self.config)
 
     def _start_group(self, now: float) -> None:
         try:
@@ -260,7 +264,8 @@ class Supervisor:
         if not jobs:
             return
         self._num_batches += 1
-        self._batch = Batch(self._num_batches, jobs, now)
+        pixels = pixels_of([job.request for job in jobs], self.facts, self._loaded[0].max_batch)
+        self._batch = Batch(self._num_batches, jobs, now, pixels)
         for job in jobs:
             job.tell(Started(now - job.since))
         group.send(Run(self._num_batches, tuple(job.request for job in jobs)))
@@ -286,7 +291,7 @@ class Supervisor:
                 self._ready = self._loaded[0]
                 self._changed.notify_all()
         elif self._batch is not None and message.batch == self._batch.number:
-            self._batch.last_heard = now
+            self._batch.hear(now)
             if isinstance(message, Update):
                 self._update(self._batch, message)
             else:
@@ -311,6 +316,7 @@ class Supervisor:
         for job, outcome in zip(batch.jobs, batch.answers[0].outcomes, strict=True):
             if isinstance(outcome, GenerationResult):
                 self._restarts.note_success()
+                self._patience.note(batch.pixels, batch.longest_s)
                 self._status.note_request(outcome.seconds)
                 if not job.is_over:
                     self._status.images += len(outcome.images)

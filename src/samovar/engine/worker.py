@@ -200,7 +200,7 @@ class Worker:
         from .steps import StepWatch, follow_steps
 
         lead = batch[slots[0][0]]
-        call = self.facts.check(lead)
+        call = self.facts.check(lead) | self.facts.images(lead.image)
         prompts = [batch[index].prompt for index, _ in slots]
         seeds = [batch[index].seeds[number] for index, number in slots]
         cache = self._cache_for(lead)

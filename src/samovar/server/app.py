@@ -36,6 +36,7 @@ def create_app(state: AppState) -> ASGIApp:
     _add_probes(app, state, metrics)
     _add_page(app)
     _add_error_handlers(app)
+    app.openapi()  # Kept from now on. It takes a tenth of a second, in which nobody would be served.
     return Guard(app, state.config, metrics.count)
 
 
@@ -54,7 +55,7 @@ def _add_images(app: FastAPI, state: AppState) -> None:
             openapi_extra={"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}},
             responses={
                 200: {"model": ImagesBody, **stream},
-                **_errors(400, 401, 403, 404, 413, 415, 429, 500, 503, 504, 507),
+                **_errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504, 507),
             },
             response_model=None,
         )

@@ -11,6 +11,8 @@ from typing import Literal
 from ..errors import SamovarError, SettingError
 from ..omni import AsyncOmni
 from .api_errors import ApiError, api_error, is_internal
+from .body_readers import BodyReaders
+from .memory import Ledger
 from .settings import ServerConfig
 
 log = logging.getLogger("samovar.server")
@@ -41,6 +43,27 @@ class AppState:
                     param=option,
                 )
         self.is_loaded, self.phase = True, "serving"
+        if self.omni.can_edit:
+            self.body_readers.warm()
+
+    def drain(self) -> None:
+        """Take no more requests, and end those that are not in the queue yet."""
+        self.phase = "draining"
+        self.body_readers.close()
+
+    @cached_property
+    def bodies(self) -> Ledger:
+        """What arrives. It cannot take the room of what is made."""
+        return Ledger(self.config.memory_bytes // 4, "bodies")
+
+    @cached_property
+    def images(self) -> Ledger:
+        """Images that wait to be edited, or were made and are not sent yet."""
+        return Ledger(self.config.memory_bytes - self.bodies.most, "images")
+
+    @cached_property
+    def body_readers(self) -> BodyReaders:
+        return BodyReaders(self.config.limits)
 
     @cached_property
     def model_name(self) -> str:
@@ -79,12 +102,12 @@ class AppState:
             raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
 
     def check_can_edit(self) -> None:
-        """Refuse edits early, before pixels are decoded. The queue has the last word on its length."""
+        """Refuse edits early, before the body is read. The queue has the last word on its length."""
         if self.phase == "serving" and not self.omni.can_edit:
             message = f"The model {self.model_name!r} only makes images from text; it cannot edit."
             raise ApiError(400, message, param="image", code="unsupported_model")
         most = self.omni.config.max_queue
-        if self.omni.status().queued >= most:
+        if self.omni.status().queued + self.body_readers.num_waiting >= most:
             message = f"{most} requests are already waiting. Try again later."
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 

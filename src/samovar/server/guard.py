@@ -58,14 +58,15 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = request_id
                 for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
+                    sent.setdefault(name, value)
             await send(message)
 
         try:
-            error = self._host_or_origin_error(Headers(scope=scope))
+            headers = Headers(scope=scope)
+            error = _framing_error(headers) or self._host_or_origin_error(headers)
             await (self._inner if error is None else error.response())(scope, receive, send_with_headers)
         finally:
             seconds = time.perf_counter() - started
@@ -102,6 +103,14 @@ class Guard:
     def _is_open(self, path: str) -> bool:
         is_open_metrics = path == "/metrics" and self._config.is_metrics_open
         return path in OPEN_PATHS or path.startswith("/page/") or is_open_metrics
+
+
+def _framing_error(headers: Headers) -> ApiError | None:
+    """Refuse two lengths: a proxy in front may believe the other one, and take a body for a request."""
+    if "content-length" not in headers or "transfer-encoding" not in headers:
+        return None
+    message = "The request has both Content-Length and Transfer-Encoding. Send one of them."
+    return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
 
 
 def _without_port(host: str) -> str:

@@ -6,16 +6,20 @@ import base64
 import io
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from PIL.Image import Image
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from ..engine import GenerationResult, Preview, Progress, Started
 from .bodies import ImageBody
 
 _PIXELS_PER_TOKEN = 16 * 16
+_PIECE = 3 * 2**16
+"""Bytes of a file that are sent at once; a multiple of three, so that base64 goes on."""
 
 
 class ImageData(BaseModel):
@@ -42,28 +46,21 @@ class EventBody(BaseModel):
     data: str
 
 
-def encode_image(image: Image, body: ImageBody) -> str:
-    """An image file in base64. Slow: use a thread."""
-    file = io.BytesIO()
-    if body.format == "png":
-        image.save(file, "PNG", compress_level=1)  # A third of the time for a tenth more bytes.
-    else:
-        quality = 100 if body.output_compression is None else body.output_compression
-        image.convert("RGB").save(file, body.format.upper(), quality=quality)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def images_response(body: ImageBody, result: GenerationResult, extra: dict[str, Any]) -> str:
-    """The response without a stream. Slow: use a thread."""
-    pairs = zip(result.images, result.seeds, strict=True)
-    return ImagesBody(
-        created=int(time.time()),
-        data=[ImageData(b64_json=encode_image(image, body), seed=seed) for image, seed in pairs],
-        output_format=body.format,
-        size=_size(result.images[0]),
-        usage=_usage(body, result),
-        samovar=_details(result) | extra,
-    ).model_dump_json()
+def images_pieces(body: ImageBody, result: GenerationResult, extra: dict[str, Any]) -> Iterator[bytes]:
+    """The response without a stream, in pieces. Slow: use a thread."""
+    shared = {
+        "created": int(time.time()),
+        "background": "opaque",
+        "output_format": body.format,
+        "size": _size(result.images[0]),
+        "usage": _usage(body, result),
+        "samovar": _details(result) | extra,
+    }
+    yield to_json(shared, inf_nan_mode="null")[:-1] + b', "data": ['
+    for index, (image, seed) in enumerate(zip(result.images, result.seeds, strict=True)):
+        yield b", " * bool(index) + f'{{"seed": {seed}'.encode()
+        yield from _image_pieces(image, body)
+    yield b"]}"
 
 
 def server_event(kind: str, data: dict[str, Any]) -> bytes:
@@ -71,19 +68,29 @@ def server_event(kind: str, data: dict[str, Any]) -> bytes:
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
-def preview_event(prefix: str, body: ImageBody, preview: Preview, index: int) -> bytes:
-    data = _image_event(f"{prefix}.partial_image", body, preview.image)
-    return server_event(data["type"], data | {"partial_image_index": index, "image_index": preview.image_index})
+def preview_event(prefix: str, body: ImageBody, preview: Preview, index: int) -> Iterator[bytes]:
+    """In pieces. Slow: use a thread."""
+    more = {"partial_image_index": index, "image_index": preview.image_index}
+    yield from _image_event(f"{prefix}.partial_image", body, preview.image, more)
 
 
-def completed_events(prefix: str, body: ImageBody, result: GenerationResult, extra: dict[str, Any]) -> bytes:
-    """One event for each image."""
+def completed_events(prefix: str, body: ImageBody, result: GenerationResult, extra: dict[str, Any]) -> Iterator[bytes]:
+    """One event for each image, in pieces. Slow: use a thread."""
     shared = {"usage": _usage(body, result), "samovar": _details(result) | extra}
-    events = []
     for index, (image, seed) in enumerate(zip(result.images, result.seeds, strict=True)):
-        data = _image_event(f"{prefix}.completed", body, image) | {"seed": seed, "image_index": index} | shared
-        events.append(server_event(data["type"], data))
-    return b"".join(events)
+        yield from _image_event(f"{prefix}.completed", body, image, {"seed": seed, "image_index": index} | shared)
+
+
+def gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The same, but few: each goes through a thread, and is sent at once."""
+    small: list[bytes] = []
+    for piece in pieces:
+        small.append(piece)
+        if sum(map(len, small)) >= _PIECE:
+            yield b"".join(small)
+            small.clear()
+    if small:
+        yield b"".join(small)
 
 
 def step_event(event: Started | Progress) -> bytes:
@@ -118,13 +125,30 @@ def _usage(body: ImageBody, result: GenerationResult) -> dict[str, Any]:
     }
 
 
-def _image_event(kind: str, body: ImageBody, image: Image) -> dict[str, Any]:
-    return {
+def _image_event(kind: str, body: ImageBody, image: Image, more: dict[str, Any]) -> Iterator[bytes]:
+    data = {
         "type": kind,
-        "b64_json": encode_image(image, body),
         "created_at": int(time.time()),
         "size": _size(image),
         "quality": "auto",
         "background": "opaque",
         "output_format": body.format,
     }
+    yield server_event(kind, data | more)[:-3]
+    yield from _image_pieces(image, body)
+    yield b"\n\n"
+
+
+def _image_pieces(image: Image, body: ImageBody) -> Iterator[bytes]:
+    """The end of an object: an image file in base64. No piece is so long that sending it holds up others."""
+    file = io.BytesIO()
+    if body.format == "png":
+        image.save(file, "PNG", compress_level=1)  # A third of the time for a tenth more bytes.
+    else:
+        quality = 100 if body.output_compression is None else body.output_compression
+        image.convert("RGB").save(file, body.format.upper(), quality=quality)
+    content = file.getbuffer()
+    yield b', "b64_json": "'
+    for first in range(0, len(content), _PIECE):
+        yield base64.b64encode(content[first : first + _PIECE])
+    yield b'"}'

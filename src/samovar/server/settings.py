@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field, fields
 
 from ..errors import SettingError
+from ..offload.sizes import parse_bytes
+from .memory import BYTES_PER_PIXEL
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", flags=re.ASCII)
@@ -24,6 +26,8 @@ class Limits:
     """Of a JSON body: the longest prompt fits, even with every character escaped."""
     max_upload_bytes: int = 32 * 2**20
     """Of a form with an image."""
+    max_body_s: int = 3
+    """Seconds of processor time for reading a body and decoding its image."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -54,6 +58,14 @@ class ServerConfig:
     """How long a request may take to arrive, from its first byte to its last."""
     shutdown_timeout_s: float = 30.0
     """How long running requests may take to finish when the server shuts down."""
+    max_connections: int = 512
+    """When there are more, those that wait for a request are closed, the oldest first. Fewer where the system allows
+    fewer open files."""
+    max_connections_per_address: int | None = None
+    """Of one client; by default half of `max_connections`. Behind a proxy all have its address."""
+    max_memory: str | int | None = None
+    """What bodies (a quarter) and images may take in memory, such as "2GiB"; by default 1 GiB, or what the largest
+    allowed request needs. Above it, requests get 503."""
 
     def __post_init__(self) -> None:
         if type(self.port) is not int or not 0 <= self.port <= 65535:
@@ -67,11 +79,30 @@ class ServerConfig:
             if origin == "*" or "://" not in origin or origin.count("/") != 2:
                 message = f"{origin!r} is not an origin. Expected one such as https://example.com, without a path."
                 raise SettingError(f"{message} Allowing all sites is not supported.", param="cors_origins")
+        for name in ("max_connections", "max_connections_per_address"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise SettingError(f"{name} must be a whole number, 1 or more, not {value!r}.", param=name)
+        if self.memory_bytes < self._least_memory:
+            message = f"max_memory={self.max_memory!r} is too little for the largest allowed request, which needs"
+            remedy = "Raise it, or lower max_pixels, max_images or max_upload_bytes."
+            raise SettingError(f"{message} {self._least_memory:,} bytes. {remedy}", param="max_memory")
         for name, least in (("request_timeout_s", "more than 0"), ("shutdown_timeout_s", "0 or more")):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and 0 <= value < float("inf")
             if not is_number or (value == 0 and least == "more than 0"):
                 raise SettingError(f"{name} must be a number of seconds, {least}, not {value!r}.", param=name)
+
+    @property
+    def memory_bytes(self) -> int:
+        """`max_memory` as a number."""
+        return parse_bytes(self.max_memory, "max_memory") or max(2**30, self._least_memory)
+
+    @property
+    def _least_memory(self) -> int:
+        """For one request: its body in three quarters of a quarter, and its images, with one to edit, in the rest."""
+        images = BYTES_PER_PIXEL * self.limits.max_pixels * (self.limits.max_images + 1)
+        return max(16 * (self.limits.max_upload_bytes + 2**20) // 3, -(-4 * images // 3))
 
     def known_hosts(self) -> frozenset[str] | None:
         """The hosts a request may name; None for any. On a local server another name may be a page's DNS rebinding."""

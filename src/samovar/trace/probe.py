@@ -21,11 +21,13 @@ from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_anatomy
 from ..arch.components import Role
 from ..arch.declarations import declaration_for
+from ..arch.folder import check_loaded
 from ..arch.gguf_file import read_gguf
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
+from ..files import reading
 from ..hooks import NOT_BYPASSED
 from ..other_libraries import declared_plans, quantised_as
 from ..tensors import problem_of
@@ -276,7 +278,8 @@ def survey_by_running(source: str) -> ModelReport:
     pipeline = _load(folder)
     parts = loaded_parts(pipeline)
     structure = _report(source, type(pipeline).__name__, parts)
-    return replace(structure, components=_probed(pipeline, parts, structure.components))
+    with reading(f"The pipeline in {folder}", "run"):
+        return replace(structure, components=_probed(pipeline, parts, structure.components))
 
 
 def _load(folder: Path) -> Any:
@@ -287,14 +290,12 @@ def _load(folder: Path) -> Any:
         logging.disable_progress_bar()  # Theirs are for people who load models by hand.
     _, parts = read_skeleton(str(folder))  # Refuses a broken folder with a better message, before weights are read.
     dtypes = _dtypes(sorted(parts.values(), key=_place))
-    try:
-        with warnings.catch_warnings():
-            # diffusers 0.38 knows only this name; later versions warn about it.
-            warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
-            pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
-    pipeline.set_progress_bar_config(disable=True)
+    given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    with reading(f"The pipeline in {folder}"), warnings.catch_warnings():
+        # diffusers 0.38 knows only this name; later versions warn about it.
+        warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None), **given)
+    check_loaded(pipeline, folder).set_progress_bar_config(disable=True)
     return pipeline
 
 

@@ -1,0 +1,213 @@
+"""What does a body hold? Answered in a process of its own, which can be ended: `python body_reader.py MEMORY`.
+
+A client can make any parser slow, large or crash. This one has limits on time and memory, and nothing to lose. It
+imports nothing of Samovar, so that it starts in a twentieth of a second, and reads one body after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import signal
+import struct
+import sys
+from typing import Any, BinaryIO, NamedTuple
+
+import PIL.Image
+import PIL.WebPImagePlugin
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import create_form_parser, parse_options_header
+
+MAX_SCANS = 100
+"""Of a JPEG, as in libjpeg's own tools. Each passes over all pixels, and an empty one takes 16 bytes."""
+MAX_TEXTS, MAX_FILES = 40, 4
+JSON = "application/json"
+_FORMATS = ("PNG", "JPEG", "WEBP")
+_LONG = 1000
+_PIECE = 2**16
+FRAME = struct.Struct(">I")
+
+
+class Refused(Exception):
+    """Why a body is not taken: for the client."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_form") -> None:
+        super().__init__(message)
+        self.message, self.param, self.code = message, param, code
+
+
+class Task(NamedTuple):
+    """A body that follows, and its limits."""
+
+    content_type: str
+    num_bytes: int
+    max_pixels: int
+    max_characters: int
+    """Of one text."""
+    cpu_s: float
+    """Time to compute. Above it the process ends."""
+
+
+def read_object(content: bytes) -> dict[str, Any]:
+    """A JSON object in UTF-8 whose names are unique."""
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise Refused("The body is nested too deeply. Send a flat object.", code="invalid_json") from error
+    except ValueError as error:  # Also bytes that are not UTF-8, and numbers of thousands of digits.
+        raise Refused(f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise Refused(f"The body must be a JSON object, not {type(value).__name__}.", code="invalid_json")
+    if len(value) > MAX_TEXTS:
+        raise Refused(f"The body has {len(value)} fields; at most {MAX_TEXTS} can be known.", code="invalid_json")
+    return value
+
+
+def check_long(values: dict[str, Any], max_characters: int) -> dict[str, Any]:
+    """The values of a long body, if they are two long texts and nothing else that would take long to handle."""
+    num_long = 0
+    for name, value in values.items():
+        if isinstance(value, (dict, list)) or len(name) > _LONG:
+            raise Refused("The body is long without a long prompt. Send a flat object.", name[:100], "invalid_json")
+        if isinstance(value, str) and len(value) > max_characters:
+            message = f"{name} has {len(value)} characters; the limit is {max_characters}. Shorten it."
+            raise Refused(message, name, "string_above_max_length")
+        num_long += isinstance(value, str) and len(value) > _LONG
+    if num_long > 2:
+        message = f"The body has {num_long} texts of more than {_LONG} characters; only prompts may be long."
+        raise Refused(message, code="string_above_max_length")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
+
+
+def read_form(task: Task, body: bytes) -> tuple[dict[str, str], PIL.Image.Image]:
+    """The texts and the image of a form."""
+    texts, files = _parts(task, body)
+    check_long(texts, task.max_characters)
+    for name in files:
+        if name == "mask":
+            message = "A separate mask is not supported. Instead, make the area to redraw transparent in the image."
+            raise Refused(message, "mask", "unsupported_value")
+        if name not in ("image", "image[]"):
+            raise Refused(f"{name[:50]!r} is not a known file.", name[:100], "unknown_field")
+    if len(files) != 1:
+        raise Refused(f"{len(files)} images were sent; expected one.", "image", "invalid_value")
+    (content,) = files.values()
+    return texts, read_image(content, task.max_pixels)
+
+
+def read_image(content: bytes, max_pixels: int) -> PIL.Image.Image:
+    """The pixels of an image; transparency is kept, as some models redraw what is transparent."""
+    try:
+        image = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
+    except (OSError, ValueError, SyntaxError, LookupError) as error:
+        raise _bad_image("image is not a readable PNG, JPEG or WebP file.") from error
+    if image.width * image.height > max_pixels:
+        message = f"image is {image.width}x{image.height}; the limit is {max_pixels:,} pixels. Send a smaller one."
+        raise Refused(message, "image", "image_above_limit")
+    # In the data of a scan no byte FF is followed by DA, so each pair begins one, but for a few within metadata.
+    if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > MAX_SCANS:
+        raise _bad_image(f"image has more than {MAX_SCANS} scans. Save it as an ordinary JPEG.")
+    try:
+        is_transparent = "A" in image.getbands() or "transparency" in image.info
+        return image.convert("RGBA" if is_transparent else "RGB")
+    except MemoryError as error:
+        raise _bad_image("image needs more memory than is allowed. Save it without metadata, or smaller.") from error
+    except (OSError, ValueError, SyntaxError, LookupError) as error:
+        raise _bad_image("image is damaged: its pixels cannot be decoded.") from error
+
+
+def _bad_image(message: str) -> Refused:
+    return Refused(message, "image", "invalid_image")
+
+
+def _parts(task: Task, body: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Everything in a form, by name."""
+    charset = parse_options_header(task.content_type)[1].get(b"charset", b"utf-8")
+    if charset.lower() not in (b"utf-8", b"utf8"):
+        raise Refused(f"The form is in the charset {charset[:40].decode('latin-1')!r}. Send UTF-8.")
+    texts: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+
+    def note(found: dict[str, Any], most: int, name: str, value: Any) -> None:
+        if name in texts or name in files:
+            raise Refused(f"The field {name[:50]!r} is given twice.", name[:100])
+        if len(found) == most:
+            raise Refused(f"The form has more than {most} {'texts' if found is texts else 'files'}.")
+        found[name] = value
+
+    def on_text(field: Any) -> None:
+        name = _text(field.field_name, "The name of a field")
+        note(texts, MAX_TEXTS, name, _text(field.value or b"", f"The field {name[:50]!r}"))
+
+    def on_file(file: Any) -> None:
+        file.file_object.seek(0)
+        note(files, MAX_FILES, _text(file.field_name, "The name of a file"), file.file_object.read())
+
+    try:  # In memory, as there is a limit on that; a disk may be full.
+        parser = create_form_parser(
+            {"Content-Type": task.content_type.encode("latin-1")},
+            on_text,
+            on_file,
+            {"MAX_MEMORY_FILE_SIZE": float("inf"), "UPLOAD_ERROR_ON_BAD_CTE": True},
+        )
+        for first in range(0, len(body), _PIECE):
+            parser.write(body[first : first + _PIECE])
+        parser.finalize()
+    except FormParserError as error:
+        raise Refused(f"The form cannot be read: {str(error)[:200] or 'it is not multipart/form-data'}") from error
+    return texts, files
+
+
+def _text(value: bytes, what: str) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"{what} is not UTF-8. Send UTF-8.") from error
+
+
+def serve_bodies(source: BinaryIO, sink: BinaryIO) -> None:
+    """Read tasks until there are no more."""
+    while frame := source.read(FRAME.size):
+        task = Task(*json.loads(source.read(*FRAME.unpack(frame))))
+        body, pixels = source.read(task.num_bytes), b""
+        signal.setitimer(signal.ITIMER_PROF, task.cpu_s)  # SIGPROF ends the process.
+        try:
+            if task.content_type == JSON:
+                answer: dict[str, Any] = {"values": check_long(read_object(body), task.max_characters)}
+            else:
+                texts, image = read_form(task, body)
+                answer = {"values": texts, "mode": image.mode, "size": image.size}
+                pixels = image.tobytes()
+                del image
+        except Refused as error:
+            answer = {"message": error.message, "param": error.param, "code": error.code}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        header = json.dumps(answer).encode()
+        sink.write(FRAME.pack(len(header)) + header)
+        sink.write(pixels)
+        sink.flush()
+        del body, pixels  # Not while waiting for the next one.
+
+
+def limit_memory(allowed: int) -> None:
+    """Allow this process as many bytes as it has now and `allowed` more. Not every system can."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as file:
+        most = int(file.read().split()[0]) * resource.getpagesize() + allowed
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides.
+    PIL.Image.MAX_IMAGE_PIXELS = None  # The limit is the task's.
+    PIL.Image.preinit()
+    limit_memory(int(sys.argv[1]))
+    serve_bodies(sys.stdin.buffer, sys.stdout.buffer)

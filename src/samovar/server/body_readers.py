@@ -1,0 +1,208 @@
+"""Who reads long bodies and forms? A few processes, kept ready, and replaced when a body was too much for one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import PIL.Image
+from PIL.Image import Image
+
+from . import body_reader
+from .api_errors import ApiError
+from .body_reader import FRAME, JSON, Refused, Task
+from .settings import Limits
+
+_COUNT = 2
+"""Bodies that are read at once. Others wait, in the order in which they came."""
+_LARGE = 2**21
+"""Bytes of a body, which can make it take seconds."""
+_LONG_OBJECT = 2**15
+"""Bytes of JSON that take two milliseconds to parse, whatever they are."""
+_WALL_S = 30.0
+"""The limit is on computing; a process that waits for the processor for this long has other troubles."""
+Answer = tuple[dict[str, Any], Image | None] | ApiError
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+class BodyReaders:
+    """Reads bodies in processes of their own."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._idle: list[_Reader] = []
+        self._busy: set[_Reader] = set()
+        self._free, self._free_for_large = asyncio.Semaphore(_COUNT), asyncio.Semaphore(1)
+        # Its own threads: no body can hold up the encoding of other clients' images.
+        self._threads = ThreadPoolExecutor(_COUNT, "samovar body reader")
+        self._is_closed = False
+        self.num_waiting = 0
+
+    def warm(self) -> None:
+        """Start the processes before they are needed."""
+        while not self._is_closed and len(self._idle) + len(self._busy) < _COUNT:
+            self._idle.append(_Reader(self._limits))
+
+    async def read_object(self, parts: list[bytes]) -> dict[str, Any]:
+        """A JSON object. Long ones take too long to parse in this process: others would not be served meanwhile."""
+        if sum(map(len, parts)) > _LONG_OBJECT:
+            return (await self._read(JSON, parts))[0]
+        try:
+            return body_reader.read_object(b"".join(parts))
+        except Refused as error:
+            raise _refusal(error.message, error.param, error.code) from error
+
+    async def read_form(self, content_type: str, parts: list[bytes]) -> tuple[dict[str, str], Image]:
+        """The texts and the image of a form."""
+        texts, image = await self._read(content_type, parts)
+        assert image is not None
+        return texts, image
+
+    async def _read(self, content_type: str, parts: list[bytes]) -> tuple[dict[str, Any], Image | None]:
+        """What a body holds; its parts are released. Cancelling the caller ends the reading too."""
+        limits = self._limits
+        task = Task(
+            content_type, sum(map(len, parts)), limits.max_pixels, limits.max_prompt_characters, limits.max_body_s
+        )
+        async with self._place(task.num_bytes):
+            self._check_open()
+            self.warm()
+            reader = self._idle.pop()
+            self._busy.add(reader)
+            try:
+                answer = await self._ask(reader, task, parts)
+            except BaseException:  # Too slow, too large, or nobody waits any more.
+                reader.end()
+                self._busy.discard(reader)
+                self.warm()
+                self._check_open()
+                raise
+            self._busy.discard(reader)
+            self._idle.append(reader)
+        if isinstance(answer, ApiError):
+            raise answer
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _place(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait for a process. Large bodies have one of them, for they may take long; there is one for the others."""
+        async with contextlib.AsyncExitStack() as places:
+            self.num_waiting += 1
+            try:
+                for place in [self._free_for_large] * (num_bytes > _LARGE) + [self._free]:
+                    await places.enter_async_context(place)
+            finally:
+                self.num_waiting -= 1
+            yield
+
+    async def _ask(self, reader: _Reader, task: Task, parts: list[bytes]) -> Answer:
+        work = asyncio.get_running_loop().run_in_executor(self._threads, reader.ask, task, parts)
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # Nobody may be left to ask.
+        try:
+            return await asyncio.wait_for(asyncio.shield(work), _WALL_S)
+        except TimeoutError:
+            raise ApiError(400, _too_slow(self._limits), code="body_too_slow") from None
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        self._is_closed = True
+        for reader in self._busy:
+            reader.end()
+        for reader in self._idle:
+            reader.join()
+        self._idle.clear()
+        self._threads.shutdown(wait=False)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ApiError(503, "The server is shutting down.", code="shutting_down", headers={"Retry-After": "5"})
+
+
+class _Reader:
+    """One process."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        # A body in three copies; pixels as coefficients, in their own mode and in ours, with room between.
+        memory = 3 * limits.max_upload_bytes + 32 * limits.max_pixels + 2**26
+        # -P: the files beside that one are not modules.
+        command = [sys.executable, "-P", str(Path(body_reader.__file__)), str(memory)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    def ask(self, task: Task, parts: list[bytes]) -> Answer:
+        """Send a body and wait for the answer: in a thread. Raises ApiError if the process ended instead."""
+        source, sink = self._process.stdout, self._process.stdin
+        assert source is not None and sink is not None  # noqa: PT018
+        try:
+            header = json.dumps(task).encode()
+            sink.write(FRAME.pack(len(header)) + header)
+            for part in _emptied(parts):
+                sink.write(part)
+            sink.flush()
+            (length,) = FRAME.unpack(_exactly(source, FRAME.size))
+            answer: dict[str, Any] = json.loads(_exactly(source, length))
+            if "message" in answer:
+                return _refusal(answer["message"], answer["param"], answer["code"])
+            if "mode" not in answer:
+                return answer["values"], None
+            mode, (width, height) = answer["mode"], answer["size"]
+            if mode not in ("RGB", "RGBA") or width * height > task.max_pixels:
+                raise ValueError(f"{mode} {width}x{height}")
+            pixels = _exactly(source, width * height * len(mode))
+            return answer["values"], PIL.Image.frombytes(mode, (width, height), pixels)
+        except (OSError, ValueError, LookupError) as error:
+            raise self._end_error(self.join()) from error
+
+    def end(self) -> None:
+        """Never waits; a thread that asks it notices, and joins it."""
+        self._process.kill()
+
+    def join(self) -> int:
+        """Wait for its end, and return the exit code."""
+        self._process.kill()  # Does nothing if it has ended.
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # What it did not read is lost.
+                pipe.close()  # type: ignore[union-attr]
+        return self._process.wait()
+
+    def _end_error(self, code: int) -> ApiError:
+        """Why the process ended: for what was in the body, unless somebody else ended it."""
+        if code == -signal.SIGPROF:
+            return ApiError(400, _too_slow(self._limits), code="body_too_slow")
+        if code > 0 or -code in _CRASHES:
+            message = "image is damaged, or needs too much memory: its pixels cannot be decoded."
+            return ApiError(400, message, param="image", code="invalid_image")
+        message = "The process that read the body was ended. Try again."
+        return ApiError(503, message, code="worker_restarted", headers={"Retry-After": "1"})
+
+
+def _exactly(source: IO[bytes], length: int) -> bytes:
+    data = source.read(length)
+    if len(data) < length:
+        raise OSError("the process ended")
+    return data
+
+
+def _emptied(parts: list[bytes]) -> Iterable[bytes]:
+    """Each part, which is then released."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
+def _refusal(message: str, param: str | None, code: str) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def _too_slow(limits: Limits) -> str:
+    return f"The body took more than {limits.max_body_s:g} s to read. Save the image again, as an ordinary PNG or JPEG."

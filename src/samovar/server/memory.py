@@ -1,0 +1,66 @@
+"""How much do clients make the server hold? Bodies that arrive and images that wait or are sent, up to a limit each."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from .api_errors import ApiError
+
+BYTES_PER_PIXEL = 8
+"""Of an image, received or made: four in memory, and as many on its way from or to another process, or encoded."""
+_PART_OVERHEAD = 64
+"""Of each piece of a body, however short."""
+_SMALL_BODY = 2**21
+"""Unfinished forms of many megabytes keep none out that is smaller."""
+
+
+class Ledger:
+    """Bytes that are held for clients."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self.most, self.used, self._what = most, 0, what
+
+    @property
+    def is_tight(self) -> bool:
+        return 2 * self.used > self.most
+
+    def hold(self) -> Hold:
+        """An entry for one request."""
+        return Hold(self)
+
+    def take(self, amount: int, *, is_small: bool = True) -> None:
+        """Count some more; ApiError if there is no room. What is not small leaves a quarter for what is."""
+        if self.used + amount > (self.most if is_small else self.most * 3 // 4):
+            message = f"The server holds {self._what} of {self.used:,} bytes for others; its limit is {self.most:,}."
+            raise ApiError(503, f"{message} Try again.", code="memory_full", headers={"Retry-After": "1"})
+        self.used += amount
+
+
+class Hold:
+    """What one request holds, until it is released."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self._held = ledger, 0
+
+    def add(self, amount: int) -> None:
+        """Hold more; ApiError if there is no room."""
+        self.ledger.take(amount)
+        self._held += amount
+
+    def add_part(self, part: bytes) -> None:
+        """Hold a piece of a body; ApiError if there is no room."""
+        amount = len(part) + _PART_OVERHEAD
+        self.ledger.take(amount, is_small=self._held + amount <= _SMALL_BODY)
+        self._held += amount
+
+    def release(self) -> None:
+        self.ledger.used -= self._held
+        self._held = 0
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()

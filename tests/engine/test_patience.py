@@ -1,0 +1,57 @@
+"""A silence is a hang only when it is long for the size of the images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request
+from samovar.engine.facts import PipelineFacts
+from samovar.engine.patience import Patience, pixels_of
+
+CONFIG = OmniDiffusionConfig("emoji", device="cpu", step_timeout_s=60.0, load_timeout_s=1800.0)
+DEFAULT = 64 * 64
+
+
+def facts(**defaults: Any) -> PipelineFacts:
+    return PipelineFacts("Pipeline", frozenset({"height", "width"}), 16, OmniDiffusionSamplingParams(**defaults))
+
+
+SMALL = facts(height=64, width=64)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "seconds"),
+    [(DEFAULT, 60.0), (DEFAULT // 4, 60.0), (2 * DEFAULT, 240.0), (1024 * DEFAULT, 1800.0), (0, 60.0)],
+)
+def test_what_was_never_made_is_guessed_from_the_default_size(pixels: int, seconds: float) -> None:
+    assert Patience().allowed_s(pixels, SMALL, CONFIG) == seconds
+
+
+def test_a_model_that_is_fast_is_found_to_hang_soon() -> None:
+    """0.1 s at the default size: four times the pixels take seconds at most."""
+    patience = Patience()
+    patience.note(DEFAULT, 0.1)
+    assert patience.allowed_s(4 * DEFAULT, SMALL, CONFIG) == 60.0
+
+
+def test_a_size_that_took_minutes_may_take_them_again() -> None:
+    patience = Patience()
+    patience.note(DEFAULT, 0.1)
+    patience.note(1024 * DEFAULT, 300.0)
+    patience.note(DEFAULT, 0.1)
+    assert patience.allowed_s(1024 * DEFAULT, SMALL, CONFIG) == 3000.0, "known, so not bounded by a guess"
+    assert patience.allowed_s(512 * DEFAULT, SMALL, CONFIG) == 1500.0
+    assert patience.allowed_s(DEFAULT, SMALL, CONFIG) == 60.0
+    for _ in range(10):
+        patience.note(1024 * DEFAULT, 1.0)
+    assert patience.allowed_s(1024 * DEFAULT, SMALL, CONFIG) == 60.0, "a compiler that ran once is forgotten"
+
+
+def test_pixels_are_those_of_one_call() -> None:
+    asked = Request("", OmniDiffusionSamplingParams(height=32, num_outputs_per_prompt=5))
+    assert pixels_of([asked], SMALL) == 32 * 64
+    assert pixels_of([asked, asked], SMALL, 8) == 8 * 32 * 64
+    assert pixels_of([], SMALL) == DEFAULT
+    assert pixels_of([Request("")], facts()) == 1024 * 1024

@@ -1,0 +1,199 @@
+"""Forms are read in processes that can be ended, and others take their place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from samovar.server import Limits
+from samovar.server.api_errors import ApiError
+from samovar.server.body_readers import BodyReaders
+
+from .attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
+from .test_body_reader import SMALL
+
+GOOD = form(SMALL)
+SLOW = form(png_of(16, 16, before=png_chunk(b"teXt") * 2_000_000))
+"""A PNG that takes many seconds until its pixels begin."""
+
+
+def run(test: Callable[[BodyReaders], Awaitable[None]], **limits: int) -> None:
+    async def main() -> None:
+        readers = BodyReaders(Limits(**limits))
+        try:
+            await test(readers)
+        finally:
+            readers.close()
+
+    asyncio.run(main())
+
+
+def processes() -> set[int]:
+    children = psutil.Process().children()
+    return {child.pid for child in children if "body_reader" in " ".join(child.cmdline())}
+
+
+async def ask(readers: BodyReaders, body: bytes) -> tuple[int, int] | ApiError:
+    try:
+        return (await readers.read_form(FORM_TYPE, [body[:1000], body[1000:]]))[1].size
+    except ApiError as error:
+        return error
+
+
+def test_processes_are_ready_and_used_again() -> None:
+    async def test(readers: BodyReaders) -> None:
+        readers.warm()
+        before = processes()
+        assert len(before) == 2
+        found = await asyncio.gather(*(ask(readers, GOOD) for _ in range(10)))
+        assert found == [(24, 16)] * 10
+        assert processes() == before
+        bad = await ask(readers, form(b"no picture"))
+        assert isinstance(bad, ApiError)
+        assert (bad.status, bad.param, bad.code) == (400, "image", "invalid_image")
+        assert processes() == before, "a form that is merely wrong costs no process"
+
+    run(test)
+
+
+def test_a_picture_of_thousands_of_scans_holds_up_nobody() -> None:
+    """Twelve at once of 2048 x 2048: each would take seconds to decode, and a small one waits behind them."""
+
+    async def test(readers: BodyReaders) -> None:
+        attack = form(jpeg_of_scans(2048, 2048, 60_000))
+        found = await asyncio.gather(*(ask(readers, attack) for _ in range(12)), ask(readers, GOOD))
+        assert found.pop() == (24, 16)
+        assert all(isinstance(each, ApiError) and "more than 100 scans" in each.message for each in found)
+
+    run(test)
+
+
+def test_what_takes_too_long_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samovar.server.body_readers._WALL_S", 1e6)
+
+    async def test(readers: BodyReaders) -> None:
+        readers.warm()
+        before = processes()
+        slow, good = await asyncio.gather(ask(readers, SLOW), ask(readers, GOOD))
+        assert good == (24, 16)
+        assert isinstance(slow, ApiError)
+        assert (slow.status, slow.code) == (400, "body_too_slow")
+        assert "took more than 1 s to read" in slow.message
+        assert len(processes() & before) == 1
+        assert [await ask(readers, GOOD) for _ in range(4)] == [(24, 16)] * 4
+
+    run(test, max_body_s=1)
+
+
+def test_what_takes_too_much_memory_is_refused() -> None:
+    """A JPEG whose coefficients alone are four times the limit on memory."""
+
+    async def test(readers: BodyReaders) -> None:
+        huge = await ask(readers, form(jpeg_of_scans(65_000, 4_000, 1)))
+        assert isinstance(huge, ApiError)
+        assert (huge.status, huge.code) == (400, "image_above_limit")
+        readers._limits = Limits(max_pixels=10**9)  # Behind a limit on memory that is smaller than it allows.
+        huge = await ask(readers, form(jpeg_of_scans(65_000, 4_000, 1)))
+        assert isinstance(huge, ApiError)
+        assert (huge.status, huge.code) == (400, "invalid_image")
+        readers._limits = Limits()
+        assert await ask(readers, GOOD) == (24, 16)
+
+    run(test)
+
+
+def test_who_leaves_takes_the_process_along() -> None:
+    async def test(readers: BodyReaders) -> None:
+        readers.warm()
+        before = processes()
+        tasks = [asyncio.create_task(ask(readers, SLOW)) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        assert readers.num_waiting == 4
+        assert await ask(readers, GOOD) == (24, 16), "large ones have one process, and leave the other"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await ask(readers, GOOD) == (24, 16)
+        assert len(processes() & before) == 1
+        assert readers.num_waiting == 0
+
+    run(test, max_body_s=60)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGSEGV, 400), (signal.SIGKILL, 503)])
+def test_a_crash_is_the_pictures_fault_and_the_systems_is_not(number: int, status: int) -> None:
+    async def test(readers: BodyReaders) -> None:
+        readers.warm()
+        task = asyncio.create_task(ask(readers, SLOW))
+        await asyncio.sleep(0.3)
+        for process in processes():
+            os.kill(process, number)
+        found = await task
+        assert isinstance(found, ApiError)
+        assert found.status == status
+        assert await ask(readers, GOOD) == (24, 16)
+
+    run(test, max_body_s=60)
+
+
+def test_closing_ends_what_is_read() -> None:
+    async def test(readers: BodyReaders) -> None:
+        tasks = [asyncio.create_task(ask(readers, SLOW)) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        readers.close()
+        for task in tasks:
+            found = await task
+            assert isinstance(found, ApiError)
+            assert (found.status, found.code) == (503, "shutting_down")
+        assert not processes()
+
+    run(test, max_body_s=60)
+
+
+LIMITS = Limits()
+MEGABYTE = LIMITS.max_json_bytes
+
+
+def test_the_longest_prompts_are_read_however_they_are_written() -> None:
+    async def test(readers: BodyReaders) -> None:
+        for character in ("a", "\n", '"', "\\", "é", "猫", "😀", "\ud800"):
+            values = {"prompt": character * LIMITS.max_prompt_characters, "negative_prompt": character * 31_999, "n": 2}
+            body = json.dumps(values).encode()
+            assert len(body) < MEGABYTE
+            assert await readers.read_object([body[:9], body[9:]]) == values
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"[" + b"[]," * (MEGABYTE // 3) + b"0]", "invalid_json"),
+        (b"[" + b"{}," * (MEGABYTE // 3) + b"0]", "invalid_json"),
+        (b'{"a":[' + b"1," * (MEGABYTE // 2) + b"0]}", "invalid_json"),
+        (b"{" + b",".join(b'"%x":1' % number for number in range(MEGABYTE // 9)) + b"}", "invalid_json"),
+        (b'{"' + b"a" * MEGABYTE + b'":1}', "invalid_json"),
+        (b'{"prompt":"' + b"a\\n" * (MEGABYTE // 3) + b'"}', "string_above_max_length"),
+        (json.dumps(dict.fromkeys("abcdef", "\n" * 10000)).encode(), "string_above_max_length"),
+        (b"1" * MEGABYTE, "invalid_json"),
+        (b"[" * MEGABYTE, "invalid_json"),
+        (b"\xff" * MEGABYTE, "invalid_json"),
+    ],
+    ids=range(10),
+)
+def test_what_takes_long_to_parse_is_parsed_elsewhere(body: bytes, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these would stop the server for 8 to 80 ms."""
+    monkeypatch.setattr("samovar.server.body_reader.read_object", lambda content: pytest.fail("it was parsed here"))
+
+    async def test(readers: BodyReaders) -> None:
+        with pytest.raises(ApiError) as refused:
+            await readers.read_object([body])
+        assert (refused.value.status, refused.value.code) == (400, code)
+
+    run(test)
