@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samovar.cli.arguments import given, in_options, model_of, read_setting, use_saved_steps
+from samovar.cli.arguments import given, in_options, model_of, quantization_of, read_setting, use_saved_steps
 from samovar.cli.entry import make_parser
 from samovar.errors import SettingError
 
@@ -62,3 +62,22 @@ def test_a_threshold_may_be_used_at_any_number_of_steps(tmp_path: Path) -> None:
     options.num_inference_steps = None
     use_saved_steps(options, [str(file)])
     assert options.num_inference_steps == 50
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["int8"], "int8"),
+        (["./my=files/q4.gguf"], "./my=files/q4.gguf"),
+        (['{"transformer": "int8"}'], {"transformer": "int8"}),
+        (["transformer=int8,text_encoder=nf4"], {"transformer": "int8", "text_encoder": "nf4"}),
+        (["transformer=a.gguf", "text_encoder=int8"], {"transformer": "a.gguf", "text_encoder": "int8"}),
+    ],
+)
+def test_forms_of_a_quantisation(texts: list[str], expected: object) -> None:
+    assert quantization_of(texts) == expected
+
+
+def test_a_kind_beside_others_needs_a_component() -> None:
+    with pytest.raises(SettingError, match="quantization='int8' is given beside others. .* such as transformer=int8"):
+        quantization_of(["int8", "text_encoder=int8"])

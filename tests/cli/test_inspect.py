@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from pipelines import tiny_flux_pipeline
+from pipelines.gguf_files import write_gguf
 from samovar import cli
 
 
@@ -181,3 +182,34 @@ def test_what_cannot_be_is_refused(arguments: list[str], message: str, capsys: p
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
+
+
+def test_plan_shows_every_choice_and_takes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    size = ["--height", "16", "--width", "32"]
+    assert cli.main(["plan", str(tmp_path), "--gpu-memory", "1GiB", "--loss", "int4", *size]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("weights"))
+    assert [line.split()[0] for line in lines[head + 1 : head + 6]] == ["exact", "int8", "fp8", "int4", "nf4"]
+    assert lines[head + 1].endswith("taken")
+    assert lines[-1].startswith("Exact weights are the fastest within the budget, or as fast")
+    assert "--tflops" in lines[-1]
+    assert cli.main(["plan", str(tmp_path), "--gpu-memory", "1GiB", "--quantization", "nf4", "--json", *size]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert len(plan["choices"]) == 1, "it is made already"
+    assert cli.main(["plan", str(tmp_path), "--quantization", "transformer=int8,unet=int8", *size]) == 2
+    assert "'unet' is not a component" in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    file = str(write_gguf(tmp_path / "tiny.gguf", tiny_flux_pipeline().transformer))
+    assert cli.main(["inspect", file]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("GGUF file of flux")
+    assert "gguf F32, Q8_0" in out
+    assert cli.main(["plan", file, "--gpu-memory", "2GiB"]) == 0
+    assert "gguf F32, Q8_0" in capsys.readouterr().out
+    (tmp_path / "no.gguf").write_text("no")
+    assert cli.main(["inspect", str(tmp_path / "no.gguf")]) == 2
+    assert "no.gguf' cannot be read" in capsys.readouterr().err

@@ -84,6 +84,38 @@ def test_compare_writes_sheet_page_and_figures(
     assert not (output / "state").exists(), "what is finished leaves no state"
 
 
+def test_compare_quantised_weights(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchao")
+    pytest.importorskip("sdnq")
+    common = [
+        "compare",
+        model,
+        "--prompts",
+        prompts[0],
+        "--num-prompts",
+        "2",
+        "--steps",
+        "4",
+        "-o",
+        str(tmp_path / "out"),
+    ]
+    kinds = ["--quantization", "int8", "--quantization", "transformer=int4,text_encoder=int8"]
+    code, out, err = run(capsys, *common, *kinds, "--cache", '{"schedule": "#.##"}', *IMAGE)
+    assert (code, err) == (0, "")
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    found = {row["method"]: row for row in rows}
+    int8, int4 = found["int8 weights"], found["transformer int4, text_encoder int8 weights"]
+    assert int8["computed"] == int4["computed"] == 4, "every step is computed"
+    assert 100 > int8["psnr"] > int4["psnr"] > 10
+    assert [row["family"] for row in rows].index("plain steps") > 3, "plain steps are beside the cache alone"
+    for wrong, words in (("int3", "Did you mean 'int"), ("nowhere.gguf", "is not a file here")):
+        code, _, err = run(capsys, *common, "--quantization", wrong, *IMAGE)
+        assert code == 2
+        assert words in err
+
+
 def test_calibrate_writes_what_a_cache_takes(
     model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,15 +96,6 @@ def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
         load_pipeline(tmp_path / "copy", torch.float32)
 
 
-def test_a_part_that_is_quantised_by_a_missing_package_is_refused(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "model"))
-    file = copy / "transformer" / "config.json"
-    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantised}))
-    with pytest.raises(ModelError, match=r"needs a package that is not installed: .*bitsandbytes"):
-        load_pipeline(copy, torch.float32)
-
-
 def test_remote_code_is_switched_off_while_what_is_not_trusted_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

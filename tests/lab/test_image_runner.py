@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from lab.tiny import PARAMS, TASKS, MakeRunner, MakeSession
+from pipelines import tiny_flux_pipeline
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SamovarError, SettingError
 from samovar.lab.fitting import Products
 from samovar.lab.image_runner import ImageRunner, Task, check_disjoint, make_tasks, read_prompts
-from samovar.lab.methods import EXACT, cached
+from samovar.lab.methods import EXACT, cached, quantised
 from samovar.lab.schedules import SchedulePlanner
 from samovar.lab.trajectory import WATCHED, early_products, read_products
 
@@ -133,3 +134,31 @@ def test_seeds_are_never_shared() -> None:
 def test_prompts_for_tuning_and_testing_are_kept_apart() -> None:
     with pytest.raises(SettingError, match="'a' is in both lists"):
         check_disjoint([Task("a", 0)], [Task("b", 1), Task("a", 2)])
+
+
+def test_quantised_components_come_off_again(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    params = OmniDiffusionSamplingParams(num_inference_steps=2, **PARAMS)
+    runner = ImageRunner(str(tmp_path), params, batch=2)
+    exact, before = runner.pipeline.transformer, runner.pipeline.text_encoder
+    with runner.under(EXACT) as make:
+        expected = make(TASKS[:2]).images
+    with runner.under(quantised({"transformer": "int8"})) as make:
+        assert runner.pipeline.transformer is not exact
+        assert runner.pipeline.text_encoder is before, "what stays exact is not loaded again"
+        made = make(TASKS[:2])
+    assert made.forwards == 4, "two steps of two branches are counted on the quantised denoiser too"
+    assert not torch.equal(made.images, expected)
+    assert runner.pipeline.transformer is exact
+    with runner.under(EXACT) as make:
+        assert torch.equal(make(TASKS[:2]).images, expected)
+
+
+def test_a_loaded_pipeline_cannot_be_quantised(make_runner: MakeRunner) -> None:
+    pytest.importorskip("torchao")
+    with (
+        pytest.raises(SettingError, match="A loaded pipeline cannot be quantised"),
+        make_runner().under(quantised("int8")),
+    ):
+        pass

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samovar.errors import SettingError
-from samovar.lab.methods import EXACT, cached, plain, read_method
+from samovar.lab.methods import EXACT, cached, plain, quantised, read_method
 
 
 def test_forms_of_a_setting(tmp_path: Path) -> None:
@@ -38,3 +38,11 @@ def test_a_method_leaves_no_trace(pipeline: Any) -> None:
         with method.attached(pipeline) as notes:
             assert notes() is None or isinstance(notes(), dict)
     assert before == (type(pipeline), set(vars(pipeline)), type(pipeline.transformer), set(vars(pipeline.transformer)))
+
+
+def test_names_of_quantised_weights() -> None:
+    assert quantised("int8").name == "int8 weights"
+    assert quantised(Path("files/flux-Q4_0.gguf")).name == "flux-Q4_0.gguf weights"
+    by_part = quantised({"transformer": "int8", "text_encoder": "int4"})
+    assert by_part.name == "transformer int8, text_encoder int4 weights"
+    assert by_part.key != quantised({"transformer": "int8", "text_encoder": "int8"}).key

@@ -116,8 +116,12 @@ def library_of(folder: Path, name: str, library: str, class_name: str) -> Module
 
 def check_loaded(pipeline: Any, folder: Path) -> Any:
     """The pipeline, if its folder had all of its weights: diffusers leaves out those that it does not find."""
+    from ..tensors import take_apart
+
     for name, part in pipeline.components.items():
-        missing = [path for path, weight in getattr(part, "named_parameters", dict)() if weight.is_meta]
+        # What is around quantised weights may say that it is on the meta device, as quanto's does.
+        weights = getattr(part, "named_parameters", dict)()
+        missing = [path for path, weight in weights if any(plain.is_meta for plain in take_apart([weight]).plain)]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(f"{folder / name} lacks the weights {missing[0]!r}{more}. Download or save it again.")

@@ -64,10 +64,9 @@ def plain(steps: int) -> Method:
 
 def quantised(setting: QuantizationSetting) -> Method:
     """Quantised weights, every step computed."""
-    words = (
-        setting if not isinstance(setting, Mapping) else ", ".join(f"{part} {kind}" for part, kind in setting.items())
-    )
-    plain_setting = dict(setting) if isinstance(setting, Mapping) else str(setting)
+    kinds = setting if isinstance(setting, Mapping) else {"": setting}
+    words = ", ".join(f"{part} {Path(str(kind)).name}".strip() for part, kind in kinds.items())
+    plain_setting = {part: str(kind) for part, kind in kinds.items()}
     return Method(f"{words} weights", QUANTISED, {"quantization": plain_setting}, quantization=setting)
 
 
