@@ -102,7 +102,7 @@ def test_compare_quantised_weights(
         str(tmp_path / "out"),
     ]
     kinds = ["--quantization", "int8", "--quantization", "transformer=int4,text_encoder=int8"]
-    code, out, err = run(capsys, *common, *kinds, "--cache", '{"schedule": "#.##"}', *IMAGE)
+    code, _, err = run(capsys, *common, *kinds, "--cache", '{"schedule": "#.##"}', *IMAGE)
     assert (code, err) == (0, "")
     rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
     found = {row["method"]: row for row in rows}

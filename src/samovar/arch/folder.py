@@ -120,7 +120,7 @@ def check_loaded(pipeline: Any, folder: Path) -> Any:
 
     for name, part in pipeline.components.items():
         # What is around quantised weights may say that it is on the meta device, as quanto's does.
-        weights = getattr(part, "named_parameters", dict)()
+        weights: Any = getattr(part, "named_parameters", dict)()
         missing = [path for path, weight in weights if any(plain.is_meta for plain in take_apart([weight]).plain)]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
