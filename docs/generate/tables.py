@@ -5,11 +5,12 @@ python -m docs.generate.tables    # writes the table at the top of the README
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
-from docs.generate.results import markdown_table, read
+from docs.generate.results import RESULTS, about, markdown_table, read
 
 SCHEDULE, TAYLOR, PLAIN = "samovar schedule", "diffusers TaylorSeer lite", "plain steps"
 _TITLES = {"flux": "FLUX.1 12B", "qwen": "Qwen-Image 20B"}
@@ -341,6 +342,76 @@ def server(_: str) -> str:
         for name, title in (("samovar", "samovar serve"), ("plain", "a plain FastAPI loop"))
     ]
     return markdown_table(["eight clients", "images per second", "idle between images", "one request alone"], rows)
+
+
+@functools.cache
+def quantised_choices(_: str) -> str:
+    """What each kind takes of FLUX within some budgets, as the planner says."""
+    from samovar.arch.quantised import KINDS
+    from samovar.offload import OffloadConfig, format_bytes, read_parts
+    from samovar.offload.ladder import EXACT, Ladder
+    from samovar.trace.activations import read_activations
+    from samovar.trace.rehearse import RequestSize
+
+    source = "FluxTransformer2DModel"
+    parts = read_parts(source)
+    seen = read_activations(source, parts, RequestSize(1024, 1024))
+    budgets = ("24GiB", "12GiB", "6GiB", "3GiB")
+    ladders = [Ladder(parts, seen, OffloadConfig(gpu_memory=budget)) for budget in budgets]
+    rows = []
+    for name in (EXACT, *KINDS):
+        rungs = [ladder.rung(name) for ladder in ladders]
+        cells = [f"{rung.forward_s:.2f} s, {format_bytes(rung.bus_bytes)}" for rung in rungs]
+        rows.append([name, format_bytes(rungs[0].weight_bytes), *cells])
+    return markdown_table(["weights", "size", *(f"within {budget}" for budget in budgets)], rows)
+
+
+def quantised_quality(_: str) -> str:
+    """What quantised weights do to the images of the built-in model, beside a cache and fewer steps."""
+    result = read("quantised_quality")
+    rows = [
+        [
+            row["method"],
+            f"{row['computed']:g} of {row['steps']}",
+            f"{row['psnr']:.1f}",
+            f"{min(row['each']['psnr']):.0f}",
+            f"{row['lpips']:.5f}",
+        ]
+        for row in result["rows"]
+        if row["family"] != "exact"
+    ]
+    table = markdown_table(["", "steps computed", "PSNR, dB", "worst image, dB", "LPIPS"], rows)
+    return f"{table}\n\n{about('quantised_quality')}"
+
+
+def quantised_gpu(model: str) -> str:
+    """Quantised weights of a model on a GPU: resident, in the least memory, and by diffusers' group offload."""
+    if not (RESULTS / "gpu_quantised.json").is_file():
+        return f"*{_TITLES[model]} has not been measured yet: `python benchmarks/gpu_quantised.py`.*"
+    found = read("gpu_quantised").get(model, {})
+    rows = []
+    for kind, row in found.items():
+        if "resident" not in row or "ms" not in row.get("least_measured", row.get("least", {})):
+            rows.append([kind, f"does not run: {row.get('failed', 'unknown')[:80]}", "", "", "", ""])
+            continue
+        least, within = row.get("least_measured", row["least"]), next(iter(row.get("within", [])), {})
+        group = row.get("group_offload", {})
+        rows.append(
+            [
+                kind,
+                _time(row["resident"]),
+                _time(least),
+                _time(within) if "ms" in within else "refused",
+                _time(group) if "ms" in group else f"fails: {group.get('failed', 'not measured')[:60]}",
+                "yes" if row.get("same_bits") else "**no**",
+            ]
+        )
+    head = [_TITLES[model], "all on the GPU", "least memory", "within 2 GiB", "diffusers group offload", "same bits"]
+    return (
+        f"{markdown_table(head, rows)}\n\n{about('gpu_quantised')}"
+        if rows
+        else f"*{_TITLES[model]}: not measured yet.*"
+    )
 
 
 if __name__ == "__main__":

@@ -151,3 +151,25 @@ def test_a_worker_process_quantises_and_says_so(folder: Path) -> None:
         assert "transformer as torchao Float8WeightOnlyConfig" in str(said)
     finally:
         supervisor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "nf4"])
+def test_every_kind_runs_on_a_gpu_and_streams(folder: Path, kind: str) -> None:
+    pytest.importorskip({"int4": "sdnq", "nf4": "bitsandbytes"}.get(kind, "torchao"))
+    images = []
+    for settings in ({}, {"offload": "layerwise"}, {"gpu_memory": "300MiB", "loss": "exact", "quantization": None}):
+        given = {"quantization": kind, **settings} if settings.get("loss") is None else settings
+        with Omni(str(folder), device="cuda", progress=False, **given) as omni:
+            images.append(omni.generate("a cat", seed=1)[0].images[0].tobytes())
+    assert images[0] == images[1] != images[2]
+
+
+@pytest.mark.gpu
+def test_the_speeds_of_a_gpu_are_measured() -> None:
+    from samovar.engine.planning import _measured
+
+    speeds = _measured(torch.device("cuda"))
+    assert 1e12 < speeds.operations_s < 1e16
+    assert 1e10 < speeds.memory_bytes_s < 1e14
+    assert 1e8 < speeds.bus_bytes_s < 1e12
