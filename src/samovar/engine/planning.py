@@ -151,17 +151,25 @@ def check_loss(loss: str | None, quantization: QuantizationSetting, config: Offl
 
 
 def choose_quantization(
-    folder: Path, dtype: torch.dtype, device: torch.device, config: OffloadConfig, size: Mapping[str, int | None],
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: OffloadConfig,
+    size: Mapping[str, int | None],
     loss: str,
-) -> tuple[Quantization | None, str]:  # fmt: skip
+    *,
+    is_alone: bool = True,
+) -> tuple[Quantization | None, str]:
     """Of what may be lost, the quantisation that is the fastest within the budgets here, and why."""
     from ..arch.quantised import kinds_within
-    from ..offload.ladder import EXACT, Ladder, choose_rung
+    from ..offload.ladder import EXACT, Ladder, Speeds, choose_rung
     from ..trace.activations import read_activations
     from ..trace.rehearse import RequestSize
 
     parts = _read(folder, dtype)
-    ladder = Ladder(parts, read_activations(str(folder), parts, RequestSize(**size)), config, _measured(device))
+    seen = read_activations(str(folder), parts, RequestSize(**size))
+    # Ranks must choose alike, and would not measure alike.
+    ladder = Ladder(parts, seen, config, _measured(device) if is_alone else Speeds())
     left: list[str] = []
     names = [EXACT]
     for kind in kinds_within(loss):

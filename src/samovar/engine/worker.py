@@ -83,7 +83,7 @@ class Worker:
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
-        elif config.quantization is not None or config.loss not in (None, "exact"):
+        elif config.quantised() is not None or config.loss not in (None, "exact"):
             raise SettingError(
                 f"Weights are quantised while they are loaded, and this {type(pipeline).__name__} is loaded. Give the "
                 "model's name or folder, or load it with a quantization_config of diffusers and leave out "
@@ -118,7 +118,8 @@ class Worker:
         if config.loss in (None, "exact") or offload is None:
             return config.quantised(), "asked for" if config.quantization else ""
         size = {"height": defaults.height, "width": defaults.width, "batch": config.max_batch}
-        return choose_quantization(folder, dtype, self._device, offload, size, config.loss)
+        is_alone = config.num_ranks == 1
+        return choose_quantization(folder, dtype, self._device, offload, size, config.loss, is_alone=is_alone)
 
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
         """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a
