@@ -355,13 +355,13 @@ def test_who_has_just_come_stays_before_those_who_send_slowly() -> None:
 def test_one_address_has_half_and_takes_no_room_from_others() -> None:
     door = Door(10)
     assert door.most_per_address == 5
-    connections = [_Fake(number) for number in range(20)]
+    connections = [_Fake() for _ in range(20)]
     assert all(door.enter(each, "a") for each in connections[:5])
     assert door.enter(connections[5], "b")
     assert door.enter(connections[6], "a")
     assert [each.is_aborted for each in connections[:7]] == [True] + [False] * 6
     for each in connections[1:7]:
-        each.patience = None
+        each.is_waiting = False
     assert not door.enter(connections[7], "a"), "all of this address are being served"
     assert all(door.enter(each, "b") for each in connections[8:12])
     assert door.enter(connections[12], "c") is True
@@ -373,8 +373,8 @@ def test_one_address_has_half_and_takes_no_room_from_others() -> None:
 class _Fake:
     """As much of a connection as a door sees: a real one has one address only."""
 
-    def __init__(self, number: int) -> None:
-        self.patience: tuple[bool, bool, float] | None = (False, False, number)
+    def __init__(self) -> None:
+        self.is_waiting = True
         self.is_aborted = False
         self.transport = self
 

@@ -47,6 +47,7 @@ class Door:
     def __init__(self, most: int, most_per_address: int | None = None) -> None:
         self.most, self.most_per_address = most, most_per_address or -(-most // 2)
         self._open: dict[Connection, str] = {}
+        """With their addresses; the one that has sent nothing for longest first."""
         self._counts: Counter[str] = Counter()
         self._num_closed, self._last_log = 0, -_LOG_S
         self._turns: deque[Callable[[], None]] = deque()
@@ -83,15 +84,15 @@ class Door:
             if not self._counts[address]:
                 del self._counts[address]
 
+    def touch(self, connection: Connection) -> None:
+        """It has sent something, or been sent an answer: it goes last."""
+        if connection in self._open:
+            self._open[connection] = self._open.pop(connection)
+
     def _make_room(self, address: str | None) -> bool:
-        """Close one of an address, or of any, that is waiting for its client."""
+        """Close the one of an address, or of any, that has kept the server waiting for longest."""
         self._note_closed()
-        waiting = [(one.patience, one) for one, at in self._open.items() if address in (None, at)]
-        _, first = min(
-            ((since, one) for since, one in waiting if since is not None),
-            key=lambda place: place[0],
-            default=(None, None),
-        )
+        first = next((one for one, at in self._open.items() if address in (None, at) and one.is_waiting), None)
         if first is None:
             return False
         self.leave(first)
@@ -132,21 +133,15 @@ class Connection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._timeout_s, self._door = timeout_s, door
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._since = self.loop.time()
         self._head = bytearray()
         """What has come of the header of a request."""
         self._unread = bytearray()
         """What has come and is not parsed yet."""
 
     @property
-    def patience(self) -> tuple[bool, bool, float] | None:
-        """Who goes first when there is no room; None while a request is served. Those who have sent nothing for a
-        second go first, without a request before those within one; then who has sent nothing for longest."""
-        state = self.conn.their_state
-        if state not in (h11.IDLE, h11.SEND_BODY):
-            return None
-        is_new = self.loop.time() - self._since < 1.0
-        return is_new, state is h11.SEND_BODY and not is_new, self._since
+    def is_waiting(self) -> bool:
+        """Whether it is the client's turn: no request has come, or not all of it."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -156,7 +151,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        self._since = self.loop.time()
+        self._door.touch(self)
         if not self._unread and self.conn.their_state is h11.SEND_BODY and not self._is_chunked():
             super().data_received(data)  # As below, without copies.
             data = b""
@@ -208,7 +203,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """What follows the request is parsed only now, and may be half a request too."""
-        self._since = self.loop.time()
+        self._door.touch(self)
         super().on_response_complete()
         self._parse()
         if "reading" not in self._timers and self.transport.get_write_buffer_size():
