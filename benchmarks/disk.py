@@ -3,8 +3,8 @@
     python benchmarks/disk.py --folder /scratch [--host-memory 16GiB] [--layers 60] [--json FILE]
 
 A Qwen-Image with random weights is written shard by shard, so that it is never in memory as a whole, and loaded as a
-mapping of its files. The bare model runs once, for its bits; then it streams within the budget. The input is small: what
-is measured is the disk. Everything runs on the CPU, where "the device" is a part of host memory that is not counted.
+mapping of its files. The bare model runs once, for its bits; then it streams within the budget. The input is small:
+what is measured is the disk. Everything runs on the CPU, where "the device" is host memory that is not counted.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ def test_a_wrapper_is_what_is_inside_however_deep() -> None:
     assert [*map(id, plain)] == [id(inner.values), id(inner.scale), id(scale)]
     assert [wrapper.tensor is one for wrapper, one in zip(wrappers, (inner, outer), strict=True)] == [True, True]
     assert num_bytes_of([outer]) == 6 + 12 + 4
+    assert num_bytes_of([scale, scale.view(1, 1)]) == 4
 
 
 def test_memory_with_more_written_on_it() -> None:

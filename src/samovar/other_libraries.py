@@ -101,7 +101,7 @@ def _entry(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
-# ------------------------------------------------------------------------------------------------ bitsandbytes
+# ------------------------------------------------------------------------------------------------ quantised weights
 
 
 def kept_beside_weights(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -120,6 +120,11 @@ def move_beside_weights(module: torch.nn.Module, device: torch.device) -> None:
         for name in ("CB", "SCB"):
             if getattr(state, name) is not None:
                 setattr(state, name, getattr(state, name).to(device))
+
+
+def is_untraceable(tensor: torch.Tensor) -> bool:
+    """Whether torch.compile fails on a quantised weight: on those of GGUF, and on some 4-bit ones of quanto."""
+    return type(tensor).__name__ in ("GGUFParameter", "TinyGemmWeightQBitsTensor")
 
 
 def is_packed_for_cpu(tensor: torch.Tensor) -> bool:

@@ -119,8 +119,14 @@ def _belongs(value: Any, library: str) -> bool:
 
 
 def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the elements of some tensors, whatever they are made of; each plain tensor counts once."""
-    return sum(plain.numel() * plain.element_size() for plain in take_apart(tensors).plain)
+    """Bytes of the elements of some tensors, whatever they are made of; what is the same memory counts once."""
+    return sum({_memory(plain): plain.numel() * plain.element_size() for plain in take_apart(tensors).plain}.values())
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are the same memory."""
+    has_address = tensor.layout is torch.strided and not tensor.is_meta
+    return (tensor.device, tensor.data_ptr(), tensor.nbytes) if has_address and tensor.numel() else (id(tensor),)
 
 
 def _take(tensor: torch.Tensor, parts: Parts, seen: set[int]) -> None:

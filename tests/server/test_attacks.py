@@ -24,7 +24,7 @@ from .test_body_reader import SMALL
 
 GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
 MIB = 2**20
-MEMORY = 160 * MIB
+MEMORY = 200 * MIB
 MAX_FILES = 300
 
 
@@ -32,7 +32,7 @@ MAX_FILES = 300
 def attacked(editing_folder: Path) -> Iterator[RunningServer]:
     """It edits, may open few files, and may hold little for its clients."""
     started = RunningServer(
-        editing_folder, "--max-steps", "100000", "--max-memory", "160MiB", "--max-pixels", "1048576", "--quiet"
+        editing_folder, "--max-steps", "100000", "--max-memory", "200MiB", "--max-pixels", "1048576", "--quiet"
     )  # fmt: skip
     try:
         resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))

@@ -89,6 +89,7 @@ def test_a_request_behind_another_has_a_deadline_too() -> None:
     asyncio.run(run())
 
 
+MADE: list[Connection] = []
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
@@ -126,9 +127,13 @@ async def listening(app: App, door: Door, timeout_s: float = 60.0) -> AsyncItera
     """A server in this process; gives how to connect to it."""
     config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Connection(config, server_state=state, app_state={}, timeout_s=timeout_s, door=door), "127.0.0.1", 0
-    )
+    MADE.clear()
+
+    def made() -> Connection:
+        MADE.append(Connection(config, server_state=state, app_state={}, timeout_s=timeout_s, door=door))
+        return MADE[-1]
+
+    server = await loop.create_server(made, "127.0.0.1", 0)
     writers: list[asyncio.StreamWriter] = []
 
     async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -284,6 +289,15 @@ def test_what_is_no_http_within_a_body_is_refused_once(caplog: pytest.LogCapture
             answer: bytes = await reader.read()
             return answer
 
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        """Answers between the refusal and the end of the connection."""
+        (connection,) = MADE
+        while not connection.transport.is_closing():
+            await asyncio.sleep(0)
+        await early(scope, receive, send)
+
+    answer = asyncio.run(run(late))
+    assert answer.startswith(b"HTTP/1.1 400")
     answer = asyncio.run(run(early))
     assert answer.count(b"HTTP/1.1") == 1
     assert answer.startswith(b"HTTP/1.1 415")

@@ -128,7 +128,7 @@ async def main():
         os.kill(os.getpid(), signal.SIGTERM)
         await stop.wait()
         print("busy", flush=True)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         time.sleep(300)
 
 asyncio.run(main())

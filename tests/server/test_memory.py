@@ -34,6 +34,17 @@ def test_short_parts_cost_more_than_their_bytes() -> None:
     assert ledger.used >= 40_000
 
 
+def test_large_bodies_leave_room_for_small_ones() -> None:
+    ledger = Ledger(40 * 2**20, "bodies")
+    large, small = ledger.hold(), ledger.hold()
+    for _ in range(479):
+        large.add_part(bytes(2**16))
+    with pytest.raises(ApiError):
+        large.add_part(bytes(2**16))
+    for _ in range(30):
+        small.add_part(bytes(2**16))
+
+
 def test_it_is_tight_above_a_half() -> None:
     ledger = Ledger(1000, "bodies")
     hold = ledger.hold()

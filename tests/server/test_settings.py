@@ -29,6 +29,10 @@ def test_the_defaults_reach_this_machine_only() -> None:
         ({"cors_origins": ("https://example.com/page",)}, "without a path"),
         ({"request_timeout_s": float("inf")}, "request_timeout_s must be a number of seconds"),
         ({"shutdown_timeout_s": -1}, "not -1"),
+        ({"max_connections": 0}, "max_connections must be a whole number, 1 or more, not 0"),
+        ({"max_connections_per_address": 1.5}, "max_connections_per_address must be a whole number"),
+        ({"max_memory": "2 gigs"}, "max_memory='2 gigs' is not a size"),
+        ({"max_memory": "100MiB"}, "max_memory='100MiB' is too little for the largest allowed request"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, object], message: str) -> None:
@@ -44,3 +48,10 @@ def test_limits_are_whole_numbers_from_one_on() -> None:
 
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(ServerConfig(api_key="secret"))
+
+
+def test_memory_is_enough_for_the_largest_request() -> None:
+    assert ServerConfig().memory_bytes == 2**30
+    assert ServerConfig(max_memory="3GiB").memory_bytes == 3 * 2**30
+    large = Limits(max_pixels=2**26)
+    assert ServerConfig(limits=large).memory_bytes * 3 // 4 >= 8 * 2**26 * (large.max_images + 1)

@@ -409,7 +409,9 @@ def test_what_offload_refuses_is_not_promised() -> None:
     features = {feature.name: feature for feature in survey_pipeline(pipe).features}
     for name in ("layerwise offload", "model offload"):
         assert not features[name].works
-        assert features[name].reason == "transformer.odd is torch.sparse_coo; leave transformer out with exclude"
+        assert (
+            features[name].reason == "transformer.odd is torch.sparse_coo; leave transformer out: exclude='transformer'"
+        )
     assert features["step cache"].works
 
 

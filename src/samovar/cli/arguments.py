@@ -76,6 +76,7 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
     group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
+    group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     _add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")

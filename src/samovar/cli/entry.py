@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its advice on image processors is not for our users.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # As in engine/models.py; the lab may load torch before it.
+    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # They tell of kernels that they do without.
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         return int(options.run(options))
     except (SamovarError, OSError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,8 @@ class OmniDiffusionConfig:
     """GPU memory budget, such as "12GiB". Alone it offloads as little as the budget demands."""
     host_memory: str | int | None = None
     """Budget of host memory for weights that are not on the GPU; the rest is read from the model's files again."""
+    exclude: str | Sequence[str] | None = None
+    """Names of components that offload leaves alone, with commas; they are on the GPU at all times."""
     parallel: ParallelSetting = None
     """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
     compile: bool | str = False
@@ -102,6 +104,7 @@ class OmniDiffusionConfig:
             compile=self.compile,
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
+            exclude=self.exclude,
             device=self.execution_device(),
         )
 

@@ -62,6 +62,8 @@ class Worker:
 
     def __init__(self, config: OmniDiffusionConfig, pipeline: Any = None) -> None:
         """Load the model, or take a pipeline that is loaded already."""
+        import torch
+
         from ..compose import Attached
 
         self._device = config.execution_device()
@@ -80,8 +82,13 @@ class Worker:
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
-        if config.attach_config.offload is None:  # Offloaded weights never pass through the device as a whole.
+        offload = config.attach_config.offload
+        if offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self._device)
+        for name in offload.exclude if offload is not None else ():
+            part = getattr(pipeline, name, None)  # A name that is none is refused below.
+            if isinstance(part, torch.nn.Module):
+                part.to(self._device)
         self.facts = facts_of(pipeline, defaults)
         # A cache decides for a batch as a whole, so an image would depend on those beside it.
         self.max_batch = config.max_batch if config.attach_config.cache is None else 1

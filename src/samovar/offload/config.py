@@ -53,7 +53,7 @@ class OffloadConfig:
     """Whether processes on this machine that read the same files share one pinned copy, in /dev/shm. By default, the
     ranks that compute one image do."""
     exclude: tuple[str, ...] = ()
-    """Names of components that stay where they are."""
+    """Names of components that stay where they are, as a list or with commas."""
     timing: Timing | None = None
     """Known speeds of bus and model; by default the bus is measured."""
     compress: Compress = "auto"
@@ -94,10 +94,10 @@ class OffloadConfig:
             raise SettingError(f"skipped={self.skipped!r}; expected a fraction from 0 to below 1.", param="skipped")
         if self.precompute not in (None, True, False):
             raise SettingError(f"precompute={self.precompute!r}; expected True, False or None.", param="precompute")
-        exclude = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
+        exclude = self.exclude.split(",") if isinstance(self.exclude, str) else self.exclude
         if not isinstance(exclude, Sequence) or not all(isinstance(name, str) for name in exclude):
             raise SettingError(f"exclude={exclude!r}; expected names of components.", param="exclude")
-        object.__setattr__(self, "exclude", tuple(exclude))
+        object.__setattr__(self, "exclude", tuple(name.strip() for name in exclude))
         if self.timing is not None:
             object.__setattr__(self, "timing", read_config(Timing, self.timing, "timing"))
 

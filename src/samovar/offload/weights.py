@@ -213,8 +213,8 @@ def check_movable(name: str, module: torch.nn.Module, device: torch.device) -> N
             problem = kinds[kind]
         if problem:
             raise ModelError(
-                f"{name}.{path} cannot be offloaded: it {problem}. Leave this component where it is: "
-                f"offload={{'exclude': ({name!r},)}}, or quantise the model in another way."
+                f"{name}.{path} cannot be offloaded: it {problem}. Leave this component where it is, "
+                f"exclude={name!r}, or quantise the model in another way."
             )
 
 

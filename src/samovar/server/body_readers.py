@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,8 @@ from .settings import Limits
 
 _COUNT = 2
 """Bodies that are read at once. Others wait, in the order in which they came."""
+_LARGE = 2**21
+"""Bytes of a body, which can make it take seconds."""
 _LONG_OBJECT = 2**15
 """Bytes of JSON that take two milliseconds to parse, whatever they are."""
 _WALL_S = 30.0
@@ -38,7 +40,7 @@ class BodyReaders:
         self._limits = limits
         self._idle: list[_Reader] = []
         self._busy: set[_Reader] = set()
-        self._free = asyncio.Semaphore(_COUNT)
+        self._free, self._free_for_large = asyncio.Semaphore(_COUNT), asyncio.Semaphore(1)
         # Its own threads: no body can hold up the encoding of other clients' images.
         self._threads = ThreadPoolExecutor(_COUNT, "samovar body reader")
         self._is_closed = False
@@ -70,12 +72,7 @@ class BodyReaders:
         task = Task(
             content_type, sum(map(len, parts)), limits.max_pixels, limits.max_prompt_characters, limits.max_body_s
         )
-        self.num_waiting += 1
-        try:
-            await self._free.acquire()
-        finally:
-            self.num_waiting -= 1
-        try:
+        async with self._place(task.num_bytes):
             self._check_open()
             self.warm()
             reader = self._idle.pop()
@@ -90,11 +87,21 @@ class BodyReaders:
                 raise
             self._busy.discard(reader)
             self._idle.append(reader)
-        finally:
-            self._free.release()
         if isinstance(answer, ApiError):
             raise answer
         return answer
+
+    @contextlib.asynccontextmanager
+    async def _place(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait for a process. Large bodies have one of them, for they may take long; there is one for the others."""
+        async with contextlib.AsyncExitStack() as places:
+            self.num_waiting += 1
+            try:
+                for place in [self._free_for_large] * (num_bytes > _LARGE) + [self._free]:
+                    await places.enter_async_context(place)
+            finally:
+                self.num_waiting -= 1
+            yield
 
     async def _ask(self, reader: _Reader, task: Task, parts: list[bytes]) -> Answer:
         work = asyncio.get_running_loop().run_in_executor(self._threads, reader.ask, task, parts)

@@ -154,7 +154,7 @@ class Connection(H11Protocol):
             elif state is h11.SEND_BODY:
                 size = _CHUNKED_PIECE if is_chunked else _PIECE
             else:
-                break  # This is behind a request that is being served.
+                break  # This is behind a request that is being served. Parsing it would pause reading.
             if self.transport.is_closing():
                 break
             piece = bytes(self._unread[:size])
@@ -164,8 +164,6 @@ class Connection(H11Protocol):
                 self.transport.pause_reading()
                 self.loop.call_soon(self._parse_more)
                 break
-        if self.conn.their_state is h11.DONE:
-            self.flow.resume_reading()  # Or the end of the connection would not be seen.
         if len(self._unread) > _MAX_BEHIND and self.conn.their_state is not h11.SEND_BODY:
             self.transport.abort()
         self._watch_arrival()

@@ -10,6 +10,8 @@ BYTES_PER_PIXEL = 8
 """Of an image, received or made: four in memory, and as many on its way from or to another process, or encoded."""
 _PART_OVERHEAD = 64
 """Of each piece of a body, however short."""
+_SMALL_BODY = 2**21
+"""Unfinished forms of many megabytes keep none out that is smaller."""
 
 
 class Ledger:
@@ -26,8 +28,9 @@ class Ledger:
         """An entry for one request."""
         return Hold(self)
 
-    def take(self, amount: int) -> None:
-        if self.used + amount > self.most:
+    def take(self, amount: int, *, is_small: bool = True) -> None:
+        """Count some more; ApiError if there is no room. What is not small leaves a quarter for what is."""
+        if self.used + amount > (self.most if is_small else self.most * 3 // 4):
             message = f"The server holds {self._what} of {self.used:,} bytes for others; its limit is {self.most:,}."
             raise ApiError(503, f"{message} Try again.", code="memory_full", headers={"Retry-After": "1"})
         self.used += amount
@@ -45,7 +48,10 @@ class Hold:
         self._held += amount
 
     def add_part(self, part: bytes) -> None:
-        self.add(len(part) + _PART_OVERHEAD)
+        """Hold a piece of a body; ApiError if there is no room."""
+        amount = len(part) + _PART_OVERHEAD
+        self.ledger.take(amount, is_small=self._held + amount <= _SMALL_BODY)
+        self._held += amount
 
     def release(self) -> None:
         self.ledger.used -= self._held

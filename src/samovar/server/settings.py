@@ -100,9 +100,9 @@ class ServerConfig:
 
     @property
     def _least_memory(self) -> int:
-        """For one request: its body in a quarter, and its images, with one to edit, in the rest."""
+        """For one request: its body in three quarters of a quarter, and its images, with one to edit, in the rest."""
         images = BYTES_PER_PIXEL * self.limits.max_pixels * (self.limits.max_images + 1)
-        return max(4 * (self.limits.max_upload_bytes + 2**20), -(-4 * images // 3))
+        return max(16 * (self.limits.max_upload_bytes + 2**20) // 3, -(-4 * images // 3))
 
     def known_hosts(self) -> frozenset[str] | None:
         """The hosts a request may name; None for any. On a local server another name may be a page's DNS rebinding."""

@@ -369,5 +369,5 @@ def _unmovable(parts: Parts) -> str:
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             problem = None if tensor.is_meta else problem_of(tensor)
             if problem:
-                return f"{name}.{path} {problem}; leave {name} out with exclude"
+                return f"{name}.{path} {problem}; leave {name} out: exclude={name!r}"
     return ""
