@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-gpu test-ray test-browser test-foreign test-versions reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-fuzz test-gpu test-ray test-browser test-foreign test-versions reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -37,6 +37,11 @@ test-isa: $(READY)
 test-slow: $(READY)
 	$(BIN)/pip install --quiet --editable '.[slow]'
 	$(PYTEST) -m slow
+
+# Random inputs, for FUZZ_SECONDS in all; a failure says with which FUZZ_SEED and FUZZ_CASE it is made again.
+test-fuzz: export FUZZ_SECONDS ?= 300
+test-fuzz: $(READY)
+	$(PYTEST) -m fuzz tests/fuzz $(ARGS)
 
 test-gpu: $(READY)
 	$(PYTEST) -m gpu

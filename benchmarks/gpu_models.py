@@ -27,6 +27,9 @@ from typing import Any
 
 import torch
 
+from samovar.offload.weights import held_by
+from samovar.tensors import plainly, take_apart
+
 Call = Callable[[], object]
 
 FILES = ("--json", "--profile")
@@ -158,7 +161,9 @@ def parameters_of(kind: type) -> list[str]:
 
 def to_host(model: torch.nn.Module) -> None:
     """Move a model from the device. Memory of the usual small pages would take five times as long."""
+    plain, wrappers, _ = take_apart(held_by(model))
 
+    @plainly
     @torch.no_grad()
     def move(tensor: torch.Tensor) -> None:
         target = torch.empty_like(tensor, device="cpu")
@@ -166,7 +171,9 @@ def to_host(model: torch.nn.Module) -> None:
         tensor.data = target.copy_(tensor.detach())
 
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(move, (*model.parameters(), *model.buffers())))
+        list(threads.map(move, plain))
+    for wrapper in wrappers:
+        plainly(wrapper.follow)()
 
 
 def _use_huge_pages(tensor: torch.Tensor) -> None:

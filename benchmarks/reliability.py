@@ -1,4 +1,4 @@
-"""Does it keep its promises when things go wrong? The 24 tests of reliability with their figures, as a table.
+"""Does it keep its promises when things go wrong? The 25 tests of reliability with their figures, as a table.
 
     python benchmarks/reliability.py [--only 1,5,20] [--soak-minutes 120] [--write docs/benchmarks/reliability.md]
     python benchmarks/reliability.py --device cuda [--write docs/benchmarks/reliability.md]  # those that a GPU changes
@@ -52,6 +52,19 @@ def by_tests(*names: str) -> Callable[[Bench], Outcome]:
     return run
 
 
+def fuzz(bench: Bench) -> Outcome:
+    """25: `make test-fuzz`, with its counts."""
+    if bench.device != "cpu" or not bench.fuzz_minutes:
+        return Outcome(None, "no GPU takes part; see the CPU's table" if bench.fuzz_minutes else "left out")
+    command = [sys.executable, "-m", "pytest", "tests/fuzz", "-q", "--no-header", "-m", "fuzz", "-p", "no:xdist"]
+    environment = {**os.environ, "FUZZ_SECONDS": str(60 * bench.fuzz_minutes)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = result.stdout.strip().splitlines() or ["no output"]
+    counts = [line.removeprefix("fuzz ") for line in lines if re.match(r"fuzz \w+: \d+ cases", line)]
+    figures = f"{bench.fuzz_minutes:g} min; {'; '.join(counts)}; {lines[-1].strip('= ')}"
+    return Outcome(result.returncode == 0 and len(counts) > 0, figures)
+
+
 TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     1: ("`kill -9` the worker mid-step, four requests in flight", checks.kill_worker),
     2: ("20 kills in a row; the circuit opens after 5 in 60 s", by_tests(
@@ -83,6 +96,7 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     22: ("one of several ranks dies", by_tests("tests/engine/test_multirank.py::test_a_rank_that_dies")),
     23: ("keys: none, wrong, in the query, 10,000 tries", checks.keys),
     24: ("a decompression bomb in an edit", checks.bomb),
+    25: ("random inputs: HTTP framing, forms, images, model folders, settings, bodies", fuzz),
 }  # fmt: skip
 
 Rows = dict[str, dict[str, dict[str, Any]]]
@@ -156,6 +170,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", help="numbers of tests, such as 1,5,20; on a GPU 1,6,7,18 if not given")
     parser.add_argument("--soak-minutes", type=float, default=2.0, help="0 leaves it out (2)")
+    parser.add_argument("--fuzz-minutes", type=float, default=5.0, help="0 leaves it out (5)")
     parser.add_argument("--json", type=Path, default=RESULT, help="where rows are kept")
     parser.add_argument("--take", type=Path, help="run nothing: take the rows of such a file")
     parser.add_argument("--write", type=Path, help="a page for all rows, such as docs/benchmarks/reliability.md")
@@ -167,7 +182,7 @@ def main() -> int:
         parser.error(f"--only {options.only}: there is no test {unknown[0]}; they are 1 to {max(TESTS)}")
     rows: Rows = {} if options.take is None else read(options.take)
     if options.take is None:
-        rows = run(chosen, options.device, options.soak_minutes, options.json)
+        rows = run(chosen, options)
     else:
         keep(options.json, rows)
     if options.write is not None:
@@ -175,16 +190,17 @@ def main() -> int:
     return 1 if any(row["holds"] is False for found in rows.values() for row in found.values()) else 0
 
 
-def run(chosen: tuple[int, ...], device: Any, soak_minutes: float, file: Path) -> Rows:
+def run(chosen: tuple[int, ...], options: argparse.Namespace) -> Rows:
     """Run tests, and keep each row when it is there."""
+    device = options.device
     rows: Rows = {device: {}}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), device, soak_minutes)
+        bench = Bench(Path(folder), device, options.soak_minutes, options.fuzz_minutes)
         about = machine(device)
         for number in chosen:
             rows[device][str(number)] = row = {**asdict(TESTS[number][1](bench)), "about": about}
             print(line(number, row), flush=True)
-            keep(file, rows)
+            keep(options.json, rows)
     return rows
 
 

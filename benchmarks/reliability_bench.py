@@ -59,10 +59,10 @@ class Memory:
 class Bench:
     """The models, and servers that run them."""
 
-    def __init__(self, folder: Path, device: Device, soak_minutes: float) -> None:
+    def __init__(self, folder: Path, device: Device, soak_minutes: float, fuzz_minutes: float = 5.0) -> None:
         from pipelines import tiny_flux_pipeline
 
-        self._folder, self.device, self.soak_minutes = folder, device, soak_minutes
+        self._folder, self.device, self.soak_minutes, self.fuzz_minutes = folder, device, soak_minutes, fuzz_minutes
         self.model = self._saved("tiny", tiny_flux_pipeline())  # Now: to build it is no part of a server's start.
         self.idle_mib = self.device_mib()
         """Of the GPU, before any server."""

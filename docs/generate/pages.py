@@ -34,6 +34,7 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "offload_summary": tables.offload_summary,
     "offload_models": tables.offload_models,
     "coding": tables.coding,
+    "disk": tables.disk,
     "offload_peers": tables.offload_peers,
     "parallel": tables.parallel,
     "hooks": tables.hooks,

@@ -255,6 +255,23 @@ def coding(_: str) -> str:
     return markdown_table(["output", "bits a weight", *(f"{size} MB" for size in found["megabytes"])], rows)
 
 
+def disk(_: str) -> str:
+    """A model that is larger than memory."""
+    found = read("disk")
+    gib = 2.0**30
+    rows = [
+        ["weights", f"{found['weights_bytes'] / gib:.1f} GiB"],
+        ["`host_memory`", f"{found['host_memory'] / gib:.0f} GiB, of which {found['pinned_bytes'] / gib:.1f} pinned"],
+        ["memory in no file, with that of the device", f"{found['memory_in_no_file_bytes'] / gib:.1f} GiB"],
+        ["read from disk in a forward", f"{found['disk_bytes_a_forward'] / gib:.1f} GiB"],
+        ["planned reading time", f"{found['planned_read_s']:.0f} s, at the measured speed of the disk"],
+        ["a forward", f"{min(found['forward_s'][1:]):.0f} to {max(found['forward_s'][1:]):.0f} s"],
+        ["the bare model, mapped from its files", f"{found['bare_s']:.0f} s"],
+        ["same bits", "yes" if found["same_bits"] else "no"],
+    ]
+    return markdown_table(["Qwen-Image 20B on a CPU", ""], rows)
+
+
 def offload_peers(_: str) -> str:
     """The same task by diffusers and accelerate."""
     result = read("gpu_offload")

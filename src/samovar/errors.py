@@ -38,7 +38,8 @@ class SettingError(SamovarError, ValueError):
     """A setting or argument that cannot be used."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
+        # It names the value, which may be of any size.
+        super().__init__(message if len(message) < 3000 else f"{message[:2000]} [...] {message[-500:]}")
         self.param = param
         """Name of the parameter at fault as Python spells it; None if there is no single one."""
 

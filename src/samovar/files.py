@@ -6,24 +6,71 @@ import contextlib
 import dataclasses
 import json
 import os
+import reprlib
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from .errors import ModelError, SettingError, nearest
+from .errors import ModelError, SamovarError, SettingError, nearest
 
 Config = TypeVar("Config")
+
+INDEX = "model_index.json"
+"""The file by which a folder is that of a pipeline."""
+_MOST_BYTES_OF_JSON, _MOST_BYTES_OF_SETTINGS = 256 * 2**20, 4 * 2**20
+"""The largest tokenizers are files of some 40 MiB, and tuned settings of some 100 KiB."""
+_MOST_VALUES = 1_000_000
+"""In a YAML file, with what its aliases repeat."""
+_TOO_DEEP, _MOST_LEVELS = "it is nested too deeply", 64
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 200
+
+
+def brief(value: Any) -> str:
+    """A value for a message, cut short: what is wrong may be of any size."""
+    return _brief.repr(value)
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file that comes with a model."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    content = parse_json(file)
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}.")
     return content
+
+
+def parse_json(file: Path) -> Any:
+    """Whatever JSON is in a file that comes with a model. NaN and Infinity are understood: some configurations have
+    them, and other libraries read them so."""
+    try:
+        return json.loads(_read_text(file, _MOST_BYTES_OF_JSON))
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise ModelError(f"{file} is not valid JSON: {_TOO_DEEP}") from None
+
+
+@contextlib.contextmanager
+def reading(what: str, done: str = "loaded") -> Iterator[None]:
+    """Name what was read if another library fails over it: files of a model can be wrong in any way, and each gives
+    another error there."""
+    try:
+        yield
+    except SamovarError:
+        raise
+    except ImportError as error:  # Such as the library by which a part is quantised.
+        raise ModelError(f"{what} needs a package that is not installed: {first_line(error)}") from error
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            raise  # Ctrl-C.
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        raise ModelError(f"{what} cannot be {done}: {kind}{first_line(error)} Check its files.") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says in short, as a sentence."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:1000].rstrip(".") + "."
 
 
 def read_config(cls: type[Config], value: Any, param: str) -> Config:
@@ -35,7 +82,7 @@ def read_config(cls: type[Config], value: Any, param: str) -> Config:
             return read_config(cls, read_settings(value, param), param)
     if not isinstance(value, Mapping):
         raise SettingError(
-            f"{param}={value!r}; expected the settings of {cls.__name__}: an object of it, a mapping, or a file.",
+            f"{param}={brief(value)}; expected the settings of {cls.__name__}: an object of it, a mapping, or a file.",
             param=param,
         )
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -60,7 +107,8 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str, param: st
     names = list(known)
     for name in given:
         if name not in names:
-            raise SettingError(f"{name!r} is not {what}. {nearest(str(name), names)}", param=param or str(name))
+            hint = nearest(str(name), names)
+            raise SettingError(f"{brief(name)} is not {what}. {hint}", param=param or str(name)[:100])
 
 
 def is_file_name(value: Any) -> bool:
@@ -70,23 +118,33 @@ def is_file_name(value: Any) -> bool:
     return isinstance(value, str) and (value.endswith((".json", ".yaml", ".yml")) or os.sep in value)
 
 
+def is_folder(value: Any) -> bool:
+    """Whether this is the path of a folder that is there."""
+    try:
+        return isinstance(value, (str, Path)) and Path(value).is_dir()
+    except (OSError, ValueError):  # Too long, or with a NUL.
+        return False
+
+
 def read_settings(file: str | Path, param: str) -> dict[str, Any]:
     """The settings in a JSON or YAML file: those under the name of the parameter if it is there, else all."""
     content = read_mapping(file, param)
     settings = content.get(param, content)
     if not isinstance(settings, dict):
-        raise SettingError(f"{str(file)!r} must hold settings by name under {param!r}, not {settings!r}.", param=param)
+        raise SettingError(
+            f"{str(file)!r} must hold settings by name under {param!r}, not {brief(settings)}.", param=param
+        )
     return settings
 
 
 def read_mapping(file: str | Path, param: str) -> dict[str, Any]:
     """The mapping in a JSON or YAML file."""
-    path = Path(file).expanduser()
+    path = Path(file)
     if path.suffix.lower() not in (".json", ".yaml", ".yml"):
         raise SettingError(f"{param}: {str(path)!r} must end in .json, .yaml or .yml.", param=param)
     try:
-        content = _parse(path)
-    except (OSError, ValueError) as error:
+        content = _parse(path.expanduser())
+    except (OSError, ValueError, RuntimeError) as error:  # The last for the home of an unknown user.
         raise SettingError(f"{param}: {str(path)!r} cannot be read: {error}", param=param) from error
     if content is None:
         return {}
@@ -96,12 +154,88 @@ def read_mapping(file: str | Path, param: str) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix.lower() == ".json":
-        return json.loads(text)
+    text = _read_text(path, _MOST_BYTES_OF_SETTINGS)
+    return parse_settings(text) if path.suffix.lower() == ".json" else parse_yaml(text)
+
+
+def parse_settings(text: str) -> Any:
+    """Settings as JSON: without NaN, and with each name once. Raises ValueError."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        if _levels(value) > _MOST_LEVELS:
+            raise RecursionError
+        return value
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _levels(value: Any) -> int:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_levels, children), default=0)
+
+
+def _read_text(path: Path, most_bytes: int) -> str:
+    """The text of a file of limited size. Not of a pipe or a device, which may never end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is not a regular file")
+    if found.st_size > most_bytes:
+        raise ValueError(f"it has {found.st_size} bytes, and {most_bytes} are the most")
+    return path.read_text(encoding="utf-8")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object with each name once: of two, one would be ignored."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{brief(name)} is given twice")
+        found[name] = value
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_yaml(text: str) -> Any:
+    """Settings as YAML. Raises ValueError. Values are counted before they are built: with aliases, a short text can
+    stand for more of them than memory holds."""
     import yaml  # type: ignore[import-untyped, unused-ignore]
 
     try:
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        count, levels = _count_values(node, {})
+        if levels > _MOST_LEVELS:
+            raise RecursionError
+        if count > _MOST_VALUES:
+            raise ValueError(f"with what its aliases repeat it holds more than {_MOST_VALUES} values")
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    except (LookupError, AttributeError, TypeError) as error:  # Such as for `!!bool x`.
+        raise ValueError(f"a value is not what its tag says ({error})") from error
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _count_values(node: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """How many values a node of YAML stands for, in how many levels; and that no mapping in it has a name twice."""
+    if id(node) in known:
+        found = known[id(node)]
+        if found is None:
+            raise ValueError("it contains itself")
+        return found
+    known[id(node)] = None
+    children = node.value if isinstance(node.value, list) else []
+    if children and isinstance(children[0], tuple):
+        names = [(key.tag, key.value) for key, _ in children if isinstance(key.value, str)]
+        _unique([(name, None) for tag, name in names if not tag.endswith(":merge")])
+        children = [each for pair in children for each in pair]
+    counts = [_count_values(child, known) for child in children]
+    found = 1 + sum(count for count, _ in counts), 1 + max((levels for _, levels in counts), default=0)
+    known[id(node)] = found
+    return found

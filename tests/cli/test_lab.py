@@ -177,8 +177,9 @@ def test_nonsense_is_refused_by_name(
     assert not any(tmp_path.iterdir()), "and nothing was written"
 
 
-def test_a_bench_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.json").write_text("{}")
+@pytest.mark.parametrize("content", ["{}", "[", '{"rows": 3, "about": {"settings": 5}}', '{"rows": [], "about": 3}'])
+def test_a_bench_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
     assert run(capsys, "bench", "--plot-from", str(tmp_path / "a.json"))[0] == 2
 
 

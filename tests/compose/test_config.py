@@ -136,3 +136,14 @@ def test_either_budget_alone_means_auto_and_both_are_passed_on() -> None:
         assert (config.mode, config.gpu_memory, config.host_memory) == ("auto", budgets.get("gpu_memory"), "3GiB")
     with pytest.raises(SettingError, match=r"host_memory='3GiB' contradicts host_memory='4GiB' in offload"):
         AttachConfig.read(offload={"host_memory": "4GiB"}, host_memory="3GiB")
+
+
+def test_components_that_are_left_out() -> None:
+    for exclude in ("vae, text_encoder", ["vae", "text_encoder"], ("vae", "text_encoder")):
+        config = AttachConfig.read(gpu_memory="2GiB", exclude=exclude).offload
+        assert config is not None
+        assert (config.gpu_memory, config.exclude) == ("2GiB", ("vae", "text_encoder"))
+    with pytest.raises(SettingError, match=r"exclude='vae' names components that offload leaves alone, and"):
+        AttachConfig.read(exclude="vae")
+    with pytest.raises(SettingError, match=r"exclude=\('vae',\) contradicts exclude=\('unet',\) in offload"):
+        AttachConfig.read(offload={"exclude": "unet"}, exclude="vae")

@@ -7,12 +7,13 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from samovar.arch.folder import check_folder
 from samovar.engine.models import (
-    check_model,
     fetch_model,
     find_model,
     find_variant,
@@ -83,7 +84,7 @@ def test_code_that_comes_with_a_model_is_refused_and_never_run(folder: Path, tmp
     ):
         load_pipeline(copy, torch.float32)
     assert not canary.exists()
-    assert check_model(copy, trust_remote_code=True) == index
+    assert check_folder(copy, trust_remote_code=True) == index
 
 
 def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
@@ -96,12 +97,25 @@ def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
         load_pipeline(tmp_path / "copy", torch.float32)
 
 
-def test_a_part_that_is_quantised_by_a_missing_package_is_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantised", "expected"),
+    [
+        ({"quant_method": "modelopt", "quant_type": "FP8"}, "needs a package that is not installed: .*modelopt"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "cannot be loaded: .*No GPU found"),
+    ],
+    ids=["package", "GPU"],
+)
+def test_a_part_whose_quantiser_cannot_run_is_refused(
+    quantised: dict[str, Any], expected: str, folder: Path, tmp_path: Path
+) -> None:
+    if "bitsandbytes" in quantised.values():
+        pytest.importorskip("bitsandbytes")
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     file = copy / "transformer" / "config.json"
-    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantised}))
-    with pytest.raises(ModelError, match=r"needs a package that is not installed: .*bitsandbytes"):
+    with pytest.raises(ModelError, match=expected):
         load_pipeline(copy, torch.float32)
 
 

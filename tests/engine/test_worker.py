@@ -123,6 +123,7 @@ OFFLOADED: list[dict[str, Any]] = [
     {"enable_layerwise_offload": True},
     {"gpu_memory": "3GiB"},
     {"enable_layerwise_offload": True, "gpu_memory": "3GiB"},
+    {"offload": "model", "exclude": "vae,text_encoder"},
 ]
 
 
@@ -134,6 +135,7 @@ def test_offload_changes_no_bit(folder: Path, cache: dict[str, Any]) -> None:
     for settings in OFFLOADED:
         worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache, **settings))
         assert worker._attached.offloaded is not None
+        assert ("vae" in {part.name for part in worker._attached.offloaded.plan.components}) != ("exclude" in settings)
         result = generate(worker, "a cat", params)
         assert np.array_equal(pixels(result.images[0]), pixels(resident.images[0])), settings
         assert [stats.to_dict() for stats in result.cache] == [stats.to_dict() for stats in resident.cache]

@@ -111,7 +111,7 @@ ROWS: list[dict[str, Any]] = [
 
 def test_a_image_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(ROWS, tmp_path / "bench.png", "a title")
+    draw(ROWS, tmp_path / "bench.png", "a title with $\\frac$ in it")
     with Image.open(tmp_path / "bench.png") as image:
         assert image.width > 1000
         assert len(image.convert("RGB").getcolors(1 << 24) or []) > 20, "there is something on it"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,24 @@ def test_the_page_is_self_contained(comparison: Comparison) -> None:
     assert text.count("</script>") == 2, "a name cannot end the script that holds it"
     assert "<td>&lt;/script&gt;&lt;b&gt;x</td>" in text
     assert '<input type="range"' in text
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<!--<script>", "</script><script>alert(1)", "@DATA@ @TABLE@", "\\u003c \u2028 ]]>"]
+)
+def test_no_prompt_empties_the_page(comparison: Comparison, prompt: str) -> None:
+    quality = Quality(math.nan, math.inf, 0.0123)
+    rows = [comparison.rows[0], replace(comparison.rows[1], method=prompt, images=(quality, quality))]
+    tasks = [Task(prompt, 1), comparison.tasks[1]]
+    text = page(replace(comparison, tasks=tasks, rows=rows), prompt)
+    found = re.search(r'id="data">(.*?)</script>', text, re.S)
+    assert found is not None
+    assert "<" not in found[1], "a browser sees nothing in it but text"
+    data = json.loads(found[1], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert data["tasks"][0] == f"{prompt}, seed 1"
+    assert data["rows"][1]["name"] == prompt
+    assert data["rows"][1]["figures"][0] == [None, None, 0.0123]
+    assert text.count("data:image/png") == 4, "each image once"
 
 
 def test_figures_for_a_table(comparison: Comparison) -> None:

@@ -241,20 +241,26 @@ def test_unknown_codes_are_refused_with_the_nearest() -> None:
 # ------------------------------------------------------------------------------------------------- the staging area
 
 
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_copies_into_the_area_wait_for_what_is_in_it(lazy: bool) -> None:
+def test_copies_into_the_area_wait_for_what_is_in_it(lazy: bool, together: int) -> None:
     stage = HostStage(lazy=lazy)
+    stage.in_groups = together > 1
     words = [(torch.randn(512) * (1 + index)).to(torch.bfloat16) for index in range(9)]
     coded_words = [coding.encode(each) for each in words]
     buffer = stage.allocate(9 * 1024 + 100)
     largest = max(each.data.numel() for each in coded_words if each)
-    stage.open_area(largest)
-    assert stage.stats.held_bytes >= 9 * 1024 + 2 * largest
+    stage.open_area(together * largest)
+    assert stage.stats.held_bytes >= 9 * 1024 + 2 * together * largest
     raw = torch.arange(100, dtype=torch.uint8)
     for index, each in enumerate(coded_words):
         assert each is not None
         stage.send(buffer, index * 1024, each.data, each.form)
-        each.data.zero_()  # It has been copied: nothing but the area has it.
+        if (index + 1) % together == 0:
+            if together > 1:
+                stage.flush()
+            for sent in coded_words[: index + 1]:
+                sent.data.zero_()  # It has been copied: nothing but the area has it.
     stage.send(buffer, 9 * 1024, raw)
     raw_copy = raw.clone()
     stage.compute_waits(stage.mark_copied())

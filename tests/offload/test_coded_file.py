@@ -90,6 +90,26 @@ def test_a_damaged_tensor_is_said_and_coded_again(folder: Path) -> None:
     assert again(folder) == (0, [])
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"a": 3}',
+        '{"a": {"at": "x", "bytes": "y", "checksum": 0}}',
+        '{"a": {"at": 0, "bytes": 1e300, "checksum": 0}}',
+        '{"a": {"at": -1000000000000000, "bytes": 1000000000000000, "checksum": 0}}',
+        '{"a": {"at": 0, "bytes": 8}}',
+    ],
+)
+def test_an_index_of_anything_else_is_damaged(tmp_path: Path, index: str) -> None:
+    file = tmp_path / "a.coded"
+    text = index.encode()
+    file.write_bytes((b"samovar coded 1\n" + len(text).to_bytes(8, "little") + text).ljust(2**17 + 2**14, b"\0"))
+    with pytest.warns(UserWarning, match=r"a\.coded cannot be used: its index is damaged"):
+        CodedFile(file).close()
+
+
 def test_a_foreign_file_is_said_and_left_alone(folder: Path) -> None:
     file = folder / "transformer.coded"
     file.write_bytes(b"somebody's diary\n" * 100)

@@ -176,3 +176,15 @@ def test_forwards_that_a_cache_skips_are_told_of() -> None:
     half = f"{plan.component('transformer').streamed_bytes / 2 / GIB:.2f} GiB"
     assert f"50% of the forwards are skipped and load nothing: {half} per step" in str(plan)
     assert "are skipped" not in str(planned(read_sizes("FluxTransformer2DModel"), mode="layerwise"))
+
+
+@pytest.mark.parametrize(("launch_s", "is_coded"), [(0.001, False), (0.009, True)])
+def test_weights_are_compressed_earlier_where_the_host_has_no_time_to_spare(launch_s: float, is_coded: bool) -> None:
+    """The bus is busy for 0.7 of the forward: compute hides that, unless copies begin late."""
+    blocks = tuple(BlockSize(f"blocks.{i}", (GIB,), coded=(int(0.7 * GIB),)) for i in range(10))
+    size = ComponentSize("transformer", "denoiser", "Some", GIB // 10, blocks)
+    paths = [f"transformer.{block.path}" for block in blocks]
+    timing = Timing(100 * GIB, block_s=dict.fromkeys(paths, 0.01), launch_s=dict.fromkeys(paths, launch_s), send_s=0.0)
+    part = planned([size], gpu_memory=int(4.5 * GIB), timing=timing).component("transformer")
+    assert part.streamed
+    assert (part.is_coded, part.in_groups) == (is_coded, is_coded)

@@ -307,6 +307,20 @@ def test_what_is_no_http_within_a_body_is_refused_once(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.exc_info]
 
 
+def test_what_is_no_http_within_the_body_of_a_head_is_refused_without_a_body(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> bytes:
+        async with listening(Seen(), Door(9)) as connect:
+            reader, writer = await connect()
+            writer.write(b"HEAD / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n")
+            answer: bytes = await reader.read()
+            return answer
+
+    answer = asyncio.run(run())
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.endswith(b"\r\n\r\n")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_those_who_wait_make_room_and_those_who_are_served_do_not(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         app = Seen()

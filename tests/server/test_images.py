@@ -19,10 +19,13 @@ import httpx
 import openai
 import PIL.Image
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
 from samovar.engine import Job, OmniDiffusionSamplingParams
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
+from samovar.server.api_errors import ApiError
+from samovar.server.images import _unless_gone
 
 from .attacks import png_of
 from .conftest import KEY
@@ -312,3 +315,27 @@ def test_nothing_is_left_of_requests_that_are_over(folder: Path) -> None:
         asyncio.run(main())
     finally:
         gc.enable()
+
+
+def test_work_that_fails_when_its_client_has_left_is_not_logged() -> None:
+    """Otherwise a client could fill the log with tracebacks."""
+
+    async def fail() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ApiError(400, "too late") from None
+
+    async def left() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def leave() -> list[Any]:
+        said: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+        with pytest.raises(ClientDisconnect):
+            await _unless_gone(Request({"type": "http"}, left), fail())
+        await asyncio.sleep(0)
+        gc.collect()
+        return said
+
+    assert asyncio.run(leave()) == []

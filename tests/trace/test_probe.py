@@ -402,16 +402,17 @@ def test_a_bfloat16_folder_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.M
     assert {stack.evidence for stack in report.components[0].anatomy.stacks} == {"probe"}
 
 
-def test_a_quantised_component_cannot_be_offloaded(tmp_path: Path) -> None:
+def test_what_offload_refuses_is_not_promised() -> None:
     pipe = tiny_flux_pipeline()
-    pipe.transformer.register_to_config(quantization_config={"quant_method": "bitsandbytes"})
-    pipe.save_pretrained(tmp_path)
-    for report in (survey(str(tmp_path)), survey_pipeline(pipe)):
-        features = {feature.name: feature for feature in report.features}
-        for name in ("layerwise offload", "model offload"):
-            assert not features[name].works
-            assert features[name].reason.startswith("quantised weights cannot be moved: transformer (bitsandbytes)")
-        assert features["step cache"].works
+    assert all(feature.works for feature in survey_pipeline(pipe).features)
+    pipe.transformer.register_buffer("odd", torch.zeros(2, 2).to_sparse())
+    features = {feature.name: feature for feature in survey_pipeline(pipe).features}
+    for name in ("layerwise offload", "model offload"):
+        assert not features[name].works
+        assert (
+            features[name].reason == "transformer.odd is torch.sparse_coo; leave transformer out: exclude='transformer'"
+        )
+    assert features["step cache"].works
 
 
 def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +433,7 @@ def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     tiny_flux_pipeline().save_pretrained(tmp_path)
     (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ModelError, match=f"The pipeline in {tmp_path} could not be loaded"):
+    with pytest.raises(ModelError, match=f"The pipeline in {tmp_path} cannot be loaded"):
         survey_by_running(str(tmp_path))
 
 

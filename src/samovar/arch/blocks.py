@@ -16,6 +16,7 @@ import torch
 from .. import tree
 from ..errors import ModelError
 from ..other_libraries import WRAPPED_MODULE
+from ..tensors import num_bytes_of
 from .declarations import BlockDeclaration, check_stacks, declaration_for
 from .lists import Blocks, blocks_of, find_lists
 from .modules import is_container, parameters_of, tensor_bytes, unwrapped
@@ -205,7 +206,7 @@ def coverage(model: torch.nn.Module, anatomy: Anatomy) -> Coverage:
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in covered:
             place = _outermost_without_blocks(path.replace(f"{WRAPPED_MODULE}.", ""), paths)
-            outside[place] += tensor.numel() * tensor.element_size()
+            outside[place] += num_bytes_of([tensor])
     total_bytes = tensor_bytes([model])
     large = [(path, size) for path, size in outside.most_common() if size >= max(1, _WORTH_NAMING * total_bytes)]
     return Coverage(tensor_bytes(blocks), total_bytes, tuple(large))

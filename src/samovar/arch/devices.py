@@ -13,7 +13,7 @@ def read_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise SettingError(
             f"device={device!r} is not a device. Use 'cuda', 'cuda:1' for the second GPU, or 'cpu'.", param="device"
         ) from error

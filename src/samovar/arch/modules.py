@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..other_libraries import WRAPPED_MODULE
+from ..tensors import num_bytes_of
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -49,4 +50,4 @@ def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
 def tensor_bytes(modules: Iterable[torch.nn.Module]) -> int:
     """Bytes of all parameters and buffers, those shared between modules counted once."""
     unique = {id(t): t for module in modules for tensors in (module.parameters(), module.buffers()) for t in tensors}
-    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
+    return num_bytes_of(unique.values())

@@ -6,21 +6,23 @@ From a folder in diffusers format, or from the name of a class that diffusers ex
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ModelError, nearest
-from ..files import read_json
+from ..files import INDEX, brief, read_json, reading
+from ..other_libraries import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
+from .folder import check_files, check_folder, components, library_of, pipeline_class
 from .modules import unwrapped
+from .stored import Stored, read_headers, stored_dtype, stored_for
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Part:
     cls: type
     module: torch.nn.Module | None
     """None if it cannot be built without a checkpoint."""
+    kind: str | None = None
+    """How it is quantised, in a few words; None if it is not."""
+    stored: Stored = field(default_factory=dict)
+    """If it is quantised: what is stored in place of its weights."""
 
 
 Parts = dict[str, Part]
@@ -41,10 +47,12 @@ _MODEL_SUFFIXES = ("Model", "Pipeline", "Transformer", "Decoder")
 
 def read_skeleton(source: str) -> tuple[str, Parts]:
     """The class name and the components of a model folder, or of a class of diffusers."""
-    path = Path(source).expanduser()
-    if (path / "model_index.json").is_file():
+    with reading(brief(source)):  # Not every text is a path.
+        path = Path(source).expanduser()
+        is_pipeline, is_model = (path / INDEX).is_file(), (path / "config.json").is_file()
+    if is_pipeline:
         return _read_pipeline_folder(path)
-    if (path / "config.json").is_file():
+    if is_model:
         return _read_model_folder(path)
     if path.exists() or "/" in source:
         problem = "neither model_index.json nor config.json is in it" if path.exists() else "there is no such folder"
@@ -129,49 +137,44 @@ def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[torch.nn.Mod
 
 
 def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
-    index = read_json(folder / "model_index.json")
-    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    index = check_folder(folder)
+    entries = components(folder, index)
     if not entries:
         raise ModelError(
-            f"{folder / 'model_index.json'} lists no components; expected entries such as "
+            f"{folder / INDEX} lists no components; expected entries such as "
             '"transformer": ["diffusers", "FluxTransformer2DModel"]. Save the pipeline again with '
             "save_pretrained."
         )
     parts: Parts = {}
     for name, entry in entries.items():
-        if all(isinstance(word, str) for word in entry):  # Both are null for a component that was left out.
-            cls = _library_class(folder, name, *entry)
-            if issubclass(cls, torch.nn.Module):
-                parts[name] = Part(role_of(name, cls), cls, _build_from_folder(cls, folder / name))
-    return str(index.get("_class_name", "unknown")), parts
+        cls = _library_class(folder, name, *entry)
+        if issubclass(cls, torch.nn.Module):
+            parts[name] = _part_from_folder(role_of(name, cls), cls, folder / name)
+    return str(pipeline_class(folder, index).__name__), parts
 
 
 def build_pipeline(source: str, parts: Parts) -> Any:
     """The pipeline of a folder with these components; None if the source is no folder of a pipeline. ModelError if the
     pipeline cannot be built."""
     folder = Path(source).expanduser()
-    if not (folder / "model_index.json").is_file():
+    if not (folder / INDEX).is_file():
         return None
-    index = read_json(folder / "model_index.json")
+    index = read_json(folder / INDEX)
     values: dict[str, Any] = {key: value for key, value in index.items() if not key.startswith("_")}
     for key, entry in values.items():
         if key in parts:
             values[key] = parts[key].module
-        elif isinstance(entry, list) and len(entry) == 2:
+        elif isinstance(entry, list):
             values[key] = None if entry[0] is None else _read_helper(folder, key, *entry)
-    try:
-        return _diffusers_class(str(index.get("_class_name")))(**values)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{index.get('_class_name')} could not be built from {folder}: {error}") from error
+    with reading(str(folder)):
+        return pipeline_class(folder, index)(**values)
 
 
 def _read_helper(folder: Path, name: str, library: str, class_name: str) -> Any:
     """A component without weights: a tokenizer, a scheduler."""
     cls: Any = _library_class(folder, name, library, class_name)
-    try:
+    with reading(f"The {class_name} in {folder / name}"):
         return cls.from_pretrained(folder / name)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{class_name} could not be read from {folder / name}: {error}") from error
 
 
 def _read_model_folder(folder: Path) -> tuple[str, Parts]:
@@ -179,38 +182,41 @@ def _read_model_folder(folder: Path) -> tuple[str, Parts]:
     if not isinstance(name, str):
         raise ModelError(f"{folder / 'config.json'} has no _class_name, so it does not describe a diffusers model.")
     cls = _diffusers_class(name)
-    return name, _lone_part(cls, _build_from_folder(cls, folder))
+    check_files(folder, folder, name)
+    part = _part_from_folder("denoiser", cls, folder)
+    assert part.module is not None
+    return name, {key: replace(part, role=lone.role) for key, lone in _lone_part(cls, part.module).items()}
 
 
 def _library_class(folder: Path, name: str, library: str, class_name: str) -> type:
-    if library not in ("diffusers", "transformers"):
-        raise ModelError(
-            f"{folder / 'model_index.json'}: {name!r} is a {library}.{class_name}. That code comes with the model and "
-            "is not run; only components of diffusers and transformers can be read."
-        )
-    package = importlib.import_module(library)
+    package: Any = library_of(folder, name, library, class_name)
     cls = getattr(package, class_name, None)
-    if not inspect.isclass(cls):
+    if not inspect.isclass(cls) or not hasattr(cls, "from_pretrained"):
+        version = getattr(package, "__version__", "")
         raise ModelError(
-            f"{folder / 'model_index.json'}: {name!r} is a {library}.{class_name}, which {library} "
-            f"{package.__version__} does not have. Upgrade {library}, or check the name."
+            f"{folder / INDEX}: {name!r} is a {brief(f'{library}.{class_name}')}, which {library} {version} does not "
+            f"have. Upgrade {library}, or check the name."
         )
     return cls
 
 
-def _build_from_folder(cls: Any, folder: Path) -> torch.nn.Module:
+def _part_from_folder(role: Role, cls: Any, folder: Path) -> Part:
+    from transformers import PreTrainedModel
+
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelError(f"{config_file} is missing: the folder of a {cls.__name__} must hold it.")
-    try:
-        with _on_meta(_stored_dtype(folder)):
-            if cls.__module__.startswith("transformers."):
-                module = cls(cls.config_class.from_pretrained(folder))
-            else:
-                module = cls.from_config(read_json(config_file))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{cls.__name__} could not be built from {config_file}: {error}") from error
-    return typing.cast(torch.nn.Module, module)
+    settings, headers = read_json(config_file), read_headers(folder)
+    with reading(f"The {cls.__name__} in {folder}"), _on_meta(stored_dtype(headers)):
+        if issubclass(cls, PreTrainedModel):
+            module = cls(cls.config_class.from_pretrained(folder))
+        else:
+            module = cls.from_config(settings)
+        kind = quantization_kind(settings.get("quantization_config"))
+        if kind is None:
+            return Part(role, cls, module)
+        module.to(stored_dtype(headers, module))
+        return Part(role, cls, module, kind, stored_for(headers, module))
 
 
 @contextlib.contextmanager
@@ -222,25 +228,3 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the weights on disk; bfloat16 if there are none."""
-    # Variants such as model.fp16.safetensors come last: the plain file is the one that is loaded by default.
-    files = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name.count("."), file.name))
-    stored = [dtype for file in files for dtype in _dtypes_in(file)]
-    return stored[0] if stored else torch.bfloat16
-
-
-def _dtypes_in(file: Path) -> list[torch.dtype]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as weights:
-            names = [weights.get_slice(key).get_dtype() for key in weights.keys()]  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a complete safetensors file: {error}. Download or save it again.") from error
-    return [_DTYPES[name] for name in names if name in _DTYPES]

@@ -13,7 +13,9 @@ from typing import Any
 
 from ..aliases import ALIASES
 from ..errors import SettingError
-from ..files import is_file_name, read_mapping
+from ..files import brief, is_file_name, read_mapping, read_settings
+
+_COMPONENT = re.compile(r"(\w+)=(.+)")
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
@@ -76,7 +78,9 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
     group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
+    group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
+    add_quantization(group)
     _add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
@@ -86,6 +90,30 @@ def add_engine_options(parser: Any) -> None:
             _add_switch(group, option, text)
         else:
             group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
+
+
+def add_quantization(group: Any) -> None:
+    group.add_argument("--quantization", action="append", metavar="KIND",
+                       help="int8, fp8, int4, nf4 or a .gguf file, for the denoiser; COMPONENT=KIND for another part, "
+                            "may be repeated")  # fmt: skip
+    group.add_argument("--loss", metavar="LEVEL",
+                       help="exact, int8 or int4: quantise down to this where that is faster within the memory (exact)"
+    )  # fmt: skip
+
+
+def quantization_of(texts: list[str]) -> Any:
+    """The setting that options hold: one kind, JSON, or kinds by component."""
+    if len(texts) == 1 and not _COMPONENT.match(texts[0]):
+        return read_setting("quantization", texts[0])
+    texts = [part for text in texts for part in (text.split(",") if _COMPONENT.match(text) else [text])]
+    whole = [text for text in texts if not _COMPONENT.match(text)]
+    if whole:
+        raise SettingError(
+            f"quantization={whole[0]!r} is given beside others. Say for each which component it is for, such as "
+            f"transformer={whole[0]}.",
+            param="quantization",
+        )
+    return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
 
 
 def _add_switch(group: Any, option: str, text: str) -> None:
@@ -105,6 +133,8 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     from ..engine import OmniDiffusionConfig
 
     settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
+    if "quantization" in settings:
+        settings["quantization"] = quantization_of(settings["quantization"])
     return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
 
 
@@ -115,7 +145,7 @@ def read_setting(name: str, text: str) -> Any:
     try:
         return read_name_or_json(text)
     except ValueError as error:
-        raise SettingError(f"{name}={text!r} cannot be read: {error}", param=name) from error
+        raise SettingError(f"{name}={brief(text)} cannot be read: {error}", param=name) from error
 
 
 def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -> None:
@@ -127,7 +157,7 @@ def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -
             options.num_inference_steps = steps
             if not options.quiet:
                 print(f"samovar: {steps} steps, as saved in {file}", file=sys.stderr)
-        elif steps not in (None, wanted) and "schedule" in content.get("cache", {}):
+        elif steps not in (None, wanted) and "schedule" in read_settings(str(file), "cache"):
             raise SettingError(
                 f"num_inference_steps={wanted}, but {file!r} has a schedule for {steps} steps. Leave it out, or "
                 "tune again with this number.",

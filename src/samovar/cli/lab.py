@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from ..files import read_json
+from ..files import read_json, reading
 from . import arguments
 from .terminal import Status, aligned
 
@@ -27,6 +27,9 @@ _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; m
 def add_compare(commands: Any) -> None:
     parser = _add_command(commands, _compare)
     parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
+    parser.add_argument("--quantization", action="append", metavar="KIND",
+                        help="int8, fp8, int4, nf4 or a .gguf file, or COMPONENT=KIND,COMPONENT=KIND; may be repeated"
+    )  # fmt: skip
     _add_prompts(parser, "testing", 4)
 
 
@@ -100,11 +103,18 @@ def _compare(options: argparse.Namespace) -> int:
     examples:
       samovar compare --cache forecast --cache '{"rel_l1_thresh": 0.2}' --num-prompts 4
       samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
+      samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache forecast
     """
+    from ..engine.quantize import Quantization
+    from ..engine.settings import OmniDiffusionConfig
     from ..lab.compare import compare, contact_sheet, figures, page
-    from ..lab.methods import cached
+    from ..lab.methods import cached, quantised
 
-    methods = _methods(options) or [cached("forecast", {}), cached("tea_cache", {})]
+    device = OmniDiffusionConfig(device=options.device).execution_device()
+    settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
+    for setting in settings:
+        Quantization.read(setting, device)  # Refused before anything is loaded.
+    methods = [*map(quantised, settings), *_methods(options)] or [cached("forecast", {}), cached("tea_cache", {})]
     tasks = _tasks(options)
     # Images of methods are in folders by number, so other methods are another run.
     with _experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:
@@ -230,11 +240,12 @@ def _plot(file: Path, folder: Path) -> Path:
     about = report.get("about", {})
     if not report.get("rows") or "settings" not in about:
         raise SettingError(f"plot_from={str(file)!r} was not written by a bench. Give a bench.json.", param="plot_from")
-    count, steps = len(report["rows"][0]["each"]["psnr"]), about["settings"]["num_inference_steps"]
-    folder.mkdir(parents=True, exist_ok=True)
     image = folder / f"{file.stem}.png"
-    words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
-    draw(report["rows"], image, f"{words}, batch {about['batch']}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with reading(str(file)):
+        count, steps = len(report["rows"][0]["each"]["psnr"]), about["settings"]["num_inference_steps"]
+        words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
+        draw(report["rows"], image, f"{words}, batch {about['batch']}")
     return image
 
 

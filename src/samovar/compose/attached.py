@@ -7,7 +7,7 @@ another is passed on here: a cache asks all ranks before it decides, and the off
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,7 @@ def attach(
     compile: CompileSetting = False,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
+    exclude: str | Sequence[str] | None = None,
     replace: bool = False,
     **aliases: Any,
 ) -> Attached:
@@ -218,11 +219,12 @@ def attach(
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
         host_memory: The budget for host memory that holds weights; the rest is read from the model's files. Alone, it
             means offload="auto" too.
+        exclude: Names of components that offload leaves where they are, as a list or with commas.
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
     settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "gpu_memory": gpu_memory,
-                "host_memory": host_memory}  # fmt: skip
+                "host_memory": host_memory, "exclude": exclude}  # fmt: skip
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
     config = AttachConfig.read(**resolve({**given, **aliases}))

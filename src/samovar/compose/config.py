@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -40,12 +40,13 @@ class AttachConfig:
         compile: CompileSetting = False,
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        exclude: str | Sequence[str] | None = None,
         device: torch.device | None = None,
     ) -> AttachConfig:
         """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
         say."""
         choice, degrees = CacheChoice.read(cache), _read_parallel(parallel)
-        moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory})
+        moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory}, exclude)
         if moves is not None:
             shares = degrees.num_ranks > 1 if moves.share is None else moves.share
             skipped = moves.skipped or skipped_share(choice) or 0.0
@@ -105,16 +106,26 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == "none"
 
 
-def _read_offload(offload: OffloadSetting, budgets: Mapping[str, str | int | None]) -> OffloadConfig | None:
+def _read_offload(
+    offload: OffloadSetting, budgets: Mapping[str, str | int | None], exclude: str | Sequence[str] | None
+) -> OffloadConfig | None:
     given: dict[str, Any] = {name: budget for name, budget in budgets.items() if budget is not None}
     if _is_off(offload):
         if not given:
+            if exclude:
+                raise SettingError(
+                    f"exclude={exclude!r} names components that offload leaves alone, and there is no offload. Give "
+                    "offload or gpu_memory too.",
+                    param="exclude",
+                )
             return None
         offload = None
+    if exclude:
+        given["exclude"] = OffloadConfig(exclude=exclude).exclude  # type: ignore[arg-type]
     config = OffloadConfig.read(offload)  # type: ignore[arg-type]
     for name, budget in given.items():
         other = getattr(config, name)
-        if other not in (None, budget):
+        if other not in (None, (), budget):
             raise SettingError(
                 f"{name}={budget!r} contradicts {name}={other!r} in offload. Give one of them.", param=name
             )

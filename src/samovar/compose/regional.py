@@ -15,7 +15,7 @@ import torch
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
-from ..other_libraries import COMPILED_CALL, is_compiled
+from ..other_libraries import COMPILED_CALL, is_compiled, is_untraceable
 
 Regions = dict[str, torch.nn.Module]
 
@@ -38,10 +38,22 @@ def find_regions(denoisers: Mapping[str, torch.nn.Module]) -> Regions:
                         f"{name}.{path} is compiled already. Leave out compile: compiled blocks stay compiled.",
                         param="compile",
                     )
+                check_compilable(f"{name}.{path}", block)
                 if id(block) not in seen:
                     seen.add(id(block))
                     regions[f"{name}.{path}"] = block
     return regions
+
+
+def check_compilable(path: str, block: torch.nn.Module) -> None:
+    """Refuse quantised weights that torch.compile cannot trace: it would fail in the first call, far from here."""
+    for name, parameter in block.named_parameters():
+        if is_untraceable(parameter):
+            raise SettingError(
+                f"{path} cannot be compiled: torch.compile cannot trace its {name}, a {type(parameter).__name__}. "
+                "Leave out compile, or quantise the model in another way.",
+                param="compile",
+            )
 
 
 def compile_regions(regions: Regions, backend: str | Callable[..., Any] | None) -> Callable[[], None]:

@@ -5,7 +5,6 @@ Each source may use vllm-omni's spellings. Unknown names are refused in all of t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from .. import aliases
 from ..errors import SettingError
-from ..files import check_names, read_mapping
+from ..files import brief, check_names, parse_settings, read_mapping
 
 PREFIX = "SAMOVAR_"
 NOT_SETTINGS = frozenset({"SAMOVAR_API_KEY"})
@@ -67,7 +66,8 @@ def from_environment(readers: Mapping[str, Reader]) -> dict[str, Any]:
         try:
             settings[variables[variable]] = readers[variables[variable]](text)
         except ValueError as error:
-            raise SettingError(f"The variable {variable}={text!r} cannot be read: {error}", param=variable) from error
+            message = f"The variable {variable}={brief(text)} cannot be read: {error}"
+            raise SettingError(message, param=variable) from error
     return settings
 
 
@@ -98,7 +98,7 @@ def read_name_or_json(text: str) -> Any:
     if not text.lstrip().startswith(("{", "[", '"')):
         return text
     try:
-        value = json.loads(text)
+        value = parse_settings(text)
     except ValueError as error:
         raise ValueError(f'{error}; expected JSON such as {{"name": value}}, a name or a file') from error
     if not isinstance(value, dict):

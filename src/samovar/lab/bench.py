@@ -129,6 +129,7 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
     for axes in (left, right):
         axes.set_xlabel("times fewer computed steps")
         axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
+    for text in left.legend(fontsize=8).get_texts():
+        text.set_parse_math(False)
+    figure.suptitle(title, fontsize=11, parse_math=False)  # A name may have dollar signs, and is no formula.
     figure.savefig(file, dpi=130)

@@ -7,6 +7,7 @@ import base64
 import html
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..errors import SettingError
 from .image_runner import Task
-from .methods import Method, plain
+from .methods import QUANTISED, Method, plain
 from .session import Row, Session, save_images
 
 _WIDEST_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
@@ -63,6 +64,8 @@ def compare(session: Session, methods: Sequence[Method], folder: Path) -> Compar
         row = session.measure(method, folder / f"setting-{number}")
         rows.append(row)
         folders.append(folder / f"setting-{number}")
+        if method.family == QUANTISED:  # It is for memory: fewer steps are no other way to get it.
+            continue
         steps = same_time_steps(exact, one, row)
         if folder / f"plain-{steps}" not in folders:  # Two settings may be equally fast.
             rows.append(session.measure(plain(steps), folder / f"plain-{steps}"))
@@ -129,7 +132,8 @@ def page(comparison: Comparison, title: str) -> str:
         "rows": [
             {
                 "name": row.method,
-                "figures": [[round(value, 5) for value in quality] for quality in row.images],
+                # JSON knows no NaN, and one would leave the page empty.
+                "figures": [[round(v, 5) if math.isfinite(v) else None for v in quality] for quality in row.images],
                 "images": [
                     f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
                     for file in comparison.files(number)
@@ -142,15 +146,13 @@ def page(comparison: Comparison, title: str) -> str:
     head = "".join(f"<th>{name}</th>" for name in lines[0])
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in line.values())}</tr>" for line in lines)
     text = (resources.files(__package__) / "data" / "compare.html").read_text(encoding="utf-8")
-    # A name that contains "</" must not end the script.
     filled = {
         "TITLE": html.escape(title),
         "TABLE": f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>",
-        "DATA": json.dumps(data).replace("</", "<\\/"),
+        # No "<" at all: "</script>" would end the script, and "<!--<script>" would keep it from ending.
+        "DATA": json.dumps(data).replace("<", "\\u003c"),
     }
-    for name, value in filled.items():
-        text = text.replace(f"@{name}@", value)
-    return text
+    return re.sub("@(TITLE|TABLE|DATA)@", lambda place: filled[place[1]], text)
 
 
 def _label(row: Row) -> list[str]:

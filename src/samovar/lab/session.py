@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
-from ..files import read_json
+from ..files import read_json, reading
 from . import metrics
 from .image_runner import Batch, ImageRunner, Task
 from .methods import EXACT, Method
@@ -46,7 +46,8 @@ class Journal:
         return self._file(name).is_file()
 
     def __getitem__(self, name: str) -> Any:
-        return read_json(self._file(name))["value"]
+        with reading(str(self._file(name))):
+            return read_json(self._file(name))["value"]
 
     def record(self, name: str, value: Any) -> None:
         self._write(self._file(name), {"name": name, "value": value})

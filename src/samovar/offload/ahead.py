@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
+from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts
 from ..hooks.intercept import attached_registry
 from ..other_libraries import is_compiled
@@ -16,7 +17,7 @@ from ..trace.rehearse import CallForm
 from ..trace.time_only import find_tape, is_plain
 from .moving import HOOK as OFFLOAD_HOOK
 from .sizes import Component, ComponentSize, measure_components, split_parts
-from .weights import tensors_of
+from .weights import held_by
 
 HOOK = "samovar_time_layers"
 """The name of the hooks on layers that are computed ahead, and on their model."""
@@ -51,7 +52,8 @@ def with_time_layers(
 def sizes_of(parts: Parts, calls: Mapping[str, CallForm] | None = None) -> tuple[ComponentSize, ...]:
     """The sizes of components that were read without weights; `calls` show which layers can be computed ahead."""
     found, _ = with_time_layers(split_parts(parts), calls or {})
-    return measure_components(found, coded=True)
+    with as_stored(parts):
+        return measure_components(found, coded=True)
 
 
 def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict[str, torch.nn.Module], str]:
@@ -79,7 +81,7 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
             reason = "compiled"
         elif not is_free(layer):
             reason = "hooked by others"
-        elif any(id(tensor) in component.skip for tensor in tensors_of(layer)):
+        elif any(id(tensor) in component.skip for tensor in held_by(layer)):
             reason = "shared"
         elif tensor_bytes([layer]) < least:
             reason = "small"

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from ..arch.devices import read_device
+from ..arch.skeleton import loaded_parts
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
+from ..tensors import num_bytes_of
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
 from ..trace.time_only import is_autocast
@@ -37,7 +39,7 @@ from .stats import OffloadStats
 from .streaming import Timing
 from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
 from .time_layers import TimeLayers
-from .weights import check_movable, num_bytes_of
+from .weights import check_movable
 
 _UNLIMITED = 2**62
 
@@ -68,10 +70,12 @@ class Offloaded(Handle, PipelineHook):
         super().__init__()
         self.config, self.stage, self.execution_device = config, stage, stage.device
         self._pipeline = pipeline
+        for name, part in loaded_parts(pipeline).items():
+            if part.module is not None and name not in config.exclude:
+                check_movable(name, part.module, stage.device)
         components = find_components(pipeline, config.exclude)
         for component in components:
             _check_free(component)
-            check_movable(component.name, component.module)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = self._measure(components)

@@ -71,14 +71,15 @@ class CodedFile:
         if file.read(len(_MAGIC)) != _MAGIC:
             self._is_foreign = True
             raise ModelError("it holds no coded weights of this version, and is left as it is")
+        length = int.from_bytes(file.read(8), "little")
+        self._data_at = _rounded(len(_MAGIC) + 8 + length)
         try:
-            length = int.from_bytes(file.read(8), "little")
-            self._data_at = _rounded(len(_MAGIC) + 8 + length)
             found: dict[str, Any] = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
-            ends = [entry["at"] + entry["bytes"] for entry in found.values()]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ModelError("its index is damaged") from error
-        expected = self._data_at + max(map(_rounded, ends), default=0)
+        if not isinstance(found, dict) or not all(map(_is_entry, found.values())):
+            raise ModelError("its index is damaged")
+        expected = self._data_at + max((_rounded(entry["at"] + entry["bytes"]) for entry in found.values()), default=0)
         if os.fstat(file.fileno()).st_size != expected:
             raise ModelError(f"it was cut off: {os.fstat(file.fileno()).st_size} of {expected} bytes are there")
         self._found = found
@@ -144,6 +145,13 @@ class CodedFile:
 
     def _warn(self, what: str) -> None:
         warnings.warn(f"The file of coded weights {self.path} {what}.", stacklevel=2)
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry of an index says where a tensor is, and nothing that cannot be."""
+    if not isinstance(entry, dict) or any(type(entry.get(name)) is not int for name in ("at", "bytes", "checksum")):
+        return False
+    return bool(entry["at"] >= 0 and entry["bytes"] >= 0)
 
 
 def _write_all(file: IO[bytes], parts: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,7 +11,7 @@ import torch
 
 from ..arch.devices import read_device
 from ..errors import SettingError, nearest
-from ..files import is_file_name, read_config
+from ..files import brief, is_file_name, is_folder, read_config
 from ..trace.rehearse import RequestSize
 from .sizes import parse_bytes
 from .streaming import Timing
@@ -53,7 +53,7 @@ class OffloadConfig:
     """Whether processes on this machine that read the same files share one pinned copy, in /dev/shm. By default, the
     ranks that compute one image do."""
     exclude: tuple[str, ...] = ()
-    """Names of components that stay where they are."""
+    """Names of components that stay where they are, as a list or with commas."""
     timing: Timing | None = None
     """Known speeds of bus and model; by default the bus is measured."""
     compress: Compress = "auto"
@@ -76,9 +76,9 @@ class OffloadConfig:
         parse_bytes(self.gpu_memory, "gpu_memory")
         parse_bytes(self.host_memory, "host_memory")
         for param, folder in (("spill_folder", self.spill_folder), ("compress_cache", self.compress_cache)):
-            if folder is not None and not Path(folder).is_dir():
+            if folder is not None and not is_folder(folder):
                 raise SettingError(
-                    f"{param}={str(folder)!r} is not a folder. Make it first, on a disk with room for the weights.",
+                    f"{param}={brief(str(folder))} is not a folder. Make it, on a disk with room for the weights.",
                     param=param,
                 )
         by_name = self.activations if isinstance(self.activations, Mapping) else {"": self.activations}
@@ -94,8 +94,10 @@ class OffloadConfig:
             raise SettingError(f"skipped={self.skipped!r}; expected a fraction from 0 to below 1.", param="skipped")
         if self.precompute not in (None, True, False):
             raise SettingError(f"precompute={self.precompute!r}; expected True, False or None.", param="precompute")
-        exclude = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
-        object.__setattr__(self, "exclude", exclude)
+        exclude = self.exclude.split(",") if isinstance(self.exclude, str) else self.exclude
+        if not isinstance(exclude, Sequence) or not all(isinstance(name, str) for name in exclude):
+            raise SettingError(f"exclude={exclude!r}; expected names of components.", param="exclude")
+        object.__setattr__(self, "exclude", tuple(name.strip() for name in exclude))
         if self.timing is not None:
             object.__setattr__(self, "timing", read_config(Timing, self.timing, "timing"))
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..arch.devices import read_device
 from ..errors import SettingError
-from .coding import Coded, Form, decode_into, encode, fast_decoder
+from .coding import Coded, decode_into, encode, fast_decoder
 from .host import new_chunk
 from .ring import Mark
-from .staging import Stage
+from .staging import Passage, Stage
 
 _cuda: Any = torch.cuda  # Parts of it are untyped.
 _PORTABLE = 1
@@ -96,15 +97,17 @@ class CudaStage(Stage):
     def _area_waits(self, mark: Mark) -> None:
         self._copying.wait_event(mark)
 
-    def _send_through(self, target: torch.Tensor, room: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+    def _send_through(self, group: Sequence[Passage]) -> None:
         with _current(self._copying):
-            room.copy_(source, non_blocking=True)
+            for _, room, source, _ in group:
+                room.copy_(source, non_blocking=True)
         self._follow(self._decoding, self._copying)
         with _current(self._decoding):
-            if form is None:
-                target.copy_(room, non_blocking=True)
-            else:
-                decode_into(form, room, target)
+            for target, room, _, form in group:
+                if form is None:
+                    target.copy_(room, non_blocking=True)
+                else:
+                    decode_into(form, room, target)
 
     def _mark_copied(self) -> Mark:
         return self._arriving.record_event()
@@ -149,6 +152,7 @@ class CudaStage(Stage):
         return str(self._runtime.cudaGetErrorString(self._runtime.cudaError(int(code))))
 
     def synchronize(self) -> None:
+        self._send_group()
         self._copying.synchronize()
         self._decoding.synchronize()
 

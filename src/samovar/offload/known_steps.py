@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..tensors import take_apart
 from ..trace.tape import Form, Tape
 from .coded_copy import version_of
 from .staging import Stage
@@ -152,7 +153,7 @@ class SeenWeights:
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
-        self._tensors = self._held()
+        self._tensors, self._edits = self._held()
         self._places = [_place(tensor) for tensor in self._tensors]
         flats = [
             tensor.detach().as_strided((extent(tensor) // tensor.element_size(),), (1,)).view(torch.uint8)
@@ -163,14 +164,17 @@ class SeenWeights:
         ]
         self._values = [[probe.tobytes() for probe in probes] for probes in self._probes]
 
-    def _held(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self._layer._parameters.values() if tensor is not None]
+    def _held(self) -> tuple[list[torch.Tensor], list[int]]:
+        """What the weights are made of, and the counted changes of wrappers."""
+        parts = take_apart(tensor for tensor in self._layer._parameters.values() if tensor is not None)
+        return parts.plain, [version_of(wrapper.tensor) for wrapper in parts.wrappers]
 
     def is_same(self, is_new_run: bool) -> bool:
         """Whether nobody has changed them, as far as counts and samples tell."""
-        held = self._held()
+        held, edits = self._held()
         return (
             len(held) == len(self._tensors)
+            and edits == self._edits
             and all(map(is_, held, self._tensors))
             and [_place(tensor) for tensor in held] == self._places
             and [probe.tobytes() for probe in self._probes[is_new_run]] == self._values[is_new_run]

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from ..hooks import HookOrder, ModelHook
+from ..tensors import num_bytes_of
 from .moving import install_hooks
 from .sizes import Component
 from .staging import Stage
 from .streaming import Timing
-from .weights import num_bytes_of, owners_of
+from .weights import owners_of
 
 _OUTER, _INNER = "samovar_offload_meter_before", "samovar_offload_meter_after"
 

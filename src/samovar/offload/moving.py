@@ -18,6 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 from ..errors import SettingError
 from ..hooks import HookOrder, HookRegistry, ModelHook, Run, current_run
+from ..tensors import plainly, take_apart
 from .coded_file import CodedFile
 from .host import HostMemory, move
 from .planner import ComponentPlan
@@ -33,7 +35,7 @@ from .sizes import Component
 from .staging import Stage
 from .tiers import TIME_LAYERS, TierPlan
 from .weight_groups import WeightGroup
-from .weights import TensorFinder, owners_of, spans_of, tensors_of
+from .weights import TensorFinder, cast_for_calls, held_by, owners_of, spans_of, tensors_of
 
 HOOK = "samovar_offload"
 """The name of our hooks."""
@@ -46,7 +48,7 @@ class OffloadedComponent:
         self.whole = self.component = component
         """`component` is without its time-only layers, if they are computed ahead."""
         self.stage, self.lock = stage, lock
-        self.is_loaded = self._is_pinned = self._is_coded = False
+        self.is_loaded = self._is_pinned = self._is_coded = self._in_groups = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
         """Components that are unloaded before this one is loaded."""
@@ -55,7 +57,13 @@ class OffloadedComponent:
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
         rest = WeightGroup(component.name, lambda: self.component.rest(), stage, host)
         self.blocks = {
-            path: WeightGroup(f"{component.name}.{path}", TensorFinder(block, self._skipped), stage, host)
+            path: WeightGroup(
+                f"{component.name}.{path}",
+                TensorFinder(block, self._skipped),
+                stage,
+                host,
+                partial(cast_for_calls, block),
+            )
             for path, block in component.blocks.items()
         }
         self._groups = [rest, *self.blocks.values()]
@@ -76,7 +84,7 @@ class OffloadedComponent:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident or in
         another tier. `cache` is a folder that keeps what was coded."""
         assert not self.is_loaded
-        self._is_coded = plan.is_coded
+        self._is_coded, self._in_groups = plan.is_coded, plan.in_groups
         file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
@@ -113,6 +121,7 @@ class OffloadedComponent:
                 group.prepare()
             copies = [copy.data.numel() for group in self._groups for copy in group.copies if copy is not None]
             self.stage.open_area(max(copies, default=0))
+            self.stage.in_groups = self._in_groups
             for group in self._kept:
                 group.load()
             if self.ring is not None:
@@ -153,9 +162,15 @@ class OffloadedComponent:
         """Put the weights where they were before."""
         for group in self._groups if self._home.type == "cpu" else ():
             group.restore()
-        with torch.inference_mode(False):
-            for span in spans_of(tensor for tensor in self.whole.tensors() if tensor.device != self._home):
-                move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
+        self._go_home()
+
+    @plainly
+    def _go_home(self) -> None:
+        plain, wrappers, _ = take_apart(held_by(self.whole.module, self.whole.skip))
+        for span in spans_of(tensor for tensor in plain if tensor.device != self._home):
+            move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
+        for wrapper in wrappers:
+            wrapper.follow()
 
     def refresh(self) -> None:
         """Reload weights that stay on the device if an adapter, or anybody else, has changed them."""

@@ -21,8 +21,9 @@ Placement = Literal["resident", "turns", "streams"]
 
 _WORTH_CODING = 0.97
 """Weights are compressed if that takes a forward below this share of its time: it takes seconds to set up."""
-_BUSY_BUS = 0.95
-"""Or if the bus were busy for more than this share of it: then delays of the host are seen, which no plan knows."""
+_BUSY_BUS, _BUSY_BUS_LATE = 0.95, 0.5
+"""Or if the bus were busy for more than this share of it; the second where the host has no time to spare, so that
+copies begin late."""
 ASSUMED_ACTIVATIONS = 2**30
 """Bytes that a component is assumed to need beside its weights until they are measured."""
 
@@ -54,6 +55,8 @@ class ComponentPlan:
     """Bytes of layers that depend on time alone. They are computed ahead of the steps, and neither stay nor stream."""
     is_coded: bool = False
     """Whether what streams crosses the bus compressed, without loss."""
+    in_groups: bool = False
+    """Whether compressed weights are sent several at a time, because the host has no time to spare."""
 
     def _row(self) -> tuple[str, ...]:
         how = {"resident": "stays", "turns": "is loaded when it is called"}.get(self.placement) or (
@@ -245,7 +248,8 @@ class _Planner:
         if plain is None or coded is None:
             return plain or coded
         bus_s = sum(block.num_bytes for block in size.blocks if block.path in plain.streamed) / self.timing.bus_bytes_s
-        is_worth_it = coded.forward_s < _WORTH_CODING * plain.forward_s or bus_s > _BUSY_BUS * plain.forward_s
+        busy = _BUSY_BUS_LATE if self.timing.is_host_bound(size) else _BUSY_BUS
+        is_worth_it = coded.forward_s < _WORTH_CODING * plain.forward_s or bus_s > busy * plain.forward_s
         return coded if is_worth_it else plain
 
     def _seconds(self, streams: Mapping[str, Streaming]) -> float:
@@ -293,6 +297,7 @@ class _Planner:
             resident_s=resident_s,
             ahead_bytes=size.ahead_bytes,
             is_coded=choice.area_bytes > 0,
+            in_groups=self.timing.is_host_bound(size),
         )
 
     def _refuse(self, least: Callable[[ComponentSize], int]) -> NoReturn:

@@ -37,6 +37,9 @@ class DeviceQueues(Protocol):
     def free(self, memory: Memory) -> None:
         """Give memory back."""
 
+    def flush(self) -> None:
+        """Start all copies sent so far."""
+
     @abstractmethod
     def mark_copied(self) -> Mark:
         """The point at which all copies sent so far have arrived."""
@@ -82,6 +85,9 @@ class Timeline:
         pass
 
     def free(self, memory: None) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def mark_copied(self) -> float:
@@ -298,6 +304,7 @@ class Ring:
             if slot is None or slot.is_complete:
                 slot = self._add_next(self._last if slot is None else slot.position)
             if slot is None or not self._fill(slot):
+                self._queues.flush()
                 return
 
     def _add_next(self, position: int) -> _Slot | None:

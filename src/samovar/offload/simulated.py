@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .coding import Form, decode_into
 from .ring import ASSUMED_BUS, Mark, Timeline
-from .staging import Stage
+from .staging import Passage, Stage
 from .weights import ALIGNMENT
+
+
+def _pass_on(target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+    target.copy_(room) if form is None else decode_into(form, room, target)
 
 
 class HostStage(Stage):
@@ -57,10 +62,11 @@ class HostStage(Stage):
     def _area_waits(self, mark: Mark) -> None:
         self._run_until(mark[1])
 
-    def _send_through(self, target: torch.Tensor, room: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
-        self.timeline.copy(source.numel())
-        room.copy_(source)  # As early as can be: a missing wait shows.
-        self._put(lambda: target.copy_(room) if form is None else decode_into(form, room, target))
+    def _send_through(self, group: Sequence[Passage]) -> None:
+        for target, room, source, form in group:
+            self.timeline.copy(source.numel())
+            room.copy_(source)  # As early as can be: a missing wait shows.
+            self._put(functools.partial(_pass_on, target, room, form))
 
     def _put(self, copy: Callable[[], object]) -> None:
         with self._lock:
@@ -103,7 +109,7 @@ class HostStage(Stage):
         del self.registered[address]
 
     def synchronize(self) -> None:
-        self._host_waits(self._mark_copied())
+        self._host_waits(self._mark_sent())
 
     def measure_bus(self) -> float:
         return self.timeline.bus_bytes_s

@@ -10,13 +10,15 @@ import torch
 
 from ..arch import find_anatomy
 from ..arch.components import Role
+from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
+from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import check_names
-from ..other_libraries import quantization
+from ..tensors import take_apart
 from .coding import LEAST_BYTES, expected_ratio
-from .weights import Piece, lay_out, shared_tensors, spans_of, tensors_of
+from .weights import Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
@@ -126,16 +128,17 @@ class Component:
     def skip_with_blocks(self) -> frozenset[int]:
         return self.skip | {id(block) for block in self.blocks.values()}
 
-    def rest(self) -> list[torch.Tensor]:
-        """The tensors outside its blocks."""
-        return tensors_of(self.module, self.skip_with_blocks)
-
     def tensors(self) -> list[torch.Tensor]:
+        """The plain tensors that its weights are made of."""
         return tensors_of(self.module, self.skip)
 
+    def rest(self) -> list[torch.Tensor]:
+        """What it holds outside its blocks."""
+        return held_by(self.module, self.skip_with_blocks)
+
     def block(self, path: str) -> list[torch.Tensor]:
-        """The tensors of one block."""
-        return tensors_of(self.blocks[path], self.skip)
+        """What one block holds."""
+        return held_by(self.blocks[path], self.skip)
 
 
 def find_components(pipeline: object, exclude: Collection[str] = ()) -> list[Component]:
@@ -180,11 +183,14 @@ def measure_components(
     """The sizes of components on the device; `in_phase` as for `lay_out`. `coded`: whether weights may cross the bus
     compressed."""
 
+    def laid_out(tensors: Sequence[torch.Tensor]) -> list[Piece]:
+        return lay_out(spans_of(take_apart(tensors).plain), in_phase=in_phase)
+
     def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        return tuple(piece.num_bytes for piece in lay_out(spans_of(tensors), in_phase=in_phase))
+        return tuple(piece.num_bytes for piece in laid_out(tensors))
 
     def sent(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        return tuple(map(_expected_bytes, lay_out(spans_of(tensors), in_phase=in_phase))) if coded else ()
+        return tuple(map(_expected_bytes, laid_out(tensors))) if coded else ()
 
     def measure(c: Component) -> ComponentSize:
         blocks = tuple(BlockSize(p, pieces(c.block(p)), coded=sent(c.block(p))) for p in c.blocks)
@@ -217,13 +223,7 @@ def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
             f"The size of {name} is unknown: {', '.join(unbuilt) or 'it'} depends on a checkpoint. Give a model folder "
             "instead: hf download NAME --local-dir FOLDER"
         )
-    for part_name, part in parts.items():
-        method = None if part.module is None else quantization(part.module)
-        if method is not None:
-            raise ModelError(
-                f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
-                "folder with unquantised weights."
-            )
+    for part in parts.values():
         if part.module is not None and dtype is not None:
             part.module.to(dtype)
     return parts
@@ -231,4 +231,18 @@ def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
 
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:
     """The sizes of a model folder or of a diffusers class, without reading weights."""
-    return measure_components(split_parts(read_parts(source)), coded=True)
+    parts = read_parts(source)
+    components = split_parts(parts)
+    with as_stored(parts):
+        return measure_components(components, coded=True)
+
+
+def sizes_in(file: GgufFile) -> tuple[ComponentSize, ...]:
+    """The size of the component in a GGUF file. Its blocks are known by the numbers in the names of their tensors."""
+    blocks: dict[str, int] = {}
+    for name, num_bytes in file.num_bytes.items():
+        match = re.match(r"(.*?\.\d+)\.", name)
+        blocks[match[1] if match else ""] = blocks.get(match[1] if match else "", 0) + num_bytes
+    rest = blocks.pop("", 0)
+    sizes = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in blocks.items())
+    return (ComponentSize("transformer", "denoiser", file.kind, rest, sizes),)

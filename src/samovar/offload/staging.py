@@ -8,7 +8,9 @@ Memory is allocated and freed only here, and that is where the queues meet: copi
 compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
 
 Coded weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding waits
-for compute: copies run ahead as far as the area has room. While it is open everything small takes that way.
+for compute: copies run ahead as far as the area has room. While it is open everything small takes that way. Where the
+host is what a forward waits for (`in_groups`), several go together, which takes it less time; else each goes by itself,
+which keeps the bus busier.
 """
 
 from __future__ import annotations
@@ -77,17 +79,27 @@ class _Area:
         self._left: deque[Mark] = deque()
         """When what is in it will have left it, oldest first."""
 
-    def take(self, num_bytes: int, wait: Callable[[Mark], None]) -> torch.Tensor:
-        """Room for some bytes; first `wait` for those that are in the way."""
+    def take(self, num_bytes: int, wait: Callable[[Mark], None]) -> torch.Tensor | None:
+        """Room for some bytes; first `wait` for those that are in the way. None if nobody knows when they leave."""
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        last: Mark = None
         while (start := self._space.take(size)) is None:
-            wait(self._left.popleft())
+            if not self._left:
+                return None
+            if self._left[0] is not last:
+                last = self._left[0]
+                wait(last)
+            self._left.popleft()
             self._space.give_back(1)
         return self.memory.range(start, num_bytes)
 
-    def leaves(self, mark: Mark) -> None:
-        """What was taken last will have left at that point."""
-        self._left.append(mark)
+    def leaves(self, count: int, mark: Mark) -> None:
+        """The next `count` that were taken will have left at that point."""
+        self._left.extend([mark] * count)
+
+
+Passage = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Form | None]
+"""Where bytes belong, their room in the area, where they come from, and how they are coded."""
 
 
 class Stage(DeviceQueues):
@@ -100,6 +112,11 @@ class Stage(DeviceQueues):
         self.device = device
         self.stats = OffloadStats()
         self._area: _Area | None = None
+        self.in_groups = False
+        """Whether coded weights go through the staging area several at a time."""
+        self._group: list[Passage] = []
+        """What will go through the area next, together."""
+        self._group_bytes = 0
         self._queue: CopyQueue | None = None
 
     def bounce_through(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -120,12 +137,13 @@ class Stage(DeviceQueues):
     def free(self, memory: Buffer) -> None:
         memory.is_freed = True
         self._drain()
-        self._compute_waits(self._mark_copied())
+        self._compute_waits(self._mark_sent())
         self.stats.held_bytes -= memory.flat.numel()
         self._free(memory.flat)
 
     def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Bounced, form: Form | None = None) -> None:
-        """Start to copy bytes from the host. With a form they are coded, and decoded when they are there."""
+        """Copy bytes from the host, at the latest after `flush` or a mark. With a form they are coded, and decoded when
+        they are there."""
         if isinstance(source, Bounced):
             assert self._queue is not None, "there are buffers for what is not pinned"
             self.stats.sent_bytes += source.num_bytes
@@ -143,13 +161,38 @@ class Stage(DeviceQueues):
         self._in_order(functools.partial(self._send_now, target, source, form))
 
     def _send_now(self, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
-        area = self._area
-        if area is None or source.numel() > area.largest:
+        area, num_bytes = self._area, source.numel()
+        if area is None or num_bytes > area.largest:
+            self._send_group()
             self._send(target, source)
             return
-        room = area.take(source.numel(), self._area_waits)
-        self._send_through(target, room, source, form)
-        area.leaves(self._mark_copied())
+        if self._group_bytes + num_bytes > area.largest:
+            self._send_group()
+        room = area.take(num_bytes, self._area_waits)
+        if room is None:  # The group itself is in the way.
+            self._send_group()
+            room = area.take(num_bytes, self._area_waits)
+            assert room is not None, "two of the largest have room"
+        self._group.append((target, room, source, form))
+        self._group_bytes += num_bytes
+        if not self.in_groups:
+            self._send_group()
+
+    def _send_group(self) -> None:
+        """Send what was put together so far."""
+        if self._group:
+            assert self._area is not None
+            group, self._group, self._group_bytes = self._group, [], 0
+            self._send_through(group)
+            self._area.leaves(len(group), self._mark_copied())
+
+    def flush(self) -> None:
+        if self._group or (self._queue is not None and not self._queue.is_idle):
+            self._in_order(self._send_group)
+
+    def _mark_sent(self) -> Mark:
+        self._send_group()
+        return self._mark_copied()
 
     def _in_order(self, job: Callable[[], None]) -> None:
         """Put something in the queue of copies behind what is still being read."""
@@ -165,8 +208,8 @@ class Stage(DeviceQueues):
 
     def mark_copied(self) -> Mark:
         if self._queue is None or self._queue.is_idle:
-            return self._mark_copied()
-        return self._queue.put(self._mark_copied)
+            return self._mark_sent()
+        return self._queue.put(self._mark_sent)
 
     def compute_waits(self, mark: Mark) -> None:
         # The host waits until the bytes are read: the device cannot wait for a mark that is not there yet.
@@ -179,6 +222,7 @@ class Stage(DeviceQueues):
         self._host_waits(mark.result() if isinstance(mark, Future) else mark)
 
     def copies_wait(self, mark: Mark) -> None:
+        self.flush()
         self._in_order(functools.partial(self._copies_wait, mark))
 
     def open_area(self, largest: int) -> None:
@@ -186,12 +230,14 @@ class Stage(DeviceQueues):
         if largest:
             memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
             self._drain()
+            self._send_group()
             self._open_area()
             self._area = _Area(memory)
 
     def close_area(self) -> None:
         """Free the staging area, if there is one."""
         self._drain()
+        self._send_group()
         area, self._area = self._area, None
         if area is not None:
             self._close_area()
@@ -215,7 +261,7 @@ class Stage(DeviceQueues):
         """Copy nothing more into the area before that point."""
 
     @abstractmethod
-    def _send_through(self, target: torch.Tensor, room: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+    def _send_through(self, group: Sequence[Passage]) -> None:
         """Copy bytes into the area, and bring them from there to where they belong."""
 
     @abstractmethod

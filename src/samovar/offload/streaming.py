@@ -19,6 +19,8 @@ _RINGS = (1.0, 1.25, 1.5, 5 / 3, 2.0, 2.5, 3.0, 4.0)
 _LEADS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _CLOSE = 1.005
 """Times within this factor count as equal. Then the least memory wins; within a budget, the fewest bytes streamed."""
+_BUSY_HOST = 0.75
+"""The share of a forward beyond which the host has no time to spare: FLUX on an H200 takes 0.5, Qwen-Image 0.9."""
 _HIDDEN = 0.4
 """The share of the copying that compute is assumed to hide where no time is known: that of FLUX on an H200."""
 
@@ -38,6 +40,12 @@ class Timing:
     """By "component.block_path", seconds in which the host enqueues one call of a block."""
     send_s: float = 0.0
     """Seconds in which the host sends one block."""
+
+    def is_host_bound(self, component: ComponentSize) -> bool:
+        """Whether the host takes about as long to enqueue a forward as the device to compute it."""
+        paths = [f"{component.name}.{block.path}" for block in component.blocks]
+        launch_s = sum(self.launch_s.get(path, 0.0) for path in paths)
+        return launch_s > _BUSY_HOST * sum(self.block_s.get(path, 0.0) for path in paths)
 
     def forward_s(self, component: ComponentSize) -> float | None:
         """Seconds of one forward of a component; None if unknown."""
@@ -110,6 +118,12 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
     if room is None:
         return min(near, key=lambda candidate: (candidate.num_bytes, candidate.forward_s))
     return max(near, key=lambda candidate: (candidate.kept_bytes, -candidate.forward_s))
+
+
+def forward_seconds(component: ComponentSize, streamed: frozenset[str], ring_bytes: int, timing: Timing) -> float:
+    """Seconds of one forward of a component of which these blocks stream."""
+    blocks, rest_s = _with_times(component, timing)
+    return pass_seconds(blocks, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0)
 
 
 def _with_times(component: ComponentSize, timing: Timing) -> tuple[list[BlockSize], float]:

@@ -41,7 +41,7 @@ from .stats import TimeStats
 from .tiers import Tier
 from .timesteps import coming_inputs
 from .weight_groups import WeightGroup
-from .weights import tensors_of
+from .weights import held_by
 
 _MOST_FORMS = 8
 """Forms of calls that are kept."""
@@ -91,7 +91,7 @@ class TimeLayers:
         self._tier, self._host = tier, host
         self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
         self._groups = {
-            id(layer): WeightGroup(f"{component.name}.{path}", partial(tensors_of, layer), stage, host)
+            id(layer): WeightGroup(f"{component.name}.{path}", partial(held_by, layer), stage, host)
             for path, layer in self.layers.items()
         }
         self._tapes: OrderedDict[Hashable, Tape | None] = OrderedDict()

@@ -11,12 +11,13 @@ tensor, which costs no wait for the device. Writes through `tensor.data` are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
+from ..tensors import Wrapper, plainly, take_apart
 from .coded_copy import CodedCopy, code, version_of
 from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
@@ -44,8 +45,16 @@ class _Entry(NamedTuple):
 class WeightGroup:
     """Tensors that come to the device and leave it together."""
 
-    def __init__(self, name: str, find: Callable[[], list[torch.Tensor]], stage: Stage, host: HostMemory) -> None:
-        """`find` looks up the tensors as the model holds them now."""
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], list[torch.Tensor]],
+        stage: Stage,
+        host: HostMemory,
+        find_cast: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        """`find` looks up the tensors as the model holds them now; they are moved as what they are made of.
+        `find_cast`: the ids of those that are cast for each call and back."""
         self.name = name
         self.keeps_host = True
         """Whether there is a host copy while it is loaded. Resident weights have none."""
@@ -62,12 +71,16 @@ class WeightGroup:
         """Where coded copies are looked for, and kept."""
         self.copies: list[CodedCopy | None] = []
         """The coded copy of each piece that has one."""
-        self._find, self._stage, self._host = find, stage, host
+        self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
+        self._cast: Collection[int] = ()
         self._entries: list[_Entry] = []
+        self._wrappers: list[Wrapper] = []
         self._left: dict[int, _Place] = {}
         """By tensor id, where its data is as we left it."""
         self._lent: list[tuple[torch.Tensor, int]] = []
         """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
+        self._lent_edits = 0
+        """`edits` before the call."""
         self._copied_from = Truths(())
         """What is in files and pinned as a copy."""
         self._was: tuple[bool, Tier] = (False, "pinned")
@@ -86,10 +99,11 @@ class WeightGroup:
 
     # ------------------------------------------------------------------------------------------------ on the host
 
-    @torch.inference_mode(False)  # Otherwise parameters would be bound to inference mode.
+    @plainly
     def adopt(self) -> None:
         """Take over the tensors that the model holds now. Pinning them is up to the caller."""
-        tensors = self._find()
+        found = self._find()
+        tensors, self._wrappers, _ = take_apart(found)
         self._return_to_host(tensors)
         if self.keeps_host and self.tier == "disk":
             self._host.spill(tensors)
@@ -110,7 +124,8 @@ class WeightGroup:
         ]
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
-        self._found = tensors
+        self._found, self._cast = found, self._find_cast()
+        self._tell_wrappers()
         self.forget_views()
         self._remember()
         self._host.release(before, self.wires)
@@ -158,23 +173,26 @@ class WeightGroup:
         """Whether the model holds what we left it with."""
         return self._is_in_place() and self._is_fresh()
 
+    @plainly
     def _is_in_place(self) -> bool:
         if (self.is_coded, self.tier) != self._was or not self._copied_from.is_clean():
             return False
-        tensors, left = self._find(), self._left
-        if tensors is self._found and self._entries and self._buffer is None:  # The usual case, quickly.
+        found, left = self._find(), self._left
+        if found is self._found and self._entries and self._buffer is None:  # The usual case, quickly.
             return all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries)
+        tensors = take_apart(found).plain
         return len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
 
     def _is_fresh(self) -> bool:
         return all(copy is None or copy.is_fresh() for copy in self.copies)
 
+    @plainly
     def anonymous_bytes(self) -> int:
         """Bytes of it that are in memory alone, and in no file."""
         ours = {id(entry.tensor): entry.host for entry in self._entries}
-        return self._host.anonymous_bytes(ours.get(id(tensor), tensor) for tensor in self._find())
+        return self._host.anonymous_bytes(ours.get(id(tensor), tensor) for tensor in take_apart(self._find()).plain)
 
-    @torch.inference_mode(False)
+    @plainly
     def _code_again(self) -> None:
         """Code the weights that have changed where they are."""
         before = self.copies
@@ -183,14 +201,21 @@ class WeightGroup:
             self.adopt()  # One gains nothing any more, and is to be pinned as it is.
         self._host.release(copy.data for copy in before if copy is not None and copy not in self.copies)
 
+    @plainly
     def edits(self) -> int:
         """A number that changes when torch counts a change of one of the tensors."""
-        return sum(version_of(entry.tensor) for entry in self._entries)
+        return self._edits()
 
+    def _edits(self) -> int:
+        # A change of a wrapper is counted there, and not of what it is made of.
+        return sum(version_of(t.tensor) for t in self._entries) + sum(version_of(w.tensor) for w in self._wrappers)
+
+    @plainly
     def fingerprint(self) -> Any:
         """What the model holds, as far as a quick look tells; equal as long as nobody changes it."""
         samples = [self._host.fingerprint(source) for source in self.sources]
-        return [(id(tensor), _place(tensor), version_of(tensor)) for tensor in self._find()], samples
+        plain = take_apart(self._find()).plain
+        return [(id(tensor), _place(tensor), version_of(tensor)) for tensor in plain], self._edits(), samples
 
     def _return_to_host(self, tensors: list[torch.Tensor]) -> None:
         """Point our tensors back at the host copy; copy replaced ones to the host."""
@@ -206,21 +231,25 @@ class WeightGroup:
         for span in spans_of(away):
             move_to_host(span, span.phase)
 
+    def _tell_wrappers(self) -> None:
+        for wrapper in self._wrappers:
+            wrapper.follow()
+
     def _remember(self) -> None:
         self._left = {id(entry.tensor): _place(entry.tensor) for entry in self._entries}
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         return self._left.get(id(tensor)) == _place(tensor)
 
-    @torch.inference_mode(False)
+    @plainly
     def restore(self) -> None:
         """Let go for good: tensors on the host begin where in a cache line they did before."""
-        ours = [tensor for tensor in self._find() if self._is_ours(tensor)]
+        ours = [tensor for tensor in take_apart(self._find()).plain if self._is_ours(tensor)]
         for span in spans_of(ours):
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
         self.sources, self.copies, self._entries, self._left, self._phases = [], [], [], {}, {}
-        self._found = []
+        self._found, self._wrappers = [], []
 
     def _phase_before(self, span: Span) -> int:
         return self._phases.get(id(span.tensors[0]), span.phase)
@@ -236,7 +265,7 @@ class WeightGroup:
         else:
             self._stage.send(memory, target, copy.data, copy.form)
 
-    @torch.inference_mode(False)
+    @plainly
     def use_device(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
         if memory is not self._viewed or len(self._views) >= _MOST_VIEWS:
@@ -250,16 +279,18 @@ class WeightGroup:
         for entry, view in zip(self._entries, views, strict=True):
             entry.tensor.data = view
             self._lent.append((view, version_of(entry.tensor)))
+        self._tell_wrappers()
+        self._lent_edits = self._edits()
 
     def forget_views(self) -> None:
         """Let go of the ring's memory."""
         self._views, self._viewed = {}, None
 
-    @torch.inference_mode(False)
+    @plainly
     def use_host(self) -> None:
         """Point the tensors at the host copy, if they are lent. What the call has changed is copied back."""
         lent = list(zip(self._entries, self._lent, strict=False))
-        is_counted = any(version_of(entry.tensor) != version for entry, (_, version) in lent)
+        is_counted = bool(lent) and self._edits() != self._lent_edits
         for (tensor, host, piece, *_), (view, version) in lent:
             is_set = not tensor.is_set_to(view)
             if is_set and _place(tensor)[1:] != _place(host)[1:]:
@@ -267,15 +298,17 @@ class WeightGroup:
                 continue
             # Batch norms do not have torch count the changes of their statistics, only those of their counter.
             is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
-            # Layers that are cast for their call have other data, mostly with the same content.
-            if is_changed or (is_set and not torch.equal(_bits(tensor), _bits(view))):
+            # A layer that is cast for its call and back has other data with the same content; to look is to wait.
+            is_other = is_set and id(tensor) not in self._cast and not torch.equal(_bits(tensor), _bits(view))
+            if is_changed or is_other:
                 host.copy_(tensor.data)
                 if copy := self.copies[piece]:
                     copy.expire()
             tensor.data = host
+        self._tell_wrappers()
         self._lent = []
 
-    @torch.inference_mode(False)
+    @plainly
     def load(self) -> None:
         """Copy it to its own device memory. `compute_waits` is up to the caller."""
         self._buffer = self._stage.allocate(sum(self.pieces))
@@ -288,6 +321,7 @@ class WeightGroup:
                 line = start - start % LINE
                 parts[piece, start] = self._buffer.part(offsets[piece] + line, start - line + max(num_bytes, 1))
             tensor.data = parts[piece, start].view(host, offset - start + start % LINE)
+        self._tell_wrappers()
         self._remember()
         if not self.keeps_host:
             self.sources, self.copies, self._entries = [], [], []
@@ -297,18 +331,19 @@ class WeightGroup:
         assert self._buffer is not None
         return checksum(self._buffer.flat)
 
-    @torch.inference_mode(False)
+    @plainly
     def unload(self, *, keep_changes: bool = False) -> None:
         """Drop the device copy. Weights without a host copy are copied back, and with `keep_changes` all of them."""
         if self._buffer is None:
             return
         if not self.keeps_host:
-            for span in spans_of(filter(self._stage.is_here, self._find())):
+            for span in spans_of(filter(self._stage.is_here, take_apart(self._find()).plain)):
                 move_to_host(span, self._phase_before(span))
         for tensor, host, *_ in self._entries if keep_changes else ():
             if self._is_ours(tensor):
                 host.copy_(tensor.data)
         self._return_to_host([entry.tensor for entry in self._entries])
+        self._tell_wrappers()
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
         self._stage.free(self._buffer)
         self._buffer = None

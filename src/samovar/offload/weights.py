@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ModelError
+from ..other_libraries import compute_dtype, is_packed_for_cpu, kept_beside_weights
+from ..tensors import is_bound_to_its_device, is_plain, problem_of, take_apart
 
 ALIGNMENT = 512
 """Every tensor on the device starts at a multiple of this, as in torch's own allocator, so kernels are the same."""
@@ -28,11 +30,16 @@ LEAST_PIECE = 2**20
 """Spans of at least this many bytes are a piece each."""
 
 
-def tensors_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.Tensor]:
+def held_by(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.Tensor]:
     """All parameters and buffers of a module, each once; `skip` holds the ids of modules and tensors to leave out."""
     found: dict[int, torch.Tensor] = {}
     _collect(module, skip, found)
     return list(found.values())
+
+
+def tensors_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.Tensor]:
+    """The plain tensors that these are made of."""
+    return take_apart(held_by(module, skip)).plain
 
 
 def _collect(module: torch.nn.Module, skip: Collection[int], found: dict[int, torch.Tensor]) -> None:
@@ -43,9 +50,18 @@ def _collect(module: torch.nn.Module, skip: Collection[int], found: dict[int, to
         for tensor in held.values():
             if tensor is not None and id(tensor) not in skip:
                 found[id(tensor)] = tensor
+    for tensor in kept_beside_weights(module):
+        if id(tensor) not in skip:
+            found[id(tensor)] = tensor
     for child in module._modules.values():
         if child is not None:
             _collect(child, skip, found)
+
+
+def cast_for_calls(module: torch.nn.Module) -> frozenset[int]:
+    """The ids of tensors that diffusers casts for each call and back (layerwise casting)."""
+    cast = [part for part in module.modules() if compute_dtype(part) is not None]
+    return frozenset(id(t) for part in cast for t in (*part._parameters.values(), *part._buffers.values()))
 
 
 class TensorFinder:
@@ -57,38 +73,39 @@ class TensorFinder:
         self._tensors: list[torch.Tensor] = []
         self._held: list[tuple[dict[str, Any], list[Any]]] = []
         self._empty: list[dict[str, Any]] = []
+        self._beside: list[tuple[torch.nn.Module, list[torch.Tensor]]] = []
 
     def __call__(self) -> list[torch.Tensor]:
-        """The tensors: the same list as before if nothing has come or gone."""
+        """The tensors that it holds: the same list as before if nothing has come or gone."""
         skip = self._skip()
         if skip is not self._skipped or not self._is_same():
-            self._skipped, self._tensors = skip, tensors_of(self._module, skip)
+            self._skipped, self._tensors = skip, held_by(self._module, skip)
             tables: list[dict[str, Any]] = [
                 table for part in self._module.modules() for table in (part._parameters, part._buffers, part._modules)
             ]
+            tables += take_apart(self._tensors).tables
+            beside = [(part, kept_beside_weights(part)) for part in self._module.modules()]
+            self._beside = [(part, tensors) for part, tensors in beside if tensors]
             self._held = [(table, list(table.values())) for table in tables if table]
             self._empty = [table for table in tables if not table]
         return self._tensors
 
     def _is_same(self) -> bool:
-        return not any(self._empty) and all(
-            len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held
+        return (
+            not any(self._empty)
+            and all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
+            and all(list(map(id, kept_beside_weights(part))) == list(map(id, now)) for part, now in self._beside)
         )
 
 
 def owners_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.nn.Module]:
-    """The modules that directly hold any of `tensors_of(module, skip)`."""
-    wanted = {id(tensor) for tensor in tensors_of(module, skip)}
+    """The modules that directly hold any of `held_by(module, skip)`."""
+    wanted = {id(tensor) for tensor in held_by(module, skip)}
     return [
         part
         for part in module.modules()
         if any(id(tensor) in wanted for tensor in (*part._parameters.values(), *part._buffers.values()))
     ]
-
-
-def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the elements of some tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _is_at_an_element(tensor: torch.Tensor) -> bool:
@@ -168,35 +185,45 @@ def lay_out(spans: Iterable[Span], *, in_phase: bool) -> list[Piece]:
 def shared_tensors(groups: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """The tensors whose memory belongs to several of the groups: they cannot come and go with one of them."""
     owners: dict[int, set[int]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    holders: dict[int, dict[int, torch.Tensor]] = {}
+    plain: dict[int, torch.Tensor] = {}
     for index, group in enumerate(groups):
         for tensor in group:
-            owners.setdefault(id(tensor), set()).add(index)
-            tensors[id(tensor)] = tensor
-    return [
-        tensor
-        for span in spans_of(tensors.values())
-        if len(set().union(*(owners[id(tensor)] for tensor in span.tensors))) > 1
-        for tensor in span.tensors
-    ]
+            for part in take_apart([tensor]).plain:
+                owners.setdefault(id(part), set()).add(index)
+                holders.setdefault(id(part), {})[id(tensor)] = tensor
+                plain[id(part)] = part
+    shared: dict[int, torch.Tensor] = {}
+    for span in spans_of(plain.values()):
+        if len(set().union(*(owners[id(part)] for part in span.tensors))) > 1:
+            for part in span.tensors:
+                shared |= holders[id(part)]
+    return list(shared.values())
 
 
-def check_movable(name: str, module: torch.nn.Module) -> None:
-    """Refuse tensors that are not one plain block of memory, such as quantised ones: only `tensor.data` is swapped."""
+def check_movable(name: str, module: torch.nn.Module, device: torch.device) -> None:
+    """Refuse tensors that are not made of plain pieces of memory, which mean the same on the host and the device."""
+    kinds: dict[Any, str | None] = {}
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        problem = _problem(tensor)
+        problem = problem_of(tensor)
+        if not problem and not is_plain(tensor):
+            kind = type(tensor), *((type(part), part.dtype) for part in take_apart([tensor]).plain)
+            if is_packed_for_cpu(tensor) or kind not in kinds:
+                kinds[kind] = _problem_on(tensor, device)
+            problem = kinds[kind]
         if problem:
             raise ModelError(
-                f"{name}.{path} cannot be offloaded: it {problem}, and only plain tensors can be moved. "
-                f"Leave this component where it is (exclude=({name!r},)), or load the model unquantised."
+                f"{name}.{path} cannot be offloaded: it {problem}. Leave this component where it is, "
+                f"exclude={name!r}, or quantise the model in another way."
             )
 
 
-def _problem(tensor: torch.Tensor) -> str | None:
-    if tensor.is_meta:
-        return "is on the meta device and has no weights"
-    if type(tensor) not in (torch.nn.Parameter, torch.Tensor):
-        return f"is a {type(tensor).__module__}.{type(tensor).__name__}"
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"is {'quantised' if tensor.is_quantized else tensor.layout}"
+def _problem_on(tensor: torch.Tensor, device: torch.device) -> str | None:
+    """Why the bytes of a quantised tensor cannot be used where they are moved to."""
+    kind = f"is a {type(tensor).__module__}.{type(tensor).__name__}"
+    if is_packed_for_cpu(tensor) and device.type != "cpu":
+        return f"{kind} that a call on the CPU has packed for the CPU; load the model again, and offload it first"
+    other = device if tensor.device.type == "cpu" else torch.device("cpu")
+    if take_apart([tensor]).wrappers and other.type != tensor.device.type and is_bound_to_its_device(tensor, other):
+        return f"{kind}, which is packed otherwise on {other.type} than on {tensor.device.type}"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import logging
@@ -231,12 +232,14 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             content = json.dumps(ApiError(400, msg, code="invalid_http").body()).encode()
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-            for event in (
+            events = (
                 h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
                 h11.Data(data=content),
                 h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            )
+            with contextlib.suppress(h11.LocalProtocolError):  # No body goes to a HEAD.
+                for event in events:
+                    self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def _watch_arrival(self) -> None:

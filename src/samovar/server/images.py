@@ -170,6 +170,8 @@ async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer:
     finally:
         leaving.cancel()
         working.cancel()
+        # It may fail all the same, and nobody asks any more.
+        working.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 async def _disconnect(request: Request) -> None:

@@ -8,6 +8,7 @@ mixes everything, takes no part.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,11 +21,16 @@ from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_anatomy
 from ..arch.components import Role
 from ..arch.declarations import declaration_for
+from ..arch.folder import check_loaded
+from ..arch.gguf_file import read_gguf
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
+from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
+from ..files import reading
 from ..hooks import NOT_BYPASSED
-from ..other_libraries import declared_plans, quantization
+from ..other_libraries import declared_plans, quantised_as
+from ..tensors import problem_of
 from .forward import filled
 from .watch import Gate, Gates, Watcher
 
@@ -209,6 +215,8 @@ class ComponentReport:
     anatomy: Anatomy | None = None
     coverage: Coverage | None = None
     """How much of it is in blocks."""
+    quantization: str | None = None
+    """How it is quantised, in a few words; None if it is not."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +245,20 @@ class ModelReport:
 
 
 def survey(source: str) -> ModelReport:
-    """Read a model folder, or a diffusers class by its name."""
+    """Read a model folder, a GGUF file, or a diffusers class by its name."""
+    if source.endswith(".gguf") and Path(source).expanduser().is_file():
+        return _report_file(source)
     return _report(source, *read_skeleton(source))
+
+
+def _report_file(source: str) -> ModelReport:
+    """What a GGUF file holds. It has weights and their names, and not what they are the weights of."""
+    file = read_gguf(source)
+    count, num_bytes = sum(map(math.prod, file.shapes.values())), sum(file.num_bytes.values())
+    part = ComponentReport("transformer", "denoiser", file.architecture, count, num_bytes, quantization=file.kind)
+    why = "a GGUF file does not say how its model is built: plan or generate with the model's folder and this file as "
+    features = [FeatureReport(name, None, f"{why}--quantization") for name in ("step cache", "layerwise offload")]
+    return ModelReport(source, f"GGUF file of {file.architecture}", file.types[0], (part,), tuple(features))
 
 
 def survey_pipeline(pipeline: Any) -> ModelReport:
@@ -258,7 +278,8 @@ def survey_by_running(source: str) -> ModelReport:
     pipeline = _load(folder)
     parts = loaded_parts(pipeline)
     structure = _report(source, type(pipeline).__name__, parts)
-    return replace(structure, components=_probed(pipeline, parts, structure.components))
+    with reading(f"The pipeline in {folder}", "run"):
+        return replace(structure, components=_probed(pipeline, parts, structure.components))
 
 
 def _load(folder: Path) -> Any:
@@ -269,14 +290,12 @@ def _load(folder: Path) -> Any:
         logging.disable_progress_bar()  # Theirs are for people who load models by hand.
     _, parts = read_skeleton(str(folder))  # Refuses a broken folder with a better message, before weights are read.
     dtypes = _dtypes(sorted(parts.values(), key=_place))
-    try:
-        with warnings.catch_warnings():
-            # diffusers 0.38 knows only this name; later versions warn about it.
-            warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
-            pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The pipeline in {folder} could not be loaded: {error}") from error
-    pipeline.set_progress_bar_config(disable=True)
+    given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    with reading(f"The pipeline in {folder}"), warnings.catch_warnings():
+        # diffusers 0.38 knows only this name; later versions warn about it.
+        warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None), **given)
+    check_loaded(pipeline, folder).set_progress_bar_config(disable=True)
     return pipeline
 
 
@@ -319,8 +338,10 @@ def _report_component(name: str, part: Part) -> ComponentReport:
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
     num_parameters = sum(p.numel() for p in part.module.parameters())
     covered = coverage(part.module, anatomy) if anatomy and anatomy.stacks else None
-    num_bytes = tensor_bytes([part.module])
-    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered)
+    with as_stored({name: part}):
+        num_bytes = tensor_bytes([part.module])
+    kind = part.kind or quantised_as(part.module)
+    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered, kind)
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
@@ -329,7 +350,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
     unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
     planned = [name for name, part in parts.items() if declared_plans(part.cls)]
-    quantised = _quantised(parts)
+    unmovable = _unmovable(parts)
     unknown = f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
 
     def without_stacks(name: str, reason: str) -> FeatureReport:
@@ -343,14 +364,14 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
         yield FeatureReport("step cache", True, found)
         held = f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of the denoiser"
-        yield FeatureReport("layerwise offload", not quantised, quantised or held)
+        yield FeatureReport("layerwise offload", not unmovable, unmovable or held)
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"
         yield without_stacks("step cache", nothing)
         yield without_stacks("layerwise offload", nothing)
     if denoisers and encoders:
         turns = f"the denoiser takes turns with {encoders}"
-        yield FeatureReport("model offload", not quantised, quantised or turns)
+        yield FeatureReport("model offload", not unmovable, unmovable or turns)
     else:
         yield FeatureReport("model offload", False, "a denoiser and an encoder that can take turns are needed")
     if planned:
@@ -361,8 +382,11 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         yield without_stacks("sequence parallel", "there is no plan, and no stack to derive one from")
 
 
-def _quantised(parts: Parts) -> str:
-    """Why the components cannot all be offloaded: quantised tensors are not one plain block of memory."""
-    methods = {name: quantization(part.module) for name, part in parts.items() if part.module is not None}
-    found = [f"{name} ({method})" for name, method in methods.items() if method]
-    return f"quantised weights cannot be moved: {', '.join(found)}; leave them out with exclude" if found else ""
+def _unmovable(parts: Parts) -> str:
+    """Why the components cannot all be offloaded, if weights are loaded that nobody can move."""
+    for name, module in [(name, part.module) for name, part in parts.items() if part.module is not None]:
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            problem = None if tensor.is_meta else problem_of(tensor)
+            if problem:
+                return f"{name}.{path} {problem}; leave {name} out: exclude={name!r}"
+    return ""

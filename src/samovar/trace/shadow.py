@@ -35,8 +35,11 @@ from ..other_libraries import (
     accelerate_weights,
     adapter_settings,
     compute_dtype,
+    kept_beside_weights,
     loaded_adapters,
+    move_beside_weights,
 )
+from ..tensors import is_plain, rebuilt
 
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
 """Called with the original module and its arguments; NOT_BYPASSED lets the shadow's forward run."""
@@ -134,6 +137,7 @@ class Copier:
                 self._copies[id(bare)] = bare
             elif id(bare) not in self._copies:
                 self._copies[id(bare)] = object.__new__(_quiet_class(bare_class(bare)))
+            self._objects |= {id(tensor): tensor for tensor in kept_beside_weights(bare)}
         for module in list(root.modules()):
             bare = unwrapped(module)
             shadow = self._copies[id(bare)]
@@ -267,9 +271,16 @@ def bring_weights(original: torch.nn.Module, device: torch.device | None = None)
             for name, tensor in held.items():
                 if tensor is not None and (tensor.device != where or dtype not in (None, tensor.dtype)):
                     source = stored[name] if tensor.is_meta and stored is not None else tensor
-                    held[name] = source.detach().to(where, dtype)  # type: ignore[assignment]
+                    held[name] = rebuilt(
+                        source, functools.partial(_brought, where, dtype if is_plain(source) else None)
+                    )
+        move_beside_weights(module, where)
 
     return bring
+
+
+def _brought(device: torch.device, dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(device, dtype)
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from .. import tree
 from ..arch.modules import named_parts, unwrapped
 from ..hooks.intercept import bare_class
+from ..tensors import num_bytes_of
 from .shadow import Shadow, TrialFailed, trial
 from .tape import Call, Form, Here, Tape, Value, Weight, leaves, make_tape, map_parts, tensors_in
-from .weightless import Weightless, weightless, with_few_values
+from .weightless import Weightless, simplify, weightless, with_few_values
 
 _LARGE = 2**16
 """An argument with more elements than this, or with tokens, is not looked at."""
@@ -123,6 +124,8 @@ class _Recorder(TorchFunctionMode):
         twins: dict[int, torch.Tensor] = {}
         for path, module in named_parts(shadow).items():
             module._forward_pre_hooks.clear()  # Nobody needs to bring weights.
+            if not is_plain(module):
+                simplify(module)
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
@@ -265,7 +268,7 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 
 def _own_bytes(module: torch.nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module._parameters.values() if p is not None)
+    return num_bytes_of(parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..arch.modules import unwrapped
 from ..other_libraries import compute_dtype
-from .shadow import Copier
+from ..tensors import is_plain
+from .shadow import Copier, subclass
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ROUNDING = 512
@@ -44,13 +45,39 @@ def with_few_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+def _dequantising(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a quantised layer without weights: each call makes the weight that it computes with."""
+    bias = None if self.bias is None else self.bias.to(input.dtype)
+    return functional.linear(input, self.weight.to(input.dtype), bias)
+
+
+def simplify(shadow: torch.nn.Module) -> None:
+    """Have the shadow of a quantised layer do without what its library does to its weight."""
+    weight = shadow._parameters.get("weight")
+    if isinstance(shadow, torch.nn.Linear) and weight is not None and not is_plain(weight):
+        shadow.__class__ = subclass(type(shadow), _dequantising)  # type: ignore[assignment]
+        bare = torch.empty(shadow.out_features, shadow.in_features, dtype=torch.uint8, device="meta")
+        shadow._parameters["weight"] = torch.nn.Parameter(bare, requires_grad=False)
+
+
+def _count_casts(shadow: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Have the shadow of a layer whose weights are cast for each call hold as much memory as they take."""
+    num_bytes = dtype.itemsize * sum(p.numel() for p in shadow._parameters.values() if p is not None)
+    cast: list[torch.Tensor] = []
+    shadow.register_forward_pre_hook(lambda *_: cast.append(torch.empty(num_bytes, dtype=torch.uint8, device="meta")))
+    shadow.register_forward_hook(lambda *_: cast.clear())
+
+
 class WeightlessCopier(Copier):
     """Makes shadows that share no tensor with their modules, and whose weights are on the meta device."""
 
     def _fill(self, shadow: torch.nn.Module, module: torch.nn.Module) -> None:
         super()._fill(shadow, module)
         shadow._forward_pre_hooks.clear()  # They would bring weights.
+        simplify(shadow)
         dtype = compute_dtype(module)
+        if dtype is not None:
+            _count_casts(shadow, dtype)
         for name, parameter in shadow._parameters.items():
             if parameter is not None:
                 bare = weightless(parameter, dtype if parameter.is_floating_point() else None)

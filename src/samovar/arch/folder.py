@@ -1,0 +1,266 @@
+"""May a model folder be read? Every file that would be opened is checked: its name, where it leads, its content.
+
+Samovar only reads safetensors: other weight formats can run code. Python files that come with a model run only with
+`trust_remote_code=True`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import ModelError
+from ..files import INDEX, brief, parse_json, read_json
+
+WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.([A-Za-z]\w*))?(?:-\d+-of-\d+)?\.safetensors")
+"""Names of weight files; the group is the variant, such as fp16."""
+_SHARDS = re.compile(r".*\.safetensors\.index(\.\w+)?\.json")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_OTHER_FORMATS = (".onnx", ".msgpack", ".h5", ".ot", ".gguf", ".flashpack")
+_PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04.{26,200}/data\.pkl", re.DOTALL)
+"""How pickles and files of torch.save begin."""
+_REACHING = {("|", "attr"), *(("{%", tag) for tag in ("import", "include", "extends", "from"))}
+"""What reaches out of a template, each with what stands before it."""
+_TRUST = "Read it, and if you trust it, pass trust_remote_code=True."
+
+
+def check_folder(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The index of a pipeline's folder, if the pipeline can be loaded without running code from the folder."""
+    for name in (INDEX, "samovar.json"):
+        if (folder / name).is_symlink():
+            _check_place(folder / name, folder)
+    index = read_json(folder / INDEX)
+    for name, entry in components(folder, index).items():
+        if not trust_remote_code:
+            library_of(folder, name, *entry)
+        # Several ControlNets are in controlnet, controlnet_1 ... Where there is no folder of a component, diffusers
+        # reads the files beside the index.
+        parts = [part for part in (folder / name, *folder.glob(f"{name}_*")) if part.is_dir()]
+        for part in parts or [folder]:
+            check_files(part, folder, entry[1], trust_remote_code=trust_remote_code)
+    own = index.get("_class_name")
+    if not trust_remote_code and isinstance(own, list):
+        file = folder / f"{own[0] if own else ''}.py"
+        raise ModelError(f"{folder / INDEX} asks for code that comes with the model: {file}. {_TRUST}")
+    return index
+
+
+def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The library and the class of each component that an index lists; those that were left out are null there."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, entry in index.items():
+        if name.startswith("_") or not isinstance(entry, list):
+            continue  # About the pipeline, or an argument of it.
+        if not name.isidentifier() or len(entry) != 2:
+            raise ModelError(
+                f"{folder / INDEX}: {brief(name)} is {brief(entry)}; expected a name and a pair, such as "
+                '"transformer": ["diffusers", "FluxTransformer2DModel"].'
+            )
+        library, cls = entry
+        if isinstance(library, str) and isinstance(cls, str):
+            found[name] = (library, cls)
+        elif entry != [None, None]:
+            raise ModelError(f"{folder / INDEX}: {name!r} is {brief(entry)}; expected a library and a class of it.")
+    return found
+
+
+def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
+    """The class of diffusers that an index names, which every component that it needs is listed for."""
+    import diffusers
+
+    name = index.get("_class_name")
+    cls = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if (
+        not inspect.isclass(cls)
+        or not issubclass(cls, diffusers.DiffusionPipeline)
+        or cls is diffusers.DiffusionPipeline
+    ):
+        raise ModelError(
+            f"{folder / INDEX} names the class {brief(name)}, which diffusers {diffusers.__version__} does not have. "
+            "Upgrade diffusers, or check the file."
+        )
+    for parameter in inspect.signature(cls).parameters.values():
+        is_needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if is_needed and not isinstance(index.get(parameter.name), list):
+            raise ModelError(
+                f"{folder / INDEX}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library and a "
+                f"class of it, because {name} needs this component."
+            )
+    return cls
+
+
+def library_of(folder: Path, name: str, library: str, class_name: str) -> ModuleType:
+    """The library of a component: diffusers, one of its packages for a pipeline, or transformers."""
+    import diffusers
+    import transformers
+
+    if library in ("diffusers", "transformers"):
+        found: ModuleType = diffusers if library == "diffusers" else transformers
+        return found
+    package = getattr(diffusers.pipelines, library, None) if library.isidentifier() else None
+    if isinstance(package, ModuleType) and package.__name__ == f"diffusers.pipelines.{library}":
+        return package
+    own = folder / name / f"{library}.py"
+    what = f"code that comes with the model: {own}" if own.is_file() else f"code of another library: {brief(library)}"
+    raise ModelError(
+        f"{folder / INDEX} asks for {what}. {name!r} is a {brief(f'{library}.{class_name}')}, which is not run; only "
+        f"components of diffusers and transformers are read. {_TRUST}"
+    )
+
+
+def check_loaded(pipeline: Any, folder: Path) -> Any:
+    """The pipeline, if its folder had all of its weights: diffusers leaves out those that it does not find."""
+    for name, part in pipeline.components.items():
+        missing = [path for path, weight in getattr(part, "named_parameters", dict)() if weight.is_meta]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"{folder / name} lacks the weights {missing[0]!r}{more}. Download or save it again.")
+    return pipeline
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def check_files(part: Path, folder: Path, class_name: str, *, trust_remote_code: bool = False) -> None:
+    """Refuse the files of a component, in `part` of a model's `folder`, that can run code when they are read."""
+    files = list(_files(part, folder))
+    names = [file.name for file in files if file.parent == part]
+    plain = any((match := WEIGHTS.fullmatch(name)) and match[1] is None for name in names)
+    for file in files:
+        if file.suffix == ".safetensors":
+            match = WEIGHTS.fullmatch(file.name)
+            if not (plain and match and match[1]):  # A variant is not opened where there is the plain file.
+                read_header(file)
+        elif _PICKLE.match(_beginning(file)) and file.suffix not in _PICKLED:
+            raise ModelError(f"{file} is a pickle under another name, which can run code when it is read. Remove it.")
+        elif _SHARDS.fullmatch(file.name):
+            _check_shards(file)
+        elif file.suffix == ".json":
+            _check_json(file, class_name, trust_remote_code)
+        elif file.suffix == ".jinja" and not trust_remote_code:
+            _check_template(file.read_text(encoding="utf-8", errors="replace"), file)
+    foreign = [file for file in files if file.suffix in (*_PICKLED, *_OTHER_FORMATS) and file.parent == part]
+    if foreign and not any(WEIGHTS.fullmatch(name) for name in names):
+        what = "a pickle, which can run code when it is read" if foreign[0].suffix in _PICKLED else "not safetensors"
+        raise ModelError(
+            f"{foreign[0]} is {what}, and there are no .safetensors beside it. Convert the model, for example with "
+            "save_pretrained of a pipeline that you trust."
+        )
+
+
+def _files(part: Path, folder: Path) -> Iterator[Path]:
+    _check_place(part, folder)
+    for place, folders, files in os.walk(part):
+        for name in sorted(folders):
+            if (Path(place) / name).is_symlink():
+                raise ModelError(f"{Path(place) / name} is a link to a folder. Copy the folder in its place.")
+        if part == folder:
+            folders.clear()  # The folders of other components.
+        for name in sorted(files):
+            file = Path(place) / name
+            _check_place(file, folder)
+            yield file
+
+
+def _check_place(path: Path, folder: Path) -> None:
+    """Refuse what leads out of a model's folder. In the cache of the hub, files are links to blobs beside it."""
+    root = Path(os.path.realpath(folder))
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
+    target = Path(os.path.realpath(path))  # Of a loop of links, the link itself.
+    if not any(target.is_relative_to(each) for each in roots):
+        raise ModelError(f"{path} leads out of the model's folder, to {target}. Put a copy of it in its place.")
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}. Download or copy it again.") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ModelError(f"{path} is a pipe or a device, not a file. Remove it.")
+
+
+def _beginning(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(256)
+
+
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of each tensor in a file of safetensors. Its whole header is checked."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as weights:
+            slices = {key: weights.get_slice(key) for key in weights.keys()}  # noqa: SIM118 (no mapping)
+            return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        beginning = _beginning(file)
+        what = "a complete safetensors file"
+        if _PICKLE.match(beginning):
+            what += ", but a pickle, which can run code when it is read"
+        elif beginning.startswith(b"version https://git-lfs"):
+            what += ", but a pointer of Git LFS: run `git lfs pull`"
+        raise ModelError(f"{file} is not {what}: {error}. Download or save it again.") from error
+
+
+def _check_shards(file: Path) -> None:
+    """Refuse an index of shards that names anything but safetensors beside it."""
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelError(f"{file} has no weight_map: it is not the index of a model's weights. Save the model again.")
+    for shard in shards.values():
+        is_plain = isinstance(shard, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", shard)
+        if not is_plain:
+            raise ModelError(
+                f"{file} names {brief(shard)}; expected files beside it that end in .safetensors. Other formats can "
+                "run code when they are read. Save the model again."
+            )
+
+
+def _check_json(file: Path, class_name: str, trust_remote_code: bool) -> None:
+    content = parse_json(file)
+    if not isinstance(content, dict) or trust_remote_code:
+        return
+    if file.name == "adapter_config.json":
+        raise ModelError(f"{file} lets other weights be loaded in place of these. Merge the adapter, or remove it.")
+    weights = content.get("transformers_weights")
+    if weights is not None and not (isinstance(weights, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", weights)):
+        raise ModelError(f"{file} names the weights {brief(weights)}; expected a .safetensors file beside it.")
+    own = re.findall(r"[\w.-]+", str(content.get("auto_map", "")))
+    is_here = any("--" in name or (file.parent / f"{name.partition('.')[0]}.py").is_file() for name in own)
+    if own and (is_here or class_name.startswith("Auto") or class_name.endswith("Processor")):
+        raise ModelError(f"{file} asks for code that comes with the model: {brief(content['auto_map'])}. {_TRUST}")
+    for template in _templates(content.get("chat_template")):
+        _check_template(template, file)
+
+
+def _templates(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _templates(each)
+
+
+def _check_template(text: str, file: Path) -> None:
+    """Refuse a template that reaches for more than the messages that it is given. transformers runs templates in a
+    sandbox; this keeps those away that would try to leave it."""
+    import jinja2
+
+    before = ""
+    try:
+        tokens = [(kind, value) for _, kind, value in jinja2.Environment(autoescape=True).lex(text)]
+    except jinja2.TemplateError as error:
+        raise ModelError(f"The template in {file} cannot be read: {error}. Correct it or remove it.") from error
+    for kind, value in tokens:
+        name = value.strip("\"'")
+        is_private = kind in ("name", "string") and re.fullmatch(r"__\w*", name)
+        if is_private or (kind == "name" and (before, name) in _REACHING):
+            raise ModelError(f"The template in {file} uses {name!r}, by which it could run code. {_TRUST}")
+        if kind != "whitespace":
+            before = value.strip("+-")
