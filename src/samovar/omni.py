@@ -24,6 +24,7 @@ from .engine import (
     Listener,
     OmniDiffusionConfig,
     OmniDiffusionSamplingParams,
+    PipelineFacts,
     Request,
     Started,
     Supervisor,
@@ -33,6 +34,8 @@ from .errors import SamovarError, SettingError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from .compose.explain import Explanation
 
 __all__ = ["AsyncOmni", "Job", "Omni"]
 
@@ -84,6 +87,10 @@ class Omni:
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
         return self._open().load_seconds
+
+    def explain(self) -> Explanation:
+        """How weights are quantised, what is attached where, and why. Print it, or take `to_dict()`."""
+        return _explained(self._open().facts)
 
     @overload
     def generate(
@@ -233,6 +240,10 @@ class AsyncOmni:
         """Time that loading the weights took."""
         return self._supervisor.load_seconds
 
+    def explain(self) -> Explanation:
+        """How weights are quantised, what is attached where, and why, in the worker."""
+        return _explained(self._supervisor.facts)
+
     def check(
         self, prompt: str, params: OmniDiffusionSamplingParams | None = None, *, image: Image | None = None
     ) -> None:
@@ -282,6 +293,11 @@ class AsyncOmni:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _explained(facts: PipelineFacts) -> Explanation:
+    assert facts.explanation is not None, "a worker explains what it has loaded"
+    return facts.explanation
 
 
 def _read(

@@ -97,6 +97,54 @@ def quantization(model: torch.nn.Module) -> str | None:
     return None if settings is None else str(getattr(method, "value", method))
 
 
+def quantization_kind(settings: Any) -> str | None:
+    """A `quantization_config` in a few words, such as "torchao Int8WeightOnlyConfig"; None if there is none."""
+    if settings is None:
+        return None
+    to_dict = getattr(settings, "to_dict", None)
+    values: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else (to_dict() if to_dict else {})
+    method = values.get("quant_method", getattr(settings, "quant_method", None))
+    name = str(getattr(method, "value", method))
+    chosen = values.get("quant_type")
+    if isinstance(chosen, Mapping):  # torchao's: {"default": {"_type": ..., "_data": ...}}
+        inner = chosen.get("default", chosen)
+        chosen = inner.get("_type") if isinstance(inner, Mapping) else inner
+    if values.get("load_in_4bit"):
+        chosen = values.get("bnb_4bit_quant_type", "4 bit")
+    elif values.get("load_in_8bit"):
+        chosen = "int8"
+    chosen = chosen or values.get("weights_dtype") or values.get("weights") or values.get("bits")
+    return f"{name} {chosen}" if chosen else name
+
+
+def quantised_as(model: torch.nn.Module) -> str | None:
+    """How a loaded model of diffusers or transformers is quantised, in a few words; None if it is not."""
+    settings = _entry(getattr(model, "config", None), "quantization_config")
+    if settings is None:  # Of a single file, it is only here.
+        settings = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return quantization_kind(settings)
+
+
+def converted_names(cls: type, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a single file by the names of diffusers, as its `from_single_file` renames and splits them.
+    ValueError if diffusers cannot load this class from a single file."""
+    from diffusers.loaders import single_file_model as loader
+
+    known = loader._get_single_file_loadable_mapping_class(cls)
+    if known is None:
+        raise ValueError(f"diffusers cannot load a {cls.__name__} from a single file")
+    if not loader._should_convert_state_dict_to_diffusers(model.state_dict(), tensors):
+        return tensors
+    convert = loader.SINGLE_FILE_LOADABLE_CLASSES[known]["checkpoint_mapping_fn"]
+    found: dict[str, torch.Tensor] = convert(config=dict(model.config), checkpoint=dict(tensors))
+    return found
+
+
+def kept_in_float32(model: torch.nn.Module) -> frozenset[str]:
+    """Names of modules that a model of diffusers or transformers keeps in float32, anywhere in a path."""
+    return frozenset(_strings(model, "_keep_in_fp32_modules"))
+
+
 def _entry(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 

@@ -136,7 +136,7 @@ def check_files(part: Path, folder: Path, class_name: str, *, trust_remote_code:
         if file.suffix == ".safetensors":
             match = WEIGHTS.fullmatch(file.name)
             if not (plain and match and match[1]):  # A variant is not opened where there is the plain file.
-                read_dtypes(file)
+                read_header(file)
         elif _PICKLE.match(_beginning(file)) and file.suffix not in _PICKLED:
             raise ModelError(f"{file} is a pickle under another name, which can run code when it is read. Remove it.")
         elif _SHARDS.fullmatch(file.name):
@@ -190,13 +190,14 @@ def _beginning(file: Path) -> bytes:
         return opened.read(256)
 
 
-def read_dtypes(file: Path) -> list[str]:
-    """The names of the dtypes in a file of safetensors. Its whole header is checked."""
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of each tensor in a file of safetensors. Its whole header is checked."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as weights:
-            return [weights.get_slice(key).get_dtype() for key in weights.keys()]  # noqa: SIM118 (no mapping)
+            slices = {key: weights.get_slice(key) for key in weights.keys()}  # noqa: SIM118 (no mapping)
+            return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
         beginning = _beginning(file)
         what = "a complete safetensors file"

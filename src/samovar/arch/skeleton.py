@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import torch
 
 from ..errors import ModelError, nearest
 from ..files import INDEX, brief, read_json, reading
+from ..other_libraries import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
-from .folder import check_files, check_folder, components, library_of, pipeline_class, read_dtypes
+from .folder import check_files, check_folder, components, library_of, pipeline_class
 from .modules import unwrapped
+from .stored import Stored, read_headers, stored_dtype, stored_for
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Part:
     cls: type
     module: torch.nn.Module | None
     """None if it cannot be built without a checkpoint."""
+    kind: str | None = None
+    """How it is quantised, in a few words; None if it is not."""
+    stored: Stored = field(default_factory=dict)
+    """If it is quantised: what is stored in place of its weights."""
 
 
 Parts = dict[str, Part]
@@ -143,7 +149,7 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     for name, entry in entries.items():
         cls = _library_class(folder, name, *entry)
         if issubclass(cls, torch.nn.Module):
-            parts[name] = Part(role_of(name, cls), cls, _build_from_folder(cls, folder / name))
+            parts[name] = _part_from_folder(role_of(name, cls), cls, folder / name)
     return str(pipeline_class(folder, index).__name__), parts
 
 
@@ -177,7 +183,9 @@ def _read_model_folder(folder: Path) -> tuple[str, Parts]:
         raise ModelError(f"{folder / 'config.json'} has no _class_name, so it does not describe a diffusers model.")
     cls = _diffusers_class(name)
     check_files(folder, folder, name)
-    return name, _lone_part(cls, _build_from_folder(cls, folder))
+    part = _part_from_folder("denoiser", cls, folder)
+    assert part.module is not None
+    return name, {key: replace(part, role=lone.role) for key, lone in _lone_part(cls, part.module).items()}
 
 
 def _library_class(folder: Path, name: str, library: str, class_name: str) -> type:
@@ -192,16 +200,23 @@ def _library_class(folder: Path, name: str, library: str, class_name: str) -> ty
     return cls
 
 
-def _build_from_folder(cls: Any, folder: Path) -> torch.nn.Module:
+def _part_from_folder(role: Role, cls: Any, folder: Path) -> Part:
     from transformers import PreTrainedModel
 
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelError(f"{config_file} is missing: the folder of a {cls.__name__} must hold it.")
-    with reading(f"The {cls.__name__} in {folder}"), _on_meta(_stored_dtype(folder)):
+    settings, headers = read_json(config_file), read_headers(folder)
+    with reading(f"The {cls.__name__} in {folder}"), _on_meta(stored_dtype(headers)):
         if issubclass(cls, PreTrainedModel):
-            return typing.cast(torch.nn.Module, cls(cls.config_class.from_pretrained(folder)))
-        return typing.cast(torch.nn.Module, cls.from_config(read_json(config_file)))
+            module = cls(cls.config_class.from_pretrained(folder))
+        else:
+            module = cls.from_config(settings)
+        kind = quantization_kind(settings.get("quantization_config"))
+        if kind is None:
+            return Part(role, cls, module)
+        module.to(stored_dtype(headers, module))
+        return Part(role, cls, module, kind, stored_for(headers, module))
 
 
 @contextlib.contextmanager
@@ -213,14 +228,3 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the weights on disk; bfloat16 if there are none."""
-    # Variants such as model.fp16.safetensors come last: the plain file is the one that is loaded by default.
-    files = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name.count("."), file.name))
-    stored = [_DTYPES[name] for file in files for name in read_dtypes(file) if name in _DTYPES]
-    return stored[0] if stored else torch.bfloat16

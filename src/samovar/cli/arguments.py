@@ -15,6 +15,8 @@ from ..aliases import ALIASES
 from ..errors import SettingError
 from ..files import brief, is_file_name, read_mapping, read_settings
 
+_COMPONENT = re.compile(r"(\w+)=(.+)")
+
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
     """Add the command that a function runs. Its name is the command's, its docstring is the help."""
@@ -78,6 +80,7 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
     group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
+    add_quantization(group)
     _add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
@@ -87,6 +90,30 @@ def add_engine_options(parser: Any) -> None:
             _add_switch(group, option, text)
         else:
             group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
+
+
+def add_quantization(group: Any) -> None:
+    group.add_argument("--quantization", action="append", metavar="KIND",
+                       help="int8, fp8, int4, nf4 or a .gguf file, for the denoiser; COMPONENT=KIND for another part, "
+                            "may be repeated")  # fmt: skip
+    group.add_argument("--loss", metavar="LEVEL",
+                       help="exact, int8 or int4: quantise down to this where that is faster within the memory (exact)"
+    )  # fmt: skip
+
+
+def quantization_of(texts: list[str]) -> Any:
+    """The setting that options hold: one kind, JSON, or kinds by component."""
+    if len(texts) == 1 and not _COMPONENT.match(texts[0]):
+        return read_setting("quantization", texts[0])
+    texts = [part for text in texts for part in (text.split(",") if _COMPONENT.match(text) else [text])]
+    whole = [text for text in texts if not _COMPONENT.match(text)]
+    if whole:
+        raise SettingError(
+            f"quantization={whole[0]!r} is given beside others. Say for each which component it is for, such as "
+            f"transformer={whole[0]}.",
+            param="quantization",
+        )
+    return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
 
 
 def _add_switch(group: Any, option: str, text: str) -> None:
@@ -106,6 +133,8 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     from ..engine import OmniDiffusionConfig
 
     settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
+    if "quantization" in settings:
+        settings["quantization"] = quantization_of(settings["quantization"])
     return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
 
 

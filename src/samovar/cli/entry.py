@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -37,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_BAD_INPUT
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its advice on image processors is not for our users.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # As in engine/models.py; the lab may load torch before it.
-    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # They tell of kernels that they do without.
-        logging.getLogger(library).setLevel(logging.ERROR)
+    from ..engine.models import hush_quantisers  # Importing it also sets what torch reads when it is imported.
+
+    hush_quantisers()
     try:
         return int(options.run(options))
     except (SamovarError, OSError) as error:

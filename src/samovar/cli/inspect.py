@@ -30,7 +30,7 @@ _REQUEST = {
 _CONFIG_FILES = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 """What a pipeline is built from without weights: its configuration, schedulers, tokenizers and processors."""
 _WEIGHT_FILES = ["*.index.json", "*/*.index.json", "*/*/*"]
-_MODEL = "a built-in model, a folder in diffusers format, a hub name, or a class of diffusers"
+_MODEL = "a built-in model, a folder in diffusers format, a .gguf file, a hub name, or a class of diffusers"
 
 
 def add_inspect(commands: Any) -> None:
@@ -40,17 +40,24 @@ def add_inspect(commands: Any) -> None:
     parser.add_argument("--probe", action="store_true", help="run two steps to see which values its blocks pass on")
 
 
+def _add_speeds(parser: Any) -> None:
+    parser.add_argument("--tflops", metavar="X", type=float, help="16-bit TFLOP/s that the GPU reaches (100)")
+    parser.add_argument("--bus", metavar="SIZE", help="bytes per second from the host to the GPU (25GiB)")
+
+
 def add_plan(commands: Any) -> None:
     parser = arguments.add_command(commands, _plan)
     arguments.add_model(parser, _MODEL)
     parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="likewise for weights in host memory; more is on disk")
     parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
+    arguments.add_quantization(parser)
     for name, what in _REQUEST.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, help=f"{what} (the model's default)")
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, help="as which the weights are loaded (as they are stored)")
     parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
+    _add_speeds(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
@@ -58,35 +65,34 @@ def _plan(options: argparse.Namespace) -> int:
     """Show which weights stay on the GPU with how much memory.
 
     Show which parts of a model would stay on the GPU, take turns or stream, and the peak memory and traffic to expect.
-    No weights are loaded. A budget that is too small is refused with the smallest that works.
+    Beside it, what each quantisation would take. No weights are loaded. A budget that is too small is refused with the
+    smallest that works.
 
     examples:
       samovar plan FluxTransformer2DModel --gpu-memory 12GiB
+      samovar plan FluxTransformer2DModel --gpu-memory 6GiB --loss int8 --tflops 160
       samovar plan QwenImageTransformer2DModel --gpu-memory 12GiB --host-memory 16GiB
       samovar plan ./my-model --gpu-memory 24GiB --height 720 --width 1280 --frames 81
       samovar plan ./my-model --mode layerwise --json
+      samovar plan ./flux --gpu-memory 8GiB --quantization flux1-dev-Q4_K_S.gguf
     """
     with Status("reading the model"):
-        import torch
-
-        from ..offload import OffloadConfig, parse_bytes, plan_offload, plan_tiers, read_parts, sizes_of, uses_of
-        from ..trace.activations import read_activations
-        from ..trace.rehearse import RequestSize
+        from ..engine.planning import make_plan
+        from ..offload import OffloadConfig
 
         given = arguments.given(options, ("gpu_memory", "host_memory", "activations", *_REQUEST))
         config = OffloadConfig(options.mode, **given)
         source = _find_config(options)
-        size = RequestSize(**_default_size(source) | {name: given[name] for name in _REQUEST if name in given})
-        parts = read_parts(source, getattr(torch, options.dtype) if options.dtype else None)
-        seen = read_activations(source, parts, size)
-        sizes = sizes_of(parts, seen.calls)
-        is_counted = config.gpu_memory is not None and config.activations is None
-        plan = plan_offload(sizes, config, seen if is_counted else None)
-        tiers = plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory"))
+        size = _default_size(source) | {name: given[name] for name in _REQUEST if name in given}
+        texts = options.quantization
+        made = make_plan(source, config, size, dtype=options.dtype, loss=options.loss, tflops=options.tflops,
+                         bus=options.bus, quantization=arguments.quantization_of(texts) if texts else None)  # fmt: skip
     if options.json:
-        print(json.dumps(plan.to_dict() | {"host": tiers.to_dict()}, indent=2))
-    else:
-        print(plan, *[tiers] * plan.offloads_anything, sep="\n")
+        print(json.dumps(made.to_dict(), indent=2))
+        return 0
+    print(made.plan, *[made.tiers] * made.plan.offloads_anything, sep="\n")
+    if made.choices:
+        print("", *aligned(made.choices, right=(1, 2, 3, 4)), f"\n{made.why}", sep="\n")
     return 0
 
 
@@ -154,7 +160,9 @@ def _print_report(report: ModelReport) -> None:
     from ..offload import format_bytes
 
     print(f"{_paint(report.class_name, 1)}  {_paint(f'weights as {report.dtype}', 2)}\n")
-    rows = [(part.role, part.name, part.class_name, *_size_of(part)) for part in report.components]
+    rows = [
+        (part.role, part.name, part.class_name, *_size_of(part), part.quantization or "") for part in report.components
+    ]
     for row in aligned(rows, right=(3, 4)):
         print(f"  {row}")
     for part in report.components:

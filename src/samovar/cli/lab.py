@@ -27,6 +27,9 @@ _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; m
 def add_compare(commands: Any) -> None:
     parser = _add_command(commands, _compare)
     parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
+    parser.add_argument("--quantization", action="append", metavar="KIND",
+                        help="int8, fp8, int4, nf4 or a .gguf file, or COMPONENT=KIND,COMPONENT=KIND; may be repeated"
+    )  # fmt: skip
     _add_prompts(parser, "testing", 4)
 
 
@@ -100,11 +103,18 @@ def _compare(options: argparse.Namespace) -> int:
     examples:
       samovar compare --cache forecast --cache '{"rel_l1_thresh": 0.2}' --num-prompts 4
       samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
+      samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache forecast
     """
+    from ..engine.quantize import Quantization
+    from ..engine.settings import OmniDiffusionConfig
     from ..lab.compare import compare, contact_sheet, figures, page
-    from ..lab.methods import cached
+    from ..lab.methods import cached, quantised
 
-    methods = _methods(options) or [cached("forecast", {}), cached("tea_cache", {})]
+    device = OmniDiffusionConfig(device=options.device).execution_device()
+    settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
+    for setting in settings:
+        Quantization.read(setting, device)  # Refused before anything is loaded.
+    methods = [*map(quantised, settings), *_methods(options)] or [cached("forecast", {}), cached("tea_cache", {})]
     tasks = _tasks(options)
     # Images of methods are in folders by number, so other methods are another run.
     with _experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..arch import ModuleDiscovery, coverage, find_anatomy
 from ..arch.modules import named_parts, unwrapped
+from ..arch.skeleton import loaded_parts
 from ..cache import TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
-from ..other_libraries import compiled_call
+from ..other_libraries import compiled_call, quantised_as
 from .config import skipped_share
 
 if TYPE_CHECKING:
     from .attached import Attached
 
+_QUANTIZATION = "quantization"
 _WHY = {
     HookOrder.OUTERMOST: "identifies the branch of the call for the hooks inside",
     HookOrder.SHARD: "splits the work over ranks; it is outside the cache, so that all ranks decide alike",
@@ -68,6 +70,12 @@ class Explanation:
     interactions: tuple[str, ...]
     """What one feature knows about another."""
 
+    def because(self, why: str) -> Explanation:
+        """The same with the reason why weights are quantised, or are not."""
+        others = tuple(feature for feature in self.features if feature.name != _QUANTIZATION)
+        quantised = next((f.settings for f in self.features if f.name == _QUANTIZATION), "none")
+        return replace(self, features=(Feature(_QUANTIZATION, quantised, why), *others)) if why else self
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return asdict(self)
@@ -111,7 +119,17 @@ def explain(attached: Attached) -> Explanation:
     )
 
 
+def _quantised(pipe: Any) -> Iterator[Feature]:
+    """What is quantised, whoever did it."""
+    kinds = {name: quantised_as(part.module) for name, part in loaded_parts(pipe).items() if part.module is not None}
+    found = {name: kind for name, kind in kinds.items() if kind}
+    if found:
+        settings = ", ".join(f"{name} as {kind}" for name, kind in found.items())
+        yield Feature(_QUANTIZATION, settings, "weights were quantised when they were loaded")
+
+
 def _features(attached: Attached) -> Iterator[Feature]:
+    yield from _quantised(attached.pipe)
     parallel, cache, offloaded = attached.config.parallel, attached.cache, attached.offloaded
     if parallel.sequence_parallel_size > 1:
         sources = [f"{name}: split by the plan {source}" for name, source in attached.stats().sharding.items()]

@@ -12,6 +12,8 @@ from .request import OmniDiffusionSamplingParams, Request
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from ..compose.explain import Explanation
+
 _NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt")
 """Each image has its own generator and its own place in the batch."""
 
@@ -26,6 +28,8 @@ class PipelineFacts:
     multiple: int
     """Height and width must be multiples of this."""
     defaults: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
+    explanation: Explanation | None = None
+    """What is on the pipeline, and why."""
 
     @property
     def can_edit(self) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, nearest
-from ..files import INDEX, brief, first_line, reading
+from ..files import INDEX, brief, first_line, read_json, reading
+from .quantize import Quantization, check_saved, loading_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -79,14 +81,22 @@ def without_remote_code() -> Iterator[None]:
             setattr(switches, name, before)
 
 
+def hush_quantisers() -> None:
+    """Keep quantisation packages, which diffusers imports if they are there, from telling what they lack."""
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for name in ("torchao", "bitsandbytes", "sdnq", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def load_diffusers() -> Any:
     """diffusers, without its progress bars and its advice for people who load models by hand."""
+    hush_quantisers()
     import diffusers
     import transformers
 
-    for logging in (transformers.utils.logging, diffusers.utils.logging):
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
+    for theirs in (transformers.utils.logging, diffusers.utils.logging):
+        theirs.disable_progress_bar()
+        theirs.set_verbosity_error()
     return diffusers
 
 
@@ -101,12 +111,23 @@ def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
     return pipeline_class(folder, index)
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The pipeline of a folder, on the host."""
+def load_pipeline(
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+    components: Mapping[str, Any] | None = None,
+) -> Any:
+    """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
     from ..arch.folder import check_loaded
 
     loader = find_loader(folder, trust_remote_code=trust_remote_code)
-    given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
+    check_saved(folder, read_json(folder / INDEX))
+    given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
+    given |= components or {}
+    if quantization is not None:
+        given |= loading_arguments(folder, dtype, quantization)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
     with reading(str(folder)), guard, warnings.catch_warnings():
         # diffusers 0.42 renamed the argument, and older versions only know this name.

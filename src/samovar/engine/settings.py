@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
 from .models import find_model
+from .planning import check_loss
+from .quantize import Quantization, QuantizationSetting
 from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ class OmniDiffusionConfig:
     """"float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     device: str | None = None
     """Where to compute, such as "cuda:1"; by default a GPU if there is one."""
+    quantization: QuantizationSetting = None
+    """Quantise weights while they are loaded: "int8", "fp8", "int4", "nf4" or a .gguf file for the denoiser, or any of
+    these by component, such as {"transformer": "int8", "text_encoder_2": "int4"}."""
+    loss: str | None = None
+    """How much quantisation may lose: "exact" (the default), "int8" or "int4". Of exact weights and the kinds that lose
+    no more, the fastest within `gpu_memory` is taken."""
     progress: bool = True
     """Whether to show a progress bar on a terminal."""
     trust_remote_code: bool = False
@@ -74,7 +82,15 @@ class OmniDiffusionConfig:
             hint = nearest(str(self.dtype), _DTYPES)
             raise SettingError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}. {hint}", param="dtype")
         find_model(self.model)
-        self.execution_device()
+        quantised = self.quantised()
+        if self.compile and quantised is not None and quantised.files:
+            raise SettingError(
+                f"compile={self.compile!r} cannot trace the weights of a GGUF file ({quantised.files[0]}). Leave out "
+                "compile, or use quantization='int4'.",
+                param="compile",
+            )
+        if self.loss is not None:
+            check_loss(self.loss, self.quantization, self.attach_config.offload)
         if self.num_ranks > 1:
             self._check_gpus()
 
@@ -123,6 +139,10 @@ class OmniDiffusionConfig:
         from ..arch.devices import read_device
 
         return read_device(self.device)
+
+    def quantised(self) -> Quantization | None:
+        """What is quantised on the way in, if anything."""
+        return Quantization.read(self.quantization, self.execution_device())
 
     def _check_gpus(self) -> None:
         """Refuse ranks that would have to share a GPU, which NCCL cannot do."""

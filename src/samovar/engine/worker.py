@@ -10,11 +10,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from .facts import facts_of
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
+from .planning import choose_quantization
+from .quantize import Quantization
 from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, read_defaults
 from .settings import OmniDiffusionConfig
 
@@ -67,7 +70,7 @@ class Worker:
         from ..compose import Attached
 
         self._device = config.execution_device()
-        defaults = OmniDiffusionSamplingParams()
+        defaults, why = OmniDiffusionSamplingParams(), ""
         started = time.perf_counter()
         if pipeline is None:
             folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
@@ -75,10 +78,18 @@ class Worker:
             find_loader(folder, trust_remote_code=config.trust_remote_code)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self._device)
-            pipeline = load_pipeline(folder, dtype, trust_remote_code=config.trust_remote_code)
+            quantised, why = self._quantization(config, folder, dtype, defaults)
+            pipeline = load_pipeline(folder, dtype, trust_remote_code=config.trust_remote_code, quantization=quantised)
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
+        elif config.quantization is not None or config.loss not in (None, "exact"):
+            raise SettingError(
+                f"Weights are quantised while they are loaded, and this {type(pipeline).__name__} is loaded. Give the "
+                "model's name or folder, or load it with a quantization_config of diffusers and leave out "
+                "quantization and loss.",
+                param="quantization" if config.loss is None else "loss",
+            )
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
@@ -94,9 +105,20 @@ class Worker:
         self.max_batch = config.max_batch if config.attach_config.cache is None else 1
         size = {"height": defaults.height, "width": defaults.width, "batch": self.max_batch}
         self._attached = Attached(pipeline, config.attach_config.for_requests(**size))
+        self.facts = replace(self.facts, explanation=self._attached.explain().because(why))
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
         """One call at a time: they share the scheduler, which counts the steps."""
+
+    def _quantization(
+        self, config: OmniDiffusionConfig, folder: Path, dtype: Any, defaults: OmniDiffusionSamplingParams
+    ) -> tuple[Quantization | None, str]:
+        """What to quantise, and why."""
+        offload = config.attach_config.offload
+        if config.loss in (None, "exact") or offload is None:
+            return config.quantised(), "asked for" if config.quantization else ""
+        size = {"height": defaults.height, "width": defaults.width, "batch": config.max_batch}
+        return choose_quantization(folder, dtype, self._device, offload, size, config.loss)
 
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
         """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a

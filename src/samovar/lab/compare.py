@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..errors import SettingError
 from .image_runner import Task
-from .methods import Method, plain
+from .methods import QUANTISED, Method, plain
 from .session import Row, Session, save_images
 
 _WIDEST_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
@@ -64,6 +64,8 @@ def compare(session: Session, methods: Sequence[Method], folder: Path) -> Compar
         row = session.measure(method, folder / f"setting-{number}")
         rows.append(row)
         folders.append(folder / f"setting-{number}")
+        if method.family == QUANTISED:  # It is for memory: fewer steps are no other way to get it.
+            continue
         steps = same_time_steps(exact, one, row)
         if folder / f"plain-{steps}" not in folders:  # Two settings may be equally fast.
             rows.append(session.measure(plain(steps), folder / f"plain-{steps}"))

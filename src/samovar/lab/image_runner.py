@@ -16,9 +16,11 @@ import torch
 
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
+from ..arch.skeleton import read_skeleton
 from ..engine import call_pipeline
 from ..engine.facts import facts_of
 from ..engine.models import fetch_model, load_pipeline, resolve_dtype
+from ..engine.quantize import Quantization
 from ..engine.request import OmniDiffusionSamplingParams, Request, read_defaults
 from ..engine.settings import OmniDiffusionConfig
 from ..errors import ModelError, SettingError, nearest
@@ -108,10 +110,12 @@ class ImageRunner:
         config = OmniDiffusionConfig(model, dtype=dtype, device=device)
         self.model, self.batch, self.device = model, batch, config.execution_device()
         defaults = OmniDiffusionSamplingParams()
+        self._folder: Path | None = None
+        self._dtype = resolve_dtype(dtype, self.device)
         if pipeline is None:
-            folder = fetch_model(model)
-            defaults = read_defaults(folder)
-            pipeline = load_pipeline(folder, resolve_dtype(dtype, self.device)).to(self.device)
+            self._folder = fetch_model(model)
+            defaults = read_defaults(self._folder)
+            pipeline = load_pipeline(self._folder, self._dtype).to(self.device)
         self.pipeline: Any = pipeline
         self.pipeline.set_progress_bar_config(disable=True)
         self.denoisers: dict[str, torch.nn.Module] = find_denoisers(pipeline)
@@ -161,7 +165,7 @@ class ImageRunner:
     @contextlib.contextmanager
     def under(self, method: Method) -> Iterator[Callable[[Sequence[Task]], Batch]]:
         """A function that makes the images of some tasks in one call, while a method is on the pipeline."""
-        with self._counted() as count, method.attached(self.pipeline) as notes:
+        with self._quantised(method), self._counted() as count, method.attached(self.pipeline) as notes:
 
             def make(tasks: Sequence[Task]) -> Batch:
                 before, started = count(), self._now()
@@ -171,6 +175,29 @@ class ImageRunner:
                 return _join([(places, make([tasks[i] for i in places])) for places in kinds]) if kinds else made
 
             yield make
+
+    @contextlib.contextmanager
+    def _quantised(self, method: Method) -> Iterator[None]:
+        """Quantised components in place of the exact ones, which wait on the host."""
+        wanted = Quantization.read(method.quantization, self.device)
+        if wanted is None:
+            yield
+            return
+        if self._folder is None:
+            raise SettingError("A loaded pipeline cannot be quantised. Give the model's folder.", param="quantization")
+        _, parts = read_skeleton(str(self._folder))
+        exact = {name: getattr(self.pipeline, name) for name in wanted.by_component(parts)}
+        others = {name: part for name, part in self.pipeline.components.items() if name not in exact}
+        loaded = load_pipeline(self._folder, self._dtype, quantization=wanted, components=others)
+        try:
+            for name, module in exact.items():
+                module.to("cpu")
+                setattr(self.pipeline, name, getattr(loaded, name).to(self.device))
+            self.warm_up([Task("", 0)] * self.batch)
+            yield
+        finally:
+            for name, module in exact.items():
+                setattr(self.pipeline, name, module.to(self.device))
 
     def warm_up(self, tasks: Sequence[Task]) -> None:
         """Make everything load that the first call of this size would wait for."""
@@ -197,7 +224,8 @@ class ImageRunner:
             nonlocal count
             count += 1
 
-        handles = [_witness(model).register_forward_pre_hook(add) for model in self.denoisers.values()]
+        now = find_denoisers(self.pipeline)
+        handles = [_witness(model).register_forward_pre_hook(add) for model in now.values()]
         try:
             yield lambda: count
         finally:

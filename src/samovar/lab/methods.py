@@ -13,6 +13,7 @@ from typing import Any
 
 from ..cache import CacheChoice, PipelineStats
 from ..compose import attach
+from ..engine.quantize import QuantizationSetting
 from ..errors import SettingError
 from ..files import is_file_name, read_settings
 
@@ -36,6 +37,8 @@ class Method:
     """Number of steps, if other than the exact image's."""
     is_adaptive: bool = False
     """Whether it decides by the images, so that a batch is decided as one."""
+    quantization: QuantizationSetting = None
+    """How components are quantised that take the place of the exact ones."""
     is_peer: bool = False
     """Whether it is somebody else's, which may fail on a model that it does not know."""
 
@@ -50,11 +53,22 @@ class Method:
 
 
 EXACT = Method("exact", "exact")
+QUANTISED = "quantised weights"
+"""The family of methods that save memory, not steps."""
 
 
 def plain(steps: int) -> Method:
     """Fewer steps and no cache: the baseline that any cache must beat."""
     return Method(f"plain {steps} steps", "plain steps", {"steps": steps}, steps=steps)
+
+
+def quantised(setting: QuantizationSetting) -> Method:
+    """Quantised weights, every step computed."""
+    words = (
+        setting if not isinstance(setting, Mapping) else ", ".join(f"{part} {kind}" for part, kind in setting.items())
+    )
+    plain_setting = dict(setting) if isinstance(setting, Mapping) else str(setting)
+    return Method(f"{words} weights", QUANTISED, {"quantization": plain_setting}, quantization=setting)
 
 
 def cached(backend: str, settings: Mapping[str, Any], name: str | None = None, family: str | None = None) -> Method:

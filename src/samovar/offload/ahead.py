@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
+from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts
 from ..hooks.intercept import attached_registry
 from ..other_libraries import is_compiled
@@ -51,7 +52,8 @@ def with_time_layers(
 def sizes_of(parts: Parts, calls: Mapping[str, CallForm] | None = None) -> tuple[ComponentSize, ...]:
     """The sizes of components that were read without weights; `calls` show which layers can be computed ahead."""
     found, _ = with_time_layers(split_parts(parts), calls or {})
-    return measure_components(found, coded=True)
+    with as_stored(parts):
+        return measure_components(found, coded=True)
 
 
 def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict[str, torch.nn.Module], str]:

@@ -10,11 +10,12 @@ import torch
 
 from ..arch import find_anatomy
 from ..arch.components import Role
+from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
+from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import check_names
-from ..other_libraries import quantization
 from ..tensors import take_apart
 from .coding import LEAST_BYTES, expected_ratio
 from .weights import Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
@@ -222,13 +223,7 @@ def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
             f"The size of {name} is unknown: {', '.join(unbuilt) or 'it'} depends on a checkpoint. Give a model folder "
             "instead: hf download NAME --local-dir FOLDER"
         )
-    for part_name, part in parts.items():
-        method = None if part.module is None else quantization(part.module)
-        if method is not None:
-            raise ModelError(
-                f"{part_name} of {name} is quantised ({method}), and offload cannot move quantised weights. Give a "
-                "folder with unquantised weights."
-            )
+    for part in parts.values():
         if part.module is not None and dtype is not None:
             part.module.to(dtype)
     return parts
@@ -236,4 +231,18 @@ def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
 
 def read_sizes(source: str) -> tuple[ComponentSize, ...]:
     """The sizes of a model folder or of a diffusers class, without reading weights."""
-    return measure_components(split_parts(read_parts(source)), coded=True)
+    parts = read_parts(source)
+    components = split_parts(parts)
+    with as_stored(parts):
+        return measure_components(components, coded=True)
+
+
+def sizes_in(file: GgufFile) -> tuple[ComponentSize, ...]:
+    """The size of the component in a GGUF file. Its blocks are known by the numbers in the names of their tensors."""
+    blocks: dict[str, int] = {}
+    for name, num_bytes in file.num_bytes.items():
+        match = re.match(r"(.*?\.\d+)\.", name)
+        blocks[match[1] if match else ""] = blocks.get(match[1] if match else "", 0) + num_bytes
+    rest = blocks.pop("", 0)
+    sizes = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in blocks.items())
+    return (ComponentSize("transformer", "denoiser", file.kind, rest, sizes),)

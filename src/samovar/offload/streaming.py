@@ -120,6 +120,12 @@ def choose_streaming(component: ComponentSize, room: int | None, timing: Timing)
     return max(near, key=lambda candidate: (candidate.kept_bytes, -candidate.forward_s))
 
 
+def forward_seconds(component: ComponentSize, streamed: frozenset[str], ring_bytes: int, timing: Timing) -> float:
+    """Seconds of one forward of a component of which these blocks stream."""
+    blocks, rest_s = _with_times(component, timing)
+    return pass_seconds(blocks, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0)
+
+
 def _with_times(component: ComponentSize, timing: Timing) -> tuple[list[BlockSize], float]:
     """A component's blocks with their compute times, and the time of what runs before them."""
     whole_s = timing.forward_s(component)

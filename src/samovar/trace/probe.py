@@ -8,6 +8,7 @@ mixes everything, takes no part.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,12 +22,14 @@ from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_an
 from ..arch.components import Role
 from ..arch.declarations import declaration_for
 from ..arch.folder import check_loaded
+from ..arch.gguf_file import read_gguf
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
+from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
 from ..files import reading
 from ..hooks import NOT_BYPASSED
-from ..other_libraries import declared_plans
+from ..other_libraries import declared_plans, quantised_as
 from ..tensors import problem_of
 from .forward import filled
 from .watch import Gate, Gates, Watcher
@@ -212,6 +215,8 @@ class ComponentReport:
     anatomy: Anatomy | None = None
     coverage: Coverage | None = None
     """How much of it is in blocks."""
+    quantization: str | None = None
+    """How it is quantised, in a few words; None if it is not."""
 
 
 @dataclass(frozen=True)
@@ -240,8 +245,20 @@ class ModelReport:
 
 
 def survey(source: str) -> ModelReport:
-    """Read a model folder, or a diffusers class by its name."""
+    """Read a model folder, a GGUF file, or a diffusers class by its name."""
+    if source.endswith(".gguf") and Path(source).expanduser().is_file():
+        return _report_file(source)
     return _report(source, *read_skeleton(source))
+
+
+def _report_file(source: str) -> ModelReport:
+    """What a GGUF file holds. It has weights and their names, and not what they are the weights of."""
+    file = read_gguf(source)
+    count, num_bytes = sum(map(math.prod, file.shapes.values())), sum(file.num_bytes.values())
+    part = ComponentReport("transformer", "denoiser", file.architecture, count, num_bytes, quantization=file.kind)
+    why = "a GGUF file does not say how its model is built: plan or generate with the model's folder and this file as "
+    features = [FeatureReport(name, None, f"{why}--quantization") for name in ("step cache", "layerwise offload")]
+    return ModelReport(source, f"GGUF file of {file.architecture}", file.types[0], (part,), tuple(features))
 
 
 def survey_pipeline(pipeline: Any) -> ModelReport:
@@ -321,8 +338,10 @@ def _report_component(name: str, part: Part) -> ComponentReport:
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
     num_parameters = sum(p.numel() for p in part.module.parameters())
     covered = coverage(part.module, anatomy) if anatomy and anatomy.stacks else None
-    num_bytes = tensor_bytes([part.module])
-    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered)
+    with as_stored({name: part}):
+        num_bytes = tensor_bytes([part.module])
+    kind = part.kind or quantised_as(part.module)
+    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered, kind)
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:

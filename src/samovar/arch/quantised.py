@@ -1,0 +1,191 @@
+"""Which layers of a model does a quantisation change, and which tensors take the place of their weights?
+
+One rule for all kinds: the linear layers inside of blocks are quantised. What is outside (embeddings, the last
+projection) holds few weights and stays as it is, and so does what the model's authors keep in float32. A model without
+blocks is quantised in all its linear layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from ..errors import SettingError, nearest
+from ..files import check_names
+from ..other_libraries import kept_in_float32
+from .blocks import find_anatomy
+from .skeleton import Parts
+from .stored import Stored
+
+Loss = Literal["exact", "int8", "int4"]
+"""How much may be lost: nothing, what 8 bits lose, or what 4 bits lose."""
+GROUP, _BLOCK = 64, 64
+"""Weights that share a scale: of sdnq as we set it, and of bitsandbytes."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to quantise weights while they are loaded."""
+
+    name: str
+    about: str
+    package: str
+    """The package that does it, as Python imports it."""
+    requirement: str
+    """The same as pip installs it."""
+    loss: Loss
+    tensors: Callable[[int, int, torch.dtype], dict[str, torch.Tensor]]
+    """What is stored for the weight of a linear layer: by outputs, inputs and dtype."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _int8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    scale, zero = _meta(outputs, 1, dtype=torch.float32), _meta(outputs, 1, dtype=torch.int8)
+    return {"weight": _meta(outputs, inputs, dtype=torch.int8), "scale": scale, "zero_point": zero}
+
+
+def _fp8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    scale = _meta(outputs, 1, dtype=torch.float32)
+    return {"weight": _meta(outputs, inputs, dtype=torch.float8_e4m3fn), "scale": scale}
+
+
+def _int4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    groups = num_groups(inputs)
+    packed = _meta(math.ceil(outputs * inputs / 2), dtype=torch.uint8)
+    return {"weight": packed, **{name: _meta(outputs, groups, dtype=dtype) for name in ("scale", "zero_point")}}
+
+
+def num_groups(inputs: int) -> int:
+    """Groups of a row of weights, as sdnq divides it: of 64, or of as few more as divide the row evenly."""
+    groups = max(inputs // GROUP, 1)
+    while inputs % groups:
+        groups -= 1
+    return groups
+
+
+def _nf4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    weights = outputs * inputs
+    scales = _meta(math.ceil(weights / _BLOCK), dtype=torch.float32)
+    codes = _meta(16, dtype=torch.float32)
+    return {"weight": _meta(math.ceil(weights / 2), dtype=torch.uint8), "absmax": scales, "code": codes}
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("int8", "8-bit integers, a scale for each row", "torchao", "torchao>=0.16", "int8", _int8),
+        Kind("fp8", "8-bit floats (e4m3), a scale for each row", "torchao", "torchao>=0.16", "int8", _fp8),
+        Kind("int4", "4-bit integers, a scale for each 64 weights", "sdnq", "sdnq>=0.2.2", "int4", _int4),
+        Kind("nf4", "4-bit normal floats, a scale for each 64 weights", "bitsandbytes", "bitsandbytes>=0.46", "int4",
+             _nf4, devices=("cuda",)),
+    )
+}  # fmt: skip
+
+
+def find_kind(name: str) -> Kind:
+    """A kind by its name."""
+    if name not in KINDS:
+        raise SettingError(
+            f"quantization={name!r} is not one of {', '.join(KINDS)}, nor a file that ends in .gguf. "
+            f"{nearest(name, KINDS)}",
+            param="quantization",
+        )
+    return KINDS[name]
+
+
+def kinds_within(loss: str) -> list[Kind]:
+    """The kinds that lose no more than this."""
+    if loss not in get_args(Loss):
+        raise SettingError(f"loss={loss!r}. {nearest(str(loss), get_args(Loss))}", param="loss")
+    most = get_args(Loss).index(loss)
+    return [kind for kind in KINDS.values() if get_args(Loss).index(kind.loss) <= most]
+
+
+def layers_left(model: torch.nn.Module) -> list[str]:
+    """Paths of linear layers that stay as they are."""
+    paths = _linear_layers(model)
+    stacks = find_anatomy(model).stacks
+    blocks = tuple(f"{path}." for stack in stacks for path in stack.block_paths)
+    kept = kept_in_float32(model)
+    return [path for path in paths if (blocks and not path.startswith(blocks)) or kept.intersection(path.split("."))]
+
+
+def quantised_layers(model: torch.nn.Module, kind: Kind) -> list[str]:
+    """Paths of linear layers that a kind quantises."""
+    left = layers_left(model)
+    if kind.package != "bitsandbytes":
+        return [path for path in _linear_layers(model) if path not in left]
+    # It is told names, and compares them with a part of a path too.
+    names = spared_names(model, left)
+    return [path for path in _linear_layers(model) if not _is_spared(path, names)]
+
+
+def spared_names(model: torch.nn.Module, left: list[str]) -> list[str]:
+    """Of the layers that are to stay, those that bitsandbytes can be told without sparing layers of blocks too."""
+    others = [path for path in _linear_layers(model) if path not in left]
+    return [name for name in left if not any(_is_spared(path, [name]) for path in others)]
+
+
+def _is_spared(path: str, names: list[str]) -> bool:
+    return path.rpartition(".")[2] in names or any(f"{name}." in path or name == path for name in names)
+
+
+def _linear_layers(model: torch.nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+
+
+def quantised_parts(parts: Parts, kinds: Mapping[str, str]) -> Parts:
+    """Components that were built without weights, some of them as if quantised: kinds by component."""
+    check_names(kinds, parts, "a component of this model, so it cannot be quantised", param="quantization")
+    found = dict(parts)
+    for name, kind in kinds.items():
+        module = parts[name].module
+        if module is not None:
+            _refuse_twice(name, parts[name].kind)
+            found[name] = replace(parts[name], kind=kind, stored=_stored(module, find_kind(kind)))
+    return found
+
+
+def _refuse_twice(name: str, kind: str | None) -> None:
+    if kind is not None:
+        raise SettingError(
+            f"{name} is quantised already, as {kind}. Leave it out of quantization.", param="quantization"
+        )
+
+
+def _stored(model: torch.nn.Module, kind: Kind) -> Stored:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for path in quantised_layers(model, kind):
+        weight = model.get_parameter(f"{path}.weight")
+        found[path] = kind.tensors(weight.shape[0], weight.shape[1], weight.dtype)
+    return found
+
+
+@contextlib.contextmanager
+def as_stored(parts: Parts) -> Iterator[None]:
+    """Put what is stored in the place of the weights that it stands for, so that sizes are those of what is stored."""
+    with contextlib.ExitStack() as undo:
+        for part in parts.values():
+            for path, tensors in part.stored.items():
+                assert part.module is not None, "what is stored belongs to a module"
+                module = part.module.get_submodule(path)
+                for held in (module._parameters, module._buffers):
+                    undo.callback(_restore, held, dict(held))
+                    for name in tensors:
+                        held.pop(name, None)
+                module._buffers.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
+        yield
+
+
+def _restore(held: dict[str, Any], before: dict[str, Any]) -> None:
+    held.clear()
+    held.update(before)

@@ -1,0 +1,214 @@
+"""How would a model be loaded, by settings alone? Its plan for memory, and which quantisation to take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError, SettingError
+from .quantize import GGUF, Quantization, QuantizationSetting, check_kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..arch.skeleton import Parts
+    from ..offload import OffloadConfig, OffloadPlan, TierPlan
+    from ..offload.ladder import Ladder, Rung, Speeds
+
+
+@dataclass(frozen=True)
+class MadePlan:
+    """A plan, and the choices beside it."""
+
+    plan: OffloadPlan
+    tiers: TierPlan
+    rungs: tuple[Rung, ...] = ()
+    choices: tuple[tuple[str, ...], ...] = ()
+    """The rungs as rows of a table."""
+    why: str = ""
+    """Which rung is taken and why, and with which speeds."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        found = self.plan.to_dict() | {"host": self.tiers.to_dict()}
+        return found | {"choices": [rung.to_dict() for rung in self.rungs], "why": self.why}
+
+
+def make_plan(
+    source: str,
+    config: OffloadConfig,
+    size: Mapping[str, int],
+    *,
+    dtype: str | None = None,
+    quantization: QuantizationSetting = None,
+    loss: str | None = None,
+    tflops: float | None = None,
+    bus: str | None = None,
+) -> MadePlan:
+    """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
+    import torch
+
+    from ..offload import read_parts
+    from ..trace.activations import read_activations
+    from ..trace.rehearse import RequestSize
+
+    check_loss(loss, quantization, config)
+    if source.endswith(GGUF) and Path(source).expanduser().is_file():
+        return _plan_file(source, config, quantization or loss)
+    parts = read_parts(source, getattr(torch, dtype) if dtype else None)
+    seen = read_activations(source, parts, RequestSize(**size))
+    if quantization is not None:
+        # A plan is for any machine, so nothing need be installed here but what reads the file.
+        chosen = Quantization.read(quantization, None)
+        parts = parts if chosen is None else chosen.applied(parts)
+    from ..offload.ladder import EXACT, Ladder
+
+    ladder = Ladder(parts, seen, config, _speeds(tflops, bus))
+    if quantization is not None or any(part.kind for part in parts.values()):
+        rung = ladder.rung(EXACT)
+        return MadePlan(_planned(rung), _tiers(rung), (rung,))
+    return _with_choices(ladder, loss)
+
+
+def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
+    from ..arch.quantised import KINDS, kinds_within
+    from ..offload.ladder import EXACT, choose_rung, table_of
+
+    rungs = [ladder.rung(name) for name in (EXACT, *KINDS)]
+    notes = {name: f"needs {kind.package}" for name, kind in KINDS.items() if find_spec(kind.package) is None}
+    if loss is None:
+        taken, why = rungs[0], "Nothing is quantised unless --loss or --quantization says so"
+        fitting = [rung.name for rung in rungs if rung.plan is not None]
+        if taken.plan is None and fitting:
+            raise SettingError(f"{taken.problem} Or quantise: {', '.join(fitting)} would fit.", param="gpu_memory")
+    else:
+        allowed = {EXACT, *(kind.name for kind in kinds_within(loss))}
+        taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
+    notes[taken.name] = "taken"
+    why = f"{why[0].upper()}{why[1:]}. Times are for {ladder.speeds}; give --tflops and --bus of yours."
+    return MadePlan(_planned(taken), _tiers(taken), tuple(rungs), tuple(table_of(rungs, notes)), why)
+
+
+def _planned(rung: Rung) -> OffloadPlan:
+    if rung.plan is None:
+        raise SettingError(rung.problem, param="gpu_memory")
+    return rung.plan
+
+
+def _tiers(rung: Rung) -> TierPlan:
+    assert rung.tiers is not None, "a plan has tiers"
+    return rung.tiers
+
+
+def _speeds(tflops: float | None, bus: str | None) -> Speeds:
+    from ..offload import parse_bytes
+    from ..offload.ladder import Speeds
+
+    if tflops is not None and not tflops > 0:
+        raise SettingError(f"tflops={tflops!r}; expected a number above 0.", param="tflops")
+    # Memory keeps step with compute from card to card.
+    given = {} if tflops is None else {"operations_s": tflops * 1e12, "memory_bytes_s": tflops * 1e10}
+    if bus is not None:
+        given["bus_bytes_s"] = float(parse_bytes(bus, "bus") or 0) or 1.0
+    return Speeds(**given)
+
+
+def _plan_file(source: str, config: OffloadConfig, quantises: Any) -> MadePlan:
+    """The plan for the weights in a GGUF file, of which nothing else is known."""
+    from ..arch.gguf_file import read_gguf
+    from ..offload import parse_bytes, plan_offload, plan_tiers, uses_of
+    from ..offload.sizes import sizes_in
+
+    if quantises:
+        raise SettingError(f"{source!r} is quantised already. Leave out quantization and loss.", param="quantization")
+    sizes = sizes_in(read_gguf(source))
+    plan = plan_offload(sizes, config)
+    return MadePlan(plan, plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory")))
+
+
+def check_loss(loss: str | None, quantization: QuantizationSetting, config: OffloadConfig | None) -> None:
+    """Refuse a level that is unknown, that contradicts a quantisation, or that has no budget to choose by."""
+    from ..arch.quantised import kinds_within
+
+    if loss is None:
+        return
+    kinds_within(loss)
+    if quantization is not None and quantization != "none":
+        raise SettingError(
+            f"loss={loss!r} lets the planner choose, and quantization={quantization!r} is a choice. Give one of them.",
+            param="loss",
+        )
+    if loss != "exact" and (config is None or config.gpu_memory is None):
+        raise SettingError(
+            f"loss={loss!r} lets the planner quantise to fit a budget, and there is none. Give gpu_memory, such as "
+            "'12GiB', or say which with quantization.",
+            param="loss",
+        )
+
+
+def choose_quantization(
+    folder: Path, dtype: torch.dtype, device: torch.device, config: OffloadConfig, size: Mapping[str, int | None],
+    loss: str,
+) -> tuple[Quantization | None, str]:  # fmt: skip
+    """Of what may be lost, the quantisation that is the fastest within the budgets here, and why."""
+    from ..arch.quantised import kinds_within
+    from ..offload.ladder import EXACT, Ladder, choose_rung
+    from ..trace.activations import read_activations
+    from ..trace.rehearse import RequestSize
+
+    parts = _read(folder, dtype)
+    ladder = Ladder(parts, read_activations(str(folder), parts, RequestSize(**size)), config, _measured(device))
+    left: list[str] = []
+    names = [EXACT]
+    for kind in kinds_within(loss):
+        try:
+            names.append(check_kind(kind.name, device).name)
+        except SettingError as error:
+            left.append(str(error))
+    taken, why = choose_rung([ladder.rung(name) for name in names])
+    why = " ".join([f"{why}.", *left])
+    return None if taken.name == EXACT else Quantization.read(taken.name, device), why
+
+
+def _read(folder: Path, dtype: torch.dtype) -> Parts:
+    from ..offload import read_parts
+
+    parts = read_parts(str(folder), dtype)
+    kinds = {name: part.kind for name, part in parts.items() if part.role == "denoiser" and part.kind}
+    if kinds:
+        raise ModelError(f"{folder} is quantised already: {kinds}. Leave out loss.")
+    return parts
+
+
+def _measured(device: torch.device) -> Speeds:
+    """The speeds of a GPU; assumed ones without."""
+    import torch
+
+    from ..offload.ladder import Speeds
+
+    if device.type != "cuda":
+        return Speeds()
+    side, repeats = 8192, 4
+    one = torch.empty((side, side), dtype=torch.bfloat16, device=device).normal_()
+    marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
+    _ = one @ one  # The first one loads the kernel.
+    marks[0].record()
+    for _ in range(repeats):
+        product = one @ one
+    marks[1].record()
+    for _ in range(repeats):
+        product.copy_(one)
+    marks[2].record()
+    host = torch.empty(side * side, dtype=torch.bfloat16, pin_memory=True)
+    product.view(-1).copy_(host, non_blocking=True)
+    marks[3].record()
+    torch.cuda.synchronize(device)
+    compute_ms, copy_ms, bus_ms = (a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    moved = one.numel() * one.element_size()
+    return Speeds(
+        repeats * 2e3 * side**3 / compute_ms, repeats * 2 * 1e3 * moved / copy_ms, 1e3 * moved / max(bus_ms, 1e-3)
+    )

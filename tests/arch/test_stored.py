@@ -1,0 +1,81 @@
+"""What is read of folders that were saved quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines import tiny_flux_pipeline
+from samovar.arch.modules import tensor_bytes
+from samovar.arch.quantised import as_stored
+from samovar.arch.skeleton import read_skeleton
+from samovar.arch.stored import Header, read_headers, stored_dtype, stored_for
+from samovar.engine.models import load_pipeline
+from samovar.engine.quantize import Quantization
+from samovar.errors import ModelError
+
+
+def save_quantised(folder: Path, kind: str) -> Any:
+    """A tiny pipeline that was quantised by a library and saved, and what it is when it is loaded."""
+    tiny_flux_pipeline().save_pretrained(folder / "exact")
+    if kind == "quanto":
+        import diffusers
+
+        pytest.importorskip("optimum.quanto")
+        config = diffusers.PipelineQuantizationConfig(
+            quant_mapping={"transformer": diffusers.QuantoConfig(weights_dtype="int8")}
+        )
+        load = diffusers.FluxPipeline.from_pretrained
+        pipe = load(folder / "exact", torch_dtype=torch.bfloat16, quantization_config=config)
+    else:
+        pytest.importorskip({"int4": "sdnq"}.get(kind, "torchao"))
+        setting = Quantization.read({"transformer": kind, "text_encoder_2": kind}, torch.device("cpu"))
+        pipe = load_pipeline(folder / "exact", torch.bfloat16, quantization=setting)
+    pipe.save_pretrained(folder / kind)
+    return load_pipeline(folder / kind, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")  # diffusers announces the end of quanto.
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("int8", "torchao Int8WeightOnlyConfig"),
+        ("fp8", "torchao Float8WeightOnlyConfig"),
+        ("int4", "sdnq uint4"),
+        ("quanto", "quanto int8"),
+    ],
+)
+def test_sizes_are_those_of_the_stored_bytes(tmp_path: Path, kind: str, words: str) -> None:
+    pipe = save_quantised(tmp_path, kind)
+    _, parts = read_skeleton(str(tmp_path / kind))
+    assert parts["transformer"].kind == words
+    assert parts["vae"].kind is None
+    with as_stored(parts):
+        sizes = {name: tensor_bytes([part.module]) for name, part in parts.items() if part.module is not None}
+    assert sizes == {name: tensor_bytes([getattr(pipe, name)]) for name in parts}
+
+
+def test_bitsandbytes_folders_are_read_by_their_headers() -> None:
+    """diffusers saves such on a GPU only; these are the names that it writes."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, device="meta", dtype=torch.bfloat16))
+    headers = {
+        "0.weight": Header("U8", (1024, 1)),
+        "0.weight.absmax": Header("F32", (32,)),
+        "0.weight.quant_state.bitsandbytes__nf4": Header("U8", (79,)),
+        "0.bias": Header("BF16", (32,)),
+    }
+    stored = stored_for(headers, model)["0"]
+    assert {name: None if tensor is None else tensor.numel() for name, tensor in stored.items()} == {
+        "weight": 1024, "weight.absmax": 128, "weight.quant_state.bitsandbytes__nf4": 79
+    }  # fmt: skip
+    assert stored_dtype(headers, model) is torch.bfloat16
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a complete safetensors file"):
+        read_headers(tmp_path)
+    assert stored_dtype({}) is torch.bfloat16

@@ -1,0 +1,99 @@
+"""Plans by settings alone, and which quantisation is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.gguf_files import write_gguf
+from samovar import Omni
+from samovar.engine import OmniDiffusionConfig
+from samovar.engine.models import load_pipeline
+from samovar.engine.planning import check_loss, choose_quantization, make_plan
+from samovar.errors import ModelError, SettingError
+from samovar.offload import OffloadConfig
+
+SIZE = {"height": 1024, "width": 1024}
+FLUX = "FluxTransformer2DModel"
+
+
+def test_each_choice_has_its_memory_and_time() -> None:
+    made = make_plan(FLUX, OffloadConfig(gpu_memory="6GiB"), SIZE, tflops=600, bus="50GiB")
+    found = {rung.name: rung for rung in made.rungs}
+    assert list(found) == ["exact", "int8", "fp8", "int4", "nf4"]
+    assert found["exact"].weight_bytes > 1.9 * found["int8"].weight_bytes > 3 * found["int4"].weight_bytes
+    assert found["exact"].bus_bytes > found["int8"].bus_bytes > found["int4"].bus_bytes
+    assert made.plan is found["exact"].plan, "nothing is quantised unless asked"
+    assert made.choices[1][-1] == "taken"
+    assert [len(row) for row in made.choices] == [6] * 6
+    assert made.to_dict()["choices"][1]["name"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "int5", "gpu_memory": "1GiB"}, "loss='int5'"),
+        ({"loss": "int8"}, "loss='int8' lets the planner quantise to fit a budget, and there is none"),
+        ({"loss": "int8", "gpu_memory": "1GiB", "quantization": "int8"}, "Give one of them"),
+    ],
+)
+def test_bad_levels_are_refused(settings: dict[str, Any], message: str) -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(SettingError, match=message):
+        OmniDiffusionConfig("emoji", device="cpu", **settings)
+
+
+def test_what_cannot_fit_is_refused(folder: Path) -> None:
+    with pytest.raises(SettingError, match="is not enough: at least"):
+        make_plan(str(folder), OffloadConfig(gpu_memory="2KiB"), {"height": 16, "width": 32})
+    with pytest.raises(SettingError, match="tflops=0; expected a number above 0"):
+        make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}, tflops=0)
+    check_loss("exact", None, None)
+
+
+def test_a_planned_kind_runs_elsewhere(folder: Path) -> None:
+    made = make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}, quantization="nf4")
+    assert len(made.rungs) == 1, "there is nothing left to choose"
+    exact = make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}, loss="exact")
+    assert made.plan.component("transformer").num_bytes < exact.plan.component("transformer").num_bytes
+
+
+def test_quantised_folders_and_files(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = str(write_gguf(tmp_path / "q8.gguf", load_pipeline(folder, torch.float32).transformer))
+    config, size = OffloadConfig(gpu_memory="2GiB"), {"height": 16, "width": 32}
+    lone = make_plan(file, config, size)
+    assert lone.plan.component("transformer").num_blocks == 5
+    beside = make_plan(str(folder), config, size, quantization=file)
+    exact = make_plan(str(folder), config, size)
+    assert beside.plan.component("transformer").num_bytes < exact.plan.component("transformer").num_bytes
+    with pytest.raises(SettingError, match="is quantised already"):
+        make_plan(file, config, size, quantization="int8")
+
+
+def test_the_engine_climbs_down_and_says_why(folder: Path) -> None:
+    pytest.importorskip("torchao")
+    with Omni(str(folder), device="cpu", progress=False, gpu_memory="1GiB", loss="int8") as omni:
+        said = omni.explain().features[0]
+        assert (said.name, said.settings) == ("quantization", "none")
+        assert "exact weights are the fastest within the budget" in said.why
+
+
+def test_what_is_not_here_is_left_out_with_the_reason(folder: Path) -> None:
+    pytest.importorskip("torchao")
+    config, cpu = OffloadConfig(gpu_memory="1GiB", device="cpu"), torch.device("cpu")
+    taken, why = choose_quantization(folder, torch.float32, cpu, config, {"height": 16, "width": 32}, "int4")
+    assert taken is None
+    assert "'nf4' does not run on cpu" in why
+    quantised = folder.parent / "int8"
+    pipe = load_pipeline(
+        folder,
+        torch.float32,
+        quantization=OmniDiffusionConfig(str(folder), device="cpu", quantization="int8").quantised(),
+    )
+    pipe.save_pretrained(quantised)
+    with pytest.raises(ModelError, match="is quantised already"):
+        choose_quantization(quantised, torch.float32, cpu, config, {}, "int8")
