@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import platform
@@ -21,13 +22,13 @@ import tempfile
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import httpx
 from reliability_bench import Bench, percentile
 
 from server.attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
@@ -90,11 +91,14 @@ def attack(address: tuple[str, int], content: bytes, waits: bool, stop: threadin
     return count
 
 
-def measure(ask: Callable[[], Any], seconds: float) -> list[float]:
+def measure(ask: Callable[[], int], seconds: float, statuses: Counter[int]) -> list[float]:
     times, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
         begun = time.perf_counter()
-        ask()
+        try:
+            statuses[ask()] += 1
+        except (OSError, http.client.HTTPException):
+            statuses[0] += 1
         times.append(1e3 * (time.perf_counter() - begun))
         time.sleep(0.01)
     return times
@@ -102,35 +106,45 @@ def measure(ask: Callable[[], Any], seconds: float) -> list[float]:
 
 def run(server: Any, seconds: float, clients: int) -> list[dict[str, Any]]:
     host, port = server.address.removeprefix("http://").split(":")
-    kind = {"Content-Type": FORM_TYPE}
     small = form(SMALL, {b"num_inference_steps": b"1", b"strength": b"1.0"})
 
-    def edit() -> None:
-        answer = httpx.post(f"{server.address}{EDIT}", content=small, headers=kind, timeout=120)
-        if answer.status_code not in (200, 429, 503):
-            raise RuntimeError(answer.text)
+    def ask_for(method: str, path: str, body: bytes = b"") -> Callable[[], int]:
+        """By a connection of its own each time, as an attacker's would be."""
 
-    asks = {"/live": lambda: httpx.get(f"{server.address}/live", timeout=120), "edit": edit}
+        def ask() -> int:
+            one = http.client.HTTPConnection(host, int(port), timeout=120)
+            with contextlib.closing(one):
+                one.request(method, path, body, {"Content-Type": FORM_TYPE} if body else {})
+                answer = one.getresponse()
+                answer.read()
+                return answer.status
+
+        return ask
+
+    asks = {"/live": ask_for("GET", "/live"), "edit": ask_for("POST", EDIT, small)}
     rows = []
     for name, (content, waits) in attacks().items():
         row: dict[str, Any] = {"attack": name}
         for what, ask in asks.items():
-            stop = threading.Event()
-            quiet = measure(ask, seconds / 2)
+            stop, statuses = threading.Event(), Counter[int]()
+            quiet = measure(ask, seconds / 2, Counter())
             with ThreadPoolExecutor(clients) as pool:
                 sent = [pool.submit(attack, (host, int(port)), content, waits, stop) for _ in range(clients)]
                 time.sleep(0.5)
                 try:
-                    under = measure(ask, seconds)
+                    under = measure(ask, seconds, statuses)
                 finally:
                     stop.set()
             row[what] = {"quiet_ms": [percentile(quiet, p) for p in (0.5, 0.99)],
                          "attacked_ms": [percentile(under, p) for p in (0.5, 0.99)],
+                         "statuses": dict(statuses),
                          "attacks_per_s": sum(each.result() for each in sent) / seconds}  # fmt: skip
         rows.append(row)
         told = "   ".join(
-            f"{what} p50 {row[what]['quiet_ms'][0]:6.1f} -> {row[what]['attacked_ms'][0]:6.1f}, "
-            f"p99 {row[what]['quiet_ms'][1]:6.1f} -> {row[what]['attacked_ms'][1]:6.1f} ms" for what in asks
+            "{} p50 {:6.1f} -> {:6.1f}, p99 {:6.1f} -> {:6.1f} ms {}".format(
+                what, *(row[what][when][part] for part in (0, 1) for when in ("quiet_ms", "attacked_ms")),
+                row[what]["statuses"],
+            ) for what in asks
         )  # fmt: skip
         print(f"{name:26} {told}", flush=True)
     return rows

@@ -96,6 +96,19 @@ def test_shards_that_are_safetensors_are_read(folder: Path) -> None:
     assert survey(str(folder)).class_name == "FluxPipeline"
 
 
+def test_weights_of_an_encoder_that_are_missing_are_named(folder: Path) -> None:
+    """transformers would fill them with random numbers."""
+    from safetensors.torch import save_file
+
+    file = folder / CLIP
+    weights = load_file(file)
+    gone = next(name for name in weights if name.endswith("v_proj.weight"))
+    del weights[gone]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks the weights '.*v_proj\.weight'\. Download"):
+        load_pipeline(folder, torch.float32)
+
+
 def test_weights_that_are_missing_are_named(folder: Path) -> None:
     from safetensors.torch import save_file
 

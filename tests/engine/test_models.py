@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,28 @@ def test_a_part_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "copy" / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
     with pytest.raises(ModelError, match=r"names the class 'NoPipeline', which diffusers .* does not have"):
         load_pipeline(tmp_path / "copy", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "expected"),
+    [
+        ({"quant_method": "modelopt", "quant_type": "FP8"}, "needs a package that is not installed: .*modelopt"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "diffusers loads such weights on a GPU only"),
+    ],
+    ids=["package", "GPU"],
+)
+def test_a_part_whose_quantiser_cannot_run_is_refused(
+    quantised: dict[str, Any], expected: str, folder: Path, tmp_path: Path
+) -> None:
+    if "bitsandbytes" in quantised.values():
+        pytest.importorskip("bitsandbytes")
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    file = copy / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantised}))
+    with pytest.raises(ModelError, match=expected):
+        load_pipeline(copy, torch.float32)
 
 
 def test_remote_code_is_switched_off_while_what_is_not_trusted_is_loaded(

@@ -170,7 +170,7 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_only_its_request_fails
     try:
         engine.config = replace(patience, step_timeout_s=0.5)
         engine.cancel(Asked(engine).job)  # Whatever it wakes up for, it looks at the clock.
-        with pytest.raises(StepTimeoutError, match=r"sent nothing for 0\.5 s, after step \d+"):
+        with pytest.raises(StepTimeoutError, match=r"sent nothing for \d\S* s, after step \d+"):
             running.result()
     finally:
         engine.config = patience

@@ -28,7 +28,7 @@ class Fuzz:
         self.seed = int(environment.get("FUZZ_SEED", random.SystemRandom().randrange(2**32) if environment else 0))
         self._only = environment.get("FUZZ_CASE")
         self._seconds = float(environment.get("FUZZ_SECONDS", 300)) / len(TARGETS)
-        self._number = 0
+        self._number = self._tried = 0
 
     def cases(self) -> Iterator[random.Random]:
         """The random numbers of each case."""
@@ -39,6 +39,7 @@ class Fuzz:
                 return
             if self._num_cases is None and time.monotonic() > ends_at:
                 return
+            self._tried += 1
             yield random.Random(f"{self.target} {self.seed} {self._number}")
 
     @contextlib.contextmanager
@@ -55,7 +56,7 @@ class Fuzz:
 
     def counts(self) -> str:
         ends = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items(), key=lambda item: -item[1]))
-        return f"fuzz {self.target}: {sum(self.ends.values())} cases from seed {self.seed}: {ends}"
+        return f"fuzz {self.target}: {self._tried} cases from seed {self.seed}: {ends}"
 
 
 def fuzzed(target: str, num_cases: int) -> pytest.MarkDecorator:

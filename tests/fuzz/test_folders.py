@@ -132,7 +132,7 @@ def in_a_child(work: Callable[[], str]) -> str:
     return text
 
 
-@fuzzed("folders", 6)
+@fuzzed("folders", 4)
 def test_no_folder_gives_a_traceback(fuzz: Fuzz, model: Path, tmp_path: Path) -> None:
     look(Path(shutil.copytree(model, tmp_path / "whole")))  # Everything is imported, and the folder is right.
     for random in fuzz.cases():

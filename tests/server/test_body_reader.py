@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import PIL.Image
 import pytest
 
 from samovar.server import body_reader
-from samovar.server.body_reader import Refused, Task, read_form, read_image
+from samovar.server.body_reader import Refused, Task, check_flat, read_form, read_image
 
 from .attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
 
@@ -82,6 +83,17 @@ def test_a_jpeg_may_have_many_scans_but_not_thousands() -> None:
     file = io.BytesIO()
     photo.save(file, "JPEG", progressive=True, quality=95, comment=b"\xff\xda" * 40)
     assert read_image(file.getvalue(), 1_000_000).size == (512, 512)
+
+
+@pytest.mark.parametrize("content", [b"[" * 50_000, b"{}," * 20_000, b'"",' * 10_000, rb'"\\",' * 10_000])
+def test_what_is_long_without_long_texts_is_not_parsed(content: bytes) -> None:
+    with pytest.raises(Refused, match="long without a long prompt"):
+        check_flat(content)
+
+
+def test_quotes_and_brackets_within_a_prompt_do_not_count() -> None:
+    content = json.dumps({"prompt": '"[{\\' * 8_000, "n": 1}, indent=2).encode()
+    assert check_flat(content) == content
 
 
 def test_a_form_is_read_as_it_was_written() -> None:

@@ -330,13 +330,15 @@ def test_those_who_wait_make_room_and_those_who_are_served_do_not(caplog: pytest
             served_writer.write(GET)
             await until(lambda: len(app.bodies) == 1)
             _, arriving = await connect()
-            arriving.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            arriving.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 51\r\n\r\n")
             idle = [(await connect())[0] for _ in range(2)]
+            late = []
             for _ in range(50):
-                (await connect())[1].close()
-            late = [(await connect())[0] for _ in range(50)]
+                arriving.write(b"1")
+                await asyncio.sleep(0.01)
+                late.append((await connect())[0])
             assert [await each.read() for each in (*idle, *late[:-2])] == [b""] * 50
-            arriving.write(b"123456789")
+            arriving.write(b"1")
             await until(lambda: len(app.bodies) == 2)
             app.may_answer.set()
             assert b"200 OK" in await served.read(1000)
@@ -346,16 +348,34 @@ def test_those_who_wait_make_room_and_those_who_are_served_do_not(caplog: pytest
     assert len([record for record in caplog.records if "too many connections" in record.message]) == 1
 
 
+def test_who_has_just_come_stays_before_those_who_send_slowly() -> None:
+    async def run() -> None:
+        app = Seen()
+        app.may_answer.set()
+        async with listening(app, Door(4, 4)) as connect:
+            for _ in range(4):
+                _, slow = await connect()
+                slow.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+                await asyncio.sleep(0.02)
+            reader, writer = await connect()
+            for _ in range(2):
+                await connect()
+            writer.write(GET)
+            assert b"200 OK" in await reader.read(1000)
+
+    asyncio.run(run())
+
+
 def test_one_address_has_half_and_takes_no_room_from_others() -> None:
     door = Door(10)
     assert door.most_per_address == 5
-    connections = [_Fake(number) for number in range(20)]
+    connections = [_Fake() for _ in range(20)]
     assert all(door.enter(each, "a") for each in connections[:5])
     assert door.enter(connections[5], "b")
     assert door.enter(connections[6], "a")
     assert [each.is_aborted for each in connections[:7]] == [True] + [False] * 6
     for each in connections[1:7]:
-        each.patience = None
+        each.is_waiting = False
     assert not door.enter(connections[7], "a"), "all of this address are being served"
     assert all(door.enter(each, "b") for each in connections[8:12])
     assert door.enter(connections[12], "c") is True
@@ -367,8 +387,8 @@ def test_one_address_has_half_and_takes_no_room_from_others() -> None:
 class _Fake:
     """As much of a connection as a door sees: a real one has one address only."""
 
-    def __init__(self, number: int) -> None:
-        self.patience: tuple[bool, float] | None = (False, number)
+    def __init__(self) -> None:
+        self.is_waiting = True
         self.is_aborted = False
         self.transport = self
 

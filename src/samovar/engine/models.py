@@ -100,6 +100,35 @@ def load_diffusers() -> Any:
     return diffusers
 
 
+class _Missing(logging.Handler):
+    """Weights that transformers does not find, and fills with random numbers; it says so in a warning alone."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.weights: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.weights += re.findall(r"^(\S+) *\| *(?:\x1b\[\d+m)?MISSING", record.getMessage(), re.MULTILINE)
+
+    @contextlib.contextmanager
+    def listening(self, folder: Path) -> Iterator[None]:
+        """Refuse a model that was loaded inside without some of its weights."""
+        log = logging.getLogger("transformers.modeling_utils")
+        before = log.level, log.propagate
+        log.addHandler(self)
+        log.setLevel(logging.WARNING)
+        log.propagate = False
+        try:
+            yield
+        finally:
+            log.removeHandler(self)
+            log.setLevel(before[0])
+            log.propagate = before[1]
+        if self.weights:
+            more = f" and {len(self.weights) - 1} more" if len(self.weights) > 1 else ""
+            raise ModelError(f"{folder} lacks the weights {self.weights[0]!r}{more}. Download or save it again.")
+
+
 def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The class that the folder's index names. Importing it takes most of the time until the first image."""
     from ..arch.folder import check_folder, pipeline_class
@@ -129,7 +158,7 @@ def load_pipeline(
     if quantization is not None:
         given |= loading_arguments(folder, dtype, quantization)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
-    with reading(str(folder)), guard, warnings.catch_warnings():
+    with reading(str(folder)), guard, warnings.catch_warnings(), _Missing().listening(folder):
         # diffusers 0.42 renamed the argument, and older versions only know this name.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         pipeline = loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)

@@ -14,7 +14,7 @@ import socket
 import sys
 import termios
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +30,9 @@ _KEPT_FILES = 96
 """Open files that are kept for workers, forms and logs, beside those that are open when the server starts."""
 _LOG_S = 60.0
 _PIECE = 2**16
-_CHUNKED_PIECE = 2**10
-"""Parsed at once of a body in chunks: each may be of one byte, and takes as long as many."""
+_CHUNKED_PIECE, _TURN_S = 2**9, 0.001
+"""Bytes of a body in chunks that are parsed at once, and for how long before all others have a turn: a chunk may be of
+one byte, and takes as long as one of many."""
 _MAX_BEHIND = 2**16
 """Bytes that a client may send behind a request before it has the answer."""
 MAX_HEADER_BYTES, _MAX_LINES = 2**14, 100
@@ -47,8 +48,24 @@ class Door:
     def __init__(self, most: int, most_per_address: int | None = None) -> None:
         self.most, self.most_per_address = most, most_per_address or -(-most // 2)
         self._open: dict[Connection, str] = {}
+        """With their addresses; the one that has sent nothing for longest first."""
         self._counts: Counter[str] = Counter()
         self._num_closed, self._last_log = 0, -_LOG_S
+        self._turns: deque[Callable[[], None]] = deque()
+
+    def call_in_turn(self, parse: Callable[[], None]) -> None:
+        """Call this after those of other connections, one in each turn of the event loop."""
+        self._turns.append(parse)
+        if len(self._turns) == 1:
+            asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        try:
+            self._turns[0]()
+        finally:
+            self._turns.popleft()
+        if self._turns:
+            asyncio.get_running_loop().call_soon(self._take_turn)
 
     def enter(self, connection: Connection, address: str) -> bool:
         """Let a connection in, if need be in the place of one that waits for its client; False if there is none."""
@@ -68,16 +85,15 @@ class Door:
             if not self._counts[address]:
                 del self._counts[address]
 
+    def touch(self, connection: Connection) -> None:
+        """It has sent something, or been sent an answer: it goes last."""
+        if connection in self._open:
+            self._open[connection] = self._open.pop(connection)
+
     def _make_room(self, address: str | None) -> bool:
-        """Close one of an address, or of any: one without a request rather than one whose request arrives, and of these
-        the one that has waited for longest."""
+        """Close the one of an address, or of any, that has kept the server waiting for longest."""
         self._note_closed()
-        waiting = [(one.patience, one) for one, at in self._open.items() if address in (None, at)]
-        _, first = min(
-            ((since, one) for since, one in waiting if since is not None),
-            key=lambda place: place[0],
-            default=(None, None),
-        )
+        first = next((one for one, at in self._open.items() if address in (None, at) and one.is_waiting), None)
         if first is None:
             return False
         self.leave(first)
@@ -118,17 +134,15 @@ class Connection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._timeout_s, self._door = timeout_s, door
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._since = self.loop.time()
         self._head = bytearray()
         """What has come of the header of a request."""
         self._unread = bytearray()
         """What has come and is not parsed yet."""
 
     @property
-    def patience(self) -> tuple[bool, float] | None:
-        """Whether a request is arriving, and since when; None while one is served."""
-        state = self.conn.their_state
-        return (state is h11.SEND_BODY, self._since) if state in (h11.IDLE, h11.SEND_BODY) else None
+    def is_waiting(self) -> bool:
+        """Whether it is the client's turn: no request has come, or not all of it."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,32 +152,32 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        self._door.touch(self)
         if not self._unread and self.conn.their_state is h11.SEND_BODY and not self._is_chunked():
             super().data_received(data)  # As below, without copies.
             data = b""
         self._unread += data
         self._parse()
 
-    def _parse(self) -> None:
-        """Parse what has come, and go on later with what would take long."""
+    def _parse(self, until: float = 0.0) -> None:
+        """Parse what has come, but chunks only until then, and the others in turn: they may take long."""
         while self._unread and not self.transport.is_closing():
-            state = self.conn.their_state
-            is_chunked = state is h11.SEND_BODY and self._is_chunked()
+            state, size = self.conn.their_state, _PIECE
             if state is h11.IDLE:
                 size = self._header_bytes()
-            elif state is h11.SEND_BODY:
-                size = _CHUNKED_PIECE if is_chunked else _PIECE
-            else:
+            elif state is h11.SEND_BODY and self._is_chunked():
+                if time.perf_counter() >= until:
+                    self.transport.pause_reading()
+                    self._door.call_in_turn(self._parse_more)
+                    break
+                size = _CHUNKED_PIECE
+            elif state is not h11.SEND_BODY:
                 break  # This is behind a request that is being served. Parsing it would pause reading.
             if self.transport.is_closing():
                 break
             piece = bytes(self._unread[:size])
             del self._unread[:size]
             super().data_received(piece)
-            if is_chunked and self._unread:
-                self.transport.pause_reading()
-                self.loop.call_soon(self._parse_more)
-                break
         if len(self._unread) > _MAX_BEHIND and self.conn.their_state is not h11.SEND_BODY:
             self.transport.abort()
         self._watch_arrival()
@@ -174,7 +188,7 @@ class Connection(H11Protocol):
     def _parse_more(self) -> None:
         if not self.transport.is_closing() and not self.flow.read_paused:
             self.transport.resume_reading()
-        self._parse()
+        self._parse(time.perf_counter() + _TURN_S)
 
     def _header_bytes(self) -> int:
         """How much of what has come belongs to a header. One of many lines would take long to parse."""
@@ -190,7 +204,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """What follows the request is parsed only now, and may be half a request too."""
-        self._since = self.loop.time()
+        self._door.touch(self)
         super().on_response_complete()
         self._parse()
         if "reading" not in self._timers and self.transport.get_write_buffer_size():

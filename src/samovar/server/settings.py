@@ -59,8 +59,8 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     """How long running requests may take to finish when the server shuts down."""
     max_connections: int = 512
-    """When there are more, those that wait for a request are closed, the oldest first. Fewer where the system allows
-    fewer open files."""
+    """When there are more, those whose request has not come are closed, the most silent first. Fewer where the system
+    allows fewer open files."""
     max_connections_per_address: int | None = None
     """Of one client; by default half of `max_connections`. Behind a proxy all have its address."""
     max_memory: str | int | None = None
