@@ -105,6 +105,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/builtin.py --json benchmarks/results/builtin.json
 	$(BIN)/python benchmarks/parallel.py --json benchmarks/results/parallel.json
 	$(BIN)/python benchmarks/server.py --json benchmarks/results/server.json
+	PYTHONPATH=src:tests $(BIN)/python benchmarks/quantised_quality.py --json benchmarks/results/quantised_quality.json
 
 # On a machine with a GPU; cache-dit, if it is installed, takes part.
 bench-gpu: $(READY)

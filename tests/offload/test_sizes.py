@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipelines import tiny_flux_pipeline
 from samovar.errors import ModelError, SettingError
@@ -49,12 +50,20 @@ def test_what_depends_on_a_checkpoint_is_refused() -> None:
         read_sizes("StableDiffusionPipeline")
 
 
-def test_a_quantised_folder_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_quantised_folder_is_read_by_what_it_stores(tmp_path: Path) -> None:
     tiny_flux_pipeline().save_pretrained(tmp_path)
+    before = {size.name: size.num_bytes for size in read_sizes(str(tmp_path))}
     file = tmp_path / "text_encoder" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ModelError, match=r"text_encoder of FluxPipeline is quantised \(gptq\)"):
-        read_sizes(str(tmp_path))
+    weights = load_file(tmp_path / "text_encoder" / "model.safetensors")
+    layer = "encoder.layers.0.mlp.fc1"
+    del weights[f"{layer}.weight"]
+    packed = {f"{layer}.qweight": torch.zeros(2**14, dtype=torch.int32), f"{layer}.scales": torch.zeros(2**10)}
+    save_file({**weights, **packed}, tmp_path / "text_encoder" / "model.safetensors")
+    after = {size.name: size.num_bytes for size in read_sizes(str(tmp_path))}
+    more = after.pop("text_encoder") - before.pop("text_encoder")
+    assert more == pytest.approx(2**16 + 2**12, abs=2**10), "what is stored, less the small weight that it stands for"
+    assert after == before
 
 
 def test_components_of_a_pipeline_and_its_skeleton_agree(tmp_path: object) -> None:

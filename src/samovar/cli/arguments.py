@@ -93,12 +93,9 @@ def add_engine_options(parser: Any) -> None:
 
 
 def add_quantization(group: Any) -> None:
-    group.add_argument("--quantization", action="append", metavar="KIND",
-                       help="int8, fp8, int4, nf4 or a .gguf file, for the denoiser; COMPONENT=KIND for another part, "
-                            "may be repeated")  # fmt: skip
-    group.add_argument("--loss", metavar="LEVEL",
-                       help="exact, int8 or int4: quantise down to this where that is faster within the memory (exact)"
-    )  # fmt: skip
+    kinds = "int8, fp8, int4, nf4, a .gguf file, or COMPONENT=KIND"
+    group.add_argument("--quantization", action="append", metavar="KIND", help=kinds)
+    group.add_argument("--loss", metavar="LEVEL", help="exact, int8 or int4: what the planner may lose (exact)")
 
 
 def quantization_of(texts: list[str]) -> Any:

@@ -30,7 +30,7 @@ _REQUEST = {
 _CONFIG_FILES = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 """What a pipeline is built from without weights: its configuration, schedulers, tokenizers and processors."""
 _WEIGHT_FILES = ["*.index.json", "*/*.index.json", "*/*/*"]
-_MODEL = "a built-in model, a folder in diffusers format, a .gguf file, a hub name, or a class of diffusers"
+_MODEL = "a built-in model, a folder or .gguf file, a hub name, or a class of diffusers"
 
 
 def add_inspect(commands: Any) -> None:
@@ -55,7 +55,9 @@ def add_plan(commands: Any) -> None:
     for name, what in _REQUEST.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, help=f"{what} (the model's default)")
     dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, help="as which the weights are loaded (as they are stored)")
+    parser.add_argument(
+        "--dtype", choices=dtypes, metavar="TYPE", help="as which the weights are loaded (as they are stored)"
+    )
     parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
     _add_speeds(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -64,16 +66,12 @@ def add_plan(commands: Any) -> None:
 def _plan(options: argparse.Namespace) -> int:
     """Show which weights stay on the GPU with how much memory.
 
-    Show which parts of a model would stay on the GPU, take turns or stream, and the peak memory and traffic to expect.
-    Beside it, what each quantisation would take. No weights are loaded. A budget that is too small is refused with the
-    smallest that works.
+    Show what of a model would stay on the GPU, take turns or stream, with which peak and traffic, and what each
+    quantisation would take. No weights are loaded.
 
     examples:
-      samovar plan FluxTransformer2DModel --gpu-memory 12GiB
       samovar plan FluxTransformer2DModel --gpu-memory 6GiB --loss int8 --tflops 160
-      samovar plan QwenImageTransformer2DModel --gpu-memory 12GiB --host-memory 16GiB
       samovar plan ./my-model --gpu-memory 24GiB --height 720 --width 1280 --frames 81
-      samovar plan ./my-model --mode layerwise --json
       samovar plan ./flux --gpu-memory 8GiB --quantization flux1-dev-Q4_K_S.gguf
     """
     with Status("reading the model"):
