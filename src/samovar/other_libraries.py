@@ -161,6 +161,14 @@ def kept_beside_weights(module: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in (state.CB, state.SCB) if tensor is not None]
 
 
+def begin_state(module: torch.nn.Module) -> None:
+    """Have such a layer do now what it does at the beginning of its first call: its shadow would do it to the weight
+    that they share."""
+    weight = module._parameters.get("weight")
+    if type(vars(module).get("state")).__name__ == "MatmulLtState" and getattr(weight, "CB", None) is not None:
+        module.init_8bit_state()  # type: ignore[operator]
+
+
 def move_beside_weights(module: torch.nn.Module, device: torch.device) -> None:
     """Have the state of such a layer hold them on another device."""
     state = vars(module).get("state")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -124,3 +125,17 @@ def test_bits_tell_zeros_apart_and_nan_equals_itself() -> None:
     assert not torch.equal(bits(zeros[:1]), bits(zeros[1:]))
     assert torch.equal(bits(torch.ones(1).expand(3)), bits(torch.ones(3)))
     assert bits(torch.tensor(1.0, dtype=torch.float64)).numel() == 8
+
+
+def test_a_counted_change_of_a_wrapper_is_seen() -> None:
+    library = pytest.importorskip("torchao.quantization")
+    layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
+    library.quantize_(layer, library.Int8WeightOnlyConfig())
+    seen = SeenWeights(layer)
+    assert seen.is_same(True)
+    with torch.no_grad():
+        layer.weight.copy_(copy.deepcopy(layer.weight))  # The same values, so that no sample differs.
+    assert not seen.is_same(False)
+    seen = SeenWeights(layer)
+    layer.weight.qdata.data.add_(1)  # Nobody counts this.
+    assert not seen.is_same(True)

@@ -222,7 +222,7 @@ def test_several_kinds_in_one_block() -> None:
 def test_changes_of_a_wrapper_are_kept() -> None:
     pipe, other = build("torchao-int8"), build("torchao-int8")
     weight = "transformer_blocks.0.ff.net.2"
-    with attach(pipe, offload=LAYERWISE):
+    with attach(pipe, offload=LAYERWISE) as attached:
         draw(pipe)
         for model in (pipe.transformer, other.transformer):
             layer = model.get_submodule(weight)
@@ -238,10 +238,43 @@ def test_changes_of_a_wrapper_are_kept() -> None:
             inner = model.get_submodule(weight).weight
             inner.qdata = inner.qdata.flip(0).contiguous()
         swapped = draw(other)
+        seen: list[Any] = []
+        block = pipe.transformer.transformer_blocks[0]
+        HookRegistry.get_or_create(block).register_hook("test", Look(attached.offloaded, "", seen))
         assert torch.equal(draw(pipe), swapped)
+        assert all(is_here for _, is_here, _ in seen)
+        HookRegistry.get_or_create(block).remove_hook("test")
     assert not torch.equal(changed, expected)
     assert not torch.equal(swapped, changed)
     assert torch.equal(draw(pipe), swapped)
+
+
+def test_the_state_of_a_layer_moves_with_its_weight() -> None:
+    pipe = build("bitsandbytes-int8")
+    layer = pipe.transformer.transformer_blocks[0].ff.net[2]
+    seen: list[bool] = []
+    with attach(pipe, offload=LAYERWISE) as attached:
+        stage = attached.offloaded.stage
+
+        def look(module: Any, args: Any) -> None:
+            held = [
+                tensor
+                for tensor in (module.weight.CB, module.weight.SCB, module.state.CB, module.state.SCB)
+                if tensor is not None
+            ]
+            seen.append(
+                len(held) == 2 and all(map(stage.is_here, held)) and held[0].data_ptr() == module.weight.data_ptr()
+            )
+
+        handle = layer.register_forward_pre_hook(look)
+        for _ in range(2):
+            draw(pipe)
+            assert not stage.is_here(layer.state.CB)
+            assert not stage.is_here(layer.state.SCB)
+            assert layer.state.CB.data_ptr() == layer.weight.data_ptr()
+        handle.remove()
+    assert seen
+    assert all(seen)
 
 
 def test_a_change_in_a_call_is_kept() -> None:

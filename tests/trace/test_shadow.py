@@ -369,3 +369,15 @@ def test_an_adapter_that_is_loaded_shows() -> None:
     fingerprint = Fingerprint(model.modules())
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
     assert not fingerprint.holds()
+
+
+def test_the_shadow_of_an_8_bit_layer_leaves_its_weight_alone() -> None:
+    layers = pytest.importorskip("bitsandbytes").nn
+    layer = layers.Linear8bitLt(32, 32, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
+    given = torch.randn(2, 32, dtype=torch.float16)
+    expected = bare(copy.deepcopy(layer), given)
+    address, shadow = layer.weight.data_ptr(), shadow_of(layer)
+    assert torch.equal(bare(shadow, given), expected)
+    assert torch.equal(bare(layer, given), expected)
+    assert torch.equal(bare(shadow, given), expected)
+    assert {layer.weight.data_ptr(), layer.state.CB.data_ptr(), shadow.state.CB.data_ptr()} == {address}

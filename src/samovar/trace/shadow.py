@@ -34,6 +34,7 @@ from ..other_libraries import (
     FORWARD_WRAPPERS,
     accelerate_weights,
     adapter_settings,
+    begin_state,
     compute_dtype,
     kept_beside_weights,
     loaded_adapters,
@@ -137,6 +138,7 @@ class Copier:
                 self._copies[id(bare)] = bare
             elif id(bare) not in self._copies:
                 self._copies[id(bare)] = object.__new__(_quiet_class(bare_class(bare)))
+            begin_state(bare)
             self._objects |= {id(tensor): tensor for tensor in kept_beside_weights(bare)}
         for module in list(root.modules()):
             bare = unwrapped(module)
