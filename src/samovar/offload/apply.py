@@ -72,10 +72,10 @@ class Offloaded(Handle, PipelineHook):
         self._pipeline = pipeline
         for name, part in loaded_parts(pipeline).items():
             if part.module is not None and name not in config.exclude:
+                _check_free(name, part.module)
                 check_movable(name, part.module, stage.device)
         components = find_components(pipeline, config.exclude)
         for component in components:
-            _check_free(component)
             for path, block in (("", component.module), *component.blocks.items()):
                 check_compiled(f"{component.name}.{path}".rstrip("."), block)
         self._sizes = self._measure(components)
@@ -292,10 +292,10 @@ class _FormHook(ModelHook):
         return module(*args, **kwargs) if self._offloaded.learn(self._name, args, kwargs) else NOT_BYPASSED
 
 
-def _check_free(component: Component) -> None:
+def _check_free(name: str, whole: torch.nn.Module) -> None:
     """Refuse a component that is offloaded already."""
-    for path, module in component.module.named_modules():
-        where = f"{component.name}.{path}".rstrip(".")
+    for path, module in whole.named_modules():
+        where = f"{name}.{path}".rstrip(".")
         if HOOK in HookRegistry.get_or_create(module):
             raise SettingError(f"{where} is offloaded already. Call samovar.detach(pipe) first.")
         is_grouped = any("group_offloading" in name for name in diffusers_hooks(module))
