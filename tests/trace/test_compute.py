@@ -26,3 +26,8 @@ def test_linear_layers_and_attention_are_counted() -> None:
     attention = 2 * 2 * 3 * 2 * 7 * 7 * 8
     assert operations_of(model, call) == linear + attention
     assert not model.first.weight.is_meta, "and nothing of the model is touched"
+
+
+def test_a_model_that_cannot_be_called_so_is_not_counted() -> None:
+    """As where a folder's configurations do not fit each other."""
+    assert operations_of(Attending(), CallForm((torch.empty(3, 7, 15, device="meta"),), {"scale": 2.0})) is None

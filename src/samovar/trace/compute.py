@@ -9,14 +9,18 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .rehearse import CallForm
+from .shadow import TrialFailed, trial
 from .weightless import running_weightless, weightless_twin
 
 
-def operations_of(module: torch.nn.Module, call: CallForm) -> int:
-    """Multiplications and additions of one call of a module."""
+def operations_of(module: torch.nn.Module, call: CallForm) -> int | None:
+    """Multiplications and additions of one call of a module; None if it cannot be called so."""
     counter = _Counter()
-    with running_weightless(), counter:
-        weightless_twin(module)(*call.args, **call.kwargs)
+    try:
+        with trial(()), running_weightless(), counter:
+            weightless_twin(module)(*call.args, **call.kwargs)
+    except TrialFailed:
+        return None
     return counter.operations
 
 
