@@ -25,14 +25,14 @@ unit: $(READY)
 # What promises equal bits, with the kernels of a processor that has little: MKL's depend on where in a cache line a
 # weight begins there, as on some that have more, and all round otherwise. On a processor of another maker than Intel
 # MKL does as it likes.
+# Where bits depend on kernels most; ISA="tests/cache tests/compose tests/hooks tests/offload" is all that promises them.
+ISA ?= tests/cache/test_on_pipelines.py tests/compose/test_matrix.py tests/offload/test_alignment.py \
+	tests/offload/test_apply.py tests/offload/test_moving.py tests/offload/test_weight_groups.py
 test-isa: export MKL_ENABLE_INSTRUCTIONS = SSE4_2
 test-isa: export ONEDNN_MAX_CPU_ISA = AVX2
 test-isa: export ATEN_CPU_CAPABILITY = avx2
 test-isa: $(READY)
-	$(PYTEST) -n 2 tests/cache tests/compose tests/hooks tests/offload --ignore=tests/offload/test_coding.py \
-		--ignore=tests/offload/test_never_lost.py --ignore=tests/offload/test_threads.py \
-		--ignore=tests/offload/test_shared.py --ignore=tests/offload/test_two_budgets.py \
-		--ignore=tests/offload/test_time_layers.py --ignore=tests/compose/test_ahead.py
+	$(PYTEST) -n 2 $(ISA)
 
 test-slow: $(READY)
 	$(BIN)/pip install --quiet --editable '.[slow]'

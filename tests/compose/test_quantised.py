@@ -15,7 +15,6 @@ from samovar.parallel import Ranks
 from .test_ahead import RANKS, small_layers_count
 
 CASES = [(kind, ranks) for kind in KINDS for ranks in RANKS]
-FEW = [("gguf-q4", "Ulysses 2")]
 
 
 def on_a_rank(cases: list[tuple[str, str]]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -33,7 +32,8 @@ def on_a_rank(cases: list[tuple[str, str]]) -> list[tuple[torch.Tensor, torch.Te
     return found
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES], ids=["all"])
 def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
     for results in ranks.call(on_a_rank, cases, limit_s=900.0):
         assert len(results) == len(cases)

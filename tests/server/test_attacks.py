@@ -187,7 +187,7 @@ def test_memory_has_a_limit_and_it_is_reached(attacked: RunningServer) -> None:
                     statuses.append(int(answer.split(b" ")[1]) if answer else 0)
 
     with ThreadPoolExecutor(40) as pool:
-        list(pool.map(lambda work: work(0), [long] * 20 + [stall] * 20))
+        list(pool.map(lambda work: work(0), [stall] * 20 + [long] * 20))
     assert set(statuses) <= {408, 429, 503, 0}, statuses
     assert 503 in statuses
     grown = peak(attacked) - before
