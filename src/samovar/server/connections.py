@@ -33,6 +33,8 @@ _PIECE = 2**16
 _CHUNKED_PIECE, _TURN_S = 2**9, 0.001
 """Bytes of a body in chunks that are parsed at once, and for how long before all others have a turn: a chunk may be of
 one byte, and takes as long as one of many."""
+_FREE_LINES, _LEAST_LINE = 1000, 8
+"""Lines that a body in chunks may have (two for each chunk), and bytes that pay for one more."""
 _MAX_BEHIND = 2**16
 """Bytes that a client may send behind a request before it has the answer."""
 MAX_HEADER_BYTES, _MAX_LINES = 2**14, 100
@@ -138,6 +140,8 @@ class Connection(H11Protocol):
         """What has come of the header of a request."""
         self._unread = bytearray()
         """What has come and is not parsed yet."""
+        self._lines_left = 0.0
+        """Lines that the body may still have, if it comes in chunks."""
 
     @property
     def is_waiting(self) -> bool:
@@ -163,9 +167,11 @@ class Connection(H11Protocol):
         """Parse what has come, but chunks only until then, and the others in turn: they may take long."""
         while self._unread and not self.transport.is_closing():
             state, size = self.conn.their_state, _PIECE
+            is_chunked = state is h11.SEND_BODY and self._is_chunked()
             if state is h11.IDLE:
+                self._lines_left = _FREE_LINES
                 size = self._header_bytes()
-            elif state is h11.SEND_BODY and self._is_chunked():
+            elif is_chunked:
                 if time.perf_counter() >= until:
                     self.transport.pause_reading()
                     self._door.call_in_turn(self._parse_more)
@@ -177,10 +183,19 @@ class Connection(H11Protocol):
                 break
             piece = bytes(self._unread[:size])
             del self._unread[:size]
+            if is_chunked and not self._allows(piece):
+                break
             super().data_received(piece)
         if len(self._unread) > _MAX_BEHIND and self.conn.their_state is not h11.SEND_BODY:
             self.transport.abort()
         self._watch_arrival()
+
+    def _allows(self, piece: bytes) -> bool:
+        """Whether a body in chunks may go on: tiny ones take a hundred times as long to parse as what they hold."""
+        self._lines_left += len(piece) / _LEAST_LINE - piece.count(b"\r\n")
+        if self._lines_left < 0:
+            self.send_400_response("The body comes in tiny chunks. Send larger ones, or a Content-Length.")
+        return self._lines_left >= 0
 
     def _is_chunked(self) -> bool:
         return any(name == b"transfer-encoding" for name, _ in self.headers)
