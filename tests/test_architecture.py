@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
     {"errors"},
-    {"files", "other_libraries", "tensors", "tree"},
+    {"files", "media", "other_libraries", "tensors", "tree"},
     {"hooks", "arch", "builtin", "aliases"},
     {"trace"},
     {"cache", "offload", "parallel"},

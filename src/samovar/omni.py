@@ -7,13 +7,14 @@ import concurrent.futures
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .engine import (
+    INPUT_NAMES,
     Done,
     EngineStatus,
     Event,
@@ -24,10 +25,12 @@ from .engine import (
     Listener,
     OmniDiffusionConfig,
     OmniDiffusionSamplingParams,
+    OutputKind,
     PipelineFacts,
     Request,
     Started,
     Supervisor,
+    is_media,
     start_worker,
 )
 from .errors import SamovarError, SettingError
@@ -41,10 +44,10 @@ __all__ = ["AsyncOmni", "Job", "Omni"]
 
 
 class Omni:
-    """A model, ready to generate images.
+    """A model, ready to generate images, videos or sound.
 
         with Omni("emoji", cache="forecast") as omni:
-            omni.generate("a grinning cat, 3d style", seed=7)[0].images[0].save("cat.png")
+            omni.generate("a grinning cat, 3d style", seed=7)[0].save("cat.png")
 
     Args:
         model: The name of a built-in model, a folder in diffusers format, a name on the hub, or a loaded pipeline. A
@@ -84,6 +87,11 @@ class Omni:
         return self._open().facts.can_edit
 
     @property
+    def output(self) -> OutputKind:
+        """What the model makes: `output.kind` is "image", "video" or "audio"."""
+        return self._open().facts.output
+
+    @property
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
         return self._open().load_seconds
@@ -98,7 +106,7 @@ class Omni:
         prompt: str | Sequence[str],
         sampling_params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | None = None,
+        image: Image | Sequence[Image] | None = None,
         num_previews: int = 0,
         exact: bool = False,
         stream: Literal[False] = False,
@@ -111,7 +119,7 @@ class Omni:
         prompt: str | Sequence[str],
         sampling_params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | None = None,
+        image: Image | Sequence[Image] | None = None,
         num_previews: int = 0,
         exact: bool = False,
         stream: Literal[True],
@@ -123,41 +131,47 @@ class Omni:
         prompt: str | Sequence[str],
         sampling_params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | None = None,
+        image: Image | Sequence[Image] | None = None,
         num_previews: int = 0,
         exact: bool = False,
         stream: bool = False,
         **overrides: Any,
     ) -> list[GenerationResult] | Iterator[Event]:
-        """Generate images for one prompt or several; results are in the order of the prompts.
+        """Generate images, videos or sound for one prompt or several; results are in the order of the prompts.
 
         Args:
             prompt: One prompt or a list.
             sampling_params: Parameters for all prompts.
-            image: The image to start from, for models that edit.
+            image: The image to start from, or several, for models that take them.
             num_previews: Number of previews per prompt, with `stream`.
             exact: Compute every step, whatever the cache would skip.
             stream: Return events as they happen: for each prompt `Started`, `Progress` for each step, `Preview`,
                 and `Done` or `Failed`. Leaving the loop early cancels the request.
-            overrides: Parameters of `OmniDiffusionSamplingParams` by name, which win over `sampling_params`.
+            overrides: Parameters of `OmniDiffusionSamplingParams` by name, which win over `sampling_params`; other
+                images, videos and sounds to start from (`mask`, `last_image`, `control_image`, `video`, `audio` ...);
+                and any other argument of the pipeline's call.
 
-        A single prompt that fails raises its error. Among several, it has a result without images and with the error in
-        `error`; the others are generated all the same.
+        A single prompt that fails raises its error. Among several, it has a result without outputs and with the error
+        in `error`; the others are generated all the same.
         """
         worker = self._open()
-        params = OmniDiffusionSamplingParams.from_dict(overrides).over(sampling_params or OmniDiffusionSamplingParams())
+        inputs = {name: value for name, value in overrides.items() if is_media(value) or name in INPUT_NAMES}
+        plain = {name: value for name, value in overrides.items() if name not in inputs}
+        params = OmniDiffusionSamplingParams.from_arguments(plain).over(
+            sampling_params or OmniDiffusionSamplingParams()
+        )
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if stream:
-            return self._stream([Request(one, params, image, num_previews, exact) for one in prompts])
+            return self._stream([Request(one, params, image, num_previews, exact, inputs) for one in prompts])
         if isinstance(prompt, str):
-            (result,) = _run(worker, [Request(prompt, params, image, exact=exact)])
+            (result,) = _run(worker, [Request(prompt, params, image, exact=exact, inputs=inputs)])
             if result.error is not None:
                 raise result.error
             return [result]
         requests: list[Request | GenerationResult] = []
         for one in prompts:
             try:
-                requests.append(Request(one, params, image, exact=exact))
+                requests.append(Request(one, params, image, exact=exact, inputs=inputs))
             except SettingError as error:
                 requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
         results = iter(_run(worker, [request for request in requests if isinstance(request, Request)]))
@@ -236,6 +250,11 @@ class AsyncOmni:
         return self._supervisor.facts.can_edit
 
     @property
+    def output(self) -> OutputKind:
+        """What the model makes: `output.kind` is "image", "video" or "audio"."""
+        return self._supervisor.facts.output
+
+    @property
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
         return self._supervisor.load_seconds
@@ -245,26 +264,33 @@ class AsyncOmni:
         return _explained(self._supervisor.facts)
 
     def check(
-        self, prompt: str, params: OmniDiffusionSamplingParams | None = None, *, image: Image | None = None
+        self,
+        prompt: str,
+        params: OmniDiffusionSamplingParams | None = None,
+        *,
+        image: Image | Sequence[Image] | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise SettingError if the model cannot serve this request."""
-        self._supervisor.facts.check(Request(prompt, params or OmniDiffusionSamplingParams(), image))
+        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, inputs=inputs or {})
+        self._supervisor.facts.check(request)
 
     def submit(
         self,
         prompt: str,
         params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | None = None,
+        image: Image | Sequence[Image] | None = None,
+        inputs: Mapping[str, Any] | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
         num_previews: int = 0,
         exact: bool = False,
     ) -> Job:
-        """Queue a request. A higher priority goes first; a request that has not started within `deadline_s` fails with
-        QueueTimeoutError. Refused at once: parameters that the model does not take, a full queue, an engine that is
-        closing or down."""
-        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact)
+        """Queue a request, with `inputs` such as mask, video or audio by name. A higher priority goes first; a request
+        that has not started within `deadline_s` fails with QueueTimeoutError. Refused at once: parameters that the
+        model does not take, a full queue, an engine that is closing or down."""
+        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact, inputs or {})
         return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
 
     async def generate(

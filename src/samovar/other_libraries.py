@@ -6,10 +6,13 @@ Their marks are not part of any type and can only be read by name. The names sta
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+_TASK_TABLE = re.compile(r"AUTO_([A-Z0-9]+)_PIPELINES_MAPPING")
 
 # ------------------------------------------------------------------------------------------------ torch.compile
 
@@ -234,3 +237,15 @@ def _strings(model: torch.nn.Module, attribute: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     return tuple(item for item in value if isinstance(item, str)) if isinstance(value, (list, tuple, set)) else ()
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+
+
+def pipelines_by_task() -> dict[str, dict[str, Any]]:
+    """diffusers' tables of pipelines: for each task, the class of each family."""
+    from diffusers.pipelines import auto_pipeline
+
+    tables = {match[1]: name for name in vars(auto_pipeline) if (match := _TASK_TABLE.fullmatch(name))}
+    words = {"TEXT2IMAGE": "text2img", "IMAGE2IMAGE": "img2img"}
+    return {words.get(task, task.lower()): dict(getattr(auto_pipeline, name)) for task, name in tables.items()}

@@ -55,7 +55,15 @@ def test_generate_writes_images_and_says_where(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "cat.gif2"], "'cat.gif2' must end in .png"),
+        (["-o", "cat.gif2"], "--output 'cat.gif2': the file of an output must end in .png"),
+        (["-o", "cat.mp4"], "--output 'cat.mp4': the file of an image must end in .png, .jpg, .jpeg, .webp."),
+        (["--frames", "9"], "FluxPipeline makes images, so it takes no --frames"),
+        (["--option", "sigma=[1.0]"], "FluxPipeline does not take sigma. Did you mean 'sigmas'?"),
+        (["--option", "sigmas"], "--option 'sigmas'; expected NAME=VALUE"),
+        (["--input", "video=nowhere.gif"], "--input video 'nowhere.gif' cannot be read"),
+        (["--mask", "nowhere.png"], "--mask 'nowhere.png' cannot be read"),
+        (["--task", "img2image"], "--task 'img2image' is not a task. Did you mean 'img2img'?"),
+        (["--task", "text2video"], "no pipeline for it like FluxPipeline. With it: img2img, inpaint, text2img."),
         (["-o", "nowhere/cat.png"], "--output 'nowhere/cat.png': there is no folder 'nowhere'"),
         (["-o", "/proc/cat.png"], "'/proc/cat.png' cannot be written"),
         (["--steps", "0"], "--steps must be at least 1, not 0"),

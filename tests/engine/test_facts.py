@@ -7,17 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from diffusers import ImagePipelineOutput
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import PipelineFacts, Request
 from samovar.engine.facts import facts_of
+from samovar.engine.inputs import Inputs
 from samovar.errors import SettingError
 
 TAKES = frozenset({"prompt", "height", "width", "num_inference_steps", "generator"})
 TEXT = PipelineFacts("TextPipeline", TAKES, 16, OmniDiffusionSamplingParams(height=64, num_inference_steps=9))
-EDIT = PipelineFacts("EditPipeline", TAKES | {"image", "strength"}, 16)
-PAINT = PipelineFacts("PaintPipeline", TAKES | {"image", "mask_image"}, 16)
+EDIT = PipelineFacts("EditPipeline", TAKES | {"image", "strength"}, 16, inputs=Inputs(("image",)))
+MASKED = ("image", "mask_image")
+PAINT = PipelineFacts("PaintPipeline", TAKES | set(MASKED), 16, inputs=Inputs(MASKED, MASKED))
 PICTURE = Image.new("RGBA", (70, 45), (10, 20, 30, 255))
 
 
@@ -37,8 +40,8 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
         (TEXT, ask(height=18), "height must be a multiple of 16 for this model, not 18: try 16 or 32"),
         (TEXT, ask(width=2), "width must be a multiple of 16 for this model, not 2: try 16"),
         (TEXT, ask(true_cfg_scale=2.0), "TextPipeline does not take true_cfg_scale"),
-        (TEXT, ask(PICTURE), "TextPipeline takes no image: it only makes images from text"),
-        (PAINT, ask(PICTURE.convert("RGB")), "needs an image with an alpha channel"),
+        (TEXT, ask(PICTURE), r"TextPipeline takes no image\. It starts from text alone"),
+        (PAINT, ask(PICTURE.convert("RGB")), "needs a mask, or an image with an alpha channel"),
     ],
 )
 def test_what_it_does_not_take_is_refused(facts: PipelineFacts, request_: Request, message: str) -> None:
@@ -50,7 +53,7 @@ def test_what_it_does_not_take_is_refused(facts: PipelineFacts, request_: Reques
 def test_a_image_says_how_large_the_new_one_is() -> None:
     call = EDIT.check(ask(PICTURE, strength=0.5))
     assert (call["width"], call["height"], call["strength"]) == (64, 32, 0.5)
-    image = EDIT.images(PICTURE)["image"]
+    image = EDIT.inputs_of(ask(PICTURE))["image"]
     assert (image.mode, image.size) == ("RGB", (70, 45))
     assert EDIT.check(ask(PICTURE, height=48))["height"] == 48
     assert EDIT.check(ask(PICTURE, height=96))["width"] == 144, "the shape of the picture"
@@ -63,7 +66,7 @@ def test_a_image_says_how_large_the_new_one_is() -> None:
 def test_what_is_transparent_is_drawn_anew() -> None:
     picture = PICTURE.copy()
     picture.putpixel((5, 6), (0, 0, 0, 0))
-    mask = PAINT.images(picture)["mask_image"]
+    mask = PAINT.inputs_of(ask(picture))["mask_image"]
     assert (mask.getpixel((5, 6)), mask.getpixel((0, 0))) == (255, 0)
 
 
@@ -71,10 +74,14 @@ def test_facts_are_read_off_a_pipeline() -> None:
     class Unguided:
         vae_scale_factor = 8
 
-        def __call__(self, prompt: str, height: int) -> None: ...
+        def __call__(self, prompt: str, height: int, eta: float | None = None) -> ImagePipelineOutput: ...
 
     facts = facts_of(Unguided(), OmniDiffusionSamplingParams(seed=1))
-    assert facts == PipelineFacts("Unguided", frozenset({"prompt", "height"}), 16, OmniDiffusionSamplingParams(seed=1))
+    assert facts.takes == {"prompt", "height", "eta"}
+    assert (facts.multiple, facts.needs, facts.defaults.seed) == (16, ("height",), 1)
+    assert facts.check(ask(height=32, options={"eta": 1})) == {"height": 32, "eta": 1}
+    with pytest.raises(SettingError, match="Unguided needs height"):
+        facts.check(ask())
     with pytest.raises(SettingError, match="Unguided does not take num_inference_steps"):
         facts.check(ask(num_inference_steps=2))
 
@@ -100,6 +107,9 @@ def test_a_image_that_is_cut_off_is_refused() -> None:
 )
 def test_sizes_are_multiples_of_a_token(config: dict[str, Any], extra: dict[str, Any], multiple: int) -> None:
     transformer = SimpleNamespace(config=config)
-    pipeline = type("Pipeline", (), {"__call__": lambda self, prompt: None, "vae_scale_factor": 8, **extra})()
+
+    def call(self: Any, prompt: str) -> ImagePipelineOutput: ...
+
+    pipeline = type("Pipeline", (), {"__call__": call, "vae_scale_factor": 8, **extra})()
     pipeline.transformer = transformer
     assert facts_of(pipeline, OmniDiffusionSamplingParams()).multiple == multiple

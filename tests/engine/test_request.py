@@ -75,7 +75,7 @@ def test_a_request_is_checked_as_far_as_it_can_be_without_a_model() -> None:
         ({"prompt": 3}, "prompt must be text, not 3"),
         ({"prompt": "a", "params": {"seed": 1}}, "params must be OmniDiffusionSamplingParams"),
         ({"prompt": "a", "num_previews": -1}, "num_previews must be a whole number, 0 or more, not -1"),
-        ({"prompt": "a", "image": "cat.png"}, "image must be a PIL image, not 'cat.png'"),
+        ({"prompt": "a", "image": "cat.png"}, "image must be a PIL image, or a list of them, not 'cat.png'"),
     ):
         with pytest.raises(SettingError, match=message):
             Request(**wrong)  # type: ignore[arg-type]

@@ -329,7 +329,7 @@ def test_what_is_transparent_says_where_to_paint(folder: Path, tmp_path: Path) -
     assert np.array_equal(made[0], made[1])
     assert not np.array_equal(made[0], made[2])
     (error,) = worker.run([Request("a cat", params, Image.new("RGB", (32, 16)))])
-    assert "needs an image with an alpha channel" in str(error)
+    assert "needs a mask, or an image with an alpha channel" in str(error)
 
 
 def boxed(size: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from samovar.engine import OmniDiffusionSamplingParams
+from pipelines import PIPELINES
+from samovar.engine import OmniDiffusionSamplingParams, OutputKind
 from samovar.errors import EngineError, ModelError, SettingError
-from samovar.omni import AsyncOmni
+from samovar.omni import AsyncOmni, Omni
 from samovar.server import AppState, Limits, ServerConfig
 from samovar.server.api_errors import ApiError
 
@@ -95,9 +98,28 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
 )
 def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
     defaults = OmniDiffusionSamplingParams(width=40, height=30, num_inference_steps=5, num_outputs_per_prompt=2)
-    omni: Any = SimpleNamespace(defaults=defaults, can_edit=False)
+    omni: Any = SimpleNamespace(defaults=defaults, can_edit=False, output=OutputKind())
     with pytest.raises(SettingError, match=says):
         AppState(omni, ServerConfig(limits=limits)).open()
     opened = AppState(omni, ServerConfig())
     opened.open()
     assert (opened.phase, opened.is_loaded) == ("serving", True)
+
+
+async def make_video(folder: Path) -> None:
+    """A video comes out of a worker process as it was made; the server does not open for its model."""
+    call: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "seed": 2}
+    async with AsyncOmni(str(folder), device="cpu") as omni:
+        with pytest.raises(ModelError, match="makes video, and the server serves images"):
+            AppState(omni, ServerConfig()).open()
+        result = await omni.generate("a cat", OmniDiffusionSamplingParams(**call, max_sequence_length=16))
+    tiny = PIPELINES["ltx"].build(0)
+    with Omni(tiny) as here:
+        (same,) = here.generate("a cat", max_sequence_length=16, **call)
+    assert np.array_equal(result.videos[0].frames, same.videos[0].frames)
+    assert (len(result.videos[0]), result.videos[0].fps) == (9, 25.0)
+
+
+def test_a_model_that_makes_videos_is_not_served_as_one_that_makes_images(tmp_path: Path) -> None:
+    PIPELINES["ltx"].build(0).save_pretrained(tmp_path)
+    asyncio.run(make_video(tmp_path))

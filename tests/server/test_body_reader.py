@@ -75,6 +75,22 @@ def test_transparency_is_kept_and_other_modes_become_rgb() -> None:
     assert read_image(encoded(PIL.Image.new("CMYK", (4, 4)), "JPEG"), 100).mode == "RGB"
 
 
+def test_photos_are_turned_and_sixteen_bits_are_not_white() -> None:
+    photo, file = PIL.Image.new("RGB", (40, 20), "red"), io.BytesIO()
+    photo.paste("blue", (0, 0, 20, 20))
+    exif = photo.getexif()
+    exif[0x0112] = 6
+    photo.save(file, "JPEG", exif=exif)
+    upright = read_image(file.getvalue(), 1000)
+    assert upright.size == (20, 40)
+    assert upright.getpixel((10, 5))[2] > 200, "blue is above"
+    grey = PIL.Image.frombytes(
+        "I;16", (256, 1), b"".join(level.to_bytes(2, "little") for level in range(0, 65536, 256))
+    )
+    shades = read_image(encoded(grey, "PNG"), 1000)
+    assert [shades.getpixel((x, 0))[0] for x in (0, 128, 255)] == pytest.approx([0, 127, 254], abs=1)
+
+
 def test_a_jpeg_may_have_many_scans_but_not_thousands() -> None:
     assert read_image(jpeg_of_scans(64, 64, 99), 1_000_000).size == (64, 64)
     with pytest.raises(Refused, match="more than 100 scans"):

@@ -1,14 +1,17 @@
-"""How are images made from the shell? `samovar generate`."""
+"""How are images, videos and sounds made from the shell? `samovar generate`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
+from ..files import parse_yaml
+from ..media import SUFFIXES, check_suffix, numbered, read_image, read_media
 from . import arguments
 from .terminal import Status
 
@@ -16,35 +19,49 @@ if TYPE_CHECKING:
     from ..engine import GenerationResult
     from ..omni import Omni
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""Numbers that YAML takes for text."""
+_INPUT = "last_image, control_image, control_video, video, audio, or any other input of the pipeline's call"
 
 
 def add_generate(commands: Any) -> None:
     parser = arguments.add_command(commands, _generate)
     parser.add_argument("prompt", help="what to draw")
     arguments.add_model(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", default="out.png", help="PNG, JPEG or WebP (out.png)")
+    suffixes = "; ".join(" ".join(each) for each in SUFFIXES.values())
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"{suffixes} (out.png, out.mp4 or out.wav)")
     arguments.add_output_options(parser)
-    group = parser.add_argument_group("image")
+    group = parser.add_argument_group("image, video or sound")
     arguments.add_image_options(group)
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same image")
-    group.add_argument("--image", metavar="FILE", help="an image to start from, for models that edit")
-    group.add_argument("--strength", type=float, metavar="X", help="how much of that image to redraw, from 0 to 1")
-    group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many images")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same output")
+    group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many")
+    group.add_argument("--frames", type=int, dest="num_frames", metavar="N", help="frames of a video")
+    group.add_argument("--fps", type=float, metavar="X", help="frames per second")
+    group.add_argument("--seconds", type=float, metavar="X", help="duration, in place of --frames")
+    group.add_argument("--option", action="append", metavar="NAME=VALUE", help="any argument of the pipeline's call")
+    group = parser.add_argument_group("what to start from")
+    group.add_argument("--image", action="append", metavar="FILE", help="an image; again for several")
+    group.add_argument("--strength", type=float, metavar="X", help="how much of it to redraw, from 0 to 1")
+    group.add_argument("--mask", metavar="FILE", help="what to redraw of it: the white part of this image")
+    group.add_argument("--input", action="append", metavar="NAME=FILE", help=_INPUT)
     arguments.add_engine_options(parser)
 
 
 def _generate(options: argparse.Namespace) -> int:
-    """Make images from text.
+    """Make images, videos or sound.
 
-    Make images from text with the built-in model, or with any model in diffusers format. The built-in one knows
-    emoji by name, in three styles: noto, 3d and flat. Settings that are not given take the model's defaults.
+    Make images, videos or sound from text, images and more with the built-in model, or with any model in diffusers
+    format. The built-in one knows emoji by name, in three styles: noto, 3d and flat. Settings that are not given take
+    the model's defaults.
 
     examples:
       samovar generate "a grinning cat, 3d style" -o cat.png
       samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png      (rocket-1.png, rocket-2.png ...)
       samovar generate "pizza, noto style" --steps 50 --cache forecast
       samovar generate "a samovar" ./flux --gpu-memory 12GiB
+      samovar generate "at night" ./flux --task img2img --image day.png --strength 0.6
+      samovar generate "a kettle that boils" ./wan --seconds 3 --option guidance_scale_2=3.5 -o kettle.mp4
       torchrun --nproc-per-node 2 -m samovar generate "a samovar" ./flux --parallel ulysses
     """
     from ..engine import OmniDiffusionSamplingParams, is_under_torchrun
@@ -52,26 +69,31 @@ def _generate(options: argparse.Namespace) -> int:
     _check_prompt(options.prompt)
     options.model = arguments.model_of(options)
     arguments.use_saved_steps(options, [options.cache, options.cache_config])
-    params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
-    image = None if options.image is None else _read_image(options.image)
-    # All ranks make the image, and the first one writes it.
+    given = arguments.given(options, OmniDiffusionSamplingParams)
+    params = OmniDiffusionSamplingParams(**given, options=dict(map(_read_option, options.option or ())))
+    inputs = _read_inputs(options)
+    # All ranks make the output, and the first one writes it.
     is_first = not is_under_torchrun() or os.environ["RANK"] == "0"
     quiet = options.quiet or not is_first
-    files = _output_files(options.output, params.num_outputs_per_prompt or 1) if is_first else []
+    if options.output is not None and is_first:
+        _check_output(options.output, params.num_outputs_per_prompt)
     settings = arguments.engine_settings(options) | {"progress": False}
     with Status("loading the model", quiet) as status:
         from ..omni import Omni
 
         with Omni(config=options.config, **settings) as omni:
-            result = _result(omni, options.prompt, params, image, status)
+            output = options.output or f"out{SUFFIXES[omni.output.kind][0]}"
+            if is_first:
+                check_suffix(output, omni.output.kind)
+                _check_output(output, params.num_outputs_per_prompt or omni.defaults.num_outputs_per_prompt)
+            result = _result(omni, options.prompt, params, inputs, status)
             load_seconds = omni.load_seconds
     if is_under_torchrun():
         import torch.distributed as dist
 
         dist.destroy_process_group()
     if is_first:
-        for file, made in zip(files, result.images, strict=True):
-            made.save(file)
+        files = result.save(output)
         if options.json:
             print(json.dumps(_report(files, result, load_seconds), indent=2))
         elif not quiet:
@@ -89,23 +111,53 @@ def _check_prompt(prompt: str) -> None:
         )
 
 
-def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GenerationResult:
+def _read_option(text: str) -> tuple[str, Any]:
+    """An argument of the pipeline's call, with its value as in YAML."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise SettingError(f"--option {text!r}; expected NAME=VALUE, such as guidance_scale_2=3.5.", param="option")
+    try:
+        return name, float(value) if _FLOAT.fullmatch(value) else parse_yaml(value)
+    except ValueError as error:
+        raise SettingError(f"--option {name}: {value!r} cannot be read: {error}", param="option") from error
+
+
+def _read_inputs(options: argparse.Namespace) -> dict[str, Any]:
+    """The images, videos and sounds to start from, by name."""
+    inputs: dict[str, Any] = {}
+    images = [read_image(file, "--image") for file in options.image or ()]
+    if images:
+        inputs["image"] = images[0] if len(images) == 1 else images
+    if options.mask is not None:
+        inputs["mask"] = read_image(options.mask, "--mask")
+    for text in options.input or ():
+        name, sign, file = text.partition("=")
+        if not sign or not name.isidentifier():
+            raise SettingError(f"--input {text!r}; expected NAME=FILE, such as last_image=end.png.", param="input")
+        if name in inputs:
+            raise SettingError(f"--input {name} is given twice. Give it once.", param="input")
+        inputs[name] = read_media(file, f"--input {name}")
+    return inputs
+
+
+def _result(omni: Omni, prompt: str, params: Any, inputs: dict[str, Any], status: Status) -> GenerationResult:
     from ..engine import Done, Failed, Progress
 
     status.update("generating")
-    for event in omni.generate(prompt, params, image=image, stream=True):
+    for event in omni.generate(prompt, params, stream=True, **inputs):
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Progress):
-            number = f"image {event.image_index + 1}/{event.num_images}, " if event.num_images > 1 else ""
+            number = f"{event.image_index + 1}/{event.num_images}, " if event.num_images > 1 else ""
             status.update(f"{number}step {event.step}/{event.num_steps}")
     assert isinstance(event, Done)  # The last event, if it is not a failure.
     return event.result
 
 
 def _report(files: list[Path], result: GenerationResult, load_seconds: float) -> dict[str, Any]:
+    kind = "videos" if result.videos else "audios" if result.audios else "images"
     return {
-        "images": [{"file": str(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)],
+        kind: [{"file": str(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)],
         "seconds": result.seconds,
         "load_seconds": load_seconds,
         "settings": result.params.given(),
@@ -125,26 +177,12 @@ def _print_result(files: list[Path], result: GenerationResult, load_seconds: flo
         print(f"note: {note}")
 
 
-def _read_image(file: str) -> Any:
-    from PIL import Image
-
-    try:
-        with Image.open(file) as image:
-            image.load()
-            return image
-    except (OSError, Image.DecompressionBombError) as error:
-        raise SettingError(f"--image {file!r} cannot be read: {error}", param="image") from error
-
-
-def _output_files(output: str, count: int) -> list[Path]:
-    """The files to write, checked before any image is made: cat.png, or cat-1.png, cat-2.png ..."""
-    file = Path(output).expanduser()
-    if file.suffix.lower() not in _SUFFIXES:
-        raise SettingError(f"--output {output!r} must end in {', '.join(_SUFFIXES)}.")
-    if not file.parent.is_dir():
-        raise SettingError(f"--output {output!r}: there is no folder {str(file.parent)!r}. Create it first.")
-    files = [file] if count == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, count + 1)]
-    for file in files:
+def _check_output(output: str, count: int | None) -> None:
+    """Refuse files that cannot be written, before anything is made."""
+    check_suffix(output)
+    for file in numbered(output, count or 1):
+        if not file.parent.is_dir():
+            raise SettingError(f"--output {output!r}: there is no folder {str(file.parent)!r}. Create it first.")
         was_there = file.exists()
         try:
             file.open("ab").close()
@@ -152,4 +190,3 @@ def _output_files(output: str, count: int) -> list[Path]:
             raise SettingError(f"--output {str(file)!r} cannot be written: {error.strerror}.") from error
         if not was_there:
             file.unlink()
-    return files

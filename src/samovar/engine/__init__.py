@@ -1,8 +1,10 @@
-"""How does a request become an image?"""
+"""How does a request become an image, a video or a sound?"""
 
 from .facts import PipelineFacts
+from .inputs import INPUT_NAMES, is_media
 from .job import Job
 from .multirank import ImageWorker, MultirankWorker, is_under_torchrun, start_worker
+from .outputs import OutputKind
 from .request import (
     Done,
     Event,
@@ -22,6 +24,7 @@ from .supervisor import Supervisor
 from .worker import Worker, call_pipeline
 
 __all__ = [
+    "INPUT_NAMES",
     "Done",
     "EngineStatus",
     "Event",
@@ -33,6 +36,7 @@ __all__ = [
     "MultirankWorker",
     "OmniDiffusionConfig",
     "OmniDiffusionSamplingParams",
+    "OutputKind",
     "PipelineFacts",
     "Preview",
     "Progress",
@@ -42,6 +46,7 @@ __all__ = [
     "Supervisor",
     "Worker",
     "call_pipeline",
+    "is_media",
     "is_under_torchrun",
     "start_worker",
 ]

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field, replace
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, nearest
+from ..media import upright_size
+from .inputs import Inputs, find_inputs
+from .outputs import OutputKind, find_output
 from .request import OmniDiffusionSamplingParams, Request
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from ..compose.explain import Explanation
 
-_NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt")
-"""Each image has its own generator and its own place in the batch."""
+_NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt", "num_frames", "fps", "seconds")
+"""Each output has its own generator and its own place in the batch; the rest has other names in pipelines."""
+_OURS = frozenset({"self", "args", "kwargs", "prompt", "generator", "return_dict", "output_type", "callback",
+                   "callback_steps", "callback_on_step_end", "callback_on_step_end_tensor_inputs"})  # fmt: skip
+"""Arguments that the engine gives itself."""
+_COUNTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """What a pipeline accepts."""
+    """What a pipeline accepts, and what it makes."""
 
     class_name: str
     takes: frozenset[str]
@@ -30,13 +40,26 @@ class PipelineFacts:
     defaults: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
     explanation: Explanation | None = None
     """What is on the pipeline, and why."""
+    output: OutputKind = field(default_factory=OutputKind)
+    inputs: Inputs = field(default_factory=Inputs)
+    needs: tuple[str, ...] = ()
+    """Other arguments without a default."""
+    types: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
+    """The types of arguments that take plain values."""
+    size: tuple[int, int] | None = None
+    """The height and width that the pipeline takes by default."""
 
     @property
     def can_edit(self) -> bool:
         return "image" in self.takes
 
+    @property
+    def takes_prompt(self) -> bool:
+        return "prompt" in self.takes
+
     def check(self, request: Request) -> dict[str, Any]:
-        """The pipeline's arguments for a request but its images; SettingError if it does not take one of them."""
+        """The pipeline's arguments for a request but its inputs; SettingError if it does not take one of them."""
+        given = self._given_inputs(request)
         params = self.completed(request)
         for name in ("height", "width"):
             size = getattr(params, name)
@@ -49,18 +72,35 @@ class PipelineFacts:
         call = {name: value for name, value in params.given().items() if name not in _NOT_ARGUMENTS}
         for name in call:
             if name not in self.takes:
-                raise SettingError(f"{self.class_name} does not take {name}. {nearest(name, self.takes)}", param=name)
-        self._check_image(request.image)
+                raise SettingError(f"{self.class_name} does not take {name}. {self._nearest(name)}", param=name)
+        if "max_area" in self.takes and params.height and params.width:  # Else it would be another size, of this area.
+            call["max_area"] = params.height * params.width
+        call |= self._length(params)
+        for name, value in params.options.items():
+            self._check_option(name, value, call)
+            call[name] = value
+        if request.prompt and not self.takes_prompt:
+            raise SettingError(f"{self.class_name} takes no prompt. Leave it empty.", param="prompt")
+        self.inputs.check_missing(given, self.class_name)
+        for name in self.needs:
+            if name not in call:
+                raise SettingError(f"{self.class_name} needs {name}. Give it by its name.", param=name)
         return call
 
     def completed(self, request: Request) -> OmniDiffusionSamplingParams:
         """The request's settings over the model's defaults. An image to edit sets the size, or the aspect ratio if one
-        side is given."""
+        side is given; of a video it sets the aspect ratio alone."""
         params = request.params.over(self.defaults)
-        if request.image is None or not self.can_edit or not {"height", "width"} <= self.takes:
+        image: Any = request.image[0] if isinstance(request.image, (list, tuple)) else request.image
+        if image is None or not self.can_edit or not {"height", "width"} <= self.takes:
             return params
-        image_width, image_height = request.image.size
+        image_width, image_height = upright_size(image)
         width, height = request.params.width, request.params.height
+        if self.output.kind != "image" and width is None and height is None:
+            if self.size is None:
+                return params
+            scale = math.sqrt(math.prod(self.size) / max(1, image_width * image_height))
+            image_width, image_height = round(image_width * scale), round(image_height * scale)
         if width is None:
             width = self._rounded(image_width if height is None else image_width * height // max(1, image_height))
         if height is None:
@@ -68,39 +108,105 @@ class PipelineFacts:
             height = self._rounded(image_height if given is None else image_height * given // max(1, image_width))
         return replace(params, height=height, width=width)
 
+    def fps(self, params: OmniDiffusionSamplingParams) -> float | None:
+        """Frames per second of a video with these settings."""
+        return params.fps or self.defaults.fps or self.output.fps
+
+    def num_frames(self, params: OmniDiffusionSamplingParams) -> int:
+        """Frames of a video with these settings; 1 for other outputs."""
+        given = self._length(params).get(self.output.frames_argument or "")
+        return given or self.output.frames or 1
+
+    def inputs_of(self, request: Request) -> dict[str, Any]:
+        """The pipeline's arguments for the images, videos and sounds of a request."""
+        return self.inputs.prepare(self._given_inputs(request), self.output.rate)
+
+    def _given_inputs(self, request: Request) -> dict[str, Any]:
+        given = dict(request.inputs) if request.image is None else {"image": request.image, **request.inputs}
+        return self.inputs.check(given, self.class_name)
+
+    def _length(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
+        """The arguments that say how long a video or a sound is."""
+        output, call = self.output, dict[str, Any]()
+        if output.kind != "video":
+            for name in ("num_frames", "fps"):
+                if getattr(params, name) is not None:
+                    raise SettingError(f"{self.class_name} makes {output}, so it takes no {name}.", param=name)
+        if params.fps is not None and output.fps_argument:
+            call[output.fps_argument] = params.fps
+        if params.num_frames is not None:
+            if output.frames_argument is None:
+                message = f"{self.class_name} makes as many frames as it is given, so it takes no num_frames."
+                raise SettingError(message, param="num_frames")
+            call[output.frames_argument] = params.num_frames
+        if params.seconds is not None:
+            if output.kind == "video" and output.frames_argument:
+                call[output.frames_argument] = output.frames_in(params.seconds, self.fps(params) or 1.0)
+            elif output.duration_argument:
+                call[output.duration_argument] = float(params.seconds)
+            else:
+                message = f"{self.class_name} makes {output} whose duration cannot be chosen. Leave out seconds."
+                raise SettingError(message, param="seconds")
+        return call
+
+    def _check_option(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        if name in _COUNTS:
+            message = f"{name} is said as num_outputs_per_prompt: each output has its own seed."
+            raise SettingError(message, param=name)
+        if name in self.inputs.takes:
+            message = f"{name}={value!r}; expected an image, a video or a sound."
+            raise SettingError(message, param=name)
+        if name in _OURS or name not in self.takes:
+            raise SettingError(f"{self.class_name} does not take {name}. {self._nearest(name)}", param=name)
+        if name in call:
+            raise SettingError(f"{name}={value!r} is already set by another parameter. Give it once.", param=name)
+        allowed = self.types.get(name)
+        if allowed is None or value is None:
+            return
+        is_float = float in allowed and isinstance(value, int) and not isinstance(value, bool)
+        if not is_float and type(value) not in allowed:
+            expected = " or ".join(_PLAIN[each] for each in allowed)
+            raise SettingError(f"{name} must be {expected}, not {value!r}.", param=name)
+
+    def _nearest(self, name: str) -> str:
+        ours = {field.name for field in fields(OmniDiffusionSamplingParams)} - {"options"}
+        lengths = set() if self.output.kind == "image" else {"num_frames", "fps", "seconds"}
+        return nearest(name, sorted((self.takes - _OURS - set(_COUNTS)) | (ours & self.takes) | lengths))
+
     def _rounded(self, side: int) -> int:
         return max(self.multiple, side // self.multiple * self.multiple)
-
-    def _check_image(self, image: Image | None) -> None:
-        if image is None:
-            return
-        if not self.can_edit:
-            raise SettingError(f"{self.class_name} takes no image: it only makes images from text.", param="image")
-        try:
-            image.load()  # Does nothing if its pixels are there.
-        except (EOFError, OSError, SyntaxError, ValueError) as error:  # Which one depends on the format.
-            raise SettingError(f"The image cannot be read: {error}. Is the file complete?", param="image") from error
-        if "mask_image" in self.takes and "A" not in image.getbands():
-            message = f"{self.class_name} needs an image with an alpha channel: it redraws what is transparent."
-            raise SettingError(message, param="image")
-
-    def images(self, image: Image | None) -> dict[str, Any]:
-        """The pipeline's arguments for an image to edit: a mask of its transparent part if the pipeline takes one."""
-        if image is None:
-            return {}
-        try:
-            images: dict[str, Any] = {"image": image.convert("RGB")}
-        except ValueError as error:
-            raise SettingError(f"The image cannot be converted to RGB: {error}.", param="image") from error
-        if "mask_image" in self.takes:
-            images["mask_image"] = image.getchannel("A").point(lambda alpha: 255 - alpha)
-        return images
 
 
 def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFacts:
     """The facts of a loaded pipeline."""
-    takes = frozenset(inspect.signature(pipeline.__call__).parameters)
-    return PipelineFacts(type(pipeline).__name__, takes, _size_multiple(pipeline), defaults)
+    cls = type(pipeline)
+    parameters = inspect.signature(pipeline.__call__).parameters
+    inputs = find_inputs(cls)
+    named = {
+        name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
+    needs = [name for name, each in named.items() if each.default is each.empty and name not in {*inputs.takes, *_OURS}]
+    sides: list[Any] = [parameters[name].default if name in parameters else None for name in ("height", "width")]
+    return PipelineFacts(
+        cls.__name__,
+        frozenset(parameters),
+        _size_multiple(pipeline),
+        defaults,
+        output=find_output(pipeline),
+        inputs=inputs,
+        needs=tuple(needs),
+        types={name: plain for name, each in named.items() if (plain := _plain_types(each.annotation))},
+        size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
+    )
+
+
+def _plain_types(annotation: Any) -> tuple[type, ...]:
+    """The types that an argument takes, if they are all plain: others are the pipeline's business."""
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if typing.get_origin(annotation) is typing.Union:
+        options = typing.get_args(annotation)
+    plain = tuple(option for option in options if option is not types.NoneType)
+    return plain if all(option in _PLAIN for option in plain) else ()
 
 
 def _size_multiple(pipeline: Any) -> int:

@@ -1,7 +1,7 @@
 """What do a worker process and its parent say to each other, and how does it travel?
 
-Messages are pickled through a private pipe; images travel in shared memory. The memory has no name: its file descriptor
-is handed over, so nothing is left behind if either side dies, and no other process can reach it.
+Messages are pickled through a private pipe; images, videos and sounds travel in shared memory. The memory has no name:
+its file descriptor is handed over, so nothing is left behind if either side dies, and no other process can reach it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from ..errors import SamovarError
@@ -112,17 +113,21 @@ def _shared_memory() -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts pixels aside."""
+    """Puts pixels and samples aside."""
 
     def __init__(self, body: io.BytesIO, pixels: io.BytesIO) -> None:
         super().__init__(body, protocol=pickle.HIGHEST_PROTOCOL)
         self._pixels = pixels
 
-    def persistent_id(self, item: Any) -> tuple[str, tuple[int, int], int, int] | None:
-        if not isinstance(item, Image.Image) or item.mode not in _RAW_MODES:
+    def persistent_id(self, item: Any) -> tuple[str, tuple[int, ...], int, int] | None:
+        if isinstance(item, Image.Image) and item.mode in _RAW_MODES:
+            kind, shape, content = item.mode, item.size, item.tobytes()
+        elif type(item) is np.ndarray and item.dtype.kind in "uif":
+            kind, shape, content = item.dtype.str, item.shape, item.tobytes()
+        else:
             return None
         first = self._pixels.tell()
-        return item.mode, item.size, first, first + self._pixels.write(item.tobytes())
+        return kind, shape, first, first + self._pixels.write(content)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -132,6 +137,9 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(body)
         self._pixels = memoryview(pixels)
 
-    def persistent_load(self, found: tuple[str, tuple[int, int], int, int]) -> Image.Image:
-        mode, size, first, last = found
-        return Image.frombytes(mode, size, bytes(self._pixels[first:last]))
+    def persistent_load(self, found: tuple[str, tuple[int, ...], int, int]) -> Any:
+        kind, shape, first, last = found
+        content = self._pixels[first:last]
+        if kind in _RAW_MODES:
+            return Image.frombytes(kind, (shape[0], shape[1]), bytes(content))
+        return np.frombuffer(content, kind).reshape(shape).copy()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
-from ..errors import ModelError, nearest
+from ..errors import ModelError, SettingError, nearest
 from ..files import INDEX, brief, first_line, read_json, reading
 from .quantize import Quantization, check_saved, loading_arguments
 
@@ -129,15 +129,34 @@ class _Missing(logging.Handler):
             raise ModelError(f"{folder} lacks the weights {self.weights[0]!r}{more}. Download or save it again.")
 
 
-def find_loader(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The class that the folder's index names. Importing it takes most of the time until the first image."""
+def find_loader(folder: Path, *, trust_remote_code: bool = False, task: str | None = None) -> Any:
+    """The class that the folder's index names, or the one of its family for a task. Importing it takes most of the time
+    until the first image."""
     from ..arch.folder import check_folder, pipeline_class
 
     index = check_folder(folder, trust_remote_code=trust_remote_code)
     diffusers = load_diffusers()
     if isinstance(index.get("_class_name"), list):
+        if task is not None:
+            raise ModelError(f"{folder} comes with a class of its own, so a task cannot be chosen. Leave out task.")
         return diffusers.DiffusionPipeline  # It finds the class in the folder.
-    return pipeline_class(folder, index)
+    cls = pipeline_class(folder, index)
+    return cls if task is None else class_for_task(cls, task)
+
+
+def class_for_task(cls: Any, task: str) -> Any:
+    """The pipeline that does a task with the parts of another one, by diffusers' own tables."""
+    from ..other_libraries import pipelines_by_task
+
+    tables = pipelines_by_task()
+    families = {family for table in tables.values() for family, each in table.items() if each is cls}
+    found = {name: table[family] for name, table in tables.items() for family in families if family in table}
+    if task in found:
+        return found[task]
+    if task not in tables:
+        raise SettingError(f"task={task!r} is not a task. {nearest(task, tables)}", param="task")
+    known = f"With it: {', '.join(sorted(found))}." if found else "Leave out task."
+    raise SettingError(f"task={task!r}: diffusers has no pipeline for it like {cls.__name__}. {known}", param="task")
 
 
 def load_pipeline(
@@ -147,11 +166,12 @@ def load_pipeline(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
     components: Mapping[str, Any] | None = None,
+    task: str | None = None,
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
     from ..arch.folder import check_loaded
 
-    loader = find_loader(folder, trust_remote_code=trust_remote_code)
+    loader = find_loader(folder, trust_remote_code=trust_remote_code, task=task)
     check_saved(folder, read_json(folder / INDEX))
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
     given |= components or {}

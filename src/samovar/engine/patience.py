@@ -45,7 +45,9 @@ class Patience:
 
 
 def pixels_of(requests: Sequence[Request], facts: PipelineFacts, max_batch: int = 1) -> int:
-    """Pixels that a worker computes at once for some requests; without any, for one image of the default size."""
+    """Pixels that a worker computes at once for some requests, in all frames; without any, for one of the default
+    size."""
     params = facts.completed(requests[0] if requests else Request(""))
     count = min(max_batch, sum(request.num_images for request in requests)) if requests else 1
-    return ((params.width or 0) * (params.height or 0) or _USUAL_PIXELS) * count
+    pixels = (params.width or 0) * (params.height or 0) or _USUAL_PIXELS
+    return pixels * count * facts.num_frames(params)

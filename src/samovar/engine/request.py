@@ -7,13 +7,14 @@ A request that is refused or cancelled in the queue yields only `Failed`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError, SamovarError, SettingError, nearest
 from ..files import read_json
+from ..media import Audio, Video, check_suffix, numbered, save
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 _MAX_INT, _MAX_SEED = 2**31 - 1, 2**64 - 1
 _INTEGERS = {"num_inference_steps": (1, _MAX_INT), "height": (1, _MAX_INT), "width": (1, _MAX_INT),
              "num_outputs_per_prompt": (1, _MAX_INT), "max_sequence_length": (1, _MAX_INT),
-             "seed": (0, _MAX_SEED)}  # fmt: skip
-_NUMBERS = {"guidance_scale": (0, sys.float_info.max), "true_cfg_scale": (0, sys.float_info.max), "strength": (0, 1)}
+             "seed": (0, _MAX_SEED), "num_frames": (1, _MAX_INT)}  # fmt: skip
+_NUMBERS = {"guidance_scale": (0, sys.float_info.max), "true_cfg_scale": (0, sys.float_info.max), "strength": (0, 1),
+            "fps": (0.01, 1000), "seconds": (0.001, 86_400)}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OmniDiffusionSamplingParams:
-    """How an image is sampled. None means the model's default, or else its pipeline's."""
+    """How an output is sampled. None means the model's default, or else its pipeline's."""
 
     num_inference_steps: int | None = None
     """Number of denoising steps."""
@@ -44,13 +46,27 @@ class OmniDiffusionSamplingParams:
     negative_prompt: str | None = None
     """What to avoid; used with classifier-free guidance."""
     num_outputs_per_prompt: int | None = None
-    """Number of images per prompt."""
+    """Number of images, videos or sounds per prompt."""
     max_sequence_length: int | None = None
     """Number of text tokens the model reads."""
     strength: float | None = None
     """How much of a given image is redrawn, from 0 to 1."""
+    num_frames: int | None = None
+    """Number of frames of a video."""
+    fps: float | None = None
+    """Frames per second of a video. A model that does not take it makes the same frames, played at this rate."""
+    seconds: float | None = None
+    """Duration of a video or a sound, in place of `num_frames`; the model's nearest."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Any other argument of the pipeline's call, by name."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
+            message = f"options must be arguments of the pipeline by name, not {self.options!r}."
+            raise SettingError(message, param="options")
+        if self.num_frames is not None and self.seconds is not None:
+            message = f"num_frames={self.num_frames} and seconds={self.seconds} both say how long. Give one."
+            raise SettingError(message, param="seconds")
         for name, value in self.given().items():
             if name == "negative_prompt":
                 if not isinstance(value, str):
@@ -78,13 +94,25 @@ class OmniDiffusionSamplingParams:
                 raise SettingError(f"{name!r} is not a sampling parameter. {nearest(name, known)}", param=name)
         return cls(**settings)
 
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> OmniDiffusionSamplingParams:
+        """Settings by name. Names of other arguments are options, which the pipeline's signature judges."""
+        known = {field.name for field in fields(cls)} - {"options"}
+        options = {name: value for name, value in arguments.items() if name not in {*known, "options"}}
+        given = {name: value for name, value in arguments.items() if name in known}
+        return cls(**given, options={**arguments.get("options", {}), **options})
+
     def given(self) -> dict[str, Any]:
-        """What is not None, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """What is not None, by name; `options` apart."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "options"}
+        return {name: value for name, value in values.items() if value is not None}
 
     def over(self, other: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
         """These settings, completed by another's."""
-        return OmniDiffusionSamplingParams(**other.given() | self.given())
+        theirs, ours = other.given(), self.given()
+        if ours.keys() & {"num_frames", "seconds"}:
+            theirs = {name: value for name, value in theirs.items() if name not in ("num_frames", "seconds")}
+        return OmniDiffusionSamplingParams(**theirs | ours, options={**other.options, **self.options})
 
 
 def _shown(value: Any) -> str:
@@ -105,23 +133,26 @@ def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to make its images."""
+    """One prompt and how to make its images, videos or sounds."""
 
     prompt: str
     params: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
-    image: Image | None = None
-    """The image to edit, for pipelines that take one."""
+    image: Image | Sequence[Image] | None = None
+    """The image to start from, or several, for pipelines that take them."""
     num_previews: int = 0
     exact: bool = False
     """Compute every step, whatever the cache would skip."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """Other images, videos and sounds to start from, by name: mask, last_image, control_image, video, audio ..."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
             raise SettingError(f"prompt must be text, not {self.prompt!r}.", param="prompt")
         if not isinstance(self.params, OmniDiffusionSamplingParams):
             raise SettingError(f"params must be OmniDiffusionSamplingParams, not {self.params!r}.", param="params")
-        if self.image is not None and not hasattr(self.image, "convert"):
-            raise SettingError(f"image must be a PIL image, not {self.image!r}.", param="image")
+        images = self.image if isinstance(self.image, (list, tuple)) else () if self.image is None else (self.image,)
+        if not all(hasattr(image, "convert") for image in images) or (self.image is not None and not images):
+            raise SettingError(f"image must be a PIL image, or a list of them, not {self.image!r}.", param="image")
         if type(self.num_previews) is not int or self.num_previews < 0:
             message = f"num_previews must be a whole number, 0 or more, not {self.num_previews!r}."
             raise SettingError(message, param="num_previews")
@@ -138,8 +169,10 @@ class Request:
         return tuple(range(first, first + self.num_images))
 
     def fits_with(self, other: Request) -> bool:
-        """Whether one pipeline call can make the images of both."""
-        if self.image is not None or other.image is not None or self.exact != other.exact:
+        """Whether one pipeline call can make the outputs of both."""
+        if any(one.image is not None or one.inputs or one.params.options for one in (self, other)):
+            return False
+        if self.exact != other.exact:
             return False
         ours, theirs = (replace(one.params, seed=None, num_outputs_per_prompt=None) for one in (self, other))
         return ours == theirs
@@ -147,12 +180,12 @@ class Request:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """The images of one prompt."""
+    """What was made of one prompt."""
 
     prompt: str
-    images: tuple[Image, ...]
+    outputs: tuple[Image | Video | Audio, ...]
     seeds: tuple[int, ...]
-    """The seed that makes each image again, alone."""
+    """The seed that makes each output again, alone."""
     params: OmniDiffusionSamplingParams
     """The settings used."""
     seconds: float
@@ -161,19 +194,45 @@ class GenerationResult:
     cache: tuple[Any, ...] = ()
     """The cache's `stats()` for each pipeline call; empty without a cache."""
     error: SamovarError | None = None
-    """Why there are no images, for a prompt of a list. A single prompt that fails raises it instead."""
+    """Why there are no outputs, for a prompt of a list. A single prompt that fails raises it instead."""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(output for output in self.outputs if not isinstance(output, (Video, Audio)))
+
+    @property
+    def videos(self) -> tuple[Video, ...]:
+        return tuple(output for output in self.outputs if isinstance(output, Video))
+
+    @property
+    def audios(self) -> tuple[Audio, ...]:
+        return tuple(output for output in self.outputs if isinstance(output, Audio))
+
+    def save(self, file: str | Path) -> list[Path]:
+        """Write the outputs, as the suffix says: .png, .jpg, .webp; .mp4, .webm, .gif; .wav, .flac, .mp3, .ogg. Several
+        get numbers: cat-1.png, cat-2.png ..."""
+        if self.error is not None:
+            raise self.error
+        check_suffix(file)
+        return [
+            save(output, path) for output, path in zip(self.outputs, numbered(file, len(self.outputs)), strict=True)
+        ]
 
     def __repr__(self) -> str:
         if self.error is not None:
             return f"<GenerationResult for {self.prompt!r}: {type(self.error).__name__}: {self.error}>"
         made = ", ".join(
-            f"{image.width}x{image.height}, seed {seed}" for image, seed in zip(self.images, self.seeds, strict=True)
+            f"{_described(output)}, seed {seed}" for output, seed in zip(self.outputs, self.seeds, strict=True)
         )
         return f"<GenerationResult for {self.prompt!r}: {made}; {self.seconds:.1f} s>"
 
     @classmethod
     def failed(cls, request: Request, error: SamovarError) -> GenerationResult:
         return cls(request.prompt, (), (), request.params, 0.0, error=error)
+
+
+def _described(output: Image | Video | Audio) -> str:
+    return repr(output) if isinstance(output, (Video, Audio)) else f"{output.width}x{output.height}"
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ class OmniDiffusionConfig:
     """Whether to show a progress bar on a terminal."""
     trust_remote_code: bool = False
     """Whether Python files that come with the model may run."""
+    task: str | None = None
+    """What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", "inpaint",
+    "text2video", "image2video", "video2video" ... By default what its folder says."""
     cache: CacheSetting = None
     """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`."""
     offload: OffloadSetting = None

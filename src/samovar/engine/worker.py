@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import random
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from .facts import facts_of
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
+from .outputs import output_fields, take_outputs
 from .planning import choose_quantization
 from .quantize import Quantization
 from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, read_defaults
@@ -43,7 +45,7 @@ class Usage(NamedTuple):
 
 
 def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any]) -> Any:
-    """The images of one pipeline call, one for each prompt and seed."""
+    """What one pipeline call returns, for each prompt and seed."""
     import torch
 
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
@@ -52,8 +54,10 @@ def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], a
         call |= {"prompt": prompts[0], "generator": generators[0]}
     elif "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
+    if not any(prompts) and "prompt" not in inspect.signature(pipeline.__call__).parameters:
+        del call["prompt"]
     try:
-        return pipeline(**call).images
+        return pipeline(**call)
     except SettingError:
         raise
     except ValueError as error:  # How diffusers pipelines refuse a setting.
@@ -75,14 +79,20 @@ class Worker:
         if pipeline is None:
             folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
             defaults = read_defaults(folder)
-            find_loader(folder, trust_remote_code=config.trust_remote_code)
+            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, task=config.task)
+            if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
+                output_fields(loader)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self._device)
             quantised, why = self._quantization(config, folder, dtype, defaults)
-            pipeline = load_pipeline(folder, dtype, trust_remote_code=config.trust_remote_code, quantization=quantised)
+            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, "task": config.task}
+            pipeline = load_pipeline(folder, dtype, **how)  # type: ignore[arg-type]
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
+        elif config.task is not None:
+            message = f"This {type(pipeline).__name__} is loaded, so its task is decided. Leave out task."
+            raise SettingError(message, param="task")
         elif config.quantised() is not None or config.loss not in (None, "exact"):
             raise SettingError(
                 f"Weights are quantised while they are loaded, and this {type(pipeline).__name__} is loaded. Give the "
@@ -93,6 +103,7 @@ class Worker:
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
+        self.facts = facts_of(pipeline, defaults)
         offload = config.attach_config.offload
         if offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self._device)
@@ -100,10 +111,11 @@ class Worker:
             part = getattr(pipeline, name, None)  # A name that is none is refused below.
             if isinstance(part, torch.nn.Module):
                 part.to(self._device)
-        self.facts = facts_of(pipeline, defaults)
-        # A cache decides for a batch as a whole, so an image would depend on those beside it.
-        self.max_batch = config.max_batch if config.attach_config.cache is None else 1
-        size = {"height": defaults.height, "width": defaults.width, "batch": self.max_batch}
+        # A cache decides for a batch as a whole, so an output would depend on those beside it.
+        is_batched = config.attach_config.cache is None and self.facts.takes_prompt
+        self.max_batch = config.max_batch if is_batched else 1
+        frames = defaults.num_frames
+        size = {"height": defaults.height, "width": defaults.width, "frames": frames, "batch": self.max_batch}
         self._attached = Attached(pipeline, config.attach_config.for_requests(**size))
         self.facts = replace(self.facts, explanation=self._attached.explain().because(why))
         self.load_seconds = time.perf_counter() - started
@@ -176,32 +188,39 @@ class Worker:
 
     def _run_batch(self, batch: Mapping[int, Request], listener: Listener) -> dict[int, Outcome]:
         slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
-        images: dict[int, list[Any]] = {index: [] for index in batch}
+        made: dict[int, list[tuple[Any, int]]] = {index: [] for index in batch}
         cache = self._cache_for(next(iter(batch.values())))
         stats: list[Any] = []
         started = time.perf_counter()
         for first in range(0, len(slots), self.max_batch):
             together = slots[first : first + self.max_batch]
-            for (index, _), image in zip(together, self._call(batch, together, listener), strict=True):
-                images[index].append(image)
+            for (index, number), outputs in zip(together, self._call(batch, together, listener), strict=True):
+                made[index] += [(output, batch[index].seeds[number]) for output in outputs]
             if cache is not None:
                 stats.append(cache.stats())
         seconds = time.perf_counter() - started
         return {
             index: GenerationResult(
-                request.prompt, tuple(images[index]), request.seeds, request.params, seconds, cache=tuple(stats)
+                request.prompt,
+                tuple(output for output, _ in made[index]),
+                tuple(seed for _, seed in made[index]),
+                request.params,
+                seconds,
+                cache=tuple(stats),
             )
             for index, request in batch.items()
         }
 
-    def _call(self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener) -> list[Any]:
-        """One pipeline call."""
+    def _call(self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener) -> list[list[Any]]:
+        """What one pipeline call makes for each slot."""
         import torch
 
         from .steps import StepWatch, follow_steps
 
         lead = batch[slots[0][0]]
-        call = self.facts.check(lead) | self.facts.images(lead.image)
+        call = self.facts.check(lead) | self.facts.inputs_of(lead)
+        if self.facts.output.kind == "video" and "output_type" in self.facts.takes:
+            call["output_type"] = "np"
         prompts = [batch[index].prompt for index, _ in slots]
         seeds = [batch[index].seeds[number] for index, number in slots]
         cache = self._cache_for(lead)
@@ -209,7 +228,8 @@ class Worker:
         try:
             exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
             with exactly, follow_steps(watch, self._pipeline, call, self.facts.takes):
-                return list(call_pipeline(self._pipeline, prompts, seeds, call))
+                output = call_pipeline(self._pipeline, prompts, seeds, call)
+                return take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
         except SamovarError:
             raise
         except BaseException as error:
@@ -252,7 +272,11 @@ class Worker:
         config = getattr(getattr(self._pipeline, "transformer", None), "config", {})
         if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
             notes.append("guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale")
-        return replace(outcome, notes=tuple(notes))
+        asked = self.facts.num_frames(request.params.over(self.facts.defaults))
+        for video in outcome.videos:
+            if request.params.num_frames not in (None, len(video)):
+                notes.append(f"{asked} frames were asked for, and the model makes {len(video)}")
+        return replace(outcome, notes=(*notes, *self.facts.output.notes))
 
 
 def _resident_bytes() -> int:
@@ -264,4 +288,5 @@ def _resident_bytes() -> int:
 
 def _described(params: OmniDiffusionSamplingParams, count: int) -> str:
     size = f"{params.width} x {params.height} pixels" if params.width and params.height else "the default size"
-    return f"{count} image{'s' * (count > 1)} of {size}"
+    frames = f", {params.num_frames} frames" if params.num_frames else ""
+    return f"{count} image{'s' * (count > 1)} of {size}{frames}"

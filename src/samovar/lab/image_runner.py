@@ -120,6 +120,9 @@ class ImageRunner:
         self.pipeline.set_progress_bar_config(disable=True)
         self.denoisers: dict[str, torch.nn.Module] = find_denoisers(pipeline)
         self._facts = facts_of(pipeline, defaults)
+        if self._facts.output.kind != "image":
+            message = f"{type(pipeline).__name__} makes {self._facts.output}; the lab compares images."
+            raise ModelError(f"{message} Use a model that makes images.")
         self.params = self._facts.completed(Request("", params))
         if self.params.num_inference_steps is None:
             takes = inspect.signature(pipeline.__call__).parameters
@@ -205,7 +208,8 @@ class ImageRunner:
 
     def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
         call = self._facts.check(Request("", self.params)) | {"num_inference_steps": steps, "output_type": "pt"}
-        images = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
+        output = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
+        images = getattr(output, self._facts.output.field)
         if not isinstance(images, torch.Tensor) or images.ndim != 4:
             raise ModelError(f"{type(self.pipeline).__name__} makes no images, so there is nothing to compare.")
         return images.detach().float()

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ..errors import SamovarError, SettingError
+from ..errors import ModelError, SamovarError, SettingError
 from ..omni import AsyncOmni
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders
@@ -27,7 +27,13 @@ class AppState:
     """Whether the model's facts are known. A server may drain before it has loaded."""
 
     def open(self) -> None:
-        """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
+        """Take requests, once the engine has started. Refused if the model makes no images, or if its own defaults
+        exceed the limits."""
+        if self.omni.output.kind != "image":
+            raise ModelError(
+                f"{self.omni.config.model!r} makes {self.omni.output}, and the server serves images. Use samovar "
+                "generate or Omni for it."
+            )
         defaults, limits = self.omni.defaults, self.config.limits
         pixels = (defaults.width or 0) * (defaults.height or 0)
         steps, images = defaults.num_inference_steps or 0, defaults.num_outputs_per_prompt or 0

@@ -16,6 +16,7 @@ import sys
 from typing import Any, BinaryIO, NamedTuple
 
 import PIL.Image
+import PIL.ImageOps
 import PIL.WebPImagePlugin
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import create_form_parser, parse_options_header
@@ -129,11 +130,22 @@ def read_image(content: bytes, max_pixels: int) -> PIL.Image.Image:
         raise _bad_image(f"image has more than {MAX_SCANS} scans. Save it as an ordinary JPEG.")
     try:
         is_transparent = "A" in image.getbands() or "transparency" in image.info
-        return image.convert("RGBA" if is_transparent else "RGB")
+        turned = _turned(image)
+        if turned.mode.startswith("I"):  # 16 bits, which would be clipped to white.
+            turned = turned.convert("I").point(lambda level: level * (255 / 65535)).convert("L")
+        return turned.convert("RGBA" if is_transparent else "RGB")
     except MemoryError as error:
         raise _bad_image("image needs more memory than is allowed. Save it without metadata, or smaller.") from error
     except (OSError, ValueError, SyntaxError, LookupError) as error:
         raise _bad_image("image is damaged: its pixels cannot be decoded.") from error
+
+
+def _turned(image: PIL.Image.Image) -> PIL.Image.Image:
+    """As a camera noted it, if its notes can be read."""
+    try:
+        return PIL.ImageOps.exif_transpose(image)
+    except (struct.error, TypeError, AttributeError):
+        return image
 
 
 def _bad_image(message: str) -> Refused:

@@ -1,0 +1,21 @@
+"""What is a video or a sound, and how is it read from a file and written to one?"""
+
+from .reading import read_audio, read_image, read_media, read_video, upright, upright_size
+from .values import Audio, Video
+from .writing import SUFFIXES, check_suffix, encode, numbered, save
+
+__all__ = [
+    "SUFFIXES",
+    "Audio",
+    "Video",
+    "check_suffix",
+    "encode",
+    "numbered",
+    "read_audio",
+    "read_image",
+    "read_media",
+    "read_video",
+    "save",
+    "upright",
+    "upright_size",
+]

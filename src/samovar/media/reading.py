@@ -1,0 +1,119 @@
+"""How does a file become an image, a video or a sound? Upright, at eight bits, whatever wrote it."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingError
+from .values import Audio, Video
+from .writing import load_av
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_ANIMATED = (".gif", ".webp", ".png", ".apng")
+"""What Pillow reads frame by frame."""
+_ORIENTATION = 0x0112
+_SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac")
+_VIDEOS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v", ".gif")
+
+
+def upright(image: Image) -> Image:
+    """An image as viewers show it: turned as its EXIF says, and at eight bits. Pillow clips more to white."""
+    from PIL import ImageOps
+
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I"):
+        turned = turned.convert("I").point(lambda level: level * (255 / 65535)).convert("L")
+    return turned
+
+
+def upright_size(image: Image) -> tuple[int, int]:
+    """Width and height of an image as viewers show it."""
+    width, height = image.size
+    return (height, width) if image.getexif().get(_ORIENTATION) in (5, 6, 7, 8) else (width, height)
+
+
+def read_image(file: str | Path, param: str = "image") -> Image:
+    """The image of a file."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            image.load()
+            return upright(image)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise SettingError(f"{param} {str(file)!r} cannot be read: {error}", param=param) from error
+
+
+def read_video(file: str | Path, param: str = "video") -> Video:
+    """The frames of a file and how fast they are played. An animation with a time for each frame gets their mean."""
+    if Path(file).suffix.lower() in _ANIMATED:
+        return _read_animation(file, param)
+    import numpy as np
+
+    av = load_av(f"To read {str(file)!r}", "Without it, animations in GIF, WebP and PNG can be read.")
+    try:
+        with av.open(str(file)) as container:
+            if not container.streams.video:
+                raise SettingError(f"{param} {str(file)!r} has no video in it.", param=param)
+            stream = container.streams.video[0]
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+            rate = float(stream.average_rate or stream.base_rate or 24)
+    except (OSError, ValueError) as error:  # PyAV's own errors are one of them.
+        raise SettingError(f"{param} {str(file)!r} cannot be read as a video: {error}", param=param) from error
+    if not frames:
+        raise SettingError(f"{param} {str(file)!r} has no frames.", param=param)
+    return Video(np.stack(frames), rate)
+
+
+def _read_animation(file: str | Path, param: str) -> Video:
+    import numpy as np
+    from PIL import Image, ImageSequence
+
+    try:
+        with Image.open(file) as image:
+            each = ImageSequence.Iterator(image)
+            shown = [(np.asarray(frame.convert("RGB")), frame.info.get("duration", 0)) for frame in each]
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise SettingError(f"{param} {str(file)!r} cannot be read as a video: {error}", param=param) from error
+    seconds = sum(duration for _, duration in shown) / 1000
+    return Video(np.stack([frame for frame, _ in shown]), len(shown) / seconds if seconds else 24.0)
+
+
+def read_audio(file: str | Path, param: str = "audio") -> Audio:
+    """The sound of a file, or of a video."""
+    import numpy as np
+
+    try:
+        if Path(file).suffix.lower() == ".wav":
+            with wave.open(str(file), "rb") as sound:
+                if sound.getsampwidth() == 2:
+                    levels = np.frombuffer(sound.readframes(sound.getnframes()), "<i2")
+                    samples = levels.reshape(-1, sound.getnchannels()).T.astype(np.float32) / (2**15 - 1)
+                    return Audio(samples.clip(-1, 1), sound.getframerate())
+    except (OSError, EOFError, wave.Error) as error:
+        if isinstance(error, FileNotFoundError):
+            raise SettingError(f"{param} {str(file)!r} is not there.", param=param) from error
+    av = load_av(f"To read {str(file)!r}", "Without it, .wav files of 16 bits can be read.")
+    try:
+        with av.open(str(file)) as container:
+            if not container.streams.audio:
+                raise SettingError(f"{param} {str(file)!r} has no sound in it.", param=param)
+            stream = container.streams.audio[0]
+            resampler = av.AudioResampler(format="fltp", layout=stream.layout.name, rate=stream.rate)
+            decoded = [part for frame in container.decode(stream) for part in resampler.resample(frame)]
+            parts = [part.to_ndarray() for part in [*decoded, *resampler.resample(None)]]
+            rate = int(stream.rate)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{param} {str(file)!r} cannot be read as sound: {error}", param=param) from error
+    return Audio(np.concatenate(parts, axis=1), rate)
+
+
+def read_media(file: str | Path, param: str) -> Any:
+    """An image, a video or a sound, by the suffix of the file."""
+    suffix = Path(file).suffix.lower()
+    read = read_audio if suffix in _SOUNDS else read_video if suffix in _VIDEOS else read_image
+    return read(file, param)

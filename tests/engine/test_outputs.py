@@ -1,0 +1,208 @@
+"""What a pipeline makes is known from its class; what it returns becomes images, videos and sounds."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipelines import PIPELINES
+from samovar import Omni
+from samovar.engine import Event, OmniDiffusionConfig, Progress, Worker
+from samovar.engine.outputs import OutputKind, find_output, output_fields, take_outputs
+from samovar.errors import EngineError, ModelError, SettingError
+
+VIDEO = OutputKind("video", "frames", fps=8.0)
+
+
+def exported() -> dict[str, Any]:
+    import diffusers
+
+    found = {}
+    for name in dir(diffusers):
+        cls = getattr(diffusers, name, None)
+        is_pipeline = inspect.isclass(cls) and issubclass(cls, diffusers.DiffusionPipeline)
+        if is_pipeline and cls.__module__.startswith("diffusers.pipelines.") and "deprecated" not in cls.__module__:
+            found[name] = cls
+    del found["DiffusionPipeline"]
+    return found
+
+
+UNKNOWN = {
+    "DiffusionGemmaPipeline", "FluxPriorReduxPipeline", "KandinskyPriorPipeline", "KandinskyV22PriorEmb2EmbPipeline",
+    "KandinskyV22PriorPipeline", "LLaDA2Pipeline", "MarigoldDepthPipeline", "MarigoldIntrinsicsPipeline",
+    "MarigoldNormalsPipeline", "RFD4ProteinaPipeline", "SanaWMLTX2Refiner", "StableCascadePriorPipeline",
+}  # fmt: skip
+"""They make text, embeddings, depth or proteins; or they refine another's latents."""
+
+
+@pytest.mark.slow
+def test_every_pipeline_of_diffusers_has_a_kind_or_is_refused_by_name() -> None:
+    kinds: dict[str, str] = {}
+    for name, cls in exported().items():
+        try:
+            kinds[name] = output_fields(cls)[0]
+        except ModelError:
+            assert name in UNKNOWN
+    assert {"WanPipeline", "LTX2Pipeline", "CogVideoXPipeline"} <= {name for name in kinds if kinds[name] == "video"}
+    assert {name for name in kinds if kinds[name] == "audio"} >= {"StableAudioPipeline", "AudioLDM2Pipeline"}
+    assert kinds["FluxPipeline"] == kinds["Kandinsky5T2IPipeline"] == "image"
+    assert not UNKNOWN & set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("FluxPipeline", ("image", "images", None)),
+        ("Kandinsky5T2IPipeline", ("image", "image", None)),
+        ("WanPipeline", ("video", "frames", None)),
+        ("LTX2Pipeline", ("video", "frames", "audio")),
+        ("StableAudioPipeline", ("audio", "audios", None)),
+        ("KandinskyV22CombinedPipeline", ("image", "images", None)),
+    ],
+)
+def test_the_kind_is_read_from_the_class(name: str, expected: tuple[str, str, str | None]) -> None:
+    import diffusers
+
+    assert output_fields(getattr(diffusers, name)) == expected
+
+
+def test_a_subclass_makes_what_its_parent_makes() -> None:
+    from diffusers import WanPipeline
+
+    class Own(WanPipeline):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    assert output_fields(Own)[:2] == ("video", "frames")
+
+
+def test_rates_and_lengths_are_read_off_the_pipeline() -> None:
+    wan = find_output(PIPELINES["wan"].build(0))
+    assert (wan.fps, wan.frames_argument, wan.frames, wan.frame_group) == (16.0, "num_frames", 81, 4)
+    ltx = find_output(PIPELINES["ltx"].build(0))
+    assert (ltx.fps, ltx.fps_argument, ltx.frame_group) == (25.0, "frame_rate", 8)
+    assert [wan.frames_in(seconds, 16) for seconds in (0.01, 0.5, 1, 5)] == [1, 9, 17, 81]
+    even = OutputKind("video", "frames", frames=88, frame_group=4)
+    assert [even.frames_in(seconds, 15) for seconds in (0.01, 1, 6)] == [4, 16, 88]
+
+
+RAMP = np.linspace(0, 1, 3 * 4 * 6 * 3).reshape(3, 4, 6, 3).astype(np.float32)
+LEVELS = (RAMP * 255).round().astype(np.uint8)
+PICTURES = [Image.fromarray(frame) for frame in LEVELS]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        RAMP[None], torch.from_numpy(RAMP)[None].movedim(-1, 2), [RAMP], [PICTURES], PICTURES, RAMP,
+        [torch.from_numpy(RAMP).movedim(-1, 1)], [list(RAMP)], list(RAMP), LEVELS[None],
+    ],
+    ids=["array", "tensor", "arrays", "images", "bare images", "bare array", "tensors", "lists", "bare list", "bytes"],
+)  # fmt: skip
+def test_frames_come_in_many_forms(frames: Any) -> None:
+    ((video,),) = take_outputs(VIDEO, SimpleNamespace(frames=frames), 1)
+    assert np.array_equal(video.frames, LEVELS)
+    assert video.fps == 8.0
+
+
+def test_a_video_may_have_sound_and_another_rate() -> None:
+    kind = OutputKind("video", "frames", "audio", 8.0, 16_000)
+    sound = torch.linspace(-1, 1, 2 * 50).reshape(1, 2, 50)
+    ((video,),) = take_outputs(kind, SimpleNamespace(frames=RAMP[None], audio=sound), 1, fps=12.0)
+    assert (video.fps, video.audio.rate, video.audio.samples.shape) == (12.0, 16_000, (2, 50))
+    ((silent,),) = take_outputs(kind, SimpleNamespace(frames=RAMP[None], audio=None), 1)
+    assert silent.audio is None
+
+
+@pytest.mark.parametrize("shape", [(2, 50), (2, 1, 50), (2, 2, 50)])
+def test_sounds_come_with_channels_or_without(shape: tuple[int, ...]) -> None:
+    made = take_outputs(OutputKind("audio", "audios", rate=100), SimpleNamespace(audios=torch.zeros(shape)), 2)
+    assert [audio.samples.shape for (audio,) in made] == [(shape[1] if len(shape) == 3 else 1, 50)] * 2
+
+
+def test_layers_belong_to_one_prompt() -> None:
+    made = take_outputs(OutputKind(), SimpleNamespace(images=[PICTURES, PICTURES[:1]]), 2)
+    assert [len(images) for images in made] == [3, 1]
+
+
+def test_nan_and_a_wrong_count_are_errors() -> None:
+    with pytest.raises(EngineError, match="contains NaN"):
+        take_outputs(VIDEO, SimpleNamespace(frames=np.full((1, 2, 4, 4, 3), np.nan, np.float32)), 1)
+    with pytest.raises(EngineError, match="made 1 outputs for 2 prompts"):
+        take_outputs(OutputKind(), SimpleNamespace(images=PICTURES[:1]), 2)
+
+
+def test_a_pipeline_of_no_known_kind_is_refused_before_it_is_loaded(tmp_path: Any) -> None:
+    parts = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "scheduler": "DDIMScheduler"}
+    texts = {"text_encoder": "CLIPTextModel", "tokenizer": "CLIPTokenizer"}
+    index: dict[str, Any] = {"_class_name": "MarigoldDepthPipeline"}
+    index |= {name: ["diffusers", kind] for name, kind in parts.items()}
+    index |= {name: ["transformers", kind] for name, kind in texts.items()}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="MarigoldDepthPipeline returns latent, prediction, uncertainty"):
+        Worker(OmniDiffusionConfig(str(tmp_path), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def wan() -> Any:
+    tiny = PIPELINES["wan"]
+    with Omni(tiny.build(0)) as omni:
+        yield omni
+
+
+SIZE = {"height": 32, "width": 48, "num_inference_steps": 2, "max_sequence_length": 16, "seed": 3}
+
+
+def test_a_video_is_made_saved_and_its_steps_are_told(wan: Omni, tmp_path: Any) -> None:
+    from samovar.media import read_video
+
+    assert (wan.output.kind, str(wan.output)) == ("video", "video")
+    events: list[Event] = list(wan.generate("a cat", stream=True, num_frames=9, **SIZE))
+    assert sum(isinstance(event, Progress) for event in events) == 2
+    result = events[-1].result  # type: ignore[union-attr]
+    (video,) = result.videos
+    assert (video.width, video.height, len(video), video.fps) == (48, 32, 9, 16.0)
+    assert not result.images
+    assert np.array_equal(wan.generate("a cat", num_frames=9, **SIZE)[0].videos[0].frames, video.frames)
+    bare = PIPELINES["wan"].build(0)
+    call = {name: value for name, value in SIZE.items() if name != "seed"}
+    frames = bare("a cat", num_frames=9, generator=torch.Generator().manual_seed(3), output_type="np", **call).frames
+    assert np.array_equal(video.frames, (frames[0] * 255).round().astype(np.uint8))
+    (file,) = result.save(tmp_path / "cat.mp4")
+    assert read_video(file).frames.shape == video.frames.shape
+    with pytest.raises(SettingError, match="a video must end in"):
+        result.save(tmp_path / "cat.png")
+
+
+def test_seconds_and_rate_say_how_many_frames(wan: Omni) -> None:
+    (result,) = wan.generate("a cat", seconds=1.0, fps=8.0, **SIZE)
+    assert (len(result.videos[0]), result.videos[0].fps) == (9, 8.0)
+    (result,) = wan.generate("a cat", num_frames=6, **SIZE)
+    assert len(result.videos[0]) == 5
+    assert "6 frames were asked for, and the model makes 5" in result.notes
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"num_framez": 9}, r"WanPipeline does not take num_framez\. Did you mean 'num_frames'"),
+        ({"num_frames": 9, "seconds": 1.0}, "both say how long"),
+        ({"guidance_scale_2": "high"}, "guidance_scale_2 must be a number, not 'high'"),
+        ({"num_videos_per_prompt": 2}, "num_outputs_per_prompt"),
+        ({"output_type": "pil"}, "does not take output_type"),
+        ({"image": Image.new("RGB", (8, 8))}, r"WanPipeline takes no image\. It starts from text alone"),
+        ({"video": [Image.new("RGB", (8, 8))]}, "WanPipeline takes no video"),
+    ],
+)
+def test_what_a_pipeline_does_not_take_is_refused_before_anything_is_computed(
+    wish: dict[str, Any], message: str, wan: Omni
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        wan.generate("a cat", **wish)
