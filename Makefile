@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs models-table diagrams tree package test-isa test-slow test-fuzz test-gpu test-ray test-browser test-foreign test-versions reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs models-table pipelines-table diagrams tree package test-isa test-slow test-fuzz test-gpu test-ray test-browser test-foreign test-versions reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -89,6 +89,10 @@ docs: $(READY)
 # After a change of what counts as time-only, `PYTHONPATH=src:tests .venv/bin/python -m arch.time_shares` first: minutes.
 models-table: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/reference/models.md
+
+# Every pipeline of diffusers, tried: takes about ten minutes.
+pipelines-table: $(READY)
+	PYTHONPATH=src:tests $(BIN)/python -m pipelines.table
 
 # What shows results and is in the repository: diagrams, plots, and the table at the top of the README.
 diagrams: $(READY)

@@ -30,6 +30,7 @@ SOUND = Audio(np.linspace(-1, 1, 200, dtype=np.float32).reshape(2, 100), 100)
         ("FluxControlNetPipeline", {"control_image"}, {"control_image"}),
         ("Flux2Pipeline", {"image"}, set()),
         ("WanImageToVideoPipeline", {"image", "last_image"}, {"image"}),
+        ("WanVideoToVideoPipeline", {"video"}, {"video"}),
         ("WanVACEPipeline", {"video", "mask", "reference_images"}, set()),
         ("WanAnimatePipeline", {"image", "pose_video", "face_video"}, {"image", "pose_video", "face_video"}),
         ("Cosmos2VideoToWorldPipeline", {"image", "video"}, set()),
@@ -143,8 +144,8 @@ def test_kontext_obeys_the_size() -> None:
     pipe = FluxKontextPipeline(**flux.components)
     pipe.set_progress_bar_config(disable=True)
     with Omni(pipe) as omni:
-        assert pixels(omni, height=16, width=32, _auto_resize=False).shape == (16, 32, 3)
-        assert pixels(omni, image=PICTURE, _auto_resize=False).shape == (16, 24, 3), "the size of the image"
+        assert pixels(omni, height=16, width=32).shape == (16, 32, 3)
+        assert pixels(omni, image=PICTURE).shape == (16, 24, 3), "the size of the image"
 
 
 def test_a_controlnet_says_which_image_it_lacks() -> None:

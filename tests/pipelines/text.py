@@ -88,7 +88,7 @@ def qwen3_encoder(tokenizer: Any, layers: int) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**qwen_config(tokenizer, layers)))
 
 
-def qwen25_encoder(tokenizer: Any) -> Any:
+def qwen25_encoder(tokenizer: Any, layers: int = 1) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
@@ -96,5 +96,11 @@ def qwen25_encoder(tokenizer: Any) -> Any:
         "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 12,
         "fullatt_block_indexes": [0],
     }  # fmt: skip
-    text = qwen_config(tokenizer, layers=1) | {"rope_parameters": rope}
+    text = qwen_config(tokenizer, layers) | {"rope_parameters": rope}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def byte_tokenizer() -> Any:
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()

@@ -75,13 +75,16 @@ class PipelineFacts:
                 raise SettingError(f"{self.class_name} does not take {name}. {self._nearest(name)}", param=name)
         if "max_area" in self.takes and params.height and params.width:  # Else it would be another size, of this area.
             call["max_area"] = params.height * params.width
+        if "_auto_resize" in self.takes and _is_small(request.image):  # Else it would be enlarged to a megapixel.
+            call["_auto_resize"] = False
         call |= self._length(params)
         for name, value in params.options.items():
             self._check_option(name, value, call)
             call[name] = value
         if request.prompt and not self.takes_prompt:
             raise SettingError(f"{self.class_name} takes no prompt. Leave it empty.", param="prompt")
-        self.inputs.check_missing(given, self.class_name)
+        if not any("latents" in name or "embed" in name for name in params.options):  # They may stand for an input.
+            self.inputs.check_missing(given, self.class_name)
         for name in self.needs:
             if name not in call:
                 raise SettingError(f"{self.class_name} needs {name}. Give it by its name.", param=name)
@@ -198,6 +201,10 @@ def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFa
         types={name: plain for name, each in named.items() if (plain := _plain_types(each.annotation))},
         size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
     )
+
+
+def _is_small(image: Any) -> bool:
+    return hasattr(image, "size") and image.size[0] * image.size[1] < 2**20
 
 
 def _plain_types(annotation: Any) -> tuple[type, ...]:

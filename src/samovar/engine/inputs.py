@@ -200,8 +200,14 @@ class _Code:
         self, call: ast.AST, methods: Mapping[str, tuple[ast.AST, Collection[str]]], inputs: Collection[str]
     ) -> None:
         self._tested = set(_compared_with_none(call))
-        for tree, own in methods.values():
-            self._tested |= set(_compared_with_none(tree)) & set(own)
+        refusals: set[str] = set()
+        for method, (tree, own) in methods.items():
+            found = set(_compared_with_none(tree)) & set(own)
+            if method == "check_inputs":  # It may refuse two inputs together, and say nothing of none.
+                refusals = found
+            else:
+                self._tested |= found
+        self._tested |= refusals - set(_always_used(call))
         self._made = set(_made_from_others(call, inputs))
         self._handled = set(_used_beyond_passing(call))
         self.lists = set(_asked_for_a_list(call))
@@ -263,6 +269,20 @@ def _used_beyond_passing(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in passed:
             yield node.id
+
+
+def _always_used(tree: ast.AST) -> Iterator[str]:
+    """Names that are used whatever else is given, unless latents are."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If):
+            if "latents" in ast.dump(node.test):
+                yield from (name for statement in node.body for name in _always_used(statement))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "check_inputs":
+            continue
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif not isinstance(node, ast.IfExp):
+            yield from _always_used(node)
 
 
 def _asked_for_a_list(tree: ast.AST) -> Iterator[str]:

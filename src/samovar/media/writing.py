@@ -28,7 +28,6 @@ _CODECS = {
 }  # fmt: skip
 """Of the frames, with its options, and of the sound."""
 _WITHOUT = "Without it, videos can be saved as .gif and sounds as .wav."
-_OPUS_RATE = 48_000
 _FULL_SCALE = 2**15 - 1
 
 
@@ -116,7 +115,7 @@ def _write_container(output: Audio | Video, content: io.BytesIO, suffix: str) ->
             pictures.width, pictures.height = output.width, output.height
             # Half the colour resolution, which every player shows, needs even sides.
             pictures.pix_fmt = "yuv444p" if output.width % 2 or output.height % 2 else "yuv420p"
-        sound = None if audio is None else _sound_stream(container, sound_codec, audio)
+        sound = None if audio is None else _sound_stream(av, container, sound_codec, audio)
         if pictures is not None and isinstance(output, Video):
             for frame in output.frames:
                 container.mux(pictures.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
@@ -126,8 +125,10 @@ def _write_container(output: Audio | Video, content: io.BytesIO, suffix: str) ->
             container.mux(sound.encode())
 
 
-def _sound_stream(container: Any, codec: str, audio: Audio) -> Any:
-    rate = _OPUS_RATE if codec == "libopus" else audio.rate
+def _sound_stream(av: Any, container: Any, codec: str, audio: Audio) -> Any:
+    """At the sound's own rate, or at the next one above it that the codec knows."""
+    rates = av.Codec(codec, "w").audio_rates or [audio.rate]
+    rate = min((each for each in rates if each >= audio.rate), default=max(rates))
     return container.add_stream(codec, rate=rate, layout="mono" if len(audio.samples) == 1 else "stereo")
 
 
