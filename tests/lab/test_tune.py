@@ -100,7 +100,7 @@ def test_the_fastest_that_meets_a_target(make_session: MakeSession) -> None:
     assert [task.prompt for task in testing.tasks] == ["a horse", "a tree", "a hat"]
     assert found.share_met == sum(q.psnr >= target for q in found.held_out.images) / 3
     assert found.plain.steps == round(found.row.computed)
-    saved = found.setting("a test")
+    saved = found.setting("a test", {"height": 16})
     assert saved["num_inference_steps"] == 10
     assert read_method(saved["cache"]).settings == found.row.settings
     report = found.to_dict()

@@ -72,7 +72,7 @@ def add_engine_options(parser: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
     add_device_options(group)
-    _add_switch(group, "--trust-remote-code", "run Python files that come with the model")
+    add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--cache", metavar="SETTING", help="skip steps: forecast, tea_cache, cache_dit or a tuned file")
     group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
@@ -81,13 +81,13 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)
-    _add_switch(group, "--compile", "compile the denoiser's blocks")
+    add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
     for name, alias in ALIASES.items():
         option, text = f"--{name.replace('_', '-')}", f"see --{alias.setting}"
         if alias.kind == "bool":
-            _add_switch(group, option, text)
+            add_switch(group, option, text)
         else:
             group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
 
@@ -113,9 +113,9 @@ def quantization_of(texts: list[str]) -> Any:
     return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
 
 
-def _add_switch(group: Any, option: str, text: str) -> None:
+def add_switch(group: Any, option: str, text: str, **more: Any) -> None:
     """An option that is None unless given, so that a file may have it instead."""
-    group.add_argument(option, action="store_true", default=None, help=text)
+    group.add_argument(option, action="store_true", default=None, help=text, **more)
 
 
 def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class PipelineFacts:
     multiple: int
     """Height and width must be multiples of this."""
     defaults: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
+    scheduled_steps: int | None = None
+    """Number of steps of every request, if the cache has a schedule."""
     explanation: Explanation | None = None
     """What is on the pipeline, and why."""
 
@@ -46,6 +48,12 @@ class PipelineFacts:
                 near = f"{below} or {above}" if below < size else f"{below}"
                 message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
                 raise SettingError(message, param=name)
+        if not request.exact and self.scheduled_steps not in (None, params.num_inference_steps):
+            raise SettingError(
+                f"num_inference_steps={params.num_inference_steps}, but the cache has a schedule for "
+                f"{self.scheduled_steps} steps. Leave it out, or compute every step with exact=True.",
+                param="num_inference_steps",
+            )
         call = {name: value for name, value in params.given().items() if name not in _NOT_ARGUMENTS}
         for name in call:
             if name not in self.takes:

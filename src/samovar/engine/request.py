@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError, SamovarError, SettingError, nearest
-from ..files import read_json
+from ..files import is_file_name, naming, read_json, read_mapping
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -101,6 +101,14 @@ def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:
         return OmniDiffusionSamplingParams.from_dict(read_json(file))
     except SettingError as error:
         raise ModelError(f"{file} has invalid defaults: {error} Correct the file or remove it.") from error
+
+
+def saved_defaults(cache: Any) -> OmniDiffusionSamplingParams:
+    """The parameters that a cache setting was tuned with, if it is a file that `samovar tune` saved."""
+    content = read_mapping(cache, "cache") if is_file_name(cache) else {}
+    known = {field.name for field in fields(OmniDiffusionSamplingParams)} if "cache" in content else set()
+    with naming(cache):
+        return OmniDiffusionSamplingParams(**{name: content[name] for name in known & content.keys()})
 
 
 @dataclass(frozen=True)

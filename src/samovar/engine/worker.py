@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from PIL import Image
+
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from .facts import facts_of
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .planning import choose_quantization
 from .quantize import Quantization
-from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, read_defaults
+from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request
 from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
@@ -70,11 +72,11 @@ class Worker:
         from ..compose import Attached
 
         self._device = config.execution_device()
-        defaults, why = OmniDiffusionSamplingParams(), ""
+        defaults, why = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
             folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
-            defaults = read_defaults(folder)
+            defaults = config.sampling_defaults(folder)
             find_loader(folder, trust_remote_code=config.trust_remote_code)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self._device)
@@ -100,7 +102,7 @@ class Worker:
             part = getattr(pipeline, name, None)  # A name that is none is refused below.
             if isinstance(part, torch.nn.Module):
                 part.to(self._device)
-        self.facts = facts_of(pipeline, defaults)
+        self.facts = replace(facts_of(pipeline, defaults), scheduled_steps=config.scheduled_steps)
         # A cache decides for a batch as a whole, so an image would depend on those beside it.
         self.max_batch = config.max_batch if config.attach_config.cache is None else 1
         size = {"height": defaults.height, "width": defaults.width, "batch": self.max_batch}
@@ -126,6 +128,19 @@ class Worker:
         call for several fails, each is tried alone."""
         with self._lock:
             return self._run(requests, listener or SILENT)
+
+    def warm_up(self) -> float:
+        """Make an image of the default size, and return how many seconds it took. Two steps show everything, unless a
+        cache learns from all of them."""
+        started = time.perf_counter()
+        steps = None if self._attached.cache is not None or "num_inference_steps" not in self.facts.takes else 2
+        params, image = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps), None
+        if self.facts.can_edit:
+            image = Image.new("RGBA", (self.facts.defaults.width or 512, self.facts.defaults.height or 512))
+        (outcome,) = self.run([Request("warm-up", params, image)])
+        if isinstance(outcome, SamovarError):
+            raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
+        return time.perf_counter() - started
 
     def is_healthy(self) -> bool:
         """Whether the GPU still works: after some errors it never does again in this process."""

@@ -142,10 +142,11 @@ class Tuned:
             return self.held_out.quality.lpips < self.plain.quality.lpips
         return self.held_out.quality.psnr > self.plain.quality.psnr
 
-    def setting(self, origin: str) -> dict[str, Any]:
-        """The file to save."""
+    def setting(self, origin: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The file to save, with the sampling parameters that it was tuned for."""
         return {
             "cache": self.row.settings,
+            **params,
             "num_inference_steps": self.num_steps,
             "target": str(self.target),
             "met_on_held_out": round(self.share_met, 4),
