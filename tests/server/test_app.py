@@ -133,10 +133,13 @@ def malformed() -> list[bytes]:
         "cache": ["false", 0, 1, []],
         "max_sequence_length": [0, -1, 5000, "8", 8.0],
         "user": [1, [], "x" * 600],
+        "lora": ["pixle", "", "/etc/passwd", 1, True, {}, {"name": 1}, {"name": "pixel", "path": "/etc/passwd"},
+                 {"name": "pixel", "scale": "1"}, {"name": "pixel", "scale": 1e9}, ["pixel", "pixel"], ["pixel"] * 9,
+                 [1]],
     }  # fmt: skip
     for name, values in wrong_values.items():
         raw += [json.dumps({"prompt": PROMPT, name: value}).encode() for value in values]
-    unknown = ["sed", "steps", "lora", "path", "url", "callback", "__proto__", "", "Prompt", "prompt ", "extra_body",
+    unknown = ["sed", "steps", "loras", "path", "url", "callback", "__proto__", "", "Prompt", "prompt ", "extra_body",
                "generator_device", "perf_dump_path", "save_disk_path", "image", "trust_remote_code"]  # fmt: skip
     return raw + [json.dumps({"prompt": PROMPT, name: "x"}).encode() for name in unknown]
 

@@ -81,6 +81,9 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)
+    group.add_argument("--lora-modules", "--lora", action="append", dest="lora", metavar="NAME=ADAPTER",
+                       help="a LoRA adapter: a .safetensors file, a folder, or a hub name")  # fmt: skip
+    group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
     add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
@@ -113,6 +116,18 @@ def quantization_of(texts: list[str]) -> Any:
     return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
 
 
+def lora_of(texts: list[str]) -> dict[str, str]:
+    """Adapters by name, from options such as pixel=./pixel.safetensors."""
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, sign, source = text.partition("=")
+        if not (name and sign and source) or name in adapters:
+            problem = "is given twice" if name in adapters else "has no name"
+            raise SettingError(f"--lora {text!r} {problem}. Expected NAME=ADAPTER, each name once.", param="lora")
+        adapters[name] = source
+    return adapters
+
+
 def add_switch(group: Any, option: str, text: str, **more: Any) -> None:
     """An option that is None unless given, so that a file may have it instead."""
     group.add_argument(option, action="store_true", default=None, help=text, **more)
@@ -132,6 +147,8 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
     if "quantization" in settings:
         settings["quantization"] = quantization_of(settings["quantization"])
+    if "lora" in settings:
+        settings["lora"] = lora_of(settings["lora"])
     return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
 
 

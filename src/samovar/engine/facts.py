@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, nearest
+from ..files import brief
 from .request import OmniDiffusionSamplingParams, Request
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ class PipelineFacts:
     defaults: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
     scheduled_steps: int | None = None
     """Number of steps of every request, if the cache has a schedule."""
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """LoRA adapters that a request may use, with their bytes."""
+    lora_bytes: int | None = None
+    """The most bytes of adapters that fit into the model at once."""
     explanation: Explanation | None = None
     """What is on the pipeline, and why."""
 
@@ -58,8 +64,19 @@ class PipelineFacts:
         for name in call:
             if name not in self.takes:
                 raise SettingError(f"{self.class_name} does not take {name}. {nearest(name, self.takes)}", param=name)
+        self._check_adapters([adapter.name for adapter in request.lora])
         self._check_image(request.image)
         return call
+
+    def _check_adapters(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self.adapters:
+                hint = nearest(name, self.adapters) if self.adapters else "None is registered: see the setting lora."
+                raise SettingError(f"lora: {brief(name)} is not a registered adapter. {hint}", param="lora")
+        size = sum(self.adapters[name] for name in names)
+        if self.lora_bytes is not None and size > self.lora_bytes:
+            message = f"lora: the adapters have {size} bytes together, and lora_memory is {self.lora_bytes}. Use fewer."
+            raise SettingError(message, param="lora")
 
     def completed(self, request: Request) -> OmniDiffusionSamplingParams:
         """The request's settings over the model's defaults. An image to edit sets the size, or the aspect ratio if one

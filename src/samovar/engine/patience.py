@@ -68,7 +68,8 @@ def shape_of(requests: Sequence[Request], facts: PipelineFacts, max_batch: int =
     first = requests[0]
     params = replace(facts.completed(first), seed=None, num_inference_steps=None, num_outputs_per_prompt=None)
     size = None if first.image is None else first.image.size
-    return replace(params, negative_prompt=None), bool(params.negative_prompt), size, _count(requests, max_batch)
+    what = replace(params, negative_prompt=None), bool(params.negative_prompt), size, first.lora
+    return (*what, _count(requests, max_batch))
 
 
 def _count(requests: Sequence[Request], max_batch: int) -> int:

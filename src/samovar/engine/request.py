@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError, SamovarError, SettingError, nearest
 from ..files import is_file_name, naming, read_json, read_mapping
+from .lora import Adapter, read_choice
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -122,6 +123,8 @@ class Request:
     num_previews: int = 0
     exact: bool = False
     """Compute every step, whatever the cache would skip."""
+    lora: Any = ()
+    """The adapters to use: a name, {"name": ..., "scale": ...}, or a list of these."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
@@ -135,6 +138,7 @@ class Request:
             raise SettingError(message, param="num_previews")
         if not isinstance(self.exact, bool):
             raise SettingError(f"exact must be True or False, not {self.exact!r}.", param="exact")
+        object.__setattr__(self, "lora", read_choice(self.lora))
 
     @property
     def num_images(self) -> int:
@@ -147,7 +151,8 @@ class Request:
 
     def fits_with(self, other: Request) -> bool:
         """Whether one pipeline call can make the images of both."""
-        if self.image is not None or other.image is not None or self.exact != other.exact:
+        has_image = self.image is not None or other.image is not None
+        if has_image or self.exact != other.exact or self.lora != other.lora:
             return False
         ours, theirs = (replace(one.params, seed=None, num_outputs_per_prompt=None) for one in (self, other))
         return ours == theirs
@@ -168,6 +173,8 @@ class GenerationResult:
     """Warnings, such as a prompt that was truncated."""
     cache: tuple[Any, ...] = ()
     """The cache's `stats()` for each pipeline call; empty without a cache."""
+    lora: tuple[Adapter, ...] = ()
+    """The adapters used."""
     error: SamovarError | None = None
     """Why there are no images, for a prompt of a list. A single prompt that fails raises it instead."""
 

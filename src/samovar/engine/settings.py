@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
+from .lora import LoraSetting, check_sources
 from .models import find_model
 from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
@@ -46,6 +47,11 @@ class OmniDiffusionConfig:
     loss: str | None = None
     """How much quantisation may lose: "exact" (the default), "int8" or "int4". Of exact weights and the kinds that lose
     no more, the fastest within `gpu_memory` is taken."""
+    lora: LoraSetting = None
+    """LoRA adapters that requests may use, by name: a .safetensors file, a folder, or a name on the hub, such as
+    {"pixel": "./pixel.safetensors"}."""
+    lora_memory: str | int | None = None
+    """Size of the adapters that stay loaded, such as "2GiB"; others are read again when used. By default all stay."""
     defaults: DefaultsSetting = None
     """Sampling parameters of requests that do not give them, such as {"num_inference_steps": 28}. Others come from a
     tuned cache setting, then from the model's samovar.json."""
@@ -100,6 +106,8 @@ class OmniDiffusionConfig:
                 param="compile",
             )
         self._check_defaults()
+        check_sources(self.lora)
+        self.lora_bytes  # noqa: B018 - It is checked by being read.
         if self.loss is not None:
             check_loss(self.loss, self.quantization, self.attach_config.offload)
         if self.num_ranks > 1:
@@ -144,6 +152,13 @@ class OmniDiffusionConfig:
         scheduled = OmniDiffusionSamplingParams(num_inference_steps=self.scheduled_steps)
         models = OmniDiffusionSamplingParams() if folder is None else read_defaults(folder)
         return self._given_defaults().over(scheduled).over(saved_defaults(self.cache)).over(models)
+
+    @property
+    def lora_bytes(self) -> int | None:
+        """`lora_memory` as a number."""
+        from ..offload.sizes import parse_bytes
+
+        return parse_bytes(self.lora_memory, "lora_memory")
 
     @functools.cached_property
     def scheduled_steps(self) -> int | None:

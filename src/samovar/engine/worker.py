@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
+from ..offload.sizes import parse_bytes
 from .facts import facts_of
+from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .planning import choose_quantization
 from .quantize import Quantization
@@ -25,6 +27,7 @@ from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
     from ..cache import CacheBackend
+    from ..compose import AttachConfig
     from .steps import Slot
 
 Outcome = GenerationResult | SamovarError
@@ -95,6 +98,7 @@ class Worker:
         elif config.device is None:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
+        self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
         offload = config.attach_config.offload
         if offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self._device)
@@ -103,14 +107,29 @@ class Worker:
             if isinstance(part, torch.nn.Module):
                 part.to(self._device)
         self.facts = replace(facts_of(pipeline, defaults), scheduled_steps=config.scheduled_steps)
+        if self._adapters is not None:
+            self.facts = replace(self.facts, adapters=dict(self._adapters.bytes), lora_bytes=config.lora_bytes)
         # A cache decides for a batch as a whole, so an image would depend on those beside it.
         self.max_batch = config.max_batch if config.attach_config.cache is None else 1
         size = {"height": defaults.height, "width": defaults.width, "batch": self.max_batch}
-        self._attached = Attached(pipeline, config.attach_config.for_requests(**size))
+        try:
+            self._attached = Attached(pipeline, self._with_room(config.attach_config.for_requests(**size)))
+        except BaseException:
+            self._unload_adapters()
+            raise
         self.facts = replace(self.facts, explanation=self._attached.explain().because(why))
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
         """One call at a time: they share the scheduler, which counts the steps."""
+
+    def _with_room(self, config: AttachConfig) -> AttachConfig:
+        """The same, with room within a memory budget for adapters that may be loaded later in place of smaller ones."""
+        most, offload = self.facts.lora_bytes, config.offload
+        if self._adapters is None or most is None or offload is None or offload.gpu_memory is None:
+            return config
+        missing = max(0, min(most, sum(self._adapters.bytes.values())) - self._adapters.loaded_bytes)
+        budget = (parse_bytes(offload.gpu_memory, "gpu_memory") or 0) - missing
+        return replace(config, offload=replace(offload, gpu_memory=budget))
 
     def _quantization(
         self, config: OmniDiffusionConfig, folder: Path, dtype: Any, defaults: OmniDiffusionSamplingParams
@@ -165,6 +184,11 @@ class Worker:
     def close(self) -> None:
         """Detach everything from the pipeline, which frees its memory."""
         self._attached.detach()
+        self._unload_adapters()
+
+    def _unload_adapters(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
 
     def _run(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -204,7 +228,13 @@ class Worker:
         seconds = time.perf_counter() - started
         return {
             index: GenerationResult(
-                request.prompt, tuple(images[index]), request.seeds, request.params, seconds, cache=tuple(stats)
+                request.prompt,
+                tuple(images[index]),
+                request.seeds,
+                request.params,
+                seconds,
+                cache=tuple(stats),
+                lora=request.lora,
             )
             for index, request in batch.items()
         }
@@ -222,6 +252,8 @@ class Worker:
         cache = self._cache_for(lead)
         watch = StepWatch(self._pipeline, cache, batch, slots, listener, lambda flag: bool(self._from_first_rank(flag)))
         try:
+            if self._adapters is not None:
+                self._adapters.use(lead.lora)
             exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
             with exactly, follow_steps(watch, self._pipeline, call, self.facts.takes):
                 return list(call_pipeline(self._pipeline, prompts, seeds, call))

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
@@ -43,6 +43,9 @@ class AppState:
                     f"smaller default: {remedy}.",
                     param=option,
                 )
+        for name in set(self.adapters) & set(self.model_names):
+            message = f"The adapter {name!r} has the name of the model. Rename it, or give another --served-model-name."
+            raise SettingError(message, param="lora")
         self.is_loaded, self.phase = True, "serving"
         if self.omni.can_edit:
             self.body_readers.warm()
@@ -80,6 +83,20 @@ class AppState:
         return self.config.served_model_name or (self.model_name,)
 
     @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a request may name."""
+        return tuple(self.omni.config.lora or ())
+
+    def adapters_of(self, model: str | None, lora: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The adapters of a request. As in vllm, an adapter may also be named as the model."""
+        if model is None or model in self.model_names:
+            return lora
+        if lora and lora != [{"name": model, "scale": lora[0].get("scale")}]:
+            message = f"model names the adapter {model!r}, and lora names others. Give the model {self.model_name!r}."
+            raise ApiError(400, message, param="lora", code="invalid_value")
+        return lora or [{"name": model}]
+
+    @cached_property
     def is_cached(self) -> bool:
         """Whether the engine skips steps; a cache may also come from the environment."""
         return self.omni.config.attach_config.cache is not None
@@ -93,8 +110,9 @@ class AppState:
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model than the one that is served."""
-        if name not in (None, *self.model_names):
-            message = f"The model {(name or '')[:80]!r} is not served here. {nearest(name or '', self.model_names)}"
+        known = (*self.model_names, *self.adapters)
+        if name not in (None, *known):
+            message = f"The model {(name or '')[:80]!r} is not served here. {nearest(name or '', known)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:

@@ -94,6 +94,7 @@ class Images:
                 deadline_s=body.deadline,
                 num_previews=body.partial_images or 0,
                 exact=body.cache is False,
+                lora=self.state.adapters_of(body.model, [adapter.model_dump() for adapter in body.lora or ()]),
             )
         except SamovarError as error:
             raise self.state.api_error(error) from error
