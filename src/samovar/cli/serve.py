@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ def add_serve(commands: Any) -> None:
     parser = arguments.add_command(commands, _serve)
     arguments.add_model(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
+    parser.add_argument("--log-format", metavar="FORMAT", help="text, or json for one object per line (text)")
     _add_address_options(parser.add_argument_group("address"))
     _add_default_options(parser.add_argument_group("defaults of requests"))
     _add_limit_options(parser.add_argument_group("limits"))
@@ -84,27 +86,38 @@ def _serve(options: argparse.Namespace) -> int:
       SAMOVAR_API_KEY=secret samovar serve ./flux --host 0.0.0.0 --gpu-memory 12GiB
     """
     import asyncio
-    import logging
 
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise SettingError(f"The server needs {', '.join(missing)}: pip install 'samovar[serve]'")
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("samovar.server").setLevel(logging.WARNING if options.quiet else logging.INFO)
+    from ..server.logs import set_up_logs
+
     # Before the event loop, which handles Ctrl-C: the imports take seconds and could not be interrupted.
     state = _app_state(options)
+    set_up_logs(state.config.log_format, quiet=options.quiet)
     return asyncio.run(_run(options, state))
 
 
 async def _run(options: argparse.Namespace, state: Any) -> int:
     from ..server import serve
 
+    log = logging.getLogger("samovar.server")
+    is_json = state.config.log_format == "json"
+
     def on_listening(address: str) -> None:
-        if not options.quiet:
+        if is_json:
+            log.info("loading", extra={"model": state.model_name, "address": address})
+        elif not options.quiet:
             text = f"samovar: loading {state.model_name!r}; {address}/ready answers when it is done"
             print(text, file=sys.stderr, flush=True)
 
-    return await serve(state, on_listening, lambda address: _announce(address, state))
+    def on_ready(address: str) -> None:
+        if is_json:
+            log.info("ready", extra={"model": state.model_name, "address": address, "load_s": state.omni.load_seconds})
+        else:
+            _announce(address, state)
+
+    return await serve(state, on_listening, on_ready)
 
 
 def _app_state(options: argparse.Namespace) -> Any:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
+from ..errors import SettingError, nearest
 from ..files import check_names, naming, read_mapping
 from ..offload.sizes import parse_bytes
+from .logs import FORMATS
 from .memory import BYTES_PER_PIXEL
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -59,6 +60,8 @@ class ServerConfig:
     """Names of the model for clients; by default that of its folder. The first one is in answers."""
     is_metrics_open: bool = False
     """Whether /metrics needs no key."""
+    log_format: str = "text"
+    """"text", or "json" for one object per line."""
     limits: Limits = field(default_factory=Limits)
     request_timeout_s: float = 30.0
     """How long a request may take to arrive, from its first byte to its last."""
@@ -95,6 +98,9 @@ class ServerConfig:
             if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable() or name != name.strip():
                 message = f"{name!r} is not a name for clients. Expected one such as 'flux', of up to 200 characters."
                 raise SettingError(message, param="served_model_name")
+        if self.log_format not in FORMATS:
+            hint = nearest(str(self.log_format), FORMATS)
+            raise SettingError(f"log_format={self.log_format!r} is not known. {hint}", param="log_format")
         if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise SettingError(f"port must be a number from 0 to 65535, not {self.port!r}.", param="port")
         _check_key(self.api_key)
