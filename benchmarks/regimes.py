@@ -3,9 +3,9 @@
     python benchmarks/regimes.py --captions reporting --device cuda --state regimes --seconds 500 --json FILE
 
 A cell is a number of steps, a guidance, a kind of captions and a sampler. Each is planned and tuned on the shipped
-tuning captions and measured on others: `choosing` to choose constants by, `reporting` for the table, `last` for the very
-last run. A run stops when its seconds are over, and the next one with the same state goes on; the file holds what is
-done.
+tuning captions and measured on others: `choosing` to choose constants by, `reporting` for the table, `last` for the
+very last run. A run stops when its seconds are over, and the next one with the same state goes on; the file holds what
+is done.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_the_fastest_that_meets_a_target(make_session: MakeSession) -> None:
     assert [task.prompt for task in testing.tasks] == ["a horse", "a tree", "a hat"]
     assert found.share_met == sum(q.psnr >= target for q in found.held_out.images) / 3
     assert found.plain.steps == round(found.row.computed)
-    saved = found.setting("a test")
+    saved = found.setting("a test", {"height": 16})
     assert saved["num_inference_steps"] == 10
     assert read_method(saved["cache"]).settings == found.row.settings
     report = found.to_dict()
@@ -162,7 +162,7 @@ def test_plain_steps_are_saved_as_no_cache() -> None:
     few = Row("plain 8 steps", "plain steps", {"steps": 8}, 8, 8.0, 1.0, 2.5, Quality(40, 1, 0), (Quality(40, 1, 0),))
     found = Tuned(Target("psnr", 30), few, few, few, [few], 20)
     assert not found.is_worth_it
-    saved = found.setting("a test")
+    saved = found.setting("a test", {})
     assert saved["num_inference_steps"] == 8
     with pytest.raises(SettingError, match="means no cache"):
         read_method(saved["cache"])

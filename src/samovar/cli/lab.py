@@ -173,7 +173,7 @@ def _tune(options: argparse.Namespace) -> int:
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
         found = tune(tuning, testing, target, refinements=options.refine)
-        setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks))}
+        setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks), lab.runner.params.given())}
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})

@@ -158,10 +158,11 @@ class Tuned:
         """Whether fewer steps and no cache are the best."""
         return self.row.family == PLAIN
 
-    def setting(self, origin: str) -> dict[str, Any]:
-        """The file to save."""
+    def setting(self, origin: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The file to save, with the sampling parameters that it was tuned for."""
         return {
             "cache": {"backend": "none"} if self.is_plain else self.row.settings,
+            **params,
             "num_inference_steps": self.row.steps if self.is_plain else self.num_steps,
             "target": str(self.target),
             "met_on_held_out": round(self.share_met, 4),
