@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from samovar.errors import SettingError
@@ -224,6 +225,23 @@ def test_many_chunks_of_one_byte_are_refused(num_chunks: int, status: bytes) -> 
             writer.write(b"1\r\na\r\n" * num_chunks + b"0\r\n\r\n")
             assert status in await reader.read(1000)
             assert [len(body) for body in app.bodies] == [num_chunks] * (num_chunks == 400)
+
+    asyncio.run(run())
+
+
+def test_tiny_chunks_that_come_at_once_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that do not wait for an answer would have the server parse some of each."""
+    parsed: list[int] = []
+    parse = H11Protocol.data_received
+    monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: [parsed.append(len(data)), parse(self, data)])
+
+    async def run() -> None:
+        async with listening(Seen(), Door(9)) as connect:
+            reader, writer = await connect()
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(head + b"1\r\na\r\n" * 10_000)
+            assert b"400 Bad Request" in await reader.read(1000)
+            assert parsed == [len(head)]
 
     asyncio.run(run())
 

@@ -142,6 +142,8 @@ class Connection(H11Protocol):
         """What has come and is not parsed yet."""
         self._lines_left = 0.0
         """Lines that the body may still have, if it comes in chunks."""
+        self._num_counted = 0
+        """Bytes of `_unread` whose lines are counted."""
 
     @property
     def is_waiting(self) -> bool:
@@ -172,6 +174,8 @@ class Connection(H11Protocol):
                 self._lines_left = _FREE_LINES
                 size = self._header_bytes()
             elif is_chunked:
+                if not self._allows_lines():
+                    break
                 if time.perf_counter() >= until:
                     self.transport.pause_reading()
                     self._door.call_in_turn(self._parse_more)
@@ -183,16 +187,18 @@ class Connection(H11Protocol):
                 break
             piece = bytes(self._unread[:size])
             del self._unread[:size]
-            if is_chunked and not self._allows(piece):
-                break
+            self._num_counted = max(0, self._num_counted - size)
             super().data_received(piece)
         if len(self._unread) > _MAX_BEHIND and self.conn.their_state is not h11.SEND_BODY:
             self.transport.abort()
         self._watch_arrival()
 
-    def _allows(self, piece: bytes) -> bool:
-        """Whether a body in chunks may go on: tiny ones take a hundred times as long to parse as what they hold."""
-        self._lines_left += len(piece) / _LEAST_LINE - piece.count(b"\r\n")
+    def _allows_lines(self) -> bool:
+        """Whether a body in chunks may go on: tiny ones take a hundred times as long to parse as what they hold. All
+        that has come is counted before any of it is parsed, or those who send at once would take that time."""
+        new = self._unread[self._num_counted :]
+        self._num_counted = len(self._unread)
+        self._lines_left += len(new) / _LEAST_LINE - new.count(b"\r\n")
         if self._lines_left < 0:
             self.send_400_response("The body comes in tiny chunks. Send larger ones, or a Content-Length.")
         return self._lines_left >= 0
