@@ -23,6 +23,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "schedule": {"backend": "tea_cache", "schedule": "#.##.#"},
     "linear": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1, "forecast": "linear"},
     "taylor": {"backend": "tea_cache", "schedule": "###.##", "forecast": "taylor"},
+    "auto": {"backend": "auto", "tolerance": 1e6},
     "cache_dit": {
         "backend": "cache_dit",
         "Fn_compute_blocks": 1,

@@ -11,7 +11,7 @@ from .backend import (
     make_cache_backend,
     register_cache_backend,
 )
-from .config import OutlierSchedule, TeaCacheConfig
+from .config import AutoConfig, CacheConfig, OutlierSchedule, TeaCacheConfig
 from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
 from .state import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
@@ -20,9 +20,11 @@ from .teacache import TeaCacheHook, apply_teacache_hook
 __all__ = [
     "CACHE_BACKENDS",
     "EXTRACTOR_REGISTRY",
+    "AutoConfig",
     "BranchStats",
     "CacheBackend",
     "CacheChoice",
+    "CacheConfig",
     "CacheContext",
     "CacheSetting",
     "CacheStats",

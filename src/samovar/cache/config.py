@@ -189,6 +189,51 @@ class TeaCacheConfig:
         return f"TeaCacheConfig({self.summary()})"
 
 
+TOLERANCES: Mapping[str, float] = {"exact": 0.0, "high": 0.016, "fast": 0.05}
+"""Tolerances by name."""
+
+
+@dataclass(frozen=True)
+class AutoConfig:
+    """The settings of the cache "auto": one."""
+
+    tolerance: float | str = "high"
+    """How far the skipped steps of a gap may take the sample off its way, relative to its size: "exact" (0, computes
+    every step), "high" (0.016), "fast" (0.05), or a number."""
+
+    def __post_init__(self) -> None:
+        value = self.tolerance
+        if isinstance(value, str) and value not in TOLERANCES:
+            raise _refusal(
+                "tolerance", value, f"a number or one of {', '.join(TOLERANCES)}", nearest(value, TOLERANCES)
+            )
+        if not isinstance(value, str):
+            _check_number("tolerance", value)
+
+    @classmethod
+    def read(cls, settings: AutoConfig | Mapping[str, Any] | None) -> AutoConfig:
+        """The settings from a mapping, as they come from a command line or a file."""
+        return cls() if settings is None else read_config(cls, settings, "cache")
+
+    @property
+    def number(self) -> float:
+        """The tolerance as a number."""
+        return TOLERANCES[self.tolerance] if isinstance(self.tolerance, str) else float(self.tolerance)
+
+    @property
+    def never_skips(self) -> bool:
+        """Whether every step is computed."""
+        return self.number == 0
+
+    def summary(self) -> str:
+        """The settings in a line."""
+        return f"tolerance={self.tolerance}"
+
+
+CacheConfig = TeaCacheConfig | AutoConfig
+"""The settings of a cache of ours."""
+
+
 def _written(config: TeaCacheConfig) -> str:
     """The schedule as `#` and `.`, with the names of branches where it differs by branch."""
     written = {name: "".join(".#"[computed] for computed in mask) for name, mask in config.masks.items()}

@@ -17,10 +17,11 @@ import torch
 from ..hooks import BaseState, Run
 from ..trace.forward import Tensors
 from ..trace.passes import Outlook
-from .config import TeaCacheConfig
+from .config import CacheConfig, TeaCacheConfig
 from .decision import Signal, Step, Verdict
 from .forecast import History, OutputForm, take_apart
 from .inputs import Inputs, Sample, Watch, on_host, watch
+from .pace import HIGHEST_ORDER, Pace
 
 
 class Last(NamedTuple):
@@ -42,6 +43,8 @@ class Clock:
         self._announced = announced
         self.plan: TeaCacheConfig | None = None
         """The settings for outliers, once its images are known to be outliers."""
+        self.pace = Pace()
+        """The gaps of the cache "auto"."""
         self.verdict: Verdict | None = None
         """The leader's decision for the running step."""
         self.index = -1
@@ -126,9 +129,12 @@ class Clock:
 class TeaCacheState(BaseState):
     """One branch of one run."""
 
-    def __init__(self, config: TeaCacheConfig | None = None) -> None:
+    def __init__(self, config: CacheConfig | None = None) -> None:
         config = config or TeaCacheConfig()
-        self.history = History(config.order, config.forecast_damping)
+        order, damping = (HIGHEST_ORDER, 1.0)
+        if isinstance(config, TeaCacheConfig):
+            order, damping = config.order, config.forecast_damping
+        self.history = History(order, damping)
         """The results of the last computed steps."""
         self.reset()
 

@@ -210,9 +210,10 @@ def attach(
     Args:
         pipe: A diffusers pipeline, any object that holds denoisers, or a denoiser. With several ranks, each of them
             calls this with a copy of the pipeline.
-        cache: Skips denoising steps. "tea_cache", "forecast", "cache_dit" or a registered backend; a `TeaCacheConfig`;
-            a mapping such as {"backend": "forecast", "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. None looks
-            at the environment variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
+        cache: Skips denoising steps. "auto", "tea_cache", "forecast", "cache_dit" or a registered backend; an
+            `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "forecast",
+            "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. None looks at the environment variable
+            DIFFUSION_CACHE_BACKEND; "none" is no cache.
         offload: Keeps weights off the GPU until they are needed. "auto", "model" or "layerwise"; an `OffloadConfig`.
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
         compile: Compiles the blocks with torch.compile. True, or a backend's name or function.
