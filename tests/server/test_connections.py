@@ -246,6 +246,25 @@ def test_tiny_chunks_that_come_at_once_are_refused_before_they_are_parsed(monkey
     asyncio.run(run())
 
 
+def test_a_long_body_is_read_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends megabytes takes turns with the others."""
+    sizes: list[int] = []
+    receive = Connection.data_received
+    monkeypatch.setattr(Connection, "data_received", lambda self, data: [sizes.append(len(data)), receive(self, data)])
+
+    async def run() -> None:
+        app = Seen()
+        app.may_answer.set()
+        async with listening(app, Door(9)) as connect:
+            reader, writer = await connect()
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n" + bytes(2_000_000))
+            assert b"200 OK" in await reader.read(1000)
+            assert app.bodies == [bytes(2_000_000)]
+            assert max(sizes) <= 2**16
+
+    asyncio.run(run())
+
+
 def test_a_body_in_small_chunks_is_parsed_a_little_at_a_time() -> None:
     """All of them at once would stop everybody else."""
 

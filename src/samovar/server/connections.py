@@ -30,6 +30,7 @@ _KEPT_FILES = 96
 """Open files that are kept for workers, forms and logs, beside those that are open when the server starts."""
 _LOG_S = 60.0
 _PIECE = 2**16
+"""Bytes that are read from a connection before all others have a turn. asyncio would read 256 KiB."""
 _CHUNKED_PIECE, _TURN_S = 2**9, 0.001
 """Bytes of a body in chunks that are parsed at once, and for how long before all others have a turn: a chunk may be of
 one byte, and takes as long as one of many."""
@@ -152,6 +153,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        with contextlib.suppress(AttributeError):  # Another loop than asyncio's has its own limit.
+            transport.max_size = _PIECE  # type: ignore[attr-defined]
         self._start("arrival", transport.abort)
         if not self._door.enter(self, self.client[0] if self.client else ""):
             transport.abort()
@@ -194,10 +197,10 @@ class Connection(H11Protocol):
         self._watch_arrival()
 
     def _allows_lines(self) -> bool:
-        """Whether a body in chunks may go on: tiny ones take a hundred times as long to parse as what they hold. All
-        that has come is counted before any of it is parsed, or those who send at once would take that time."""
-        new = self._unread[self._num_counted :]
-        self._num_counted = len(self._unread)
+        """Whether a body in chunks may go on: tiny ones take a hundred times as long to parse as what they hold. They
+        are counted long before they are parsed, or those who send many at once would take that time."""
+        new = self._unread[self._num_counted : _PIECE]
+        self._num_counted += len(new)
         self._lines_left += len(new) / _LEAST_LINE - new.count(b"\r\n")
         if self._lines_left < 0:
             self.send_400_response("The body comes in tiny chunks. Send larger ones, or a Content-Length.")
@@ -258,9 +261,11 @@ class Connection(H11Protocol):
                 h11.Data(data=content),
                 h11.EndOfMessage(),
             )
+            answer = b""
             with contextlib.suppress(h11.LocalProtocolError):  # No body goes to a HEAD.
                 for event in events:
-                    self.transport.write(self.conn.send(event) or b"")
+                    answer += self.conn.send(event) or b""
+            self.transport.write(answer)  # At once: sending takes longer than all else here.
         self.transport.close()
 
     def _watch_arrival(self) -> None:
