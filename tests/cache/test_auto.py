@@ -116,9 +116,16 @@ class Known(torch.nn.Module):
         return noise - clean
 
 
-def sampled(model: Known, mean: torch.Tensor, steps: int = 50, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+def sampled(
+    model: Known,
+    mean: torch.Tensor,
+    steps: int = 50,
+    seed: int = 0,
+    scale: float = 1.0,
+    start: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Euler's method with guidance, in a loop of one's own."""
-    sample = torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed))
+    sample = torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed)) if start is None else start
     times = torch.linspace(1, 0, steps + 1)
     for now, then in itertools.pairwise(times):
         with torch.no_grad():
@@ -165,22 +172,28 @@ def test_where_nothing_can_be_forecast_nothing_is_skipped() -> None:
     assert hook.stats().skipped == 0
 
 
-def test_an_easy_image_beside_a_hard_one_is_computed_as_often() -> None:
-    class Mixed(Known):
-        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
-            output = super().forward(sample, timestep, encoder_hidden_states)
-            noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(self.calls))
-            return torch.where((encoder_hidden_states.flatten(1).mean(1) > 5).reshape(-1, 1, 1, 1), noise, output)
+class Mixed(Known):
+    """Images with a mean above 5 cannot be forecast."""
 
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+        output = super().forward(sample, timestep, encoder_hidden_states)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(self.calls))
+        return torch.where((encoder_hidden_states.flatten(1).mean(1) > 5).reshape(-1, 1, 1, 1), noise, output)
+
+
+def test_an_easy_image_does_not_depend_on_a_hard_one_beside_it() -> None:
     easy, hard = MEAN[:1], MEAN[1:] + 10
-    counts = []
+    found = []
     for mean in (easy, torch.cat([easy, hard])):
         model = Mixed()
         hook = apply_teacache_hook(model, AutoConfig(0.05))
-        sampled(model, mean, 28)
-        counts.append(hook.stats().skipped)
-    assert counts[0] > 0
-    assert counts[1] == 0
+        start = torch.randn(MEAN.shape, generator=torch.Generator().manual_seed(1))[: len(mean)]
+        found.append((sampled(model, mean, 28, start=start), hook.stats().branches["cond"]))
+    (alone, own), (both, shared) = found
+    assert torch.allclose(both[:1], alone, atol=1e-5)
+    assert 0 < own.skipped < 28
+    assert shared.skipped == 0, "the batch is computed for the hard one"
+    assert shared.computed_by_image(2) == [own.computed, 28]
 
 
 def test_a_run_in_ones_own_loop_begins_anew() -> None:

@@ -17,13 +17,14 @@ import torch
 from .. import tree
 from ..arch import find_anatomy
 from ..errors import ModelError
+from ..trace.passes import Outlook
 from .config import AutoConfig
 from .decision import Agree, Verdict, measure
-from .drift import Rows, Seen, rows_of
+from .forecast import take_apart
 from .inputs import Inputs, changes
 from .model import About, CacheableModel, Forward, Instruction, Outcome, side_effect
-from .pace import LEAST_KNOWN, Judgement
-from .state import TeaCacheState
+from .pace import LEAST_KNOWN, Judged, count_images, numbers_in
+from .rows import chosen
 from .stats import StepRecord
 from .step import AGAIN, Call, Plan, computed_alone, stray, times_on_device
 
@@ -79,29 +80,29 @@ class AutoSteps(NamedTuple):
     """Those of the running call, before ranks split them."""
 
     def judge(self, call: Call) -> Plan:
-        """Whether the step is computed, and if not, what is returned in its place."""
-        clock, state = call.clock, call.state
+        """Whether the step is computed, and what is returned for images that are not due."""
+        clock, pace = call.clock, call.clock.pace
         if self.config.never_skips:
             return Plan(Verdict("compute", "settings"))
         if clock.is_again:
             return Plan(Verdict("compute", AGAIN))
         obstacle = self._obstacle(call)
         verdict = clock.verdict or self._lead(call)
-        if verdict.action == "compute":
+        if obstacle is not None and call.context.branch == clock.leader:
+            pace.due = [True] * len(pace.images)
+        if verdict.action == "compute" and all(pace.due):
             return Plan(verdict)
-        if obstacle is not None:
-            return Plan(Verdict("compute", obstacle))
-        outlook = state.history.combined(self._weights(call))
-        if outlook is None:
-            return Plan(Verdict("compute", "a step that its forecast needs is not stored"))
-        return Plan(verdict, outlook)
+        history, outlook = call.state.rows, None
+        if obstacle is None:
+            outlook = history.combined(pace.forecast(history, clock.place, clock.index))
+            obstacle = None if outlook is not None else "a step that its forecast needs is not stored"
+        return Plan(verdict, outlook) if obstacle is None else Plan(Verdict("compute", obstacle))
 
     def _obstacle(self, call: Call) -> str | None:
         """Why this step of this branch cannot be skipped, if it cannot."""
         clock, state, inputs = call.clock, call.state, call.inputs
-        is_new = state.generation != self.model.generation()
-        why = None
-        if len(state.history):
+        is_new, why = state.generation != self.model.generation(), None
+        if len(state.rows):
             why = "weights or adapters changed" if is_new else self._changed(call)
         if why is not None:
             state.reset()
@@ -110,8 +111,7 @@ class AutoSteps(NamedTuple):
         if clock.is_unclear:
             return "the sample is the same as in the previous call"
         obstacle = state.obstacle(inputs, asks=False) or self.model.problem(inputs)
-        is_young = len(clock.pace.known(call.context.branch)) < LEAST_KNOWN
-        return obstacle or (_YOUNG.reason if is_young else None)
+        return obstacle or (_YOUNG.reason if len(state.rows) < LEAST_KNOWN else None)
 
     def _changed(self, call: Call) -> str | None:
         """What other inputs than sample and time have changed too much, if any have."""
@@ -126,60 +126,54 @@ class AutoSteps(NamedTuple):
 
     def _lead(self, call: Call) -> Verdict:
         """The decision for all branches of a step."""
-        clock, pace, branch = call.clock, call.clock.pace, call.context.branch
-        pace.drift, times = None, times_on_device(call)
+        clock, pace, history = call.clock, call.clock.pace, call.state.rows
+        pace.due, pace.drift = [True] * len(pace.images), None
+        times = times_on_device(call)
         reason = stray(call, torch.stack([time.max().float() for time in times]).tolist() if times else ())
         if reason is not None:
             return Verdict("compute", reason)
         if clock.is_last:
             return Verdict("compute", "last_steps")
-        if pace.due is None:
-            if len(pace.known(branch)) < LEAST_KNOWN:
-                return _YOUNG
-            samples, _ = self._rows(call)
+        if len(history) < LEAST_KNOWN:
+            return _YOUNG
+        if pace.is_open:
             summed = None if self.agree is None else self.agree.within_branch
-            judged = pace.judge(branch, samples, clock.step.total, summed)
-            pace.set_gap(branch, self._agreed(judged, call), self.config.number)
-        return Verdict("skip", "within the tolerance") if clock.index < (pace.due or 0) else _DUE
+            judged = pace.judge(history, self._samples(call), clock.step.total, summed)
+            pace.set_gaps(history, self._agreed(judged, call), self.config.number)
+        pace.due = [clock.index >= image.due for image in pace.images]
+        return _DUE if any(pace.due) else Verdict("skip", "within the tolerance")
 
-    def _rows(self, call: Call) -> tuple[Rows, Rows]:
-        """The samples of a call and the last outputs. Ranks split samples before this, but some gather their outputs
-        inside."""
-        given, numbers = call.inputs.samples, _numbers(call.state)
-        if self.agree is not None and [part.shape for part in given] != [part.shape for part in numbers]:
-            given = self.whole_samples()
-        return rows_of(given, numbers)
+    def _samples(self, call: Call) -> list[torch.Tensor]:
+        """The samples of a call. Ranks split them before this, but some gather their outputs inside."""
+        given = call.inputs.samples
+        if self.agree is None or not len(call.state.rows):
+            return given
+        numbers = numbers_in(call.state.rows.newest)
+        return given if [one.shape for one in given] == [one.shape for one in numbers] else self.whole_samples()
 
-    def _agreed(self, judged: Judgement, call: Call) -> Judgement:
-        """The same on all ranks, each of which may know one branch only: the first one's counts."""
+    def _agreed(self, judged: list[Judged | None], call: Call) -> list[Judged | None]:
+        """On several ranks, each of which may know one branch only, all images go the way of the first rank's worst."""
         if self.agree is None:
             return judged
-        drift, order = (torch.tensor([part, 1.0], device=call.inputs.device).unbind() for part in judged)
+        worst = max(found for found in judged if found is not None)
+        drift, order = (torch.tensor([part, 1.0], device=call.inputs.device).unbind() for part in worst)
         measured = measure(drift, [order], (), self.agree)
-        return Judgement(measured.signal, measured.others)
-
-    def _weights(self, call: Call) -> list[float | torch.Tensor]:
-        """The weights of computed steps in the one that is skipped, the newest first."""
-        found = call.clock.pace.forecast(call.context.branch, call.clock.place, call.clock.index)
-        if len(found) == 1:
-            return list(found[0])
-        length, device = max(map(len, found)), call.inputs.device
-        padded = torch.tensor([weights + [0.0] * (length - len(weights)) for weights in found], device=device)
-        rows = next(len(tensor) for tensor in _numbers(call.state))
-        return list(padded.repeat(rows // len(found), 1).unbind(1))
+        return [Judged(measured.signal, measured.others)] * len(judged)
 
     def take(self, call: Call, plan: Plan) -> tuple[StepRecord, Outcome]:
         """Compute the step, or leave it out."""
-        is_computed, pace = plan.verdict.action == "compute", call.clock.pace
-        record = StepRecord(call.clock.index, is_computed, plan.verdict.reason, pace.drift, pace.error)
+        is_computed, images = plan.verdict.action == "compute", call.clock.pace.images
+        error = max((image.error for image in images), default=0.0)
+        record = StepRecord(call.clock.index, is_computed, plan.verdict.reason, call.clock.pace.drift, error)
         if not is_computed:
             return record, Outcome(None, computed=False)
         return record, self.model.run(call.inputs, Instruction("compute"), call.forward)
 
     def record(self, call: Call, plan: Plan, record: StepRecord, outcome: Outcome) -> tuple[StepRecord, Any]:
         """Store what later steps are made from; return the record and the output."""
-        inputs, clock, state, branch = call.inputs, call.clock, call.state, call.context.branch
-        if branch == clock.leader:
+        inputs, clock, state, pace = call.inputs, call.clock, call.state, call.clock.pace
+        leads = call.context.branch == clock.leader
+        if leads:
             clock.verdict = plan.verdict
         if not outcome.computed:
             assert plan.outlook is not None
@@ -187,19 +181,21 @@ class AutoSteps(NamedTuple):
             return record, state.forecast_output(plan.outlook)
         state.computed(inputs, None, self.model.generation())
         if clock.is_last or record.reason == AGAIN or outcome.problem is not None:
-            state.history.clear()
+            state.rows.clear()
             return record, outcome.output
-        state.store_output(clock.place, clock.index, outcome.output)
-        numbers = _numbers(state)
-        if numbers:
-            samples, rows = self._rows(call)
-            by_image = len(rows) == 1 and all(tensor.shape[:1] == rows[0].shape[:1] for tensor in numbers)
-            seen = Seen(clock.place, clock.index, rows)
-            clock.pace.computed(branch, seen, samples, leads=branch == clock.leader, by_image=by_image)
-        return record, outcome.output
-
-
-def _numbers(state: TeaCacheState) -> list[torch.Tensor]:
-    """What the last computed step returned that can be forecast."""
-    known = state.history.newest if len(state.history) else ()
-    return [tensor for tensor in known if tensor is not None and tensor.is_floating_point() and tensor.dim()]
+        state.form, found = take_apart(outcome.output)
+        history, numbers = state.rows, numbers_in(found or ())
+        if leads and not len(history):
+            pace.begin(count_images(self._samples(call), found or ()) if numbers else 0)
+        count = len(pace.images)
+        if found is None or not numbers or not count or any(count > 1 and len(rows) % count for rows in numbers):
+            history.clear()
+            return record, outcome.output
+        due = pace.due if plan.outlook is not None else [True] * count
+        history.push(clock.place, clock.index, found, due)
+        pace.computed(call.context.branch, history, self._samples(call) if leads else None, due)
+        if plan.outlook is None or all(due):
+            return record, outcome.output
+        guesses = [plan.outlook.value(index) for index in range(len(found))]
+        mixed = chosen(due, found, guesses)
+        return record._replace(images=tuple(due)), state.form.rebuild(Outlook([1.0], [mixed]))

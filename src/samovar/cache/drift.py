@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 _MOST_ELEMENTS = 2**18
 """Of each image, enough to know an error within a percent."""
-_RIDGE = 1e-6
+_RIDGE = 1e-4
+"""Keeps the answer of a sampler determinate where outputs and sample hardly differ; far above rounding."""
 _SAMPLE, _WAY, _OUTPUTS = 0, 1, 2
 """Where the sample, its way to the next one, and the outputs are among the vectors."""
 
@@ -28,21 +28,14 @@ Products = np.ndarray
 """Scalar products of all vectors: images by vectors by vectors."""
 
 
-class Seen(NamedTuple):
-    """An output that a sampler was given, or a forecast in its place."""
-
-    place: float
-    number: int
-    rows: Rows
-
-
-def rows_of(samples: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[Rows, Rows]:
-    """The samples and the outputs that belong together, as rows; no samples where none do."""
+def rows_of(samples: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, by_image: bool) -> tuple[Rows, Rows]:
+    """The samples and the outputs that belong together, as rows: one for each image, or for each part of a sample. No
+    samples where none belong to an output."""
     if len(samples) != len(outputs):
         samples, outputs = samples[:1], outputs[:1]
     found = [pair for sample, output in zip(samples, outputs, strict=False) if (pair := _common(sample, output))]
     pairs = found or [(output, output) for output in outputs]
-    rows = [[_some(tensor, is_part=len(pairs) > 1) for tensor in side] for side in zip(*pairs, strict=True)]
+    rows = [[_some(tensor, by_image and len(pairs) == 1) for tensor in side] for side in zip(*pairs, strict=True)]
     return tuple(rows[0]) if found else (), tuple(rows[1])
 
 
@@ -59,8 +52,8 @@ def _common(sample: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, t
     return (sample, output) if output.numel() else None
 
 
-def _some(tensor: torch.Tensor, is_part: bool) -> torch.Tensor:
-    rows = tensor.detach().reshape(1 if is_part or tensor.dim() < 2 else len(tensor), -1)
+def _some(tensor: torch.Tensor, by_image: bool) -> torch.Tensor:
+    rows = tensor.detach().reshape(len(tensor) if by_image else 1, -1)
     apart = -(-rows.shape[1] // _MOST_ELEMENTS) | 1  # Odd: else the same few channels would be compared everywhere.
     return rows[:, ::apart].to(torch.float32, copy=True)
 
@@ -104,17 +97,15 @@ class Drifts:
         else:
             self._response = np.full((len(found), num_branches), response)
 
-    def of(self, weights: Sequence[float]) -> list[float]:
-        """For each image, how far a forecast with these weights of the older outputs, the newest first, would have
-        taken the sample off its way, relative to its size."""
-        miss = np.zeros(self._products.shape[:2])
+    def of(self, weights: Sequence[float], image: int) -> float:
+        """How far a forecast with these weights of the older outputs, the newest first, would have taken an image off
+        its way, relative to its size."""
+        found, miss = self._products[image], np.zeros(self._products.shape[1])
         for branch, start in enumerate(self._starts):
-            miss[:, start + 1 : start + 1 + self._num_known] = -self._response[:, branch, None] * self._tails(weights)
+            miss[start + 1 : start + 1 + self._num_known] = -self._response[image, branch] * self._tails(weights)
         with np.errstate(divide="ignore", invalid="ignore"):
-            squares = np.einsum("if,ifg,ig->i", miss, self._products, miss)
-            sizes = self._products[:, _SAMPLE, _SAMPLE]
-            found = np.sqrt(np.maximum(squares, 0.0) / sizes)
-        return [float(drift) if np.isfinite(drift) else np.inf for drift in found]
+            drift = np.sqrt(np.maximum(miss @ found @ miss, 0.0) / found[_SAMPLE, _SAMPLE])
+        return float(drift) if np.isfinite(drift) else np.inf
 
     def _tails(self, weights: Sequence[float]) -> np.ndarray:
         """The same sum by the differences between outputs, with the newest one subtracted."""

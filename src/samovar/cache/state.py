@@ -21,7 +21,8 @@ from .config import CacheConfig, TeaCacheConfig
 from .decision import Signal, Step, Verdict
 from .forecast import History, OutputForm, take_apart
 from .inputs import Inputs, Sample, Watch, on_host, watch
-from .pace import HIGHEST_ORDER, Pace
+from .pace import Pace
+from .rows import RowHistory
 
 
 class Last(NamedTuple):
@@ -131,16 +132,18 @@ class TeaCacheState(BaseState):
 
     def __init__(self, config: CacheConfig | None = None) -> None:
         config = config or TeaCacheConfig()
-        order, damping = (HIGHEST_ORDER, 1.0)
-        if isinstance(config, TeaCacheConfig):
-            order, damping = config.order, config.forecast_damping
-        self.history = History(order, damping)
+        self.history = History(0, 1.0)
         """The results of the last computed steps."""
+        if isinstance(config, TeaCacheConfig):
+            self.history = History(config.order, config.forecast_damping)
+        self.rows = RowHistory()
+        """The same by image, for the cache "auto"."""
         self.reset()
 
     def reset(self) -> None:
         """Forget the steps so far: they do not predict those that follow."""
         self.history.clear()
+        self.rows.clear()
         self.generation = 0
         """Generation of the model when the last step was computed."""
         self.signature: Hashable = None
@@ -159,7 +162,7 @@ class TeaCacheState(BaseState):
 
     def obstacle(self, inputs: Inputs, asks: bool) -> str | None:
         """Why a step with these inputs cannot be skipped, if it cannot."""
-        if not len(self.history) or (asks and self.signal is None):
+        if not (len(self.history) or len(self.rows)) or (asks and self.signal is None):
             return "nothing stored"
         if inputs.signature != self.signature:
             return "the shapes, dtypes or set of arguments changed"

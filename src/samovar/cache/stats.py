@@ -27,12 +27,14 @@ class StepRecord(NamedTuple):
     skipped steps so far may have taken the sample off its way."""
     outliers: tuple[bool, ...] = ()
     """For each image whether it is an outlier, at the step that shows it."""
+    images: tuple[bool, ...] = ()
+    """For each image whether it was computed, where some of a batch were and some were not."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, where None stands for infinity and NaN."""
-        values = self._asdict() | {"outliers": list(self.outliers)}
+        values = self._asdict() | {"outliers": list(self.outliers), "images": list(self.images)}
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
-        return finite if self.outliers else {name: value for name, value in finite.items() if name != "outliers"}
+        return {name: value for name, value in finite.items() if value != []}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class BranchStats:
     def mask(self) -> str:
         """The steps as a schedule: `#` computed, `.` skipped."""
         return "".join("#" if record.computed else "." for record in self.steps)
+
+    def computed_by_image(self, count: int) -> list[int]:
+        """For each image of a batch, how many steps were computed for it."""
+        every = [record.images or (record.computed,) * count for record in self.steps]
+        return [sum(of) for of in zip(*every, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

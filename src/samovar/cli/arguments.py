@@ -74,7 +74,7 @@ def add_engine_options(parser: Any) -> None:
     add_device_options(group)
     _add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
-    group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, cache_dit or a tuned file")
+    group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
     group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
     group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
