@@ -156,6 +156,8 @@ class Adapters:
         """The size of each."""
         self._loaded: list[str] = []
         """The least recently used first."""
+        self._layers: list[Any] = []
+        """Those of the model that have adapters."""
         self._used: tuple[Adapter, ...] | None = None
         """What is switched on; None if that is not known."""
         try:
@@ -183,16 +185,14 @@ class Adapters:
         for name in names:
             if name not in self._loaded:
                 self._load(name, keep=names)
-        if chosen:
-            self._pipeline.enable_lora()
-            self._pipeline.set_adapters([self._inner[name] for name in names], [adapter.scale for adapter in chosen])
-        else:
-            self._pipeline.disable_lora()
+        from ..other_libraries import switch_adapters  # With torch, which reading settings does not need.
+
+        switch_adapters(self._layers, {self._inner[name]: scale for name, scale in chosen})
         self._used = chosen
 
     def close(self) -> None:
         """Leave the pipeline as it was without adapters."""
-        self._loaded, self._used = [], None
+        self._loaded, self._layers, self._used = [], [], None
         self._pipeline.unload_lora_weights()
 
     def _load(self, name: str, keep: list[str] | None = None) -> None:
@@ -219,6 +219,7 @@ class Adapters:
             )
         self._make_room(self.bytes[name], keep or [])
         self._loaded.append(name)
+        self._layers = _adapter_layers(self._pipeline)
 
     def _make_room(self, size: int, keep: list[str]) -> None:
         for name in [name for name in self._loaded if name not in keep]:
@@ -262,6 +263,13 @@ def _load_file(pipeline: Any, file: Path, inner: str) -> None:
     weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
     denoiser: Any = next(iter(find_denoisers(pipeline).values()))
     denoiser.load_lora_adapter(weights, prefix=None, adapter_name=inner, metadata=settings)
+
+
+def _adapter_layers(pipeline: Any) -> list[Any]:
+    from ..other_libraries import adapter_layers
+
+    parts = [part for part in pipeline.components.values() if hasattr(part, "named_parameters")]
+    return adapter_layers(module for part in parts for module in part.modules())
 
 
 def _named_weights(pipeline: Any) -> Iterator[tuple[str, Any]]:
