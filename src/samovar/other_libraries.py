@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,6 +88,25 @@ def pipeline_steps(pipeline: Any) -> int | None:
     """How many steps a pipeline of diffusers says that its run takes."""
     steps = getattr(pipeline, "_num_timesteps", None)
     return steps if isinstance(steps, int) else None
+
+
+class Quantiser(NamedTuple):
+    """A package that quantises weights."""
+
+    package: str
+    """As Python imports it."""
+    requirement: str
+    """As pip installs it."""
+
+
+QUANTISERS = {
+    "torchao": Quantiser("torchao", "torchao>=0.17"),
+    "bitsandbytes": Quantiser("bitsandbytes", "bitsandbytes>=0.49"),
+    "gguf": Quantiser("gguf", "gguf>=0.17"),
+    "quanto": Quantiser("optimum.quanto", "optimum-quanto>=0.2.7"),
+    "sdnq": Quantiser("sdnq", "sdnq>=0.2.2"),
+}
+"""By the method that a saved component names. What is required is what the extra "quantised" installs."""
 
 
 def quantization(model: torch.nn.Module) -> str | None:

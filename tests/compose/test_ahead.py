@@ -112,5 +112,6 @@ def test_four_ranks() -> None:
     with Ranks(4, backend="gloo", timeout_s=300.0, num_threads=1) as started:
         cases = [("flux", "layerwise", {"parallel": one}) for one in FOUR.values()]
         for results in started.call(_on_a_rank, cases, limit_s=900.0):
+            assert len(results) == len(cases)
             for result in results:
                 check(*result, live=True)

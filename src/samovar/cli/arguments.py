@@ -78,7 +78,7 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
     group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
-    group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
+    add_exclude(group)
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)
     group.add_argument("--lora-modules", "--lora", action="append", dest="lora", metavar="NAME=ADAPTER",
@@ -93,6 +93,10 @@ def add_engine_options(parser: Any) -> None:
             add_switch(group, option, text)
         else:
             group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
+
+
+def add_exclude(group: Any) -> None:
+    group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
 
 
 def add_quantization(group: Any) -> None:
