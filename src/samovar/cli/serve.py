@@ -76,7 +76,7 @@ def _add_limit_options(group: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Serve images over HTTP, compatible with OpenAI's clients, with a page to try it.
+    """Serve images over HTTP, with OpenAI's API and a page to try it.
 
     Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, /metrics, and a
     page at /. Only this machine can reach it unless --host says otherwise.
