@@ -84,6 +84,11 @@ class Omni:
         return self._open().facts.can_edit
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a call may name."""
+        return tuple(self._open().facts.adapters)
+
+    @property
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
         return self._open().load_seconds
@@ -101,6 +106,7 @@ class Omni:
         image: Image | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
         stream: Literal[False] = False,
         **overrides: Any,
     ) -> list[GenerationResult]: ...
@@ -114,6 +120,7 @@ class Omni:
         image: Image | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
         stream: Literal[True],
         **overrides: Any,
     ) -> Iterator[Event]: ...
@@ -126,6 +133,7 @@ class Omni:
         image: Image | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
         stream: bool = False,
         **overrides: Any,
     ) -> list[GenerationResult] | Iterator[Event]:
@@ -137,6 +145,8 @@ class Omni:
             image: The image to start from, for models that edit.
             num_previews: Number of previews per prompt, with `stream`.
             exact: Compute every step, whatever the cache would skip.
+            lora: The adapters to use, of those registered by the setting `lora`: a name, {"name": ..., "scale": ...},
+                or a list of these.
             stream: Return events as they happen: for each prompt `Started`, `Progress` for each step, `Preview`,
                 and `Done` or `Failed`. Leaving the loop early cancels the request.
             overrides: Parameters of `OmniDiffusionSamplingParams` by name, which win over `sampling_params`.
@@ -148,16 +158,16 @@ class Omni:
         params = OmniDiffusionSamplingParams.from_dict(overrides).over(sampling_params or OmniDiffusionSamplingParams())
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if stream:
-            return self._stream([Request(one, params, image, num_previews, exact) for one in prompts])
+            return self._stream([Request(one, params, image, num_previews, exact, lora) for one in prompts])
         if isinstance(prompt, str):
-            (result,) = _run(worker, [Request(prompt, params, image, exact=exact)])
+            (result,) = _run(worker, [Request(prompt, params, image, exact=exact, lora=lora)])
             if result.error is not None:
                 raise result.error
             return [result]
         requests: list[Request | GenerationResult] = []
         for one in prompts:
             try:
-                requests.append(Request(one, params, image, exact=exact))
+                requests.append(Request(one, params, image, exact=exact, lora=lora))
             except SettingError as error:
                 requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
         results = iter(_run(worker, [request for request in requests if isinstance(request, Request)]))
@@ -236,6 +246,11 @@ class AsyncOmni:
         return self._supervisor.facts.can_edit
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a request may name."""
+        return tuple(self._supervisor.facts.adapters)
+
+    @property
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
         return self._supervisor.load_seconds
@@ -260,11 +275,12 @@ class AsyncOmni:
         deadline_s: float | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
     ) -> Job:
         """Queue a request. A higher priority goes first; a request that has not started within `deadline_s` fails with
         QueueTimeoutError. Refused at once: parameters that the model does not take, a full queue, an engine that is
         closing or down."""
-        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact)
+        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact, lora)
         return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
 
     async def generate(

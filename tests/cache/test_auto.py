@@ -193,7 +193,8 @@ def test_an_easy_image_does_not_depend_on_a_hard_one_beside_it() -> None:
     assert torch.allclose(both[:1], alone, atol=1e-5)
     assert 0 < own.skipped < 28
     assert shared.skipped == 0, "the batch is computed for the hard one"
-    assert shared.computed_by_image(2) == [own.computed, 28]
+    assert shared.computed_by_image() == [own.computed, 28]
+    assert own.computed_by_image() == [], "the same for all"
 
 
 def test_a_run_in_ones_own_loop_begins_anew() -> None:

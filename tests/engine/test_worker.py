@@ -431,3 +431,16 @@ def test_a_rank_makes_nothing_again_that_others_may_not(
     monkeypatch.setattr(batching, "_attached", SimpleNamespace(config=SimpleNamespace(num_ranks=num_ranks)))
     assert batching.run([ask("a cat"), ask("a dog")]) == [error, error]
     assert len(calls) == num_calls
+
+
+def test_a_warm_up_makes_an_image_and_one_that_fails_says_how_to_go_without(
+    tiny: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    call = tiny._call
+    monkeypatch.setattr(tiny, "_call", lambda *args: made.extend(call(*args)) or made[-1:])
+    assert tiny.warm_up() > 0.0
+    assert len(made) == 1
+    monkeypatch.setattr(tiny, "_run_batch", lambda batch, listener: dict.fromkeys(batch, OutOfMemoryError("too large")))
+    with pytest.raises(EngineError, match="The warm-up failed: too large To start without one, give warm_up=False"):
+        tiny.warm_up()

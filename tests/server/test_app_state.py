@@ -87,9 +87,9 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
     [
         (
             Limits(max_pixels=1000),
-            "The model's default size, 40x30, has 1200 pixels, more than max_pixels=1000. Raise --max-p",
+            "The default size, 40x30, has 1200 pixels, more than max_pixels=1000. Raise --max-p",
         ),
-        (Limits(max_steps=4), "The model's default num_inference_steps is 5, more than max_steps=4"),
+        (Limits(max_steps=4), "The default num_inference_steps is 5, more than max_steps=4"),
         (Limits(max_images=1), "more than max_images=1"),
     ],
 )

@@ -56,8 +56,9 @@ class BranchStats:
         """The steps as a schedule: `#` computed, `.` skipped."""
         return "".join("#" if record.computed else "." for record in self.steps)
 
-    def computed_by_image(self, count: int) -> list[int]:
-        """For each image of a batch, how many steps were computed for it."""
+    def computed_by_image(self) -> list[int]:
+        """For each image of a batch, how many steps were computed for it; none if they were the same for all."""
+        count = max((len(record.images) for record in self.steps), default=0)
         every = [record.images or (record.computed,) * count for record in self.steps]
         return [sum(of) for of in zip(*every, strict=True)]
 

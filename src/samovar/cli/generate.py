@@ -30,6 +30,7 @@ def add_generate(commands: Any) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same image")
     group.add_argument("--image", metavar="FILE", help="an image to start from, for models that edit")
     group.add_argument("--strength", type=float, metavar="X", help="how much of that image to redraw, from 0 to 1")
+    group.add_argument("--lora-scale", type=float, metavar="X", help="how much the adapters of --lora change (1)")
     group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many images")
     arguments.add_engine_options(parser)
 
@@ -63,7 +64,8 @@ def _generate(options: argparse.Namespace) -> int:
         from ..omni import Omni
 
         with Omni(config=options.config, **settings) as omni:
-            result = _result(omni, options.prompt, params, image, status)
+            lora = [{"name": name, "scale": options.lora_scale} for name in settings.get("lora", ())]
+            result = _result(omni, options.prompt, params, status, image=image, lora=lora)
             load_seconds = omni.load_seconds
     if is_under_torchrun():
         import torch.distributed as dist
@@ -89,11 +91,11 @@ def _check_prompt(prompt: str) -> None:
         )
 
 
-def _result(omni: Omni, prompt: str, params: Any, image: Any, status: Status) -> GenerationResult:
+def _result(omni: Omni, prompt: str, params: Any, status: Status, **how: Any) -> GenerationResult:
     from ..engine import Done, Failed, Progress
 
     status.update("generating")
-    for event in omni.generate(prompt, params, image=image, stream=True):
+    for event in omni.generate(prompt, params, stream=True, **how):
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Progress):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError, SamovarError, SettingError, nearest
-from ..files import read_json
+from ..files import is_file_name, naming, read_json, read_mapping
+from .lora import Adapter, read_choice
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,6 +104,14 @@ def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:
         raise ModelError(f"{file} has invalid defaults: {error} Correct the file or remove it.") from error
 
 
+def saved_defaults(cache: Any) -> OmniDiffusionSamplingParams:
+    """The parameters that a cache setting was tuned with, if it is a file that `samovar tune` saved."""
+    content = read_mapping(cache, "cache") if is_file_name(cache) else {}
+    known = {field.name for field in fields(OmniDiffusionSamplingParams)} if "cache" in content else set()
+    with naming(cache):
+        return OmniDiffusionSamplingParams(**{name: content[name] for name in known & content.keys()})
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to make its images."""
@@ -114,6 +123,8 @@ class Request:
     num_previews: int = 0
     exact: bool = False
     """Compute every step, whatever the cache would skip."""
+    lora: Any = ()
+    """The adapters to use: a name, {"name": ..., "scale": ...}, or a list of these."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
@@ -127,6 +138,7 @@ class Request:
             raise SettingError(message, param="num_previews")
         if not isinstance(self.exact, bool):
             raise SettingError(f"exact must be True or False, not {self.exact!r}.", param="exact")
+        object.__setattr__(self, "lora", read_choice(self.lora))
 
     @property
     def num_images(self) -> int:
@@ -139,7 +151,8 @@ class Request:
 
     def fits_with(self, other: Request) -> bool:
         """Whether one pipeline call can make the images of both."""
-        if self.image is not None or other.image is not None or self.exact != other.exact:
+        has_image = self.image is not None or other.image is not None
+        if has_image or self.exact != other.exact or self.lora != other.lora:
             return False
         ours, theirs = (replace(one.params, seed=None, num_outputs_per_prompt=None) for one in (self, other))
         return ours == theirs
@@ -160,6 +173,8 @@ class GenerationResult:
     """Warnings, such as a prompt that was truncated."""
     cache: tuple[Any, ...] = ()
     """The cache's `stats()` for each pipeline call; empty without a cache."""
+    lora: tuple[Adapter, ...] = ()
+    """The adapters used."""
     error: SamovarError | None = None
     """Why there are no images, for a prompt of a list. A single prompt that fails raises it instead."""
 

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import SamovarError, SettingError
+from ..errors import SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders
@@ -31,17 +31,21 @@ class AppState:
         defaults, limits = self.omni.defaults, self.config.limits
         pixels = (defaults.width or 0) * (defaults.height or 0)
         steps, images = defaults.num_inference_steps or 0, defaults.num_outputs_per_prompt or 0
-        for default, value, option, most in (
-            (f"size, {defaults.width}x{defaults.height}, has {pixels} pixels", pixels, "max_pixels", limits.max_pixels),
-            (f"num_inference_steps is {steps}", steps, "max_steps", limits.max_steps),
-            (f"num_outputs_per_prompt is {images}", images, "max_images", limits.max_images),
+        size = f"size, {defaults.width}x{defaults.height}, has {pixels} pixels"
+        for default, value, option, most, remedy in (
+            (size, pixels, "max_pixels", limits.max_pixels, "--default-size"),
+            (f"num_inference_steps is {steps}", steps, "max_steps", limits.max_steps, "--default-steps"),
+            (f"number of images is {images}", images, "max_images", limits.max_images, "in the model's samovar.json"),
         ):
             if value > most:
                 raise SettingError(
-                    f"The model's default {default}, more than {option}={most}. "
-                    f"Raise --{option.replace('_', '-')}, or set a smaller default in the model's samovar.json.",
+                    f"The default {default}, more than {option}={most}. Raise --{option.replace('_', '-')}, or set a "
+                    f"smaller default: {remedy}.",
                     param=option,
                 )
+        for name in set(self.adapters) & set(self.model_names):
+            message = f"The adapter {name!r} has the name of the model. Rename it, or give another --served-model-name."
+            raise SettingError(message, param="lora")
         self.is_loaded, self.phase = True, "serving"
         if self.omni.can_edit:
             self.body_readers.warm()
@@ -68,8 +72,29 @@ class AppState:
     @cached_property
     def model_name(self) -> str:
         """The model's name for clients: of a folder its name, never its path."""
+        if self.config.served_model_name:
+            return self.config.served_model_name[0]
         path = Path(self.omni.config.model)
         return path.resolve().name if path.name in ("", "..") else path.name
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All of its names."""
+        return self.config.served_model_name or (self.model_name,)
+
+    @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a request may name."""
+        return tuple(self.omni.config.lora or ())
+
+    def adapters_of(self, model: str | None, lora: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The adapters of a request. As in vllm, an adapter may also be named as the model."""
+        if model is None or model in self.model_names:
+            return lora
+        if lora and lora != [{"name": model, "scale": lora[0].get("scale")}]:
+            message = f"model names the adapter {model!r}, and lora names others. Give the model {self.model_name!r}."
+            raise ApiError(400, message, param="lora", code="invalid_value")
+        return lora or [{"name": model}]
 
     @cached_property
     def is_cached(self) -> bool:
@@ -85,8 +110,9 @@ class AppState:
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model than the one that is served."""
-        if name not in (None, self.model_name):
-            message = f"The model {(name or '')[:80]!r} is not served here. Known: {self.model_name!r}."
+        known = (*self.model_names, *self.adapters)
+        if name not in (None, *known):
+            message = f"The model {(name or '')[:80]!r} is not served here. {nearest(name or '', known)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
