@@ -42,6 +42,7 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "parallel": tables.parallel,
     "hooks": tables.hooks,
     "server": tables.server,
+    "attacks": tables.attacks,
 }
 RESULT_LINK = re.compile(r"\]\((?:\.\./)*benchmarks/results/(\w+\.json)\)")
 REPOSITORY_LINK = re.compile(

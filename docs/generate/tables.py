@@ -344,6 +344,21 @@ def server(_: str) -> str:
     return markdown_table(["eight clients", "images per second", "idle between images", "one request alone"], rows)
 
 
+def attacks(_: str) -> str:
+    """How long others wait while the server is attacked."""
+
+    def change(found: dict[str, Any], prefix: str) -> str:
+        quiet, attacked = (found[f"{prefix}{when}_ms"][1] for when in ("quiet", "attacked"))
+        return f"{quiet:.0f} to {attacked:.0f} ms (x {attacked / quiet:.1f})"
+
+    rows = []
+    for row in read("attacks")["rows"]:
+        cells = [change(row[what], prefix) for what in ("/live", "edit") for prefix in ("", "elsewhere_")]
+        rows.append([row["attack"], f"{row['/live']['attacks_per_s']:.0f}", *cells])
+    head = ["eight attackers", "times a second", "`/live`", "a server at rest", "an edit", "a server at rest"]
+    return markdown_table(head, rows)
+
+
 @functools.cache
 def quantised_choices(_: str) -> str:
     """What each kind takes of FLUX within some budgets, as the planner says."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         find_anatomy,
         register_declaration,
     )
-    from .cache import TeaCacheConfig, make_cache_backend
+    from .cache import AutoConfig, TeaCacheConfig, make_cache_backend
     from .compose import AttachConfig, Attached, attach, detach
     from .engine import GenerationResult, OmniDiffusionConfig, OmniDiffusionSamplingParams
     from .errors import SamovarError
@@ -30,6 +30,7 @@ __all__ = [
     "AsyncOmni",
     "AttachConfig",
     "Attached",
+    "AutoConfig",
     "BlockDeclaration",
     "GenerationResult",
     "HookRegistry",

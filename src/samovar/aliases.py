@@ -79,6 +79,8 @@ def _cache(given: Mapping[str, Any]) -> Any:
                 f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend.",
                 param="cache_backend",
             )
+        if "backend" in saved:
+            return config  # As a file, which may also hold the steps that it was tuned for.
         config = saved
     if not isinstance(config, Mapping):
         raise SettingError(

@@ -92,6 +92,11 @@ class Omni:
         return self._open().facts.output
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a call may name."""
+        return tuple(self._open().facts.adapters)
+
+    @property
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
         return self._open().load_seconds
@@ -109,6 +114,8 @@ class Omni:
         image: Image | Sequence[Image] | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
+        tolerance: float | str | None = None,
         stream: Literal[False] = False,
         **overrides: Any,
     ) -> list[GenerationResult]: ...
@@ -122,6 +129,8 @@ class Omni:
         image: Image | Sequence[Image] | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
+        tolerance: float | str | None = None,
         stream: Literal[True],
         **overrides: Any,
     ) -> Iterator[Event]: ...
@@ -134,6 +143,8 @@ class Omni:
         image: Image | Sequence[Image] | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
+        tolerance: float | str | None = None,
         stream: bool = False,
         **overrides: Any,
     ) -> list[GenerationResult] | Iterator[Event]:
@@ -145,6 +156,9 @@ class Omni:
             image: The image to start from, or several, for models that take them.
             num_previews: Number of previews per prompt, with `stream`.
             exact: Compute every step, whatever the cache would skip.
+            lora: The adapters to use, of those registered by the setting `lora`: a name, {"name": ..., "scale": ...},
+                or a list of these.
+            tolerance: How much the cache "auto" may lose, if not what its settings say.
             stream: Return events as they happen: for each prompt `Started`, `Progress` for each step, `Preview`,
                 and `Done` or `Failed`. Leaving the loop early cancels the request.
             overrides: Parameters of `OmniDiffusionSamplingParams` by name, which win over `sampling_params`; other
@@ -161,17 +175,18 @@ class Omni:
             sampling_params or OmniDiffusionSamplingParams()
         )
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        how: dict[str, Any] = {"exact": exact, "lora": lora, "tolerance": tolerance, "inputs": inputs}
         if stream:
-            return self._stream([Request(one, params, image, num_previews, exact, inputs) for one in prompts])
+            return self._stream([Request(one, params, image, num_previews, **how) for one in prompts])
         if isinstance(prompt, str):
-            (result,) = _run(worker, [Request(prompt, params, image, exact=exact, inputs=inputs)])
+            (result,) = _run(worker, [Request(prompt, params, image, **how)])
             if result.error is not None:
                 raise result.error
             return [result]
         requests: list[Request | GenerationResult] = []
         for one in prompts:
             try:
-                requests.append(Request(one, params, image, exact=exact, inputs=inputs))
+                requests.append(Request(one, params, image, **how))
             except SettingError as error:
                 requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
         results = iter(_run(worker, [request for request in requests if isinstance(request, Request)]))
@@ -255,6 +270,11 @@ class AsyncOmni:
         return self._supervisor.facts.output
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a request may name."""
+        return tuple(self._supervisor.facts.adapters)
+
+    @property
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
         return self._supervisor.load_seconds
@@ -286,11 +306,14 @@ class AsyncOmni:
         deadline_s: float | None = None,
         num_previews: int = 0,
         exact: bool = False,
+        lora: Any = None,
+        tolerance: float | str | None = None,
     ) -> Job:
         """Queue a request, with `inputs` such as mask, video or audio by name. A higher priority goes first; a request
         that has not started within `deadline_s` fails with QueueTimeoutError. Refused at once: parameters that the
         model does not take, a full queue, an engine that is closing or down."""
-        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact, inputs or {})
+        params = params or OmniDiffusionSamplingParams()
+        request = Request(prompt, params, image, num_previews, exact, lora, tolerance, inputs or {})
         return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
 
     async def generate(

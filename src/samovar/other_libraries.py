@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,6 +91,25 @@ def pipeline_steps(pipeline: Any) -> int | None:
     """How many steps a pipeline of diffusers says that its run takes."""
     steps = getattr(pipeline, "_num_timesteps", None)
     return steps if isinstance(steps, int) else None
+
+
+class Quantiser(NamedTuple):
+    """A package that quantises weights."""
+
+    package: str
+    """As Python imports it."""
+    requirement: str
+    """As pip installs it."""
+
+
+QUANTISERS = {
+    "torchao": Quantiser("torchao", "torchao>=0.17"),
+    "bitsandbytes": Quantiser("bitsandbytes", "bitsandbytes>=0.49"),
+    "gguf": Quantiser("gguf", "gguf>=0.17"),
+    "quanto": Quantiser("optimum.quanto", "optimum-quanto>=0.2.7"),
+    "sdnq": Quantiser("sdnq", "sdnq>=0.2.2"),
+}
+"""By the method that a saved component names. What is required is what the extra "quantised" installs."""
 
 
 def quantization(model: torch.nn.Module) -> str | None:
@@ -211,6 +230,24 @@ def adapter_settings(module: torch.nn.Module) -> dict[str, Any] | None:
         return None
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
+
+
+def adapter_layers(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """The layers that peft has put adapters on."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in modules if isinstance(module, BaseTunerLayer)]
+
+
+def switch_adapters(layers: Iterable[Any], scales: Mapping[str, float]) -> None:
+    """Use these adapters, and no others, in layers that peft made: as peft's own methods, without marking weights as
+    trainable: in a large model that takes a tenth of a second."""
+    names = list(scales)
+    for layer in layers:
+        layer._active_adapter = names
+        layer._disable_adapters = not names
+        for name, scale in scales.items():
+            layer.set_scale(name, scale)
 
 
 # ------------------------------------------------------------------------------------------------ hints about blocks

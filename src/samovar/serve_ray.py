@@ -144,7 +144,10 @@ def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:
     settings = {name: value for name, value in given.items() if name in engine_names}
     engine = OmniDiffusionConfig.read(settings, given.get("config"))
     # Requests reach a replica through a proxy of Ray, under any host name.
-    server = ServerConfig(host="0.0.0.0", api_key=_key(given.get("api_key")), shutdown_timeout_s=config.drain_s)
+    settings = {"host": "0.0.0.0", "api_key": _key(given.get("api_key")), "shutdown_timeout_s": config.drain_s}
+    server = ServerConfig.read(
+        {name: value for name, value in settings.items() if value is not None}, given.get("config")
+    )
     replica: Any = Replica
     application: serve.Application = replica.options(**config.options(engine)).bind(engine, server)
     return application

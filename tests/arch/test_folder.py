@@ -140,10 +140,6 @@ def lfs_pointer(folder: Path) -> None:
     (folder / FLUX).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
 
 
-def long_header(folder: Path) -> None:
-    (folder / FLUX).write_bytes((2**40).to_bytes(8, "little") + b"{}")
-
-
 def flax(folder: Path) -> None:
     (folder / CLIP).rename(folder / "text_encoder" / "flax_model.msgpack")
 
@@ -156,13 +152,37 @@ def flax(folder: Path) -> None:
         (pickled_vocabulary, r"spiece\.model is a pickle under another name"),
         (bare_pickle, r"pytorch_model\.bin is a pickle, which can run code when it is read, and there are no"),
         (lfs_pointer, r"is not a complete safetensors file, but a pointer of Git LFS: run `git lfs pull`"),
-        (long_header, r"is not a complete safetensors file"),
         (flax, r"flax_model\.msgpack is not safetensors, and there are no \.safetensors beside it"),
     ],
 )
 def test_content_counts_and_not_the_name(folder: Path, make: Callable[[Path], None], message: str) -> None:
     make(folder)
     refused(folder, message)
+
+
+def stored(shape: list[int], first: int, last: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize("length", [None, 2**30, 2**40, 2**63])
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{}",
+        b"[" * 100_000,
+        json.dumps({"a": stored([4], 0, 16), "b": stored([4], 8, 24)}).encode(),
+        json.dumps({"a": stored([2**40, 2**40], 0, 16)}).encode(),
+    ],
+    ids=["empty", "nothing", "deep", "overlapping", "too large"],
+)
+def test_headers_that_lie_are_refused(folder: Path, header: bytes, length: int | None) -> None:
+    """Weights that are said to be longer than the file, to share bytes, or to be of another size than their shape's."""
+    size = (len(header) if length is None else length).to_bytes(8, "little") if header else b""
+    (folder / FLUX).write_bytes(size + header + bytes(24))
+    for look in (lambda: survey(str(folder)), lambda: load_pipeline(folder, torch.float32)):
+        with pytest.raises(ModelError, match=r"diffusion_pytorch_model\.safetensors"):
+            look()
 
 
 def test_the_other_folders_of_a_component_are_checked(folder: Path) -> None:
@@ -331,6 +351,7 @@ def test_a_configuration_names_no_other_weights(folder: Path, name: Any) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"_class_name": "os"}, r"names the class 'os', which diffusers .* does not have"),
         ({"_class_name": "logging"}, r"names the class 'logging', which diffusers .* does not have"),
         ({"_class_name": "DiffusionPipeline"}, r"names the class 'DiffusionPipeline'"),
         ({"_class_name": "FluxTransformer2DModel"}, r"names the class 'FluxTransformer2DModel'"),
@@ -366,3 +387,10 @@ def test_an_index_that_is_wrong_is_refused(folder: Path, changes: dict[str, Any]
 def test_no_file_of_json_is_too_deep_or_broken_for_an_answer(folder: Path, file: str, content: str) -> None:
     (folder / file).write_bytes(content.encode("latin-1"))
     refused(folder, r"json is not valid JSON")
+
+
+@pytest.mark.parametrize("file", ["model_index.json", "transformer/config.json", "text_encoder/config.json"])
+@pytest.mark.parametrize("content", ["[]", '"x"'])
+def test_what_describes_a_model_is_an_object(folder: Path, file: str, content: str) -> None:
+    (folder / file).write_text(content)
+    refused(folder, r"json must hold a JSON object")

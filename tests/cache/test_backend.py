@@ -17,6 +17,7 @@ from driving import COND, INFINITE, UNGUARDED, Plain, at
 from pipelines import PIPELINES, images
 from samovar.cache import (
     CACHE_BACKENDS,
+    AutoConfig,
     CacheBackend,
     PipelineStats,
     TeaCacheBackend,
@@ -89,7 +90,11 @@ def test_by_name() -> None:
         assert isinstance(backend, TeaCacheBackend)
         assert isinstance(backend, CacheBackend)
         assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, forecast)
-    assert cache_names() == ["cache_dit", "forecast", "tea_cache"]
+    assert cache_names() == ["auto", "cache_dit", "forecast", "tea_cache"]
+    for setting in ("auto", {"backend": "auto"}, {"tolerance": "high"}, AutoConfig("high")):
+        backend = make_cache_backend(setting)
+        assert isinstance(backend, TeaCacheBackend)
+        assert backend.config == AutoConfig()
 
 
 def test_plain_tea_cache_is_plain_and_forecast_gives_way_to_what_is_asked_for() -> None:
@@ -146,7 +151,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str, monke
 
 
 def test_a_name_that_is_like_none_is_refused_with_all() -> None:
-    with pytest.raises(SettingError, match="Known: 'cache_dit', 'forecast', 'none', 'tea_cache'"):
+    with pytest.raises(SettingError, match="Known: 'auto', 'cache_dit', 'forecast', 'none', 'tea_cache'"):
         make_cache_backend("xyz")
 
 

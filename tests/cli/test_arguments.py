@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samovar.cli.arguments import given, in_options, model_of, quantization_of, read_setting, use_saved_steps
+from samovar.cli.arguments import given, in_options, lora_of, model_of, quantization_of, read_setting, use_saved_steps
 from samovar.cli.entry import make_parser
 from samovar.errors import SettingError
 
@@ -81,3 +81,10 @@ def test_forms_of_a_quantisation(texts: list[str], expected: object) -> None:
 def test_a_kind_beside_others_needs_a_component() -> None:
     with pytest.raises(SettingError, match=r"quantization='int8' is given beside others\. .* such as transformer=int8"):
         quantization_of(["int8", "text_encoder=int8"])
+
+
+def test_adapters_are_given_by_name() -> None:
+    assert lora_of(["a=./x", "b=owner/name=1"]) == {"a": "./x", "b": "owner/name=1"}
+    for wrong, message in ((["./x"], "has no name"), (["=x"], "has no name"), (["a=x", "a=y"], "is given twice")):
+        with pytest.raises(SettingError, match=message):
+            lora_of(wrong)

@@ -162,6 +162,9 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert placements["transformer"] == "streams"
     assert placements["vae"] == "resident"
     assert plan["offloads_anything"] is True
+    assert cli.main(["plan", "emoji", "--mode", "layerwise", "--json", "--exclude", "vae, text_encoder"]) == 0
+    left = [component["name"] for component in json.loads(capsys.readouterr().out)["components"]]
+    assert left == [name for name in placements if name not in ("vae", "text_encoder")]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +177,7 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["emoji"], "--gpu-memory"),
         (["emoji", "--gpu-memory", "much"], "'much' is not a size"),
         (["emoji", "--mode", "layrwise"], "Did you mean 'layerwise'?"),
+        (["emoji", "--mode", "model", "--exclude", "vea"], "'vea' is not a component, so it cannot be in exclude"),
         (["FluxTransformr2DModel", "--gpu-memory", "1GiB"], "Did you mean 'FluxTransformer2DModel'?"),
     ],
 )
@@ -210,6 +214,8 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, capsys: pytest.Captur
     assert "gguf F32, Q8_0" in out
     assert cli.main(["plan", file, "--gpu-memory", "2GiB"]) == 0
     assert "gguf F32, Q8_0" in capsys.readouterr().out
+    assert cli.main(["plan", file, "--gpu-memory", "2GiB", "--exclude", "transformer"]) == 2
+    assert "holds one component, which would be left out" in capsys.readouterr().err
     (tmp_path / "no.gguf").write_text("no")
     assert cli.main(["inspect", str(tmp_path / "no.gguf")]) == 2
     assert "no.gguf' cannot be read" in capsys.readouterr().err

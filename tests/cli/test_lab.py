@@ -50,25 +50,18 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, out, err
 
 
+def compare(model: str, prompts: str, num_steps: int, output: Path) -> list[str]:
+    tasks = ["--prompts", prompts, "--num-prompts", "2", "--steps", str(num_steps)]
+    return ["compare", model, *tasks, "-o", str(output), *IMAGE]
+
+
 def test_compare_writes_sheet_page_and_figures(
     model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
     setting = tmp_path / "setting.json"
     setting.write_text(json.dumps({"cache": {"backend": "tea_cache", "schedule": "##.#.#.#"}}))
-    common = [
-        "compare",
-        model,
-        "--prompts",
-        prompts[0],
-        "--num-prompts",
-        "2",
-        "--steps",
-        "8",
-        "-o",
-        str(output),
-        *IMAGE,
-    ]
+    common = compare(model, prompts[0], 8, output)
     code, out, err = run(capsys, *common, "--cache", str(setting), "--cache", '{"rel_l1_thresh": 0.4}')
     assert (code, err) == (0, "")
     assert "schedule=##.#.#.#" in out
@@ -89,20 +82,9 @@ def test_compare_quantised_weights(
 ) -> None:
     pytest.importorskip("torchao")
     pytest.importorskip("sdnq")
-    common = [
-        "compare",
-        model,
-        "--prompts",
-        prompts[0],
-        "--num-prompts",
-        "2",
-        "--steps",
-        "4",
-        "-o",
-        str(tmp_path / "out"),
-    ]
+    common = compare(model, prompts[0], 4, tmp_path / "out")
     kinds = ["--quantization", "int8", "--quantization", "transformer=int4,text_encoder=int8"]
-    code, _, err = run(capsys, *common, *kinds, "--cache", '{"schedule": "#.##"}', *IMAGE)
+    code, _, err = run(capsys, *common, *kinds, "--cache", '{"schedule": "#.##"}')
     assert (code, err) == (0, "")
     rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
     found = {row["method"]: row for row in rows}
@@ -111,7 +93,7 @@ def test_compare_quantised_weights(
     assert 100 > int8["psnr"] > int4["psnr"] > 10
     assert [row["family"] for row in rows].index("plain steps") > 3, "plain steps are beside the cache alone"
     for wrong, words in (("int3", "Did you mean 'int"), ("nowhere.gguf", "is not a file here")):
-        code, _, err = run(capsys, *common, "--quantization", wrong, *IMAGE)
+        code, _, err = run(capsys, *common, "--quantization", wrong)
         assert code == 2
         assert words in err
 

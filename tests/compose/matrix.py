@@ -56,6 +56,7 @@ class Case(NamedTuple):
             "none": {},
             "measured": {"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1}},
             "schedule": {"cache": {"backend": "tea_cache", "schedule": "#.##.#"}},
+            "auto": {"cache": {"backend": "auto", "tolerance": 1e6}},
         }
         offloads: dict[str, dict[str, Any]] = {
             "none": {},

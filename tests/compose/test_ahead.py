@@ -23,6 +23,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "schedule": {"backend": "tea_cache", "schedule": "#.##.#"},
     "linear": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1, "forecast": "linear"},
     "taylor": {"backend": "tea_cache", "schedule": "###.##", "forecast": "taylor"},
+    "auto": {"backend": "auto", "tolerance": 1e6},
     "cache_dit": {
         "backend": "cache_dit",
         "Fn_compute_blocks": 1,
@@ -111,5 +112,6 @@ def test_four_ranks() -> None:
     with Ranks(4, backend="gloo", timeout_s=300.0, num_threads=1) as started:
         cases = [("flux", "layerwise", {"parallel": one}) for one in FOUR.values()]
         for results in started.call(_on_a_rank, cases, limit_s=900.0):
+            assert len(results) == len(cases)
             for result in results:
                 check(*result, live=True)

@@ -73,6 +73,28 @@ def test_every_two_settings_go_together(name: str, ranks: Ranks, references: dic
     assert run(cases, ranks, references).keys() == set(cases)
 
 
+def test_auto_goes_with_everything(ranks: Ranks, references: dict[Case, Drawn]) -> None:
+    """Ranks choose the same forecasts, too: of their tokens each sees its own, and they add up."""
+    cases = [
+        Case(name, "auto", offload, number, guidance)
+        for name, offload in (("flux", "none"), ("qwen-image", "budget"), ("sd3", "layerwise"))
+        for number in ("1 rank", "Ulysses 2", "ring 2")
+        for guidance in FACTORS["guidance"]
+    ]
+    assert run(cases, ranks, references).keys() == set(cases)
+
+
+@pytest.mark.parametrize("guidance", FACTORS["guidance"])
+def test_auto_with_branches_on_two_ranks(guidance: str, ranks: Ranks) -> None:
+    """Both skip as the first one sees it."""
+    case = Case("flux", "auto", "none", "CFG 2", guidance)
+    (first,), (second,) = ranks.call(draw_all, [case], limit_s=600.0)
+    assert torch.equal(first.picture, second.picture)
+    whole = {mask for drawn in (first, second) for mask in drawn.masks if len(mask) > 1}
+    assert whole == {"###..#"}
+    assert difference(first.picture, draw(case._replace(cache="none", ranks="1 rank")).picture) < 0.1
+
+
 @pytest.mark.parametrize(
     "more",
     [

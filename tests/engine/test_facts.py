@@ -113,3 +113,15 @@ def test_sizes_are_multiples_of_a_token(config: dict[str, Any], extra: dict[str,
     pipeline = type("Pipeline", (), {"__call__": call, "vae_scale_factor": 8, **extra})()
     pipeline.transformer = transformer
     assert facts_of(pipeline, OmniDiffusionSamplingParams()).multiple == multiple
+
+
+def test_a_schedule_is_for_one_number_of_steps() -> None:
+    takes = frozenset({"num_inference_steps"})
+    facts = PipelineFacts(
+        "Pipeline", takes, 16, OmniDiffusionSamplingParams(num_inference_steps=10), scheduled_steps=10
+    )
+    other = OmniDiffusionSamplingParams(num_inference_steps=4)
+    facts.check(Request(""))
+    facts.check(Request("", other, exact=True))
+    with pytest.raises(SettingError, match="num_inference_steps=4, but the cache has a schedule for 10 steps"):
+        facts.check(Request("", other))

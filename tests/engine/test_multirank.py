@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from asking import generate, is_alive, wait_for
 
+from pipelines import tiny_flux_pipeline
+from pipelines.adapters import save_adapters
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import (
     Event,
@@ -41,10 +43,14 @@ def ask(**changes: Any) -> Request:
 
 
 @pytest.fixture(scope="module")
-def workers(folder: Path) -> Iterator[MultirankWorker]:
-    config = OmniDiffusionConfig(
-        str(folder), device="cpu", progress=False, cfg_parallel_size=2, enable_layerwise_offload=True, **CACHE
-    )
+def lora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return save_adapters(tiny_flux_pipeline(), tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def workers(folder: Path, lora: dict[str, str]) -> Iterator[MultirankWorker]:
+    how: dict[str, Any] = {"cfg_parallel_size": 2, "enable_layerwise_offload": True, "lora": lora, **CACHE}
+    config = OmniDiffusionConfig(str(folder), device="cpu", progress=False, **how)
     started = start_worker(config)
     assert isinstance(started, MultirankWorker)
     yield started
@@ -69,6 +75,19 @@ def test_branches_on_two_ranks_give_the_image_of_one(workers: MultirankWorker, f
     assert [event.is_computed for event in steps if isinstance(event, Progress)] == [mark == "#" for mark in masks[0]]
     assert workers.facts.defaults.width == 32
     assert workers.load_seconds > 0
+
+
+def test_all_ranks_use_the_adapters_of_a_request(workers: MultirankWorker, folder: Path, lora: dict[str, str]) -> None:
+    alone = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, lora=lora, **CACHE))
+    made: dict[str | None, Any] = {}
+    for name in ("pixel", None, "ink", "pixel"):
+        request = Request("a cat", PARAMS, lora=name)
+        (expected,) = alone.run([request])
+        assert isinstance(expected, GenerationResult)
+        image = np.asarray(one(workers, request).images[0])
+        assert np.abs(image.astype(float) - np.asarray(expected.images[0])).max() / 255 <= 1e-3, name
+        assert np.array_equal(made.setdefault(name, image), image), "the same after another"
+    assert len({image.tobytes() for image in made.values()}) == 3
 
 
 def test_what_is_refused_is_refused_as_by_one_and_the_ranks_go_on(workers: MultirankWorker) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request
 from samovar.engine.facts import PipelineFacts
-from samovar.engine.patience import Patience, pixels_of
+from samovar.engine.patience import Patience, pixels_of, shape_of
 
 CONFIG = OmniDiffusionConfig("emoji", device="cpu", step_timeout_s=60.0, load_timeout_s=1800.0)
 DEFAULT = 64 * 64
@@ -55,3 +56,19 @@ def test_pixels_are_those_of_one_call() -> None:
     assert pixels_of([asked, asked], SMALL, 8) == 8 * 32 * 64
     assert pixels_of([], SMALL) == DEFAULT
     assert pixels_of([Request("")], facts()) == 1024 * 1024
+
+
+def test_a_shape_that_must_be_compiled_may_take_as_long_as_loading() -> None:
+    compiled, patience = replace(CONFIG, compile="eager"), Patience()
+    usual, wide = (shape_of([Request("", OmniDiffusionSamplingParams(**how))], SMALL) for how in ({}, {"width": 128}))
+    assert shape_of([Request("", OmniDiffusionSamplingParams(seed=3, num_inference_steps=9))], SMALL) == usual != wide
+    patience.restart(SMALL, is_warm=False)
+    assert patience.allowed_s(DEFAULT, SMALL, compiled, usual) == 1800.0
+    assert patience.allowed_s(DEFAULT, SMALL, CONFIG, usual) == 60.0, "nothing is compiled"
+    patience.restart(SMALL, is_warm=True)
+    assert patience.allowed_s(DEFAULT, SMALL, compiled, usual) == 60.0
+    assert patience.allowed_s(2 * DEFAULT, SMALL, compiled, wide) == 1800.0
+    patience.note(2 * DEFAULT, 1.0, wide)
+    assert patience.allowed_s(2 * DEFAULT, SMALL, compiled, wide) == 60.0
+    patience.restart(SMALL, is_warm=True)
+    assert patience.allowed_s(2 * DEFAULT, SMALL, compiled, wide) == 1800.0, "another process compiles again"

@@ -49,9 +49,20 @@ def test_bad_levels_are_refused(settings: dict[str, Any], message: str) -> None:
 def test_what_cannot_fit_is_refused(folder: Path) -> None:
     with pytest.raises(SettingError, match="is not enough: at least"):
         make_plan(str(folder), OffloadConfig(gpu_memory="2KiB"), {"height": 16, "width": 32})
-    with pytest.raises(SettingError, match="tflops=0; expected a number above 0"):
-        make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}, tflops=0)
     check_loss("exact", None, None)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ({"tflops": 0}, "tflops=0; expected a number above 0"),
+        ({"bus": "0GiB"}, "bus='0GiB'; expected bytes per second, more than 0"),
+        ({"bus": "0.1B"}, "bus='0.1B'; expected bytes per second, more than 0"),
+    ],
+)
+def test_speeds_at_which_nothing_moves_are_refused(folder: Path, speeds: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}, **speeds)
 
 
 def test_a_planned_kind_runs_elsewhere(folder: Path) -> None:
@@ -74,12 +85,36 @@ def test_quantised_folders_and_files(folder: Path, tmp_path: Path) -> None:
         make_plan(file, config, size, quantization="int8")
 
 
-def test_the_engine_climbs_down_and_says_why(folder: Path) -> None:
+def test_the_engine_takes_exact_weights_where_they_are_as_fast(folder: Path) -> None:
     pytest.importorskip("torchao")
     with Omni(str(folder), device="cpu", progress=False, gpu_memory="1GiB", loss="int8") as omni:
         said = omni.explain().features[0]
         assert (said.name, said.settings) == ("quantization", "none")
         assert "exact weights are the fastest within the budget" in said.why
+
+
+def test_the_engine_climbs_down_and_says_why(folder: Path) -> None:
+    """A budget for the transformer alone, between the least that exact weights need and the least of 8 bits."""
+    pytest.importorskip("torchao")
+    others = "vae,text_encoder,text_encoder_2"
+    offload = {"gpu_memory": "66KiB", "activations": 0, "exclude": others}
+    with pytest.raises(SettingError, match="is not enough: at least 71"):
+        make_plan(str(folder), OffloadConfig(**offload), {"height": 16, "width": 32}, loss="exact")
+    with Omni(str(folder), device="cpu", progress=False, offload=offload, loss="int8") as omni:
+        said = {feature.name: feature for feature in omni.explain().features}
+        assert said["quantization"].settings == "transformer as torchao Float8WeightOnlyConfig"
+        assert "fp8 weights are the fastest within the budget" in said["quantization"].why
+        assert said["quantization"].why.endswith("exact weights do not fit.")
+        drawn = image_of(omni)
+    with Omni(str(folder), device="cpu", progress=False, quantization="fp8") as omni:
+        assert image_of(omni) == drawn, "those weights, and no others"
+    with Omni(str(folder), device="cpu", progress=False) as omni:
+        assert image_of(omni) != drawn
+
+
+def image_of(omni: Omni) -> bytes:
+    (result,) = omni.generate("a cat", seed=1)
+    return result.images[0].tobytes()
 
 
 def test_what_is_not_here_is_left_out_with_the_reason(folder: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_gguf_file_is_not_compiled(tmp_path: Path) -> None:
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "any.gguf").touch()
-    for name, package in (("int8", "torchao>=0.16"), ("int4", "sdnq>=0.2.2"), (str(tmp_path / "any.gguf"), "gguf>=")):
+    for name, package in (("int8", "torchao>="), ("int4", "sdnq>="), (str(tmp_path / "any.gguf"), "gguf>=")):
         with pytest.raises(SettingError, match=rf"needs \w+, which is not installed.*samovar\[quantised\].*{package}"):
             Quantization.read(name, CPU)
 
@@ -67,7 +67,7 @@ def test_a_saved_component_whose_package_is_not_here_is_refused(
     for settings, words in (
         (
             {"quant_method": "quanto", "weights_dtype": "int8"},
-            r"transformer .* \(quanto int8\), which needs optimum-quanto",
+            r"transformer .* \(quanto int8\), which needs optimum.quanto: pip install 'optimum-quanto>=",
         ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, r"\(bitsandbytes nf4\)"),
     ):

@@ -61,6 +61,8 @@ def test_what_is_given_wins_and_zero_counts_as_given() -> None:
         ("[1]", "must hold a JSON object, not list"),
         ('{"hight": 8}', "Did you mean 'height'"),
         ('{"height": "tall"}', "height must be a whole number"),
+        ('{"num_inference_steps": 1e400}', "num_inference_steps must be a whole number"),
+        ("[" * 100_000, "is not valid JSON: it is nested too deeply"),
     ],
 )
 def test_broken_defaults_are_refused(tmp_path: Path, content: str, message: str) -> None:

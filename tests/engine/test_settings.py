@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,48 @@ def test_each_rank_needs_a_gpu_of_its_own(two_gpus: None, monkeypatch: pytest.Mo
         OmniDiffusionConfig("emoji", ulysses_degree=2, device="cuda:1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # Two nodes of two GPUs each.
     assert OmniDiffusionConfig("emoji", ulysses_degree=4).num_ranks == 4
+
+
+SCHEDULE = "#" + ".#" * 4 + "#"
+TUNED = {"cache": {"backend": "tea_cache", "schedule": SCHEDULE}, "num_inference_steps": 10, "guidance_scale": 3.0,
+         "height": 16, "model": "tiny", "origin": "a test"}  # fmt: skip
+
+
+def test_a_tuned_setting_brings_the_parameters_it_was_tuned_with(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "setting.json"
+    (tmp_path / "samovar.json").write_text('{"width": 32, "num_inference_steps": 2, "height": 32}')
+    file.write_text(json.dumps(TUNED))
+    for how in (
+        {"cache": str(file)},
+        {"cache_config": str(file)},
+        {"cache_backend": "tea_cache", "cache_config": file},
+    ):
+        config = OmniDiffusionConfig(folder, device="cpu", defaults={"guidance_scale": 5.0}, **how)
+        found = config.sampling_defaults(Path(folder))
+        assert found.given() == {"height": 16, "width": 32, "num_inference_steps": 10, "guidance_scale": 5.0}, how
+    file.write_text(json.dumps({**TUNED, "height": -1}))
+    with pytest.raises(SettingError, match=r"In '.*setting.json': height must be at least 1, not -1"):
+        OmniDiffusionConfig(folder, device="cpu", cache=file).sampling_defaults(Path(folder))
+
+
+def test_a_schedule_sets_the_default_number_of_steps(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "samovar.json").write_text('{"num_inference_steps": 2}')
+    config = OmniDiffusionConfig(folder, device="cpu", cache={"schedule": SCHEDULE})
+    assert config.sampling_defaults(Path(folder)).num_inference_steps == 10, "not the model's 2"
+    with pytest.raises(SettingError, match="num_inference_steps=4 is the default, but the cache has a schedule for 10"):
+        OmniDiffusionConfig("emoji", device="cpu", cache={"schedule": SCHEDULE}, defaults={"num_inference_steps": 4})
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"num_steps": 4}, "'num_steps' is not a sampling parameter. Did you mean 'num_inference_steps'"),
+        ({"num_inference_steps": 0}, "num_inference_steps must be at least 1, not 0"),
+        ("fast", "defaults='fast'; expected sampling parameters by name"),
+    ],
+)
+def test_defaults_are_checked_before_anything_is_loaded(defaults: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        OmniDiffusionConfig("emoji", device="cpu", defaults=defaults)
+    with pytest.raises(SettingError, match="warm_up must be true or false, not 'yes'"):
+        OmniDiffusionConfig("emoji", device="cpu", warm_up="yes")  # type: ignore[arg-type]

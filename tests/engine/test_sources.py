@@ -163,3 +163,13 @@ def test_what_kubernetes_says_of_a_service_is_no_setting(bare_environment: pytes
     bare_environment.setenv("SAMOVAR_PORT", "8000")
     with pytest.raises(SettingError, match="'SAMOVAR_PORT' is not a setting of Omni"):
         OmniDiffusionConfig.read({})
+
+
+def test_defaults_of_one_source_complete_those_of_another(tmp_path: Path, bare_environment: pytest.MonkeyPatch) -> None:
+    bare_environment.setenv("SAMOVAR_DEFAULTS", '{"height": 16, "width": 16, "seed": 1}')
+    bare_environment.setenv("SAMOVAR_WARM_UP", "no")
+    file = tmp_path / "settings.yaml"
+    file.write_text("defaults: {height: 32, num_inference_steps: 4}\nserver: {port: 1}\n")
+    config = OmniDiffusionConfig.read({"defaults": {"num_inference_steps": 8}}, file)
+    assert config.sampling_defaults(None).given() == {"num_inference_steps": 8, "seed": 1, "height": 32, "width": 16}
+    assert config.warm_up is False

@@ -414,6 +414,24 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up(puppets: type[Puppet], m
         supervisor.start()
 
 
+def test_a_request_that_is_compiled_is_not_taken_for_one_that_hangs(
+    puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = puppets.does
+
+    def slowly(self: Puppet, order: Run | Cancel | None) -> None:
+        threading.Timer(0.0 if order is None else 0.5, does, (self, order)).start()
+
+    monkeypatch.setattr(puppets, "does", slowly)
+    supervisor = start(step_timeout_s=0.01, compile="eager")
+    assert ask(supervisor).result() is GOOD
+    supervisor.close()
+    supervisor = start(step_timeout_s=0.01)
+    with pytest.raises(StepTimeoutError, match="raise step_timeout_s"):
+        ask(supervisor).result()
+    supervisor.close()
+
+
 def test_times_may_be_long_but_not_endless(puppets: type[Puppet]) -> None:
     supervisor = start(step_timeout_s=1e300, load_timeout_s=10**300)
     for wrong in (float("inf"), float("nan"), 0, -1.0, True, "3", 10**400):

@@ -14,7 +14,7 @@ from samovar.lab.image_runner import Task
 from samovar.lab.methods import read_method
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row
-from samovar.lab.tune import Target, Tuned, denoiser_speedup, lower_bound, tune, values_below
+from samovar.lab.tune import Target, Tuned, denoiser_speedup, lower_bound, rhythm, tune, values_below
 
 
 def row(psnrs: list[float], computed: float = 10, lpips: float = 0.01) -> Row:
@@ -100,7 +100,7 @@ def test_the_fastest_that_meets_a_target(make_session: MakeSession) -> None:
     assert [task.prompt for task in testing.tasks] == ["a horse", "a tree", "a hat"]
     assert found.share_met == sum(q.psnr >= target for q in found.held_out.images) / 3
     assert found.plain.steps == round(found.row.computed)
-    saved = found.setting("a test")
+    saved = found.setting("a test", {"height": 16})
     assert saved["num_inference_steps"] == 10
     assert read_method(saved["cache"]).settings == found.row.settings
     report = found.to_dict()
@@ -144,3 +144,30 @@ def test_a_setting_that_plain_steps_beat_is_not_worth_it(target: Any, value: flo
 def test_prompts_are_kept_apart(make_session: MakeSession) -> None:
     with pytest.raises(SettingError, match="'a cat' is in both lists"):
         tune(make_session(), make_session(name="testing"), Target("psnr", 30))
+
+
+def test_what_plain_steps_beat_is_never_chosen(make_session: MakeSession) -> None:
+    """They are among what is tried. On a random model, which of both wins is not known beforehand."""
+    tuning, testing = make_session(tasks=TASKS, batch=3), make_session(tasks=TESTING, batch=3, name="testing")
+    for target in (Target("speedup", 2.0), Target("psnr", 20.0)):
+        found = tune(tuning, testing, target)
+        rows = {tried.method: tried for tried in found.tried}
+        beside = rows[f"plain {round(found.row.computed)} steps"]
+        assert target.score(found.row) >= target.score(beside) or beside.computed > found.row.computed
+        assert any(name.startswith("auto") for name in rows)
+        assert any(tried.family == "samovar taylor" for tried in found.tried)
+
+
+def test_plain_steps_are_saved_as_no_cache() -> None:
+    few = Row("plain 8 steps", "plain steps", {"steps": 8}, 8, 8.0, 1.0, 2.5, Quality(40, 1, 0), (Quality(40, 1, 0),))
+    found = Tuned(Target("psnr", 30), few, few, few, [few], 20)
+    assert not found.is_worth_it
+    saved = found.setting("a test", {})
+    assert saved["num_inference_steps"] == 8
+    with pytest.raises(SettingError, match="means no cache"):
+        read_method(saved["cache"])
+
+
+def test_rhythms() -> None:
+    assert rhythm(10, 2) == "###.#.#.##"
+    assert rhythm(10, 4) == "###.#...##"

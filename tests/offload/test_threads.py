@@ -53,10 +53,11 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def sharing(pipe: Any) -> Any:
-    """Another pipeline with the same transformer and copies of all else."""
+def sharing(pipe: Any, *names: str) -> Any:
+    """Another pipeline with some of the same components and copies of all else. Threads must not share a tokenizer: it
+    keeps how the current call pads."""
     parts = {name: part for name, part in pipe.components.items() if part is not None}
-    other = type(pipe)(**{n: part if n == "transformer" else copy.deepcopy(part) for n, part in parts.items()})
+    other = type(pipe)(**{n: part if n in names else copy.deepcopy(part) for n, part in parts.items()})
     other.set_progress_bar_config(disable=True)
     return other
 
@@ -75,7 +76,7 @@ def test_two_pipelines_share_a_transformer_and_one_is_offloaded(mode: str, lazy:
     pipe = FLUX.build(0)
     expected = [FLUX.run(pipe, STEPS, seed=seed) for seed in range(2)]
     before = copy.deepcopy(pipe.transformer.state_dict())
-    other = sharing(pipe)
+    other = sharing(pipe, "transformer")
     offloaded = offload(pipe, mode, lazy=lazy)
     for _ in range(3):
         got = together(lambda: FLUX.run(pipe, STEPS, seed=0), lambda: FLUX.run(other, STEPS, seed=1))
@@ -88,10 +89,11 @@ def test_two_pipelines_share_a_transformer_and_one_is_offloaded(mode: str, lazy:
 def test_encoders_and_transformer_in_two_threads(mode: str) -> None:
     """They take turns on the device, so each call may unload what the other thread needs next."""
     pipe = FLUX.build(0)
+    other = sharing(pipe, "transformer", "text_encoder", "text_encoder_2")
 
     @torch.no_grad()
     def encode() -> list[torch.Tensor]:
-        return [pipe.encode_prompt("a cat", None, device="cpu", max_sequence_length=8)[0] for _ in range(8)]
+        return [other.encode_prompt("a cat", None, device="cpu", max_sequence_length=8)[0] for _ in range(8)]
 
     expected = FLUX.run(pipe, STEPS), encode()[0]
     offloaded = offload(pipe, mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -11,7 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from samovar.errors import ModelError
-from samovar.offload.truth import Files, ModelFile, Truth, can_see_writes, disk_speed, may_be_written
+from samovar.offload import truth as truth_module
+from samovar.offload.truth import (
+    Files,
+    ModelFile,
+    Truth,
+    can_see_writes,
+    disk_speed,
+    may_be_written,
+    private_mappings,
+)
 from samovar.offload.weights import spans_of
 
 pytestmark = pytest.mark.skipif(not can_see_writes(os.getpid()), reason="the kernel does not show written pages")
@@ -72,6 +82,47 @@ def test_a_write_to_one_page_is_seen_there_and_read_from_memory(file: Path) -> N
     assert torch.equal(
         load_file(file)["w1"][2499:2501], torch.stack([tensors["w1"][2499], load_file(file)["w1"][2500]])
     )
+
+
+def test_mappings_are_read_once_while_nobody_maps_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, reads = Files(), []
+    monkeypatch.setattr(truth_module, "private_mappings", lambda: [reads.append(1), private_mappings()][1])
+    first = load_file(file)
+    with files.reading_once():
+        opened = truth_of(first["w0"], files).file
+        assert opened is not None
+        reads.clear()
+        with files.reading_once():
+            assert truth_of(first["w1"], files).file is opened
+        assert truth_of(first["w2"], files).file is opened
+        assert not reads, "also when an inner one has ended"
+    kept = []
+    for _ in range(2):  # Somebody may have mapped files since.
+        kept.append(load_file(file)["w0"])
+        found = truth_of(kept[-1], files)
+        assert found.file is not None
+        assert torch.equal(read(found).view(torch.float32), kept[-1])
+
+
+def test_after_an_error_mappings_are_read_again(file: Path) -> None:
+    files = Files()
+    with contextlib.suppress(ZeroDivisionError), files.reading_once():
+        truth_of(torch.randn(5000), files)
+        raise ZeroDivisionError
+    assert truth_of(load_file(file)["w0"], files).file is not None
+
+
+def test_what_is_added_meanwhile_is_found(file: Path) -> None:
+    """As a spill file is, which has no name."""
+    files = Files()
+    with files.reading_once():
+        truth_of(torch.randn(5000), files)
+        memory = torch.from_file(str(file), shared=False, size=2 * PAGE, dtype=torch.uint8)
+        added = ModelFile("a file without a name", os.open(file, os.O_RDONLY))
+        files.add(memory, added)
+        truth = truth_of(memory, files)
+    assert truth.file is added
+    assert bytes(read(truth).numpy()) == file.read_bytes()[: 2 * PAGE]
 
 
 def test_where_the_kernel_does_not_tell_the_mapping_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

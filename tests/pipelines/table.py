@@ -26,7 +26,8 @@ by a builder that reads which components it wants, and used through `Omni` as a 
 - *cached*: TeaCache skips steps of it.
 
 {works} of {total} pass everything. For most others the builder lacks a component, or the tiny copy does not fit its
-own parts; what stands in the way of each is in its row. `make pipelines-table` writes this page; `make test-slow` checks it.
+own parts; what stands in the way of each is in its row. `make pipelines-table` writes this page; `make test-slow`
+checks it.
 """
 
 

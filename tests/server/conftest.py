@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import tiny_flux_pipeline
+from pipelines.adapters import save_adapters
 
 from .running import RunningServer, running
 
@@ -37,9 +38,16 @@ def editing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(folder: Path) -> Iterator[RunningServer]:
-    """With a cache, and steps without end, so that a request can last."""
+def lora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Adapters of the open server."""
+    return save_adapters(tiny_flux_pipeline(), tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path, lora: dict[str, str]) -> Iterator[RunningServer]:
+    """With a cache and adapters, and steps without end, so that a request can last."""
     options = ("--max-steps", "100000", "--cache-backend", "tea_cache", "--max-queue", "16")
+    options += tuple(f"--lora={name}={source}" for name, source in lora.items())
     with running(folder, *options) as started:
         yield started
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,10 +45,10 @@ class RunningServer:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
-            if "http://" in line and not self.address:
-                self.address = "http://" + line.split("http://")[1].split("/")[0].split(";")[0].strip()
+            if (found := re.search(r"http://[\w.:-]+", line)) and not self.address:
+                self.address = found[0]
                 self._listening.set()
-            if line.startswith("samovar serves"):
+            if line.startswith("samovar serves") or '"message": "ready"' in line:
                 self._ready.set()
         self._listening.set()
         self._ready.set()

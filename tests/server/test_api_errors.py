@@ -71,3 +71,12 @@ def test_the_body_is_openais() -> None:
     assert json.loads(bytes(response.body)) == {
         "error": {"message": "not here", "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
     }
+
+
+def test_messages_name_the_options_of_the_server_and_the_fields_of_a_request() -> None:
+    hung = api_error(
+        errors.StepTimeoutError("It hung. Raise step_timeout_s, or lower gpu_memory; not step_timeout_ss.")
+    )
+    assert hung.message == "It hung. Raise --step-timeout, or lower --gpu-memory; not step_timeout_ss."
+    refused = api_error(errors.SettingError("num_outputs_per_prompt=3: give num_inference_steps or exact=True."))
+    assert refused.message == 'n=3: give num_inference_steps or "cache": false.'

@@ -124,7 +124,8 @@ def malformed() -> list[bytes]:
         "stream": ["true", 1, 0, "yes", []],
         "partial_images": [1, 4, -1, "2", True],
         "progress": [True, "yes", 1],
-        "quality": ["high", "hd", "", 1],
+        "quality": ["best", "HD", "", 1],
+        "tolerance": ["fats", -1, 2, True, [], {}, 0.05],
         "background": ["transparent", "red", 5],
         "moderation": ["none", 1],
         "model": ["../emoji", "/etc", "x" * 600, 1, [], "tiny\x00"],
@@ -133,10 +134,13 @@ def malformed() -> list[bytes]:
         "cache": ["false", 0, 1, []],
         "max_sequence_length": [0, -1, 5000, "8", 8.0],
         "user": [1, [], "x" * 600],
+        "lora": ["pixle", "", "/etc/passwd", 1, True, {}, {"name": 1}, {"name": "pixel", "path": "/etc/passwd"},
+                 {"name": "pixel", "scale": "1"}, {"name": "pixel", "scale": 1e9}, ["pixel", "pixel"], ["pixel"] * 9,
+                 [1]],
     }  # fmt: skip
     for name, values in wrong_values.items():
         raw += [json.dumps({"prompt": PROMPT, name: value}).encode() for value in values]
-    unknown = ["sed", "steps", "lora", "path", "url", "callback", "__proto__", "", "Prompt", "prompt ", "extra_body",
+    unknown = ["sed", "steps", "loras", "path", "url", "callback", "__proto__", "", "Prompt", "prompt ", "extra_body",
                "generator_device", "perf_dump_path", "save_disk_path", "image", "trust_remote_code"]  # fmt: skip
     return raw + [json.dumps({"prompt": PROMPT, name: "x"}).encode() for name in unknown]
 
@@ -265,3 +269,32 @@ def made_up_requests_hold(operation: Any, mode: Any, examples: int = 200) -> Non
     may_have_none = mode.is_negative and not operation.body
     with contextlib.suppress(Unsatisfiable) if may_have_none else contextlib.nullcontext():
         holds()
+
+
+@pytest.mark.parametrize("warms_up", ["warm_up: true", pytest.param("compile: eager", marks=pytest.mark.slow)])
+def test_a_tuned_setting_serves_ordinary_clients(folder: Path, tmp_path: Path, warms_up: str) -> None:
+    """The steps of its schedule and its size are the defaults; the server is warm before it says that it is ready."""
+    tuned, config = tmp_path / "setting.json", tmp_path / "samovar.yaml"
+    schedule = "##" + ".#" * 4
+    tuned.write_text(json.dumps({"cache": {"schedule": schedule, "backend": "tea_cache"}, "num_inference_steps": 10,
+                                 "height": 32}))  # fmt: skip
+    config.write_text(f"{warms_up}\nserver: {{served_model_name: [flux, flux-small]}}\n")
+    options = ("--cache-config", str(tuned), "--config", str(config), "--default-size", "16x16", "--step-timeout", "7")
+    with running(folder, *options) as server, server.client() as http:
+        status = server.status()
+        assert status["steps_computed"] == 0, "the warm-up is no request"
+        assert (status["defaults"]["num_inference_steps"], status["defaults"]["height"]) == (10, 16)
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["flux", "flux-small"]
+        assert http.get("/v1/models/flux-small").json()["id"] == "flux-small"
+        made = http.post(GENERATE, json={"prompt": PROMPT, "model": "flux-small"})
+        assert (made.status_code, made.json()["size"]) == (200, "16x16")
+        status = server.status()
+        assert (status["steps_computed"], status["steps_skipped"]) == (6, 4), "as in the schedule"
+        refused = http.post(GENERATE, json={"prompt": PROMPT, "num_inference_steps": 4})
+        assert refused.status_code == 400
+        assert 'schedule for 10 steps. Leave it out, or compute every step with "cache": false' in refused.text.replace(
+            "\\", ""
+        )
+        exact = http.post(GENERATE, json={"prompt": PROMPT, "num_inference_steps": 4, "cache": False})
+        assert exact.status_code == 200
+        assert http.post(GENERATE, json={"prompt": PROMPT, "model": "tiny"}).status_code == 404

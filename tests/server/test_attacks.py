@@ -17,9 +17,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
+
+from pipelines import tiny_flux_pipeline
 
 from .attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
-from .running import PATIENCE_S, PROMPT, RunningServer, until
+from .conftest import DEFAULTS
+from .running import PATIENCE_S, PROMPT, RunningServer, running, until
 from .test_body_reader import SMALL
 
 GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
@@ -195,3 +199,95 @@ def test_memory_has_a_limit_and_it_is_reached(attacked: RunningServer) -> None:
     assert MEMORY / 4 < grown < MEMORY + FIXED
     until(lambda: is_idle(attacked), "all have left")
     assert edit(attacked, SMALL).status_code == 200
+
+
+STATED = 1216 * MIB
+"""What docs/guides/server.md says that clients can make a server with default settings hold."""
+
+
+@pytest.fixture(scope="module")
+def quick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that draws four million pixels in a few seconds: 256 for each latent."""
+    from diffusers import AutoencoderKL, FluxImg2ImgPipeline
+
+    parts = dict(tiny_flux_pipeline().components)
+    blocks = {
+        f"{way}_block_types": (f"{way.title()}{what}coderBlock2D",) * 5 for way, what in (("down", "En"), ("up", "De"))
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        parts["vae"] = AutoencoderKL.from_config(
+            parts["vae"].config, block_out_channels=(4,) * 5, mid_block_add_attention=False, **blocks
+        )
+    parts["vae"].decoder.conv_out.weight.data *= 4  # Full contrast makes long files.
+    path = tmp_path_factory.mktemp("models") / "quick"
+    FluxImg2ImgPipeline(**parts).save_pretrained(path)
+    (path / "samovar.json").write_text(json.dumps(DEFAULTS))
+    return path
+
+
+@pytest.mark.slow
+def test_memory_comes_close_to_what_is_stated(quick_folder: Path) -> None:
+    """As many images as are allowed in answers that nobody reads, as many bodies as are allowed in forms that never
+    end, and large images that are decoded meanwhile."""
+    blank = png_of(2048, 2048, zlib.compress(bytes((2048 // 8 + 1) * 2048)))
+    with running(quick_folder, "--request-timeout", "3000", "--quiet") as server, contextlib.ExitStack() as stack:
+        assert edit(server, SMALL).status_code == 200
+        before, num_answers = psutil.Process(server.process.pid).memory_info().rss, 0
+        while (status := _unread_answer(server, stack)) == 200:
+            num_answers += 1
+        assert status == 503
+        with_answers = peak(server) - before
+        forms = _Forms(server, stack)
+        for size in (*[28 * MIB] * 7, *[2 * MIB - 2**15] * 40):
+            forms.add(size)
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: edit(server, blank).status_code, range(8)))
+        grown = peak(server) - before
+        forms.stop()
+    print(f"\n{num_answers} answers: {with_answers / MIB:.0f} MiB; with {forms.sent / MIB:.0f} MiB of forms and")
+    print(f"large images ({answers}): {grown / MIB:.0f} of {STATED / MIB:.0f} MiB, {grown / STATED:.0%}")
+    assert STATED * 0.7 < grown < STATED
+
+
+def _unread_answer(server: RunningServer, stack: contextlib.ExitStack) -> int:
+    """The status of an edit of four million pixels, of which only the beginning is read."""
+    host, port = server.address.removeprefix("http://").split(":")
+    one = stack.enter_context(socket.socket())
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.settimeout(PATIENCE_S)
+    one.connect((host, int(port)))
+    body = form(SMALL, {b"num_inference_steps": b"1", b"strength": b"1.0", b"size": b"2048x2048"})
+    one.sendall(head(EDIT, len(body), FORM_TYPE) + body)
+    return int(one.recv(12).split(b" ")[1])
+
+
+class _Forms:
+    """Forms that never end, whose senders never pause for long enough to be given up."""
+
+    def __init__(self, server: RunningServer, stack: contextlib.ExitStack) -> None:
+        self._server, self._stack, self.sent = server, stack, 0
+        self._open: list[socket.socket] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._thread.start()
+
+    def add(self, num_bytes: int) -> None:
+        one = self._stack.enter_context(connect(self._server))
+        self._open.append(one)
+        beginning = form(b"").removesuffix(b"\r\n--BOUNDARY--\r\n")
+        with contextlib.suppress(OSError):
+            one.sendall(head(EDIT, 32 * MIB, FORM_TYPE) + beginning)
+            for _ in range(num_bytes // 2**15):
+                one.sendall(bytes(2**15))
+                self.sent += 2**15
+
+    def _go_on(self) -> None:
+        while not self._stopped.wait(0.2):
+            for one in list(self._open):
+                with contextlib.suppress(OSError):
+                    one.sendall(b"\0")
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -57,7 +58,9 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"seed": 2**63 - 1, "n": 2}, "seed", "invalid_value", "seed + n - 1 must be at most"),
         ({"response_format": "url"}, "response_format", "unsupported_value", "should be 'b64_json', not 'url'"),
         ({"output_format": "exe"}, "output_format", "unsupported_value", "should be 'png', 'jpeg' or 'webp'"),
-        ({"quality": "high"}, "quality", "unsupported_value", "should be 'auto'"),
+        ({"quality": "best"}, "quality", "unsupported_value", "should be 'auto', 'high', 'medium', 'low', 'hd' or"),
+        ({"tolerance": "fats"}, "tolerance", "unsupported_value", "'high' or 'fast', not 'fats'"),
+        ({"tolerance": -0.1}, "tolerance", "invalid_value", "not -0.1"),
         ({"background": "transparent"}, "background", "unsupported_value", "should be 'auto' or 'opaque'"),
         ({"output_compression": 50}, "output_compression", "invalid_value", "png is lossless"),
         ({"partial_images": 2}, "partial_images", "invalid_value", "needs stream=true"),
@@ -66,7 +69,9 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"guidance_scale": "3"}, "guidance_scale", "invalid_type", "a valid number, not '3'"),
         ({"guidance_scale": float("nan")}, "guidance_scale", "invalid_value", "a finite number"),
         ({"deadline": 0}, "deadline", "invalid_value", "deadline should be greater than or equal to 0.001"),
-        ({"lora": {"path": "/etc"}}, "lora", "unknown_field", "is not a known field"),
+        ({"lora": {"name": "a", "path": "/etc"}}, "lora", "unknown_field", "lora: 'path' is not taken. Adapters are"),
+        ({"lora": ["a", {"name": "b", "scale": "1"}]}, "lora", "invalid_value", "lora: scale: Input should be a valid"),
+        ({"lora": 7}, "lora", "invalid_type", "lora should be a valid list, not 7"),
         ({"size": "1001x1000"}, "size", "size_above_limit", "1,001,000 pixels; the limit is 1,000,000"),
         ({"strength": 0.5}, "strength", "unknown_field", "is not a known field"),
     ],
@@ -167,3 +172,24 @@ def test_values_of_megabytes_are_shown_in_part() -> None:
         with pytest.raises(ApiError) as refused:
             read_body(GenerationBody, {"prompt": "a cat", name: "auto" * 250_000}, LIMITS)
         assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("lora", "names"),
+    [
+        ("pixel", ["pixel"]),
+        ({"name": "pixel", "scale": 0.5}, ["pixel"]),
+        (["ink", {"name": "pixel"}], ["ink", "pixel"]),
+    ],
+)
+def test_adapters_are_named_in_json_and_in_forms(lora: Any, names: list[str]) -> None:
+    body = read_body(GenerationBody, {"prompt": "a", "lora": lora}, Limits())
+    form = read_form({"prompt": "a", "lora": lora if isinstance(lora, str) else json.dumps(lora)}, Limits())
+    assert [adapter.name for adapter in body.lora or ()] == names
+    assert form.lora == body.lora
+
+
+@pytest.mark.parametrize("text", ["{", "[[[", '{"name": "a", "name": "b"}', "[" * 100_000])
+def test_adapters_that_are_no_json_are_refused(text: str) -> None:
+    with pytest.raises(ApiError, match="lora is not valid JSON"):
+        read_form({"prompt": "a", "lora": text}, Limits())

@@ -93,6 +93,27 @@ def test_what_takes_too_long_is_ended_and_replaced(monkeypatch: pytest.MonkeyPat
     run(test, max_body_s=1)
 
 
+def test_megabytes_of_json_hold_up_no_form() -> None:
+    """They are refused in a few milliseconds each, and a form that came after many would wait for all of them."""
+    ended: list[str] = []
+
+    async def read_object(readers: BodyReaders) -> None:
+        with pytest.raises(ApiError, match="quality has 1000000 characters"):
+            await readers.read_object([json.dumps({"prompt": "x", "quality": "auto" * 250_000}).encode()])
+        ended.append("object")
+
+    async def test(readers: BodyReaders) -> None:
+        readers.warm()
+        reading = [asyncio.create_task(read_object(readers)) for _ in range(60)]
+        await asyncio.sleep(0)
+        assert await ask(readers, GOOD) == (24, 16)
+        ended.append("form")
+        await asyncio.gather(*reading)
+        assert ended.index("form") < 40
+
+    run(test)
+
+
 def test_what_takes_too_much_memory_is_refused() -> None:
     """A JPEG whose coefficients alone are four times the limit on memory."""
 

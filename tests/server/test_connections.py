@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from samovar.errors import SettingError
@@ -224,6 +225,42 @@ def test_many_chunks_of_one_byte_are_refused(num_chunks: int, status: bytes) -> 
             writer.write(b"1\r\na\r\n" * num_chunks + b"0\r\n\r\n")
             assert status in await reader.read(1000)
             assert [len(body) for body in app.bodies] == [num_chunks] * (num_chunks == 400)
+
+    asyncio.run(run())
+
+
+def test_tiny_chunks_that_come_at_once_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that do not wait for an answer would have the server parse some of each."""
+    parsed: list[int] = []
+    parse = H11Protocol.data_received
+    monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: [parsed.append(len(data)), parse(self, data)])
+
+    async def run() -> None:
+        async with listening(Seen(), Door(9)) as connect:
+            reader, writer = await connect()
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(head + b"1\r\na\r\n" * 10_000)
+            assert b"400 Bad Request" in await reader.read(1000)
+            assert parsed == [len(head)]
+
+    asyncio.run(run())
+
+
+def test_a_long_body_is_read_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends megabytes takes turns with the others."""
+    sizes: list[int] = []
+    receive = Connection.data_received
+    monkeypatch.setattr(Connection, "data_received", lambda self, data: [sizes.append(len(data)), receive(self, data)])
+
+    async def run() -> None:
+        app = Seen()
+        app.may_answer.set()
+        async with listening(app, Door(9)) as connect:
+            reader, writer = await connect()
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n" + bytes(2_000_000))
+            assert b"200 OK" in await reader.read(1000)
+            assert app.bodies == [bytes(2_000_000)]
+            assert max(sizes) <= 2**16
 
     asyncio.run(run())
 

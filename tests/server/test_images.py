@@ -19,6 +19,7 @@ import httpx
 import openai
 import PIL.Image
 import pytest
+import torch
 from starlette.requests import ClientDisconnect, Request
 
 from samovar.engine import Job, OmniDiffusionSamplingParams
@@ -93,6 +94,42 @@ def test_a_image_without_the_cache_is_the_exact_one(server: RunningServer, folde
     bare = pipe(PROMPT, num_inference_steps=12, height=16, width=24, max_sequence_length=8,
                 generator=torch.Generator("cpu").manual_seed(3)).images[0]  # fmt: skip
     assert picture(exact["data"][0]["b64_json"]).tobytes() == bare.tobytes()
+
+
+def test_a_request_uses_the_adapters_that_it_names(server: RunningServer, folder: Path, lora: dict[str, str]) -> None:
+    """The bits of diffusers, whatever was asked for before; no path of a client is opened."""
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    expected = {}
+    for name in (*lora, None):
+        if name is not None:
+            pipe.load_lora_weights(lora[name])
+        settings = {"height": 16, "width": 24, "num_inference_steps": 3, "max_sequence_length": 8}
+        expected[name] = pipe(PROMPT, generator=torch.Generator().manual_seed(7), **settings).images[0].tobytes()
+        pipe.unload_lora_weights()
+    assert len(set(expected.values())) == 3
+    models = httpx.get(f"{server.address}/v1/models", timeout=PATIENCE_S).json()["data"]
+    assert [(model["id"], model.get("parent")) for model in models] == [
+        ("tiny", None),
+        ("pixel", "tiny"),
+        ("ink", "tiny"),
+    ]
+    orders: list[tuple[str | None, dict[str, Any]]] = [
+        ("pixel", {"lora": "pixel"}), ("ink", {"lora": {"name": "ink", "scale": 1}}), (None, {}),
+        ("ink", {"lora": ["ink"]}), ("pixel", {"model": "pixel"}), (None, {"model": "tiny"}),
+    ]  # fmt: skip
+    for name, how in orders:
+        body = {"prompt": PROMPT, "seed": 7, "cache": False, **how}
+        answer = httpx.post(f"{server.address}{GENERATE}", json=body, timeout=PATIENCE_S).json()
+        assert picture(answer["data"][0]["b64_json"]).tobytes() == expected[name], how
+        assert answer["samovar"]["lora"] == ([] if name is None else [{"name": name, "scale": 1.0}])
+    assert server.status()["adapters"] == ["pixel", "ink"]
+    with pytest.raises(openai.BadRequestError, match=r"'pixle' is not a registered adapter. Did you mean 'pixel'"):
+        client(server).images.generate(prompt=PROMPT, extra_body={"lora": "pixle"})
+    with pytest.raises(openai.BadRequestError, match="model names the adapter 'pixel', and lora names others"):
+        client(server).images.generate(prompt=PROMPT, model="pixel", extra_body={"lora": "ink"})
 
 
 def test_the_client_reads_a_stream(server: RunningServer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from samovar.errors import SettingError
@@ -55,3 +57,21 @@ def test_memory_is_enough_for_the_largest_request() -> None:
     assert ServerConfig(max_memory="3GiB").memory_bytes == 3 * 2**30
     large = Limits(max_pixels=2**26)
     assert ServerConfig(limits=large).memory_bytes * 3 // 4 >= 8 * 2**26 * (large.max_images + 1)
+
+
+def test_settings_come_from_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "samovar.yaml"
+    file.write_text(
+        "model: emoji\nserver: {port: 1, max_steps: 7, served_model_name: flux, cors_origins: [http://a]}\n"
+    )
+    config = ServerConfig.read({"port": 2, "allowed_hosts": ["b"]}, file)
+    assert (config.port, config.limits.max_steps, config.served_model_name) == (2, 7, ("flux",))
+    assert (config.cors_origins, config.allowed_hosts) == (("http://a",), ("b",))
+    for content, message in (
+        ("{prt: 1}", r"In '.*samovar.yaml': 'prt' is not a setting of the server. Did you mean 'port'"),
+        ("[1]", "server must hold settings by name"),
+        ("{served_model_name: ['']}", "'' is not a name for clients"),
+    ):
+        file.write_text(f"server: {content}\n")
+        with pytest.raises(SettingError, match=message):
+            ServerConfig.read({}, file)

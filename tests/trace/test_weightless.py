@@ -12,6 +12,7 @@ from torch.nn import functional
 import zoo
 from samovar import tree
 from samovar.arch.modules import parameters_of
+from samovar.trace import weightless as module
 from samovar.trace.rehearse import quiet
 from samovar.trace.weightless import running_weightless, weightless_twin, with_few_values
 
@@ -51,6 +52,43 @@ def test_memory_is_counted_while_it_is_held() -> None:
 def test_small_allocations_take_a_whole_unit() -> None:
     x = meta(3)
     assert peak(lambda: x + 1) == 512
+
+
+ALIKE: list[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = [
+    (torch.add, (meta(4, 6), 1)),
+    (torch.add, (meta(4, 6, dtype=torch.int64), 1)),
+    (torch.add, (meta(4, 6, dtype=torch.int64), 1.0)),
+    (torch.add, (meta(4, 6, dtype=torch.bool), True)),
+    (torch.add, (meta(4, 6, dtype=torch.bool), 1)),
+    (torch.add, (meta(6, 4).t(), 1)),
+    (torch.add, (meta(4, 6), meta(6))),
+    (torch.add, (meta(4, 6), meta(6, dtype=torch.float64))),
+    (torch.cat, ([meta(4, 6), meta(4, 6)],)),
+    (torch.cat, ([meta(4, 6), meta(4, 6)], 1)),
+    (torch.cat, ([meta(4, 6), meta(3, 6)],)),
+    (torch.sum, (meta(4, 6), 0)),
+    (torch.sum, (meta(4, 6), 0, True)),
+    (torch.empty_like, (meta(6, 4).t(),)),
+]
+"""Operations that differ from their neighbours in one thing, on which the form of the output depends."""
+
+
+def test_what_was_made_before_is_made_again_and_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, forms, run = [], [form_of(func(*args)) for func, args in ALIKE], module._run
+    monkeypatch.setattr(module, "_run", lambda func, *given: [ran.append(func), run(func, *given)][1])
+    assert len(set(forms)) > len(forms) / 2, "they do differ"
+    with running_weightless() as mode:
+        for repetition in range(3):
+            kept = [func(*args) for func, args in ALIKE]
+            assert [form_of(made) for made in kept] == forms
+            assert len({made.untyped_storage()._cdata for made in kept}) == len(ALIKE)
+            assert mode.num_bytes == 512 * len(ALIKE), "each has memory of its own"
+            del kept
+            assert len(ran) == len(ALIKE), f"repetition {repetition} asks torch once for each"
+
+
+def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def test_attention_makes_no_matrix_of_all_pairs() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ModelError
 from ..files import brief, reading
-from ..other_libraries import converted_names
+from ..other_libraries import QUANTISERS, converted_names
 from .skeleton import Part, Parts
 from .stored import Stored
 
@@ -44,7 +44,8 @@ def read_gguf(file: str | Path) -> GgufFile:
     try:
         from gguf import GGML_QUANT_SIZES, GGUFReader
     except ImportError as error:
-        raise ModelError(f"{str(file)!r} cannot be read without gguf: pip install 'gguf>=0.10'") from error
+        needs = QUANTISERS["gguf"].requirement
+        raise ModelError(f"{str(file)!r} cannot be read without gguf: pip install '{needs}'") from error
     with reading(f"The GGUF file {str(file)!r}", "read"):
         reader = GGUFReader(path)
         field = reader.get_field("general.architecture")

@@ -35,9 +35,7 @@ class Kind:
     name: str
     about: str
     package: str
-    """The package that does it, as Python imports it."""
-    requirement: str
-    """The same as pip installs it."""
+    """The package that does it, one of `QUANTISERS`."""
     loss: Loss
     tensors: Callable[[int, int, torch.dtype], dict[str, torch.Tensor]]
     """What is stored for the weight of a linear layer: by outputs, inputs and dtype."""
@@ -82,10 +80,10 @@ def _nf4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tenso
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("int8", "8-bit integers, a scale for each row", "torchao", "torchao>=0.16", "int8", _int8),
-        Kind("fp8", "8-bit floats (e4m3), a scale for each row", "torchao", "torchao>=0.16", "int8", _fp8),
-        Kind("int4", "4-bit integers, a scale for each 64 weights", "sdnq", "sdnq>=0.2.2", "int4", _int4),
-        Kind("nf4", "4-bit normal floats, a scale for each 64 weights", "bitsandbytes", "bitsandbytes>=0.46", "int4",
+        Kind("int8", "8-bit integers, a scale for each row", "torchao", "int8", _int8),
+        Kind("fp8", "8-bit floats (e4m3), a scale for each row", "torchao", "int8", _fp8),
+        Kind("int4", "4-bit integers, a scale for each 64 weights", "sdnq", "int4", _int4),
+        Kind("nf4", "4-bit normal floats, a scale for each 64 weights", "bitsandbytes", "int4",
              _nf4, devices=("cuda",)),
     )
 }  # fmt: skip

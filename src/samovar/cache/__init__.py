@@ -1,5 +1,6 @@
 """May this step be skipped, and with what?"""
 
+from .auto import tolerating
 from .backend import (
     CACHE_BACKENDS,
     CacheBackend,
@@ -11,7 +12,7 @@ from .backend import (
     make_cache_backend,
     register_cache_backend,
 )
-from .config import OutlierSchedule, TeaCacheConfig
+from .config import AutoConfig, CacheConfig, OutlierSchedule, TeaCacheConfig
 from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
 from .state import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
@@ -20,9 +21,11 @@ from .teacache import TeaCacheHook, apply_teacache_hook
 __all__ = [
     "CACHE_BACKENDS",
     "EXTRACTOR_REGISTRY",
+    "AutoConfig",
     "BranchStats",
     "CacheBackend",
     "CacheChoice",
+    "CacheConfig",
     "CacheContext",
     "CacheSetting",
     "CacheStats",
@@ -38,4 +41,5 @@ __all__ = [
     "make_cache_backend",
     "register_cache_backend",
     "register_extractor",
+    "tolerating",
 ]

@@ -20,7 +20,7 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
 from ..files import is_file_name, naming, read_settings
 from ..hooks import Handle, PipelineHook, Run, hook_pipeline
-from .config import TeaCacheConfig
+from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
 from .stats import CacheStats
@@ -28,7 +28,7 @@ from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
-CacheSetting = str | Path | TeaCacheConfig | Mapping[str, Any] | Literal[False] | None
+CacheSetting = str | Path | CacheConfig | Mapping[str, Any] | Literal[False] | None
 Hooks = dict[str, tuple[torch.nn.Module, TeaCacheHook]]
 """The denoisers of a pipeline by name."""
 
@@ -74,8 +74,8 @@ class PipelineStats:
 class TeaCacheBackend:
     """TeaCache on all denoisers of a pipeline."""
 
-    def __init__(self, config: TeaCacheConfig | Mapping[str, Any] | None = None, agree: Agree | None = None) -> None:
-        self.config = TeaCacheConfig.read(config)
+    def __init__(self, config: CacheConfig | Mapping[str, Any] | None = None, agree: Agree | None = None) -> None:
+        self.config = config if isinstance(config, AutoConfig) else TeaCacheConfig.read(config)
         self._agree = agree
         self._hooks: dict[int, tuple[Any, Hooks]] = {}
         """By the identity of the pipeline, which is held."""
@@ -90,7 +90,7 @@ class TeaCacheBackend:
                 f"This {type(pipeline).__name__} has this cache already. Take it off first: samovar.detach(pipe).",
                 param="cache",
             )
-        denoisers, attached = _denoisers(pipeline), self._modules()
+        denoisers, attached = _denoisers(pipeline, self.config), self._modules()
         hooks: Hooks = {}
         with contextlib.ExitStack() as undo:
             for name, module in denoisers.items():  # Pipelines that share a denoiser share its cache.
@@ -175,8 +175,10 @@ class _RunWatch(PipelineHook):
             hook.end_run(module, run.request)
 
 
-def _denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
+def _denoisers(pipeline: Any, config: CacheConfig) -> dict[str, torch.nn.Module]:
     """The denoisers of a pipeline, if all of them can be cached."""
+    if isinstance(config, AutoConfig):  # It looks at nothing inside of a denoiser.
+        return find_denoisers(pipeline)
     if isinstance(pipeline, torch.nn.Module) and extractor_for(unwrapped(pipeline)) is not None:
         return {type(unwrapped(pipeline)).__name__: pipeline}
     denoisers = find_denoisers(pipeline)
@@ -199,6 +201,7 @@ FORECAST: Mapping[str, Any] = {
 }  # fmt: skip
 """The settings that the cache "forecast" adds to plain TeaCache."""
 PRESETS: Mapping[str, Mapping[str, Any]] = {"forecast": FORECAST, "tea_cache": {}}
+AUTO = "auto"
 
 
 def _cache_dit(settings: Mapping[str, Any]) -> CacheBackend:
@@ -215,14 +218,14 @@ def register_cache_backend(name: str, factory: Factory) -> None:
     """Make your own backend available by name; `factory` builds it from its settings."""
     if not isinstance(name, str) or not callable(factory):
         raise SettingError(f"register_cache_backend takes a name and a function, not {name!r} and {factory!r}.")
-    if name in ("", "none", *PRESETS):
+    if name in ("", "none", AUTO, *PRESETS):
         raise SettingError(f"A cache backend cannot be named {name!r}: that name has a meaning already. Rename it.")
     CACHE_BACKENDS[name] = factory
 
 
 def cache_names() -> list[str]:
     """Every cache that can be chosen by name."""
-    return sorted((*PRESETS, *CACHE_BACKENDS))
+    return sorted((AUTO, *PRESETS, *CACHE_BACKENDS))
 
 
 @dataclass(frozen=True)
@@ -230,13 +233,13 @@ class CacheChoice:
     """A cache and its settings, checked; `build` makes the backend."""
 
     backend: str
-    settings: TeaCacheConfig | Mapping[str, Any]
+    settings: CacheConfig | Mapping[str, Any]
 
     @classmethod
     def read(cls, cache: CacheSetting) -> CacheChoice | None:
         """The choice that a setting stands for; None for no cache."""
-        if isinstance(cache, TeaCacheConfig):
-            return cls("tea_cache", cache)
+        if isinstance(cache, (AutoConfig, TeaCacheConfig)):
+            return cls(AUTO if isinstance(cache, AutoConfig) else "tea_cache", cache)
         named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
         if cache is None:
             cache, source = {"backend": named}, ENVIRONMENT_VARIABLE
@@ -255,7 +258,9 @@ class CacheChoice:
             )
         settings = {name: value for name, value in cache.items() if name != "backend"}
         backend = cache.get("backend")
-        if backend is None:
+        if backend is None and "tolerance" in settings:
+            backend = AUTO
+        elif backend is None:
             backend = "tea_cache" if named == "none" else named
         if backend == "none":
             if settings:
@@ -266,6 +271,8 @@ class CacheChoice:
             return None
         if not isinstance(backend, str):
             raise SettingError(f"cache: backend={backend!r}; expected a name such as 'tea_cache'.", param="cache")
+        if backend == AUTO:
+            return cls(backend, AutoConfig.read(settings))
         if backend in PRESETS:
             return cls(backend, TeaCacheConfig.read({**PRESETS[backend], **settings}))
         if backend not in CACHE_BACKENDS:
@@ -275,7 +282,7 @@ class CacheChoice:
 
     def build(self, agree: Agree | None = None) -> CacheBackend:
         """The backend. `agree` makes all ranks take the same decisions."""
-        if isinstance(self.settings, TeaCacheConfig):
+        if isinstance(self.settings, (AutoConfig, TeaCacheConfig)):
             return TeaCacheBackend(self.settings, agree)
         backend = CACHE_BACKENDS[self.backend](self.settings)
         if not isinstance(backend, CacheBackend):

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from ..errors import SettingError, nearest
 from ..files import read_config
+from ..tolerances import read_tolerance
 from .forecast import Forecast, Target
 
 EVERY_BRANCH = "*"
@@ -187,6 +188,41 @@ class TeaCacheConfig:
 
     def __repr__(self) -> str:
         return f"TeaCacheConfig({self.summary()})"
+
+
+@dataclass(frozen=True)
+class AutoConfig:
+    """The settings of the cache "auto": one."""
+
+    tolerance: float | str = "high"
+    """How far the skipped steps of a gap may take the sample off its way, relative to its size: "exact" (0, computes
+    every step), "high" (0.016), "fast" (0.05), or a number."""
+
+    def __post_init__(self) -> None:
+        read_tolerance(self.tolerance)
+
+    @classmethod
+    def read(cls, settings: AutoConfig | Mapping[str, Any] | None) -> AutoConfig:
+        """The settings from a mapping, as they come from a command line or a file."""
+        return cls() if settings is None else read_config(cls, settings, "cache")
+
+    @property
+    def number(self) -> float:
+        """The tolerance as a number."""
+        return read_tolerance(self.tolerance)
+
+    @property
+    def never_skips(self) -> bool:
+        """Whether every step is computed."""
+        return self.number == 0
+
+    def summary(self) -> str:
+        """The settings in a line."""
+        return f"tolerance={self.tolerance}"
+
+
+CacheConfig = TeaCacheConfig | AutoConfig
+"""The settings of a cache of ours."""
 
 
 def _written(config: TeaCacheConfig) -> str:

@@ -54,7 +54,7 @@ class History:
     def forecast(self, place: float) -> Outlook:
         """What a step at this place would give."""
         steps = list(reversed(self._steps))
-        weights = _weights([step.place for step in steps], place)
+        weights = polynomial([step.place for step in steps], place)
         damped = [self._damping * weight for weight in weights]
         damped[0] += 1.0 - self._damping
         return Outlook(damped, [step.tensors for step in steps])
@@ -67,12 +67,19 @@ class History:
         found = [weights[step.number] for step in steps if step.number is not None]
         return Outlook(found, [step.tensors for step in steps], is_precise=True)
 
+    def combined(self, weights: Sequence[float | torch.Tensor]) -> Outlook | None:
+        """A weighted sum of the last computed steps, the newest first; None if there are not as many."""
+        steps = list(reversed(self._steps))[: len(weights)]
+        return (
+            Outlook(weights, [step.tensors for step in steps], is_precise=True) if len(steps) == len(weights) else None
+        )
+
     def clear(self) -> None:
         """Forget all steps."""
         self._steps.clear()
 
 
-def _weights(places: Sequence[float], place: float) -> list[float]:
+def polynomial(places: Sequence[float], place: float) -> list[float]:
     """The weight of each known value in a polynomial through all of them (Lagrange)."""
     if len(set(places)) < len(places):  # Time stood still: no line goes through one point.
         return [1.0] + [0.0] * (len(places) - 1)

@@ -36,8 +36,8 @@ class Inputs:
         self.tensors: list[torch.Tensor] = []
         self.watched: list[tuple[str, torch.Tensor, bool]] = []
         """Tensors other than sample and time: path, tensor, and whether it is conditioning."""
-        self.sample: torch.Tensor | None = None
-        """The sample, or the first of its parts."""
+        self.samples: list[torch.Tensor] = []
+        """The sample, or its parts."""
         self.time: torch.Tensor | float | None = None
         """The timestep as given. Of several numbers the largest counts: frames that are given are at time 0."""
         self.objects: list[Any] = []
@@ -61,7 +61,7 @@ class Inputs:
         if isinstance(leaf, torch.Tensor):
             self.tensors.append(leaf)
             if role == "sample":
-                self.sample = leaf if self.sample is None else self.sample
+                self.samples.append(leaf)
             elif role != "time" and leaf.numel():
                 self.watched.append((path, leaf, role == "conditioning"))
         if role == "time":
@@ -71,6 +71,11 @@ class Inputs:
             numbers.append(leaf)
         elif not isinstance(leaf, (torch.Tensor, *_PLAIN)) and role == "conditioning":
             self.objects.append(leaf)
+
+    @property
+    def sample(self) -> torch.Tensor | None:
+        """The sample, or the first of its parts."""
+        return self.samples[0] if self.samples else None
 
     @functools.cached_property
     def signature(self) -> Hashable:

@@ -216,7 +216,7 @@ class BlockModel(CacheableModel):
 
     def _first(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Compute a step of a form that was not seen before, and learn from it."""
-        signature, given = inputs.signature, inputs.tensors
+        signature = inputs.signature
         try:
             before = inputs.copied()
         except ModelError as error:
@@ -224,12 +224,9 @@ class BlockModel(CacheableModel):
         tracer = Tracer(self._model, self._structure)
         with self._gates.asking(tracer):
             output = forward(inputs.args, inputs.kwargs)
-        known = {id(tensor) for tensor in given}
-        is_filled = any(id(tensor) not in known for tensor in tree.tensors((inputs.args, inputs.kwargs)))
-        if is_filled or any(not _same(one, other) for one, other in zip(given, before.tensors, strict=True)):
-            return self._refuse(signature, "it writes into its inputs", output)
-        if not tree.is_transparent(output):
-            return self._refuse(signature, "its output holds objects that cannot be inspected", output)
+        problem = side_effect(inputs, before, output)
+        if problem is not None:
+            return self._refuse(signature, problem, output)
         try:
             watched = tracer.finish()
             rehearsal = Rehearsal(self._model, self._gates.by_module, watched, before.args, before.kwargs)
@@ -357,6 +354,16 @@ def _kept(trace: Trace, residuals: Tensors, keeps: bool) -> Tensors:
         residual if slot not in trace.idle_slots and (keeps or slot in early) else None
         for slot, residual in enumerate(residuals)
     ]
+
+
+def side_effect(inputs: Inputs, before: Inputs, output: Any) -> str | None:
+    """What a forward did that a skipped one would not do, if anything. `before`: a copy of its inputs."""
+    given = inputs.tensors
+    known = {id(tensor) for tensor in given}
+    is_filled = any(id(tensor) not in known for tensor in tree.tensors((inputs.args, inputs.kwargs)))
+    if is_filled or any(not _same(one, other) for one, other in zip(given, before.tensors, strict=True)):
+        return "it writes into its inputs"
+    return None if tree.is_transparent(output) else "its output holds objects that cannot be inspected"
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,10 +17,12 @@ import torch
 from ..hooks import BaseState, Run
 from ..trace.forward import Tensors
 from ..trace.passes import Outlook
-from .config import TeaCacheConfig
+from .config import CacheConfig, TeaCacheConfig
 from .decision import Signal, Step, Verdict
 from .forecast import History, OutputForm, take_apart
 from .inputs import Inputs, Sample, Watch, on_host, watch
+from .pace import Pace
+from .rows import RowHistory
 
 
 class Last(NamedTuple):
@@ -42,6 +44,8 @@ class Clock:
         self._announced = announced
         self.plan: TeaCacheConfig | None = None
         """The settings for outliers, once its images are known to be outliers."""
+        self.pace = Pace()
+        """The gaps of the cache "auto"."""
         self.verdict: Verdict | None = None
         """The leader's decision for the running step."""
         self.index = -1
@@ -126,15 +130,20 @@ class Clock:
 class TeaCacheState(BaseState):
     """One branch of one run."""
 
-    def __init__(self, config: TeaCacheConfig | None = None) -> None:
+    def __init__(self, config: CacheConfig | None = None) -> None:
         config = config or TeaCacheConfig()
-        self.history = History(config.order, config.forecast_damping)
+        self.history = History(0, 1.0)
         """The results of the last computed steps."""
+        if isinstance(config, TeaCacheConfig):
+            self.history = History(config.order, config.forecast_damping)
+        self.rows = RowHistory()
+        """The same by image, for the cache "auto"."""
         self.reset()
 
     def reset(self) -> None:
         """Forget the steps so far: they do not predict those that follow."""
         self.history.clear()
+        self.rows.clear()
         self.generation = 0
         """Generation of the model when the last step was computed."""
         self.signature: Hashable = None
@@ -153,7 +162,7 @@ class TeaCacheState(BaseState):
 
     def obstacle(self, inputs: Inputs, asks: bool) -> str | None:
         """Why a step with these inputs cannot be skipped, if it cannot."""
-        if not len(self.history) or (asks and self.signal is None):
+        if not (len(self.history) or len(self.rows)) or (asks and self.signal is None):
             return "nothing stored"
         if inputs.signature != self.signature:
             return "the shapes, dtypes or set of arguments changed"

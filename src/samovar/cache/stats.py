@@ -20,17 +20,21 @@ class StepRecord(NamedTuple):
     computed: bool
     reason: str
     distance: float | None = None
-    """Relative change of the signal since the step before, if measured."""
+    """Relative change of the signal since the step before, if measured. With the cache "auto", how far a forecast in
+    place of the last computed step would have taken the sample off its way, a step."""
     accumulated: float | None = None
-    """Sum of the rescaled changes since the last computed step, including this one."""
+    """Sum of the rescaled changes since the last computed step, including this one. With the cache "auto", how far all
+    skipped steps so far may have taken the sample off its way."""
     outliers: tuple[bool, ...] = ()
     """For each image whether it is an outlier, at the step that shows it."""
+    images: tuple[bool, ...] = ()
+    """For each image whether it was computed, where some of a batch were and some were not."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, where None stands for infinity and NaN."""
-        values = self._asdict() | {"outliers": list(self.outliers)}
+        values = self._asdict() | {"outliers": list(self.outliers), "images": list(self.images)}
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
-        return finite if self.outliers else {name: value for name, value in finite.items() if name != "outliers"}
+        return {name: value for name, value in finite.items() if value != []}
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class BranchStats:
     def mask(self) -> str:
         """The steps as a schedule: `#` computed, `.` skipped."""
         return "".join("#" if record.computed else "." for record in self.steps)
+
+    def computed_by_image(self) -> list[int]:
+        """For each image of a batch, how many steps were computed for it; none if they were the same for all."""
+        count = max((len(record.images) for record in self.steps), default=0)
+        every = [record.images or (record.computed,) * count for record in self.steps]
+        return [sum(of) for of in zip(*every, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -74,6 +84,16 @@ class CacheStats:
     """Why nothing is skipped, if that is so."""
     coverage: Coverage | None = None
     """How much of the model a skipped step leaves out, where that is known."""
+    judges_error: bool = False
+    """Whether steps are judged by the error of forecasts, and not by a change."""
+
+    @property
+    def error(self) -> float | None:
+        """How far the skipped steps may have taken the worst image off its way, relative to its size, if known."""
+        if not self.judges_error:
+            return None
+        sums = [record.accumulated for branch in self.branches.values() for record in branch.steps[-1:]]
+        return max((error for error in sums if error is not None), default=0.0)
 
     @property
     def computed(self) -> int:
@@ -107,6 +127,7 @@ class CacheStats:
             "problem": self.problem,
             "covered": None if self.coverage is None else round(self.coverage.share, 4),
             "expected_speedup": round(self.expected_speedup, 3),
+            **({} if self.error is None else {"error": round(self.error, 6)}),
             "branches": {name: branch.to_dict() for name, branch in self.branches.items()},
         }
 
@@ -123,7 +144,10 @@ class CacheStats:
         distances = [r.distance for b in self.branches.values() for r in b.steps if r.distance is not None]
         if distances:
             mean = sum(distances) / len(distances)
-            lines.append(f"  change per step: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
+            of = "error of a forecast step" if self.judges_error else "change per step"
+            lines.append(f"  {of}: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
+        if self.error is not None:
+            lines.append(f"  the sample may be off by {self.error:.3f} of its size")
         if self.outliers:
             lines.append(f"  outliers: {sum(self.outliers)} of {len(self.outliers)} images")
         if self.branches:

@@ -7,6 +7,7 @@ record     store the result, from which later steps are made
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..hooks import CallContext
 from ..trace.passes import Outlook
 from .config import OutlierSchedule, TeaCacheConfig
-from .decision import Agree, Measured, Rescale, Signal, Verdict, judge, measure
+from .decision import Agree, Rescale, Signal, Verdict, judge, measure
 from .forecast import find_outliers
 from .inputs import Inputs, Pair, changes, is_on_host
 from .model import CacheableModel, Forward, Instruction, Outcome
@@ -128,7 +129,7 @@ class Steps(NamedTuple):
         # On another rank a branch that follows here may lead: it needs its signal of the step before.
         may_lead = clock.verdict is None or (self.agree is not None and verdict.action == "compute")
         if of_output and not (judges and may_lead):  # The blocks do not matter.
-            return record, _computed_alone(inputs, call.forward)
+            return record, computed_alone(inputs, call.forward)
         outlook = None if of_output else plan.outlook
         reads = decide if judges and may_lead else None
         wanted = Instruction(verdict.action, outlook, reads, not of_output, call.state.early)
@@ -142,7 +143,7 @@ class Steps(NamedTuple):
         state, threshold = call.state, self.config.rel_l1_thresh
         assert state.signal is not None
         pair = state.signal.change(signal)
-        measured = measure(pair, plan.others, _times_on_device(call), self.agree, signal.value.device)
+        measured = measure(pair, plan.others, times_on_device(call), self.agree, signal.value.device)
         if pair is None:
             state.reset()
             return record._replace(computed=True, reason="weights or adapters changed")
@@ -152,24 +153,12 @@ class Steps(NamedTuple):
         if measured.others >= threshold:
             state.reset()
             return record._replace(computed=True, reason="conditioning changed")
-        reason = self._read_time(call, measured)
+        reason = stray(call, measured.times)
         if reason is not None:
             return record._replace(computed=True, reason=reason)
         if accumulated < threshold:
             return record._replace(computed=False, reason="below the threshold")
         return record._replace(computed=True, reason="the threshold is reached")
-
-    def _read_time(self, call: Call, measured: Measured) -> str | None:
-        """Why a step is not one of this run, by times read from the device: this one's, and the last."""
-        if not measured.times:
-            return None
-        now, *before = measured.times
-        if call.clock.turns_back(now):
-            return NEW_RUN
-        if now in before:
-            call.state.reset()
-            return AGAIN
-        return None
 
     def record(self, call: Call, plan: Plan, record: StepRecord, outcome: Outcome) -> tuple[StepRecord, Any]:
         """Store what later steps are made from; return the record and the output."""
@@ -207,7 +196,7 @@ class Steps(NamedTuple):
         return record._replace(outliers=found)
 
 
-def _times_on_device(call: Call) -> list[torch.Tensor]:
+def times_on_device(call: Call) -> list[torch.Tensor]:
     """The times of this call of a branch and of its last one, where nothing else tells the step."""
     now, before = call.inputs.time, call.clock.last_time
     if call.clock.is_scheduled or not isinstance(now, torch.Tensor) or is_on_host(now):
@@ -215,7 +204,20 @@ def _times_on_device(call: Call) -> list[torch.Tensor]:
     return [now, before] if isinstance(before, torch.Tensor) and before.numel() else [now]
 
 
-def _computed_alone(inputs: Inputs, forward: Forward) -> Outcome:
+def stray(call: Call, times: Sequence[float]) -> str | None:
+    """Why a step is not one of this run, by times read from the device: this one's, and the last."""
+    if not times:
+        return None
+    now, *before = times
+    if call.clock.turns_back(now):
+        return NEW_RUN
+    if now in before:
+        call.state.reset()
+        return AGAIN
+    return None
+
+
+def computed_alone(inputs: Inputs, forward: Forward) -> Outcome:
     """Compute a step whose blocks are not watched. If it writes into its inputs, it cannot be skipped."""
     before = [tensor._version for tensor in inputs.tensors if not tensor.is_inference()]
     output = forward(inputs.args, inputs.kwargs)

@@ -18,7 +18,8 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
-from .config import TeaCacheConfig, check_count
+from .auto import AutoSteps, WholeModel
+from .config import AutoConfig, CacheConfig, TeaCacheConfig, check_count
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
@@ -46,9 +47,9 @@ class TeaCacheHook(ModelHook, Handle):
 
     order = HookOrder.CACHE
 
-    def __init__(self, config: TeaCacheConfig | None = None, agree: Agree | None = None) -> None:
+    def __init__(self, config: CacheConfig | None = None, agree: Agree | None = None) -> None:
         Handle.__init__(self)
-        self.config = config or TeaCacheConfig()
+        self.config: CacheConfig = config or TeaCacheConfig()
         self.rescale_func = rescaling(None)
         self.extractor_fn: Extractor | None = None
         self.state_manager: StateManager[TeaCacheState] = StateManager(TeaCacheState, self.config)
@@ -58,10 +59,10 @@ class TeaCacheHook(ModelHook, Handle):
         """Recognises branches, and the role of each argument."""
         self._agree = agree
         self._model: CacheableModel | None = None
-        self._steps: Steps | None = None
+        self._steps: Steps | AutoSteps | None = None
         self._model_name = ""
         self._names: tuple[str, ...] = ()
-        self._polynomial = ""
+        self._judged_by = ""
         self._announced: int | None = None
         self._clocks: OrderedDict[Hashable, Clock] = OrderedDict()
         self._records: OrderedDict[Hashable, dict[str, list[StepRecord]]] = OrderedDict()
@@ -87,19 +88,27 @@ class TeaCacheHook(ModelHook, Handle):
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self._model_name = type(module).__name__
         self._names = parameter_names(module)
-        known = coefficients_for(module, self.config.coefficients)
+        if isinstance(self.config, AutoConfig):
+            self._model = WholeModel(module)
+            self._steps = AutoSteps(self.config, self._model, self._agree, lambda: self.branches.samples())
+        else:
+            self._prepare(module, self.config)
+        return module
+
+    def _prepare(self, module: torch.nn.Module, config: TeaCacheConfig) -> None:
+        """Find out how the steps of a model are judged by their signal."""
+        known = coefficients_for(module, config.coefficients)
         self.rescale_func = rescaling(known)
-        self._polynomial = f"rescaled by the coefficients of {known.origin}" if known else "not rescaled"
+        self._judged_by = f", rescaled by the coefficients of {known.origin}" if known else ", not rescaled"
         self.extractor_fn = extractor_for(module)
         if self.extractor_fn is not None:
             self._model = ExtractorModel(module, self.extractor_fn)
         else:
             self._model = BlockModel(module, HOOK_NAME)
-        self._steps = Steps(self.config, self._model, self.rescale_func, self._agree)
-        if known is None and self.config.schedule is None:
+        self._steps = Steps(config, self._model, self.rescale_func, self._agree)
+        if known is None and config.schedule is None:
             text = "No TeaCache coefficients are known for %s; changes of its signal are used without rescaling."
             _logger.info(text, self._model_name)
-        return module
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self.reset_state(module)
@@ -121,7 +130,7 @@ class TeaCacheHook(ModelHook, Handle):
         """Begin a run with this number of steps, in your own loop. A hooked pipeline does that itself."""
         if num_inference_steps is not None:
             check_count("num_inference_steps", num_inference_steps, 1)
-        scheduled = self.config.scheduled_steps
+        scheduled = self._schedule_length
         if scheduled is not None and num_inference_steps not in (None, scheduled):
             raise SettingError(
                 f"The schedule is for {scheduled} steps, not for {num_inference_steps}. Give one of the right length.",
@@ -129,6 +138,10 @@ class TeaCacheHook(ModelHook, Handle):
             )
         self._announced = num_inference_steps
         self.reset_state(module)
+
+    @property
+    def _schedule_length(self) -> int | None:
+        return self.config.scheduled_steps if isinstance(self.config, TeaCacheConfig) else None
 
     def end_run(self, module: torch.nn.Module, request: Hashable) -> None:
         """Forget a run that has ended. Its stats stay."""
@@ -225,10 +238,11 @@ class TeaCacheHook(ModelHook, Handle):
         return CacheStats(
             self._model_name,
             self.config.summary(),
-            "a saved schedule" if self.config.schedule else f"{about.signal}, {self._polynomial}",
+            f"{about.signal}{self._judged_by}" if self._schedule_length is None else "a saved schedule",
             {name: BranchStats(tuple(steps)) for name, steps in branches.items()},
             about.problem or self.branches.trouble(),
             about.coverage,
+            isinstance(self.config, AutoConfig),
         )
 
 
@@ -242,7 +256,7 @@ def _refuse_training(module: torch.nn.Module) -> None:
 
 
 def apply_teacache_hook(
-    module: torch.nn.Module, config: TeaCacheConfig | Mapping[str, Any] | None = None, agree: Agree | None = None
+    module: torch.nn.Module, config: CacheConfig | Mapping[str, Any] | None = None, agree: Agree | None = None
 ) -> TeaCacheHook:
     """Let a denoiser skip steps. `agree` makes ranks that compute one image together decide alike."""
     if not isinstance(module, torch.nn.Module):
@@ -255,6 +269,6 @@ def apply_teacache_hook(
             "Take that off first: samovar.detach(that pipeline).",
             param="cache",
         )
-    hook = TeaCacheHook(TeaCacheConfig.read(config), agree)
+    hook = TeaCacheHook(config if isinstance(config, AutoConfig) else TeaCacheConfig.read(config), agree)
     hook.attach(registry)
     return hook

@@ -23,7 +23,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
     help, _, text = (inspect.getdoc(run) or "").partition("\n\n")
     description, _, examples = text.partition("\n\nexamples:\n")
     parser = commands.add_parser(
-        run.__name__.lstrip("_"),
+        run.__name__.lstrip("_").replace("_", "-"),
         help=help[0].lower() + help[1:].rstrip("."),
         description=textwrap.fill(" ".join(description.split()), 80),
         epilog=f"examples:\n{examples}",
@@ -73,24 +73,31 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
     add_device_options(group)
     group.add_argument("--task", metavar="TASK", help="text2img, img2img, inpaint ...: another pipeline of its family")
-    _add_switch(group, "--trust-remote-code", "run Python files that come with the model")
+    add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
-    group.add_argument("--cache", metavar="SETTING", help="skip steps: forecast, tea_cache, cache_dit or a tuned file")
+    group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
     group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
     group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
     group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
-    group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
+    add_exclude(group)
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)
-    _add_switch(group, "--compile", "compile the denoiser's blocks")
+    group.add_argument("--lora-modules", "--lora", action="append", dest="lora", metavar="NAME=ADAPTER",
+                       help="a LoRA adapter: a .safetensors file, a folder, or a hub name")  # fmt: skip
+    group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
+    add_switch(group, "--compile", "compile the denoiser's blocks")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
     for name, alias in ALIASES.items():
         option, text = f"--{name.replace('_', '-')}", f"see --{alias.setting}"
         if alias.kind == "bool":
-            _add_switch(group, option, text)
+            add_switch(group, option, text)
         else:
             group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
+
+
+def add_exclude(group: Any) -> None:
+    group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
 
 
 def add_quantization(group: Any) -> None:
@@ -114,9 +121,21 @@ def quantization_of(texts: list[str]) -> Any:
     return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
 
 
-def _add_switch(group: Any, option: str, text: str) -> None:
+def lora_of(texts: list[str]) -> dict[str, str]:
+    """Adapters by name, from options such as pixel=./pixel.safetensors."""
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, sign, source = text.partition("=")
+        if not (name and sign and source) or name in adapters:
+            problem = "is given twice" if name in adapters else "has no name"
+            raise SettingError(f"--lora {text!r} {problem}. Expected NAME=ADAPTER, each name once.", param="lora")
+        adapters[name] = source
+    return adapters
+
+
+def add_switch(group: Any, option: str, text: str, **more: Any) -> None:
     """An option that is None unless given, so that a file may have it instead."""
-    group.add_argument(option, action="store_true", default=None, help=text)
+    group.add_argument(option, action="store_true", default=None, help=text, **more)
 
 
 def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str, Any]:
@@ -133,6 +152,8 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
     if "quantization" in settings:
         settings["quantization"] = quantization_of(settings["quantization"])
+    if "lora" in settings:
+        settings["lora"] = lora_of(settings["lora"])
     return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
 
 

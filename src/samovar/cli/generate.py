@@ -40,6 +40,7 @@ def add_generate(commands: Any) -> None:
     group.add_argument("--fps", type=float, metavar="X", help="frames per second")
     group.add_argument("--seconds", type=float, metavar="X", help="duration, in place of --frames")
     group.add_argument("--option", action="append", metavar="NAME=VALUE", help="any argument of the pipeline's call")
+    group.add_argument("--lora-scale", type=float, metavar="X", help="how much the adapters of --lora change (1)")
     group = parser.add_argument_group("what to start from")
     group.add_argument("--image", action="append", metavar="FILE", help="an image; again for several")
     group.add_argument("--strength", type=float, metavar="X", help="how much of it to redraw, from 0 to 1")
@@ -86,7 +87,8 @@ def _generate(options: argparse.Namespace) -> int:
             if is_first:
                 check_suffix(output, omni.output.kind)
                 _check_output(output, params.num_outputs_per_prompt or omni.defaults.num_outputs_per_prompt)
-            result = _result(omni, options.prompt, params, inputs, status)
+            lora = [{"name": name, "scale": options.lora_scale} for name in settings.get("lora", ())]
+            result = _result(omni, options.prompt, params, status, lora=lora, **inputs)
             load_seconds = omni.load_seconds
     if is_under_torchrun():
         import torch.distributed as dist
@@ -140,11 +142,11 @@ def _read_inputs(options: argparse.Namespace) -> dict[str, Any]:
     return inputs
 
 
-def _result(omni: Omni, prompt: str, params: Any, inputs: dict[str, Any], status: Status) -> GenerationResult:
+def _result(omni: Omni, prompt: str, params: Any, status: Status, **how: Any) -> GenerationResult:
     from ..engine import Done, Failed, Progress
 
     status.update("generating")
-    for event in omni.generate(prompt, params, stream=True, **inputs):
+    for event in omni.generate(prompt, params, stream=True, **how):
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Progress):

@@ -51,6 +51,7 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="likewise for weights in host memory; more is on disk")
     parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
+    arguments.add_exclude(parser)
     arguments.add_quantization(parser)
     for name, what in _REQUEST.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, help=f"{what} (the model's default)")
@@ -78,7 +79,7 @@ def _plan(options: argparse.Namespace) -> int:
         from ..engine.planning import make_plan
         from ..offload import OffloadConfig
 
-        given = arguments.given(options, ("gpu_memory", "host_memory", "activations", *_REQUEST))
+        given = arguments.given(options, ("gpu_memory", "host_memory", "exclude", "activations", *_REQUEST))
         config = OffloadConfig(options.mode, **given)
         source = _find_config(options)
         size = _default_size(source) | {name: given[name] for name in _REQUEST if name in given}

@@ -173,7 +173,7 @@ def _tune(options: argparse.Namespace) -> int:
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
         found = tune(tuning, testing, target, refinements=options.refine)
-        setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks))}
+        setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks), lab.runner.params.given())}
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})
@@ -188,7 +188,7 @@ def _tune(options: argparse.Namespace) -> int:
         f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {target}: met "
         f"by {found.share_met:.1%}{'' if found.is_met else ', WHICH IS TOO FEW'}",
         f"{plain.steps} plain steps: {plain.quality.psnr:.2f} dB, LPIPS {plain.quality.lpips:.5f}"
-        f"{'' if found.is_worth_it else ': closer, so use these and no cache'}",
+        f"{'' if found.is_worth_it else ': use these and no cache'}",
         str(file),
     )
     return 0 if found.is_met else 1

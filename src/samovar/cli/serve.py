@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
+import re
 import sys
 from typing import Any
 
@@ -19,28 +21,44 @@ def add_serve(commands: Any) -> None:
     parser = arguments.add_command(commands, _serve)
     arguments.add_model(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
+    parser.add_argument("--log-format", metavar="FORMAT", help="text, or json for one object per line (text)")
     _add_address_options(parser.add_argument_group("address"))
+    _add_default_options(parser.add_argument_group("defaults of requests"))
     _add_limit_options(parser.add_argument_group("limits"))
     arguments.add_engine_options(parser)
+    group = parser.add_argument_group("start")
+    group.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=None,
+                       help="make an image before /ready answers (with --compile)")  # fmt: skip
 
 
 def _add_address_options(group: Any) -> None:
     group.add_argument("--host", help="0.0.0.0 for all machines (127.0.0.1, this machine only)")
     group.add_argument("--port", type=int, metavar="N", help="0 for any free port (8091)")
+    group.add_argument("--served-model-name", action="append", metavar="NAME",
+                       help="a name of the model for clients (its folder's)")  # fmt: skip
     group.add_argument("--api-key", metavar="KEY", help=f"the key that clients must send; better set {KEY_VARIABLE}")
-    group.add_argument(
-        "--open-metrics", action="store_true", dest="is_metrics_open", help="let /metrics be read without the key"
-    )
+    arguments.add_switch(group, "--open-metrics", "let /metrics be read without the key", dest="is_metrics_open")
     group.add_argument("--cors-origin", action="append", dest="cors_origins", metavar="URL",
                        help="a site whose pages may call the server")  # fmt: skip
     group.add_argument("--allowed-host", action="append", dest="allowed_hosts", metavar="NAME",
                        help="a host name by which clients reach the server, such as that of a proxy")  # fmt: skip
 
 
+def _add_default_options(group: Any) -> None:
+    group.add_argument("--default-steps", type=int, dest="num_inference_steps", metavar="N",
+                       help="denoising steps (those of a tuned --cache, or the model's)")  # fmt: skip
+    group.add_argument("--default-size", dest="size", metavar="WxH", help="such as 1024x1024 (the model's)")
+    group.add_argument("--default-guidance-scale", type=float, dest="guidance_scale", metavar="X")
+    group.add_argument("--default-true-cfg-scale", type=float, dest="true_cfg_scale", metavar="X")
+    group.add_argument("--default-negative-prompt", dest="negative_prompt", metavar="TEXT")
+    group.add_argument("--default-max-sequence-length", type=int, dest="max_sequence_length", metavar="TOKENS")
+
+
 def _add_limit_options(group: Any) -> None:
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (16)")
     group.add_argument("--max-pixels", type=int, metavar="N", help="per image (4194304)")
     group.add_argument("--max-steps", type=int, metavar="N", help="per image (200)")
+    group.add_argument("--max-tolerance", type=float, metavar="X", help="that requests may ask of the cache auto")
     group.add_argument("--max-images", type=int, metavar="N", help="per request (10)")
     group.add_argument("--max-connections", type=int, metavar="N", help="in all (512)")
     group.add_argument("--max-connections-per-address", type=int, metavar="N",
@@ -58,7 +76,7 @@ def _add_limit_options(group: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Serve images over HTTP, compatible with OpenAI's clients, with a page to try it.
+    """Serve images over HTTP, with OpenAI's API and a page to try it.
 
     Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, /metrics, and a
     page at /. Only this machine can reach it unless --host says otherwise.
@@ -69,27 +87,38 @@ def _serve(options: argparse.Namespace) -> int:
       SAMOVAR_API_KEY=secret samovar serve ./flux --host 0.0.0.0 --gpu-memory 12GiB
     """
     import asyncio
-    import logging
 
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise SettingError(f"The server needs {', '.join(missing)}: pip install 'samovar[serve]'")
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("samovar.server").setLevel(logging.WARNING if options.quiet else logging.INFO)
+    from ..server.logs import set_up_logs
+
     # Before the event loop, which handles Ctrl-C: the imports take seconds and could not be interrupted.
     state = _app_state(options)
+    set_up_logs(state.config.log_format, quiet=options.quiet)
     return asyncio.run(_run(options, state))
 
 
 async def _run(options: argparse.Namespace, state: Any) -> int:
     from ..server import serve
 
+    log = logging.getLogger("samovar.server")
+    is_json = state.config.log_format == "json"
+
     def on_listening(address: str) -> None:
-        if not options.quiet:
+        if is_json:
+            log.info("loading", extra={"model": state.model_name, "address": address})
+        elif not options.quiet:
             text = f"samovar: loading {state.model_name!r}; {address}/ready answers when it is done"
             print(text, file=sys.stderr, flush=True)
 
-    return await serve(state, on_listening, lambda address: _announce(address, state))
+    def on_ready(address: str) -> None:
+        if is_json:
+            log.info("ready", extra={"model": state.model_name, "address": address, "load_s": state.omni.load_seconds})
+        else:
+            _announce(address, state)
+
+    return await serve(state, on_listening, on_ready)
 
 
 def _app_state(options: argparse.Namespace) -> Any:
@@ -100,11 +129,24 @@ def _app_state(options: argparse.Namespace) -> Any:
     options.model = arguments.model_of(options)
     if options.api_key is None:
         options.api_key = os.environ.get(KEY_VARIABLE)
-    settings = arguments.given(options, ServerConfig) | {"limits": Limits(**arguments.given(options, Limits))}
-    for name in ("cors_origins", "allowed_hosts"):
-        settings[name] = tuple(settings.get(name, ()))
-    config = ServerConfig(**settings)
-    return AppState(AsyncOmni(config=options.config, **arguments.engine_settings(options)), config)
+    config = ServerConfig.read(
+        arguments.given(options, ServerConfig) | arguments.given(options, Limits), options.config
+    )
+    settings = arguments.engine_settings(options)
+    if defaults := _defaults(options):
+        settings["defaults"] = defaults
+    return AppState(AsyncOmni(config=options.config, **settings), config)
+
+
+def _defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that options give to all requests."""
+    from ..engine import OmniDiffusionSamplingParams
+
+    size = re.fullmatch(r"(\d{1,6})x(\d{1,6})", options.size or "0x0")
+    if size is None:
+        raise SettingError(f"--default-size {options.size!r}; expected one such as 1024x1024.", param="size")
+    sides = {} if options.size is None else {"width": int(size[1]), "height": int(size[2])}
+    return sides | arguments.given(options, OmniDiffusionSamplingParams)
 
 
 def _announce(address: str, state: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ..aliases import ALIASES, resolve
 from ..arch import find_denoisers
-from ..cache import CacheBackend, CacheSetting, TeaCacheBackend
+from ..cache import AutoConfig, CacheBackend, CacheSetting, TeaCacheBackend, tolerating
 from ..errors import SettingError
 from ..files import check_names
 from ..hooks import Handle
@@ -179,6 +179,13 @@ class Attached(Handle):
                 undo.callback(self._enable_cache, self.cache)
             yield
 
+    def tolerating(self, tolerance: float | str | None) -> contextlib.AbstractContextManager[None]:
+        """Within this tolerance, whatever the settings of the cache "auto" say; None changes nothing."""
+        choice = self.config.cache
+        if tolerance is not None and (choice is None or not isinstance(choice.settings, AutoConfig)):
+            raise SettingError("A tolerance is for the cache 'auto', which is not attached.", param="tolerance")
+        return tolerating(tolerance)
+
     def _enable_cache(self, cache: CacheBackend) -> None:
         handle = cache.enable(self.pipe)
         if not isinstance(handle, Handle):
@@ -210,9 +217,10 @@ def attach(
     Args:
         pipe: A diffusers pipeline, any object that holds denoisers, or a denoiser. With several ranks, each of them
             calls this with a copy of the pipeline.
-        cache: Skips denoising steps. "tea_cache", "forecast", "cache_dit" or a registered backend; a `TeaCacheConfig`;
-            a mapping such as {"backend": "forecast", "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. None looks
-            at the environment variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
+        cache: Skips denoising steps. "auto", "tea_cache", "forecast", "cache_dit" or a registered backend; an
+            `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "forecast",
+            "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. None looks at the environment variable
+            DIFFUSION_CACHE_BACKEND; "none" is no cache.
         offload: Keeps weights off the GPU until they are needed. "auto", "model" or "layerwise"; an `OffloadConfig`.
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
         compile: Compiles the blocks with torch.compile. True, or a backend's name or function.

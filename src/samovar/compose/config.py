@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..cache import CacheChoice, CacheSetting, TeaCacheConfig
+from ..cache import AutoConfig, CacheChoice, CacheSetting, TeaCacheConfig
 from ..errors import SettingError, nearest
 from ..files import is_file_name, read_config
 from ..offload import OffloadConfig
@@ -58,13 +58,13 @@ class AttachConfig:
         if self.cache is None or self.num_ranks == 1:
             return
         config = self.cache.settings
-        if not isinstance(config, TeaCacheConfig):
+        if not isinstance(config, (AutoConfig, TeaCacheConfig)):
             raise SettingError(
                 f"The cache {self.cache.backend!r} cannot be used on {self.num_ranks} ranks: each rank would decide "
-                "for itself and wait for the others forever. Use the cache 'tea_cache' or 'forecast', or one rank.",
+                "for itself and wait for the others forever. Use the cache 'auto' or 'tea_cache', or one rank.",
                 param="cache",
             )
-        if self.parallel.cfg_parallel_size > 1 and config.outliers is not None:
+        if self.parallel.cfg_parallel_size > 1 and getattr(config, "outliers", None) is not None:
             raise SettingError(
                 "The cache's setting 'outliers' looks at one branch to decide for all, and cfg_parallel_size="
                 f"{self.parallel.cfg_parallel_size} puts the branches on different ranks. Leave out one of the two.",
@@ -95,7 +95,7 @@ def skipped_share(choice: CacheChoice | None) -> float | None:
         return 0.0
     config = choice.settings
     if not isinstance(config, TeaCacheConfig):
-        return None
+        return 0.0 if isinstance(config, AutoConfig) and config.never_skips else None
     masks = list(config.masks.values())
     if masks:
         return sum(mask.count(False) for mask in masks) / sum(map(len, masks))

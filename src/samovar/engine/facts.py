@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, nearest
+from ..files import brief
 from ..media import upright_size
 from .inputs import Inputs, find_inputs
 from .outputs import OutputKind, find_output
@@ -38,6 +39,14 @@ class PipelineFacts:
     multiple: int
     """Height and width must be multiples of this."""
     defaults: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
+    scheduled_steps: int | None = None
+    """Number of steps of every request, if the cache has a schedule."""
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """LoRA adapters that a request may use, with their bytes."""
+    has_tolerance: bool = False
+    """Whether requests may say how much the cache may lose."""
+    lora_bytes: int | None = None
+    """The most bytes of adapters that fit into the model at once."""
     explanation: Explanation | None = None
     """What is on the pipeline, and why."""
     output: OutputKind = field(default_factory=OutputKind)
@@ -69,6 +78,12 @@ class PipelineFacts:
                 near = f"{below} or {above}" if below < size else f"{below}"
                 message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
                 raise SettingError(message, param=name)
+        if not request.exact and self.scheduled_steps not in (None, params.num_inference_steps):
+            raise SettingError(
+                f"num_inference_steps={params.num_inference_steps}, but the cache has a schedule for "
+                f"{self.scheduled_steps} steps. Leave it out, or compute every step with exact=True.",
+                param="num_inference_steps",
+            )
         call = {name: value for name, value in params.given().items() if name not in _NOT_ARGUMENTS}
         for name in call:
             if name not in self.takes:
@@ -88,7 +103,21 @@ class PipelineFacts:
         for name in self.needs:
             if name not in call:
                 raise SettingError(f"{self.class_name} needs {name}. Give it by its name.", param=name)
+        if request.tolerance is not None and not self.has_tolerance:
+            message = "A tolerance is for the cache 'auto', and this engine has another or none. Choose cache='auto'."
+            raise SettingError(message, param="tolerance")
+        self._check_adapters([adapter.name for adapter in request.lora])
         return call
+
+    def _check_adapters(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self.adapters:
+                hint = nearest(name, self.adapters) if self.adapters else "None is registered: see the setting lora."
+                raise SettingError(f"lora: {brief(name)} is not a registered adapter. {hint}", param="lora")
+        size = sum(self.adapters[name] for name in names)
+        if self.lora_bytes is not None and size > self.lora_bytes:
+            message = f"lora: the adapters have {size} bytes together, and lora_memory is {self.lora_bytes}. Use fewer."
+            raise SettingError(message, param="lora")
 
     def completed(self, request: Request) -> OmniDiffusionSamplingParams:
         """The request's settings over the model's defaults. An image to edit sets the size, or the aspect ratio if one

@@ -47,6 +47,11 @@ class Job:
         """Its position in the queue: 1 is next, 0 is running or over."""
         return self._supervisor.position(self)
 
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What has happened so far; nothing with `deliver`."""
+        return tuple(self._events)
+
     def cancel(self) -> None:
         """Let the request fail with CancelledRequestError, unless it is over."""
         self._supervisor.cancel(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from ..errors import EngineError, OutOfMemoryError, QueueFullError, SamovarError, StepTimeoutError, WorkerLostError
@@ -67,6 +68,8 @@ class Batch:
     last_heard: float
     pixels: int = 0
     """Computed at once."""
+    shape: Hashable = None
+    """What is compiled for it."""
     longest_s: float = 0.0
     """The longest silence so far."""
     step: str = "before its first step"

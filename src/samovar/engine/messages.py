@@ -39,12 +39,14 @@ class Cancel(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """From the worker: the model is loaded."""
+    """From the worker: the model is loaded and warm."""
 
     facts: PipelineFacts
     load_seconds: float
     usage: Usage
     max_batch: int
+    warm_up_s: float | None = None
+    """Duration of the warm-up, if there was one."""
 
 
 class Fatal(NamedTuple):

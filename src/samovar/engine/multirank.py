@@ -81,7 +81,10 @@ def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWork
 
     if not dist.is_initialized() and not is_under_torchrun():
         if config.num_ranks == 1:
-            return Worker(config, pipeline)
+            worker = Worker(config, pipeline)
+            if config.warm_up:
+                worker.warm_up()
+            return worker
         if pipeline is not None:
             raise SettingError(
                 f"These settings need {config.num_ranks} processes, and a loaded pipeline cannot be sent to another "

@@ -113,7 +113,9 @@ def _speeds(tflops: float | None, bus: str | None) -> Speeds:
     # Memory keeps step with compute from card to card.
     given = {} if tflops is None else {"operations_s": tflops * 1e12, "memory_bytes_s": tflops * 1e10}
     if bus is not None:
-        given["bus_bytes_s"] = float(parse_bytes(bus, "bus") or 0) or 1.0
+        given["bus_bytes_s"] = float(parse_bytes(bus, "bus") or 0)
+        if not given["bus_bytes_s"]:
+            raise SettingError(f"bus={bus!r}; expected bytes per second, more than 0, such as '25GiB'.", param="bus")
     return Speeds(**given)
 
 
@@ -125,6 +127,9 @@ def _plan_file(source: str, config: OffloadConfig, quantises: Any) -> MadePlan:
 
     if quantises:
         raise SettingError(f"{source!r} is quantised already. Leave out quantization and loss.", param="quantization")
+    if config.exclude:
+        message = f"{source!r} holds one component, which would be left out. Leave out exclude."
+        raise SettingError(message, param="exclude")
     sizes = sizes_in(read_gguf(source))
     plan = plan_offload(sizes, config)
     return MadePlan(plan, plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory")))

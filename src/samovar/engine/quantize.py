@@ -25,16 +25,6 @@ _DENOISERS = ""
 _INSTALL = "Install what all kinds need with pip install 'samovar[quantised]', or this alone:"
 
 
-_PACKAGES = {
-    "torchao": ("torchao", "torchao>=0.16"),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes>=0.46"),
-    "sdnq": ("sdnq", "sdnq>=0.2.2"),
-    "quanto": ("optimum.quanto", "optimum-quanto>=0.2.6"),
-    "gguf": ("gguf", "gguf>=0.10"),
-}
-"""By the method that a saved component names: the package, and what to install."""
-
-
 @dataclass(frozen=True)
 class Quantization:
     """A checked setting."""
@@ -101,6 +91,7 @@ class Quantization:
 def check_kind(name: str, device: torch.device) -> Kind:
     """A kind by its name, if it runs here."""
     from ..arch.quantised import find_kind
+    from ..other_libraries import QUANTISERS
 
     kind = find_kind(name)
     if device.type not in kind.devices:
@@ -112,18 +103,21 @@ def check_kind(name: str, device: torch.device) -> Kind:
     if not _is_installed(kind.package):
         raise SettingError(
             f"quantization={name!r} needs {kind.package}, which is not installed. {_INSTALL} "
-            f"pip install '{kind.requirement}'",
+            f"pip install '{QUANTISERS[kind.package].requirement}'",
             param="quantization",
         )
     return kind
 
 
 def _check_file(name: str) -> None:
+    from ..other_libraries import QUANTISERS
+
     if not Path(name).expanduser().is_file():
         raise SettingError(f"quantization={name!r} is not a file here.", param="quantization")
     if not _is_installed("gguf"):
         raise SettingError(
-            f"quantization={name!r} needs gguf, which is not installed. {_INSTALL} pip install 'gguf>=0.10'",
+            f"quantization={name!r} needs gguf, which is not installed. {_INSTALL} "
+            f"pip install '{QUANTISERS['gguf'].requirement}'",
             param="quantization",
         )
 
@@ -132,7 +126,7 @@ def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
     """Refuse a folder with components that were saved quantised by a package that is not here, or that needs a GPU."""
     import torch
 
-    from ..other_libraries import quantization_kind
+    from ..other_libraries import QUANTISERS, quantization_kind
 
     for name, entry in index.items():
         file = folder / name / "config.json"
@@ -140,9 +134,10 @@ def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
             continue
         kind = quantization_kind(read_json(file).get("quantization_config"))
         method = "" if kind is None else kind.split()[0]
-        package, needs = _PACKAGES.get(method, ("", ""))
-        if package and not _is_installed(package):
-            raise ModelError(f"{name} of {folder} is quantised ({kind}), which needs {needs}: pip install '{needs}'")
+        needs = QUANTISERS.get(method)
+        if needs is not None and not _is_installed(needs.package):
+            message = f"{name} of {folder} is quantised ({kind}), which needs {needs.package}"
+            raise ModelError(f"{message}: pip install '{needs.requirement}'")
         if method == "bitsandbytes" and entry[0] == "diffusers" and not torch.cuda.is_available():
             raise ModelError(
                 f"{name} of {folder} is quantised ({kind}), and diffusers loads such weights on a GPU only; there is "

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError, SamovarError, SettingError, nearest
-from ..files import read_json
+from ..files import is_file_name, naming, read_json, read_mapping
 from ..media import Audio, Video, check_suffix, numbered, save
+from ..tolerances import read_tolerance
+from .lora import Adapter, read_choice
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,7 +59,7 @@ class OmniDiffusionSamplingParams:
     """Frames per second of a video. A model that does not take it makes the same frames, played at this rate."""
     seconds: float | None = None
     """Duration of a video or a sound, in place of `num_frames`; the model's nearest."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Any other argument of the pipeline's call, by name."""
 
     def __post_init__(self) -> None:
@@ -131,6 +133,14 @@ def read_defaults(folder: Path) -> OmniDiffusionSamplingParams:
         raise ModelError(f"{file} has invalid defaults: {error} Correct the file or remove it.") from error
 
 
+def saved_defaults(cache: Any) -> OmniDiffusionSamplingParams:
+    """The parameters that a cache setting was tuned with, if it is a file that `samovar tune` saved."""
+    content = read_mapping(cache, "cache") if is_file_name(cache) else {}
+    known = {field.name for field in fields(OmniDiffusionSamplingParams)} if "cache" in content else set()
+    with naming(cache):
+        return OmniDiffusionSamplingParams(**{name: content[name] for name in known & content.keys()})
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to make its images, videos or sounds."""
@@ -142,6 +152,10 @@ class Request:
     num_previews: int = 0
     exact: bool = False
     """Compute every step, whatever the cache would skip."""
+    lora: Any = ()
+    """The adapters to use: a name, {"name": ..., "scale": ...}, or a list of these."""
+    tolerance: float | str | None = None
+    """How much the cache "auto" may lose, if not what its settings say."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """Other images, videos and sounds to start from, by name: mask, last_image, control_image, video, audio ..."""
 
@@ -158,6 +172,9 @@ class Request:
             raise SettingError(message, param="num_previews")
         if not isinstance(self.exact, bool):
             raise SettingError(f"exact must be True or False, not {self.exact!r}.", param="exact")
+        object.__setattr__(self, "lora", read_choice(self.lora))
+        if self.tolerance is not None:
+            read_tolerance(self.tolerance)
 
     @property
     def num_images(self) -> int:
@@ -168,11 +185,14 @@ class Request:
         first = self.params.seed or 0
         return tuple(range(first, first + self.num_images))
 
+    def _how(self) -> tuple[Any, ...]:
+        return self.exact, self.lora, self.tolerance
+
     def fits_with(self, other: Request) -> bool:
         """Whether one pipeline call can make the outputs of both."""
         if any(one.image is not None or one.inputs or one.params.options for one in (self, other)):
             return False
-        if self.exact != other.exact:
+        if self._how() != other._how():
             return False
         ours, theirs = (replace(one.params, seed=None, num_outputs_per_prompt=None) for one in (self, other))
         return ours == theirs
@@ -193,6 +213,8 @@ class GenerationResult:
     """Warnings, such as a prompt that was truncated."""
     cache: tuple[Any, ...] = ()
     """The cache's `stats()` for each pipeline call; empty without a cache."""
+    lora: tuple[Adapter, ...] = ()
+    """The adapters used."""
     error: SamovarError | None = None
     """Why there are no outputs, for a prompt of a list. A single prompt that fails raises it instead."""
 

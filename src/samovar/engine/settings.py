@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
+from .lora import LoraSetting, check_sources
 from .models import find_model
 from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
+from .request import OmniDiffusionSamplingParams, read_defaults, saved_defaults
 from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
 
 if TYPE_CHECKING:
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
     from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 
+DefaultsSetting = OmniDiffusionSamplingParams | Mapping[str, Any] | None
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_UNSAID = (None, "bool | None")
 
 
 @accept_aliases
@@ -42,6 +47,14 @@ class OmniDiffusionConfig:
     loss: str | None = None
     """How much quantisation may lose: "exact" (the default), "int8" or "int4". Of exact weights and the kinds that lose
     no more, the fastest within `gpu_memory` is taken."""
+    lora: LoraSetting = None
+    """LoRA adapters that requests may use, by name: a .safetensors file, a folder, or a name on the hub, such as
+    {"pixel": "./pixel.safetensors"}."""
+    lora_memory: str | int | None = None
+    """Size of the adapters that stay loaded, such as "2GiB"; others are read again when used. By default all stay."""
+    defaults: DefaultsSetting = None
+    """Sampling parameters of requests that do not give them, such as {"num_inference_steps": 28}. Others come from a
+    tuned cache setting, then from the model's samovar.json."""
     progress: bool = True
     """Whether to show a progress bar on a terminal."""
     trust_remote_code: bool = False
@@ -62,8 +75,11 @@ class OmniDiffusionConfig:
     parallel: ParallelSetting = None
     """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
     compile: bool | str = False
-    """Compile the denoiser's blocks: True, or the name of a backend of torch.compile. The first image takes longer,
-    perhaps longer than `step_timeout_s`."""
+    """Compile the denoiser's blocks: True, or the name of a backend of torch.compile. The first image of a size takes
+    longer."""
+    warm_up: bool | None = None
+    """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
+    does so with `compile`."""
     max_batch: int = 1
     """Most images computed at once. Above 1, an image may differ in its last bits from one computed alone."""
     max_queue: int = 16
@@ -92,6 +108,9 @@ class OmniDiffusionConfig:
                 "compile, or use quantization='int4'.",
                 param="compile",
             )
+        self._check_defaults()
+        check_sources(self.lora)
+        self.lora_bytes  # noqa: B018 - It is checked by being read.
         if self.loss is not None:
             check_loss(self.loss, self.quantization, self.attach_config.offload)
         if self.num_ranks > 1:
@@ -100,7 +119,7 @@ class OmniDiffusionConfig:
     def _check_kinds(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
+            if field.type in ("bool", "bool | None") and not isinstance(value, bool) and (value, field.type) != _UNSAID:
                 raise SettingError(f"{field.name} must be true or false, not {value!r}.", param=field.name)
         for name in ("max_batch", "max_queue"):
             value = getattr(self, name)
@@ -110,6 +129,45 @@ class OmniDiffusionConfig:
             value = getattr(self, name)
             if not is_duration(value):
                 raise SettingError(f"{name} must be a number of seconds above 0, not {value!r}.", param=name)
+
+    def _check_defaults(self) -> None:
+        steps = self._given_defaults().num_inference_steps
+        if steps is not None and self.scheduled_steps not in (None, steps):
+            raise SettingError(
+                f"num_inference_steps={steps} is the default, but the cache has a schedule for {self.scheduled_steps} "
+                "steps. Leave it out, or use another cache.",
+                param="num_inference_steps",
+            )
+
+    def _given_defaults(self) -> OmniDiffusionSamplingParams:
+        if isinstance(self.defaults, OmniDiffusionSamplingParams):
+            return self.defaults
+        if self.defaults is not None and not isinstance(self.defaults, Mapping):
+            raise SettingError(
+                f"defaults={self.defaults!r}; expected sampling parameters by name, such as "
+                "{'num_inference_steps': 28}.",
+                param="defaults",
+            )
+        return OmniDiffusionSamplingParams.from_dict(self.defaults or {})
+
+    def sampling_defaults(self, folder: Path | None) -> OmniDiffusionSamplingParams:
+        """The parameters of requests that do not give them: ours, then the cache's, then the model's."""
+        scheduled = OmniDiffusionSamplingParams(num_inference_steps=self.scheduled_steps)
+        models = OmniDiffusionSamplingParams() if folder is None else read_defaults(folder)
+        return self._given_defaults().over(scheduled).over(saved_defaults(self.cache)).over(models)
+
+    @property
+    def lora_bytes(self) -> int | None:
+        """`lora_memory` as a number."""
+        from ..offload.sizes import parse_bytes
+
+        return parse_bytes(self.lora_memory, "lora_memory")
+
+    @functools.cached_property
+    def scheduled_steps(self) -> int | None:
+        """Number of steps that the cache's schedule is for, if it has one."""
+        choice = self.attach_config.cache
+        return getattr(choice.settings, "scheduled_steps", None) if choice is not None else None
 
     @functools.cached_property
     def attach_config(self) -> AttachConfig:
@@ -176,6 +234,7 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
     """Turns the text of an environment variable into a value."""
     readers: dict[str, Callable[[str], Any]] = {
         "bool": read_bool,
+        "bool | None": read_bool,
         "bool | str": read_bool_or_name,
         "int": int,
         "float": float,

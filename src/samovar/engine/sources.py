@@ -32,12 +32,20 @@ def gather(arguments: Mapping[str, Any], file: str | Path | None, readers: Mappi
     """All settings by name. `readers` has every known name."""
     all_readers = {**readers, **{name: _READERS[alias.kind] for name, alias in aliases.ALIASES.items()}}
     in_file = {} if file is None else read_mapping(file, "config")
+    in_file.pop("server", None)  # What `samovar serve` alone reads.
     check_names(arguments, all_readers, "a setting of Omni")
     check_names(in_file, all_readers, f"a setting of Omni, in {str(file)!r}")
     settings: dict[str, Any] = {}
     for layer in (from_environment(all_readers), in_file, arguments):
-        settings = {**_kept(settings, layer), **layer}
+        settings = {**_kept(settings, layer), **_completed(layer, settings)}
     return aliases.resolve(settings)
+
+
+def _completed(higher: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
+    """What a higher source says, with `defaults` that only a lower one has."""
+    both = [layer.get("defaults") for layer in (lower, higher)]
+    is_merged = all(isinstance(defaults, Mapping) for defaults in both)
+    return {**higher, "defaults": both[0] | both[1]} if is_merged else dict(higher)  # type: ignore[operator]
 
 
 def _kept(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from .facts import PipelineFacts
 from .job import Job
 from .job_queue import Batch, JobQueue
 from .messages import Cancel, Fatal, FromWorker, Ready, Run, Update
-from .patience import Patience, pixels_of
+from .patience import Patience, pixels_of, shape_of
 from .process import WorkerGroup
 from .request import Done, Event, Failed, GenerationResult, Progress, Request, Started
 from .restarts import Restarts
@@ -142,7 +142,6 @@ class Supervisor:
             self._changed.notify_all()
 
     def position(self, job: Job) -> int:
-        """0: running or over, 1: next."""
         with self._changed:
             return self._queue.position(job)
 
@@ -244,7 +243,7 @@ class Supervisor:
             self._lose_worker(now, error)
 
     def _allowed_s(self, batch: Batch) -> float:
-        return self._patience.allowed_s(batch.pixels, self.facts, self.config)
+        return self._patience.allowed_s(batch.pixels, self.facts, self.config, batch.shape)
 
     def _start_group(self, now: float) -> None:
         try:
@@ -264,8 +263,8 @@ class Supervisor:
         if not jobs:
             return
         self._num_batches += 1
-        pixels = pixels_of([job.request for job in jobs], self.facts, self._loaded[0].max_batch)
-        self._batch = Batch(self._num_batches, jobs, now, pixels)
+        work = [job.request for job in jobs], self.facts, self._loaded[0].max_batch
+        self._batch = Batch(self._num_batches, jobs, now, pixels_of(*work), shape_of(*work))
         for job in jobs:
             job.tell(Started(now - job.since))
         group.send(Run(self._num_batches, tuple(job.request for job in jobs)))
@@ -289,6 +288,7 @@ class Supervisor:
             self._usage[rank] = message.usage
             if self._is_loaded():
                 self._ready = self._loaded[0]
+                self._patience.restart(self._ready.facts, is_warm=self._ready.warm_up_s is not None)
                 self._changed.notify_all()
         elif self._batch is not None and message.batch == self._batch.number:
             self._batch.hear(now)
@@ -316,7 +316,7 @@ class Supervisor:
         for job, outcome in zip(batch.jobs, batch.answers[0].outcomes, strict=True):
             if isinstance(outcome, GenerationResult):
                 self._restarts.note_success()
-                self._patience.note(batch.pixels, batch.longest_s)
+                self._patience.note(batch.pixels, batch.longest_s, batch.shape)
                 self._status.note_request(outcome.seconds)
                 if not job.is_over:
                     self._status.images += len(outcome.images)

@@ -14,17 +14,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from PIL import Image
+
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
+from ..offload.sizes import parse_bytes
 from .facts import facts_of
+from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .outputs import output_fields, take_outputs
 from .planning import choose_quantization
 from .quantize import Quantization
-from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, read_defaults
+from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request
 from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
     from ..cache import CacheBackend
+    from ..compose import AttachConfig
     from .steps import Slot
 
 Outcome = GenerationResult | SamovarError
@@ -71,14 +76,15 @@ class Worker:
         """Load the model, or take a pipeline that is loaded already."""
         import torch
 
+        from ..cache import AutoConfig
         from ..compose import Attached
 
         self._device = config.execution_device()
-        defaults, why = OmniDiffusionSamplingParams(), ""
+        defaults, why = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
             folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
-            defaults = read_defaults(folder)
+            defaults = config.sampling_defaults(folder)
             loader = find_loader(folder, trust_remote_code=config.trust_remote_code, task=config.task)
             if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
                 output_fields(loader)
@@ -104,6 +110,7 @@ class Worker:
             self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
         self.facts = facts_of(pipeline, defaults)
+        self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
         offload = config.attach_config.offload
         if offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self._device)
@@ -111,16 +118,35 @@ class Worker:
             part = getattr(pipeline, name, None)  # A name that is none is refused below.
             if isinstance(part, torch.nn.Module):
                 part.to(self._device)
-        # A cache decides for a batch as a whole, so an output would depend on those beside it.
-        is_batched = config.attach_config.cache is None and self.facts.takes_prompt
+        self.facts = replace(self.facts, scheduled_steps=config.scheduled_steps)
+        if self._adapters is not None:
+            self.facts = replace(self.facts, adapters=dict(self._adapters.bytes), lora_bytes=config.lora_bytes)
+        cache = config.attach_config.cache
+        is_auto = cache is not None and isinstance(cache.settings, AutoConfig)
+        self.facts = replace(self.facts, has_tolerance=is_auto)
+        # Another cache decides for a batch as a whole, so an output would depend on those beside it.
+        is_batched = self.facts.takes_prompt and (cache is None or is_auto)
         self.max_batch = config.max_batch if is_batched else 1
         frames = defaults.num_frames
         size = {"height": defaults.height, "width": defaults.width, "frames": frames, "batch": self.max_batch}
-        self._attached = Attached(pipeline, config.attach_config.for_requests(**size))
+        try:
+            self._attached = Attached(pipeline, self._with_room(config.attach_config.for_requests(**size)))
+        except BaseException:
+            self._unload_adapters()
+            raise
         self.facts = replace(self.facts, explanation=self._attached.explain().because(why))
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
         """One call at a time: they share the scheduler, which counts the steps."""
+
+    def _with_room(self, config: AttachConfig) -> AttachConfig:
+        """The same, with room within a memory budget for adapters that may be loaded later in place of smaller ones."""
+        most, offload = self.facts.lora_bytes, config.offload
+        if self._adapters is None or most is None or offload is None or offload.gpu_memory is None:
+            return config
+        missing = max(0, min(most, sum(self._adapters.bytes.values())) - self._adapters.loaded_bytes)
+        budget = (parse_bytes(offload.gpu_memory, "gpu_memory") or 0) - missing
+        return replace(config, offload=replace(offload, gpu_memory=budget))
 
     def _quantization(
         self, config: OmniDiffusionConfig, folder: Path, dtype: Any, defaults: OmniDiffusionSamplingParams
@@ -138,6 +164,19 @@ class Worker:
         call for several fails, each is tried alone."""
         with self._lock:
             return self._run(requests, listener or SILENT)
+
+    def warm_up(self) -> float:
+        """Make an image of the default size, and return how many seconds it took. Two steps show everything, unless a
+        cache learns from all of them."""
+        started = time.perf_counter()
+        steps = None if self._attached.cache is not None or "num_inference_steps" not in self.facts.takes else 2
+        params, image = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps), None
+        if self.facts.can_edit:
+            image = Image.new("RGBA", (self.facts.defaults.width or 512, self.facts.defaults.height or 512))
+        (outcome,) = self.run([Request("warm-up", params, image)])
+        if isinstance(outcome, SamovarError):
+            raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
+        return time.perf_counter() - started
 
     def is_healthy(self) -> bool:
         """Whether the GPU still works: after some errors it never does again in this process."""
@@ -162,6 +201,11 @@ class Worker:
     def close(self) -> None:
         """Detach everything from the pipeline, which frees its memory."""
         self._attached.detach()
+        self._unload_adapters()
+
+    def _unload_adapters(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
 
     def _run(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -207,6 +251,7 @@ class Worker:
                 request.params,
                 seconds,
                 cache=tuple(stats),
+                lora=request.lora,
             )
             for index, request in batch.items()
         }
@@ -226,8 +271,11 @@ class Worker:
         cache = self._cache_for(lead)
         watch = StepWatch(self._pipeline, cache, batch, slots, listener, lambda flag: bool(self._from_first_rank(flag)))
         try:
+            if self._adapters is not None:
+                self._adapters.use(lead.lora)
             exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
-            with exactly, follow_steps(watch, self._pipeline, call, self.facts.takes):
+            tolerating = self._attached.tolerating(lead.tolerance)
+            with exactly, tolerating, follow_steps(watch, self._pipeline, call, self.facts.takes):
                 output = call_pipeline(self._pipeline, prompts, seeds, call)
                 return take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
         except SamovarError:

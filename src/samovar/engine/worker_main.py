@@ -46,13 +46,16 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
         if place.num_ranks > 1:
             _join_ranks(config, place)
         worker = Worker(config)
+        warms_up = bool(config.compile) if config.warm_up is None else config.warm_up
+        warm_up_s = worker.warm_up() if warms_up else None
     except SamovarError as error:
         send(pipe, Fatal(error), place.parent_id)
         return
     except BaseException as error:
         send(pipe, Fatal(EngineError(f"Loading failed: {type(error).__name__}: {error}")), place.parent_id)
         raise
-    send(pipe, Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch), place.parent_id)
+    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, warm_up_s)
+    send(pipe, ready, place.parent_id)
     gc.collect()
     gc.freeze()  # Otherwise each collection would search the whole model, for a sixth of a second.
     while True:

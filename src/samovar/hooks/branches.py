@@ -145,11 +145,17 @@ class BranchHook(ModelHook):
             learning = self.roles.is_learning(leaves)
             branch = self._branch_of(module, context, leaves, learning)
         calls = vars(self._open).setdefault("calls", [])
-        calls.append((running_context.set(context._replace(branch=branch)), learning))
+        calls.append((running_context.set(context._replace(branch=branch)), learning, leaves))
         return args, kwargs
 
+    def samples(self) -> list[torch.Tensor]:
+        """The samples of the running call, before they are split over ranks."""
+        calls = vars(self._open).get("calls", [])
+        leaves = calls[-1][2].items() if calls else ()
+        return [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self.roles.of(path) == "sample"]
+
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        token, was_learning = self._open.calls.pop()
+        token, was_learning, _ = self._open.calls.pop()
         running_context.reset(token)
         if was_learning:
             self.roles.note_output(output)

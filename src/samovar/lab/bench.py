@@ -22,6 +22,7 @@ PLAIN_SHARES = (0.66, 0.5, 0.4, 0.32, 0.24, 0.2)
 """Plain steps, as shares of the exact number."""
 SCHEDULE_SHARES = (0.54, 0.4, 0.32, 0.24, 0.2)
 """Computed steps of our schedules, likewise."""
+TOLERANCES = (0.01, 0.02, 0.04, 0.08, 0.16)
 _LOWEST_LPIPS = 5e-6
 """Lower values are drawn here: a logarithmic axis has no zero."""
 
@@ -34,6 +35,7 @@ def all_methods(
     runner = tuning.runner
     methods = [
         *(plain(max(1, round(share * runner.steps))) for share in PLAIN_SHARES),
+        *(cached("auto", {"tolerance": tolerance}) for tolerance in TOLERANCES),
         *(cached("forecast", {"rel_l1_thresh": threshold}) for threshold in (0.2, 0.4, 0.8)),
         *(cached("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)),
         *extra,

@@ -24,7 +24,7 @@ from ..engine.quantize import Quantization
 from ..engine.request import OmniDiffusionSamplingParams, Request, read_defaults
 from ..engine.settings import OmniDiffusionConfig
 from ..errors import ModelError, SettingError, nearest
-from .methods import OUTLIERS, Method
+from .methods import FORWARDS, OUTLIERS, Method
 
 SHIPPED = ("testing", "tuning")
 """Lists of captions for the built-in model. No emoji is in both."""
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
     """(N, 3, height, width) with values from 0 to 1, as float32, not rounded."""
     seconds: float
     forwards: float
-    """Computed forwards of the denoisers, each for all images."""
+    """Computed forwards of the denoisers, for an image on average."""
     notes: Any = None
     """The method's notes, as plain JSON values."""
 
@@ -173,7 +173,8 @@ class ImageRunner:
             def make(tasks: Sequence[Task]) -> Batch:
                 before, started = count(), self._now()
                 images = self._call(tasks, method.steps or self.steps)
-                made = Batch(images, self._now() - started, count() - before, notes())
+                seconds, noted = self._now() - started, notes()
+                made = Batch(images, seconds, _forwards(noted, count() - before), noted)
                 kinds = _split_by_kind(made, len(tasks))
                 return _join([(places, make([tasks[i] for i in places])) for places in kinds]) if kinds else made
 
@@ -235,6 +236,12 @@ class ImageRunner:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _forwards(notes: Any, counted: int) -> float:
+    """Computed forwards for an image on average: those that a method says, if they are not the same for all."""
+    by_image = notes.get(FORWARDS, []) if isinstance(notes, dict) else []
+    return sum(by_image) / len(by_image) if by_image else counted
 
 
 def _split_by_kind(made: Batch, count: int) -> list[list[int]]:

@@ -21,6 +21,8 @@ Notes = Callable[[], Any]
 """Returns a method's notes on the last run, as plain JSON values."""
 OUTLIERS = "outliers"
 """The cache setting for outliers, and the key in a cache's notes that tells which images were outliers."""
+FORWARDS = "forwards"
+"""The key in a cache's notes for the computed forwards of each image, where a batch computes other steps for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +55,14 @@ class Method:
 
 
 EXACT = Method("exact", "exact")
+PLAIN = "plain steps"
 QUANTISED = "quantised weights"
 """The family of methods that save memory, not steps."""
 
 
 def plain(steps: int) -> Method:
     """Fewer steps and no cache: the baseline that any cache must beat."""
-    return Method(f"plain {steps} steps", "plain steps", {"steps": steps}, steps=steps)
+    return Method(f"plain {steps} steps", PLAIN, {"steps": steps}, steps=steps)
 
 
 def quantised(setting: QuantizationSetting) -> Method:
@@ -90,13 +93,15 @@ def cached(backend: str, settings: Mapping[str, Any], name: str | None = None, f
 
 
 def _notes(stats: Any) -> dict[str, Any] | None:
-    """Masks of computed steps by denoiser and branch, and which images were outliers, if that is known."""
+    """Masks of computed steps by denoiser and branch, and by image what differs between the images of a batch."""
     if not isinstance(stats, PipelineStats):
         return None
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
     masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
     outliers = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
-    return {**masks, OUTLIERS: list(outliers)} if outliers else masks
+    by_image = [branch.computed_by_image() for branches in found.values() for branch in branches.values()]
+    forwards = [sum(of) for of in zip(*by_image, strict=False)] if any(map(len, by_image)) else []
+    return masks | ({OUTLIERS: list(outliers)} if outliers else {}) | ({FORWARDS: forwards} if forwards else {})
 
 
 def read_method(cache: str | Path | Mapping[str, Any]) -> Method:

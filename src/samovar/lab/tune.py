@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import SettingError, nearest
 from .image_runner import check_disjoint
-from .methods import Method, cached, plain
+from .methods import PLAIN, Method, cached, plain
 from .metrics import Quality
 from .schedules import SchedulePlanner, choose_planner, refine
 from .session import Row, Session
@@ -24,8 +24,14 @@ SHARE = 0.95
 """Share of images that must meet a target."""
 CONFIDENCE = 0.9
 """How certain that must be, given the number of images."""
-THRESHOLDS: Mapping[str, Sequence[float]] = {"tea_cache": (0.05, 0.1, 0.2, 0.4), "forecast": (0.1, 0.2, 0.4, 0.8, 1.6)}
-"""Thresholds to try, by cache."""
+THRESHOLDS: Mapping[str, Sequence[Mapping[str, float]]] = {
+    "auto": [{"tolerance": value} for value in (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)],
+    "tea_cache": [{"rel_l1_thresh": value} for value in (0.05, 0.1, 0.2, 0.4)],
+    "forecast": [{"rel_l1_thresh": value} for value in (0.1, 0.2, 0.4, 0.8, 1.6)],
+}
+"""Tolerances and thresholds to try, by cache; each loses more than the one before."""
+INTERVALS = (2, 3, 4, 5)
+"""Taylor forecasts in a fixed rhythm: one of so many steps is computed."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,11 @@ def values_below(count: int, share: float = SHARE, confidence: float = CONFIDENC
     return allowed
 
 
+def rhythm(steps: int, interval: int) -> str:
+    """A schedule that computes the first three steps, then one in each interval, and the last."""
+    return "".join("#" if step < 3 or step == steps - 1 or step % interval == 0 else "." for step in range(steps))
+
+
 @dataclass(frozen=True)
 class Tuned:
     """The result."""
@@ -142,11 +153,17 @@ class Tuned:
             return self.held_out.quality.lpips < self.plain.quality.lpips
         return self.held_out.quality.psnr > self.plain.quality.psnr
 
-    def setting(self, origin: str) -> dict[str, Any]:
-        """The file to save."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether fewer steps and no cache are the best."""
+        return self.row.family == PLAIN
+
+    def setting(self, origin: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The file to save, with the sampling parameters that it was tuned for."""
         return {
-            "cache": self.row.settings,
-            "num_inference_steps": self.num_steps,
+            "cache": {"backend": "none"} if self.is_plain else self.row.settings,
+            **params,
+            "num_inference_steps": self.row.steps if self.is_plain else self.num_steps,
             "target": str(self.target),
             "met_on_held_out": round(self.share_met, 4),
             "origin": origin,
@@ -176,9 +193,11 @@ def tune(tuning: Session, testing: Session, target: Target, refinements: int = 0
     check_disjoint(tuning.tasks, testing.tasks)
     search = _Search(tuning, target)
     search.try_thresholds()
+    search.try_rhythms()
     planner = search.try_schedules()
     if refinements and "schedule" in search.best().settings:
         search.refine(planner, refinements)
+    search.try_plain()
     best = search.best()
     held_out = testing.measure(search.methods[best.method])
     baseline = testing.measure(plain(max(1, round(best.computed))))
@@ -223,11 +242,32 @@ class _Search:
 
     def try_thresholds(self) -> None:
         """Higher thresholds are faster and worse: stop when a quality breaks, or when a speedup is reached."""
-        for backend, thresholds in THRESHOLDS.items():
-            for threshold in thresholds:
-                row = self._measure(cached(backend, {"rel_l1_thresh": threshold}))
-                if self._target.is_met(row) is self._is_speedup:
-                    break
+        for backend, settings in THRESHOLDS.items():
+            self._descend([cached(backend, of) for of in settings])
+
+    def try_rhythms(self) -> None:
+        """What TaylorSeer does: a curve through the last computed outputs, which come in a fixed rhythm."""
+        fixed = {"forecast": "taylor", "forecast_of": "output", "forecast_order": 1}
+        masks = dict.fromkeys(rhythm(self._steps, interval) for interval in INTERVALS)
+        self._descend([cached("tea_cache", fixed | {"schedule": mask}, family="samovar taylor") for mask in masks])
+
+    def try_plain(self) -> None:
+        """As many plain steps as the best setting computes, and fewer as long as these are the best."""
+        try:
+            count = round(self.best().computed)
+        except SettingError:
+            return
+        while count >= 1:
+            method = plain(count)
+            self._measure(method)
+            if self._is_speedup or self.best().method != method.name:
+                break
+            count -= 1
+
+    def _descend(self, methods: Sequence[Method]) -> None:
+        for method in methods:
+            if self._target.is_met(self._measure(method)) is self._is_speedup:
+                break
 
     def try_schedules(self) -> SchedulePlanner:
         """Choose a planner at one number of computed steps, then find the fewest steps that meet the target; more

@@ -77,7 +77,7 @@ class Ladder:
     def __init__(self, parts: Parts, seen: Activations, config: OffloadConfig, speeds: Speeds | None = None) -> None:
         self.speeds = speeds or Speeds()
         self._parts, self._seen, self._config = parts, seen, config
-        self._components, _ = with_time_layers(split_parts(parts), seen.calls)
+        self._components, _ = with_time_layers(split_parts(parts, config.exclude), seen.calls)
         self._operations = {name: _operations(parts, name, seen) for name in self.denoisers}
 
     @property

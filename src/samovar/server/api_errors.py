@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from ..engine import OmniDiffusionConfig
 from ..errors import EngineError, QueueFullError, SamovarError, SettingError
 
 _STATUS = {
@@ -30,6 +33,14 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 _WIRE_NAMES = {"height": "size", "width": "size", "num_outputs_per_prompt": "n", "deadline_s": "deadline",
                "num_previews": "partial_images"}  # fmt: skip
 """Parameters that have another name in a request."""
+_PYTHON_NAMES = re.compile(r"\b(exact=True|[a-z]+(?:_[a-z]+)+)\b")
+_SERVER_NAMES = {
+    **{name: f"--{name.removesuffix('_s').replace('_', '-')}" for field in fields(OmniDiffusionConfig)
+       if "_" in (name := field.name)},
+    "num_outputs_per_prompt": "n", "deadline_s": "deadline", "num_previews": "partial_images",
+    "exact=True": '"cache": false',
+}  # fmt: skip
+"""What Python's settings and parameters are called in the server's options and in requests."""
 
 
 class ErrorDetail(BaseModel):
@@ -74,7 +85,7 @@ def api_error(error: SamovarError) -> ApiError:
     """What the client sees of an engine error. Internal errors stay in the log."""
     if isinstance(error, SettingError):
         param = _WIRE_NAMES.get(error.param or "", error.param)
-        return ApiError(400, str(error), param=param, code="invalid_value")
+        return ApiError(400, _in_wire_names(str(error)), param=param, code="invalid_value")
     if is_internal(error):
         return ApiError(500, "The engine failed. The server's log says why.", code="internal_error")
     assert isinstance(error, EngineError)
@@ -85,7 +96,12 @@ def api_error(error: SamovarError) -> ApiError:
         headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
     if error.code in _NO_RETRY:
         headers["x-should-retry"] = "false"
-    return ApiError(_STATUS.get(error.code, 500), str(error), code=error.code, headers=headers)
+    message = _in_wire_names(str(error))
+    return ApiError(_STATUS.get(error.code, 500), message, code=error.code, headers=headers)
+
+
+def _in_wire_names(message: str) -> str:
+    return _PYTHON_NAMES.sub(lambda match: _SERVER_NAMES.get(match[1], match[1]), message)
 
 
 def is_internal(error: SamovarError) -> bool:

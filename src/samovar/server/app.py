@@ -62,17 +62,18 @@ def _add_images(app: FastAPI, state: AppState) -> None:
 
 
 def _add_models(app: FastAPI, state: AppState) -> None:
-    def described() -> dict[str, Any]:
-        return {"id": state.model_name, "object": "model", "created": _STARTED, "owned_by": "samovar"}
+    def described(name: str) -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": _STARTED, "owned_by": "samovar"}
+        return model | {"parent": state.model_name} if name in state.adapters else model
 
     @app.get("/v1/models", responses=_errors(401, 403))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described()]}
+        return {"object": "list", "data": [described(name) for name in (*state.model_names, *state.adapters)]}
 
     @app.get("/v1/models/{model}", responses=_errors(401, 403, 404))
     async def model(model: str) -> dict[str, Any]:
         state.check_model(model)
-        return described()
+        return described(model)
 
     @app.get("/v1/samovar/status", responses=_errors(401, 403, 503))
     async def status() -> dict[str, Any]:
@@ -164,6 +165,7 @@ def _status(state: AppState) -> dict[str, Any]:
         "defaults": state.omni.defaults.given() if state.is_loaded else {},
         "can_edit": state.omni.can_edit if state.is_loaded else False,
         "is_cached": state.is_cached,
+        "adapters": state.adapters,
         "limits": asdict(state.config.limits),
         "max_queue": state.omni.config.max_queue,
     }

@@ -6,14 +6,18 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import ModelError, SamovarError, SettingError
+from ..errors import ModelError, SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
+from ..tolerances import read_tolerance
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders
 from .memory import Ledger
 from .settings import ServerConfig
+
+_TOLERANCES = {"high": "high", "hd": "high", "low": "fast"}
+"""What OpenAI's qualities stand for; "auto", "medium" and "standard" are what the server was started with."""
 
 log = logging.getLogger("samovar.server")
 
@@ -37,17 +41,21 @@ class AppState:
         defaults, limits = self.omni.defaults, self.config.limits
         pixels = (defaults.width or 0) * (defaults.height or 0)
         steps, images = defaults.num_inference_steps or 0, defaults.num_outputs_per_prompt or 0
-        for default, value, option, most in (
-            (f"size, {defaults.width}x{defaults.height}, has {pixels} pixels", pixels, "max_pixels", limits.max_pixels),
-            (f"num_inference_steps is {steps}", steps, "max_steps", limits.max_steps),
-            (f"num_outputs_per_prompt is {images}", images, "max_images", limits.max_images),
+        size = f"size, {defaults.width}x{defaults.height}, has {pixels} pixels"
+        for default, value, option, most, remedy in (
+            (size, pixels, "max_pixels", limits.max_pixels, "--default-size"),
+            (f"num_inference_steps is {steps}", steps, "max_steps", limits.max_steps, "--default-steps"),
+            (f"number of images is {images}", images, "max_images", limits.max_images, "in the model's samovar.json"),
         ):
             if value > most:
                 raise SettingError(
-                    f"The model's default {default}, more than {option}={most}. "
-                    f"Raise --{option.replace('_', '-')}, or set a smaller default in the model's samovar.json.",
+                    f"The default {default}, more than {option}={most}. Raise --{option.replace('_', '-')}, or set a "
+                    f"smaller default: {remedy}.",
                     param=option,
                 )
+        for name in set(self.adapters) & set(self.model_names):
+            message = f"The adapter {name!r} has the name of the model. Rename it, or give another --served-model-name."
+            raise SettingError(message, param="lora")
         self.is_loaded, self.phase = True, "serving"
         if self.omni.can_edit:
             self.body_readers.warm()
@@ -74,8 +82,46 @@ class AppState:
     @cached_property
     def model_name(self) -> str:
         """The model's name for clients: of a folder its name, never its path."""
+        if self.config.served_model_name:
+            return self.config.served_model_name[0]
         path = Path(self.omni.config.model)
         return path.resolve().name if path.name in ("", "..") else path.name
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All of its names."""
+        return self.config.served_model_name or (self.model_name,)
+
+    @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a request may name."""
+        return tuple(self.omni.config.lora or ())
+
+    def adapters_of(self, model: str | None, lora: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The adapters of a request. As in vllm, an adapter may also be named as the model."""
+        if model is None or model in self.model_names:
+            return lora
+        if lora and lora != [{"name": model, "scale": lora[0].get("scale")}]:
+            message = f"model names the adapter {model!r}, and lora names others. Give the model {self.model_name!r}."
+            raise ApiError(400, message, param="lora", code="invalid_value")
+        return lora or [{"name": model}]
+
+    def tolerance_of(self, tolerance: float | str | None, quality: str | None) -> float | str | None:
+        """How much the cache may lose for a request: what it says, or what its quality stands for, within the limit."""
+        if tolerance is not None and quality in _TOLERANCES:
+            raise ApiError(400, "Give a quality or a tolerance, not both.", param="tolerance", code="invalid_value")
+        asked = _TOLERANCES.get(quality or "") if tolerance is None else tolerance
+        choice = self.omni.config.attach_config.cache
+        if tolerance is None and (choice is None or asked is None):
+            return None  # Every step is computed, or nothing special is asked for.
+        if tolerance is None and choice is not None and choice.backend != "auto":
+            message = f"Quality {quality!r} needs the cache auto (--cache auto), and this server has another."
+            raise ApiError(400, message, param="quality", code="unsupported_value")
+        most = self.config.max_tolerance
+        if asked is not None and most is not None and read_tolerance(asked) > most:
+            message = f"A tolerance of {asked} is above the limit of this server, {most:g}."
+            raise ApiError(400, message, param="quality" if tolerance is None else "tolerance", code="invalid_value")
+        return asked
 
     @cached_property
     def is_cached(self) -> bool:
@@ -91,8 +137,9 @@ class AppState:
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model than the one that is served."""
-        if name not in (None, self.model_name):
-            message = f"The model {(name or '')[:80]!r} is not served here. Known: {self.model_name!r}."
+        known = (*self.model_names, *self.adapters)
+        if name not in (None, *known):
+            message = f"The model {(name or '')[:80]!r} is not served here. {nearest(name or '', known)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:

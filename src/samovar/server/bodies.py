@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from ..engine import OmniDiffusionSamplingParams
 from ..errors import nearest
+from ..files import parse_settings
+from ..tolerances import TOLERANCES
 from .api_errors import ApiError
 from .settings import Limits
 
@@ -25,13 +28,61 @@ _PATTERNS = {"prompt": "prompt is empty. Describe the image.",
 
 Text = Annotated[str, Field(min_length=0)]  # pydantic looks for halves of characters only where it counts them.
 Label = Annotated[str, Field(max_length=512)]
+Quality = Literal["auto", "high", "medium", "low", "hd", "standard"]
 Scale = Annotated[float, Field(ge=0, le=100)]
+
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+_LORA_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 100}, "scale": {"type": "number"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def _named_tolerance(value: Any) -> Any:
+    """The number that a name stands for."""
+    if isinstance(value, str) and value not in TOLERANCES:
+        raise PydanticCustomError("literal_error", "Input should be a number from 0 to 1, 'exact', 'high' or 'fast'")
+    return TOLERANCES[value] if isinstance(value, str) else value
+
+
+Tolerance = Annotated[
+    Annotated[float, Field(ge=0, le=1)] | None,
+    BeforeValidator(_named_tolerance),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"enum": list(TOLERANCES)},
+                              {"type": "null"}]}),
+]  # fmt: skip
+
+
+class LoraBody(BaseModel):
+    """An adapter that a request uses. Only its name: no path of a client is opened."""
+
+    model_config = _STRICT
+
+    name: str = Field(min_length=1, max_length=100)
+    scale: float | None = Field(None, ge=-100, le=100)
+
+
+def _listed(lora: Any) -> Any:
+    """The adapters of a request as a list of objects, in whichever form they are given."""
+    several = [lora] if isinstance(lora, (str, Mapping)) else lora
+    return [{"name": one} if isinstance(one, str) else one for one in several] if isinstance(several, list) else lora
+
+
+Lora = Annotated[
+    Annotated[list[LoraBody], Field(max_length=8)] | None,
+    BeforeValidator(_listed),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _LORA_SCHEMA, {"type": "array", "items": _LORA_SCHEMA, "maxItems": 8},
+                              {"type": "null"}]}),
+]  # fmt: skip
 
 
 class ImageBody(BaseModel):
     """A request for images. Every field but the prompt may be null, which is the same as leaving it out."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = _STRICT
 
     prompt: str = Field(pattern=r"\S", min_length=1)
     model: Label | None = None
@@ -42,7 +93,8 @@ class ImageBody(BaseModel):
     output_compression: int | None = Field(None, ge=0, le=100)
     stream: bool | None = None
     partial_images: int | None = Field(None, ge=0, le=3)
-    quality: Literal["auto"] | None = None
+    quality: Quality | None = None
+    tolerance: Tolerance = None
     background: Literal["auto", "opaque"] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -55,6 +107,7 @@ class ImageBody(BaseModel):
     deadline: float | None = Field(None, ge=0.001, le=86_400)
     priority: int | None = Field(None, ge=-100, le=100)
     cache: bool | None = None
+    lora: Lora = None
     progress: bool | None = None
     """Stream every step too; OpenAI's clients would take these events for images."""
 
@@ -109,6 +162,11 @@ def read_form(texts: Mapping[str, str], limits: Limits) -> EditBody:
         name: json.loads(text) if name in _NOT_TEXT and _SCALAR.fullmatch(text) else text
         for name, text in texts.items()
     }
+    if texts.get("lora", "").startswith(("{", "[")):
+        try:
+            values["lora"] = parse_settings(texts["lora"])
+        except ValueError as error:
+            raise _bad("lora", f"lora is not valid JSON: {error}.") from None
     return read_body(EditBody, values, limits)
 
 
@@ -168,6 +226,12 @@ def _refusal(error: ValidationError, kind: type[ImageBody]) -> ApiError:
     found = error.errors(include_url=False, include_context=False)[0]
     problem = found["type"]
     name = str((found["loc"] or (found["input"],))[0])[:100]  # A name that is not valid text has no location.
+    if name == "lora" and len(found["loc"]) > 1:
+        where = str(found["loc"][-1])[:100]
+        if problem == "extra_forbidden":
+            remedy = "Adapters are registered with the server's option --lora; a request gives a name and a scale."
+            return _bad(name, f"lora: {where!r} is not taken. {remedy}", "unknown_field")
+        return _bad(name, f"lora: {where}: {found['msg']}, not {_shown(found['input'])}.")
     if problem == "extra_forbidden":
         return _bad(name, f"{name!r} is not a known field. {nearest(name, kind.model_fields)}", "unknown_field")
     if problem == "missing":

@@ -23,8 +23,8 @@ from .settings import Limits
 
 _COUNT = 2
 """Bodies that are read at once. Others wait, in the order in which they came."""
-_LARGE = 2**21
-"""Bytes of a body, which can make it take seconds."""
+_LARGE, _LARGE_OBJECT = 2**21, 2**17
+"""Bytes of a form that can make it take seconds, and of JSON that no ordinary prompt has."""
 _LONG_OBJECT = 2**15
 """Bytes of JSON that take two milliseconds to parse, whatever they are."""
 _WALL_S = 30.0
@@ -72,7 +72,7 @@ class BodyReaders:
         task = Task(
             content_type, sum(map(len, parts)), limits.max_pixels, limits.max_prompt_characters, limits.max_body_s
         )
-        async with self._place(task.num_bytes):
+        async with self._place(task.num_bytes > (_LARGE_OBJECT if content_type == JSON else _LARGE)):
             self._check_open()
             self.warm()
             reader = self._idle.pop()
@@ -92,12 +92,12 @@ class BodyReaders:
         return answer
 
     @contextlib.asynccontextmanager
-    async def _place(self, num_bytes: int) -> AsyncIterator[None]:
+    async def _place(self, is_large: bool) -> AsyncIterator[None]:
         """Wait for a process. Large bodies have one of them, for they may take long; there is one for the others."""
         async with contextlib.AsyncExitStack() as places:
             self.num_waiting += 1
             try:
-                for place in [self._free_for_large] * (num_bytes > _LARGE) + [self._free]:
+                for place in [self._free_for_large] * is_large + [self._free]:
                     await places.enter_async_context(place)
             finally:
                 self.num_waiting -= 1

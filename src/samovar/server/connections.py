@@ -30,6 +30,7 @@ _KEPT_FILES = 96
 """Open files that are kept for workers, forms and logs, beside those that are open when the server starts."""
 _LOG_S = 60.0
 _PIECE = 2**16
+"""Bytes that are read from a connection before all others have a turn. asyncio would read 256 KiB."""
 _CHUNKED_PIECE, _TURN_S = 2**9, 0.001
 """Bytes of a body in chunks that are parsed at once, and for how long before all others have a turn: a chunk may be of
 one byte, and takes as long as one of many."""
@@ -142,6 +143,8 @@ class Connection(H11Protocol):
         """What has come and is not parsed yet."""
         self._lines_left = 0.0
         """Lines that the body may still have, if it comes in chunks."""
+        self._num_counted = 0
+        """Bytes of `_unread` whose lines are counted."""
 
     @property
     def is_waiting(self) -> bool:
@@ -150,6 +153,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        with contextlib.suppress(AttributeError):  # Another loop than asyncio's has its own limit.
+            transport.max_size = _PIECE  # type: ignore[attr-defined]
         self._start("arrival", transport.abort)
         if not self._door.enter(self, self.client[0] if self.client else ""):
             transport.abort()
@@ -172,6 +177,8 @@ class Connection(H11Protocol):
                 self._lines_left = _FREE_LINES
                 size = self._header_bytes()
             elif is_chunked:
+                if not self._allows_lines():
+                    break
                 if time.perf_counter() >= until:
                     self.transport.pause_reading()
                     self._door.call_in_turn(self._parse_more)
@@ -183,16 +190,18 @@ class Connection(H11Protocol):
                 break
             piece = bytes(self._unread[:size])
             del self._unread[:size]
-            if is_chunked and not self._allows(piece):
-                break
+            self._num_counted = max(0, self._num_counted - size)
             super().data_received(piece)
         if len(self._unread) > _MAX_BEHIND and self.conn.their_state is not h11.SEND_BODY:
             self.transport.abort()
         self._watch_arrival()
 
-    def _allows(self, piece: bytes) -> bool:
-        """Whether a body in chunks may go on: tiny ones take a hundred times as long to parse as what they hold."""
-        self._lines_left += len(piece) / _LEAST_LINE - piece.count(b"\r\n")
+    def _allows_lines(self) -> bool:
+        """Whether a body in chunks may go on: tiny ones take a hundred times as long to parse as what they hold. They
+        are counted long before they are parsed, or those who send many at once would take that time."""
+        new = self._unread[self._num_counted : _PIECE]
+        self._num_counted += len(new)
+        self._lines_left += len(new) / _LEAST_LINE - new.count(b"\r\n")
         if self._lines_left < 0:
             self.send_400_response("The body comes in tiny chunks. Send larger ones, or a Content-Length.")
         return self._lines_left >= 0
@@ -252,9 +261,11 @@ class Connection(H11Protocol):
                 h11.Data(data=content),
                 h11.EndOfMessage(),
             )
+            answer = b""
             with contextlib.suppress(h11.LocalProtocolError):  # No body goes to a HEAD.
                 for event in events:
-                    self.transport.write(self.conn.send(event) or b"")
+                    answer += self.conn.send(event) or b""
+            self.transport.write(answer)  # At once: sending takes longer than all else here.
         self.transport.close()
 
     def _watch_arrival(self) -> None:

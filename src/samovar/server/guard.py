@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError
 from .settings import ServerConfig
+from .traces import Traces, take_account
 
 OPEN_PATHS = ("/live", "/health", "/ready", "/")
 """No key is needed for probes, and for the page, which asks for the key itself."""
@@ -38,6 +39,7 @@ class Guard:
         self._app, self._config, self._count = app, config, count
         self._digest = None if config.api_key is None else _digest(config.api_key)
         self._hosts = config.known_hosts()
+        self._traces = Traces()
         self._inner: ASGIApp = self._check_key
         if config.cors_origins:  # Around the key check, so that an allowed page can read why it was refused.
             self._inner = CORSMiddleware(
@@ -53,6 +55,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started, status, request_id = time.perf_counter(), 499, uuid.uuid4().hex
+        headers = Headers(scope=scope)
+        span = self._traces.start(scope["method"][:10], headers)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -65,7 +69,6 @@ class Guard:
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             error = _framing_error(headers) or self._host_or_origin_error(headers)
             await (self._inner if error is None else error.response())(scope, receive, send_with_headers)
         finally:
@@ -74,7 +77,11 @@ class Guard:
             self._count(scope["method"], route, status, seconds)
             # The raw path in ASCII, without its query, where a careless client may have put the key.
             path = scope.get("raw_path", b"").decode("ascii", "replace")[:200]
-            log.info("%s %s %s %.0f ms %s", scope["method"][:10], path, status, 1e3 * seconds, request_id)
+            self._traces.end(span, f"{scope['method'][:10]} {route}", status, request_id, scope)
+            fields = {"method": scope["method"][:10], "path": path, "status": status, "seconds": round(seconds, 4),
+                      "request_id": request_id, **take_account(scope)}  # fmt: skip
+            text = "%s %s %s %.0f ms %s"
+            log.info(text, fields["method"], path, status, 1e3 * seconds, request_id, extra=fields)
 
     def _host_or_origin_error(self, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host"), headers.get("origin")

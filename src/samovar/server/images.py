@@ -20,6 +20,7 @@ from .app_state import AppState
 from .bodies import GenerationBody, ImageBody, check_sides, read_body, read_form
 from .memory import BYTES_PER_PIXEL, Hold
 from .responses import completed_events, gathered, images_pieces, preview_event, server_event, step_event
+from .traces import keep_account
 from .uploads import check_type, receive_body
 
 _USUAL_PIXELS = 1024 * 1024
@@ -66,6 +67,7 @@ class Images:
                 pieces, kind = await self._pieces(request, body, prefix, job)
             except BaseException:
                 job.cancel()  # Does nothing if it is over.
+                keep_account(request.scope, job)
                 raise
         except BaseException:
             hold.release()
@@ -94,6 +96,8 @@ class Images:
                 deadline_s=body.deadline,
                 num_previews=body.partial_images or 0,
                 exact=body.cache is False,
+                tolerance=self.state.tolerance_of(body.tolerance, body.quality),
+                lora=self.state.adapters_of(body.model, [adapter.model_dump() for adapter in body.lora or ()]),
             )
         except SamovarError as error:
             raise self.state.api_error(error) from error
@@ -151,6 +155,7 @@ class _Answer(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._job.cancel()
+            keep_account(scope, self._job)
             self._hold.release()
 
 

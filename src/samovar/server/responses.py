@@ -107,6 +107,7 @@ def _details(result: GenerationResult) -> dict[str, Any]:
     return {
         "seconds": round(result.seconds, 4),
         "num_inference_steps": result.params.num_inference_steps,
+        "lora": [adapter._asdict() for adapter in result.lora],
         "notes": list(result.notes),
         "cache": [stats.to_dict() if hasattr(stats, "to_dict") else str(stats) for stats in result.cache],
     }

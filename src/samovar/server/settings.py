@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
-from ..errors import SettingError
+from ..errors import SettingError, nearest
+from ..files import check_names, naming, read_mapping
 from ..offload.sizes import parse_bytes
+from ..tolerances import read_tolerance
+from .logs import FORMATS
 from .memory import BYTES_PER_PIXEL
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -51,9 +57,15 @@ class ServerConfig:
     """Other sites whose pages may use the server, such as https://example.com."""
     allowed_hosts: tuple[str, ...] = ()
     """Other host names of the server, such as example.com behind a proxy."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model for clients; by default that of its folder. The first one is in answers."""
     is_metrics_open: bool = False
     """Whether /metrics needs no key."""
+    log_format: str = "text"
+    """"text", or "json" for one object per line."""
     limits: Limits = field(default_factory=Limits)
+    max_tolerance: float | None = None
+    """The most that a request may let the cache "auto" lose; by default whatever it asks for."""
     request_timeout_s: float = 30.0
     """How long a request may take to arrive, from its first byte to its last."""
     shutdown_timeout_s: float = 30.0
@@ -67,7 +79,33 @@ class ServerConfig:
     """What bodies (a quarter) and images may take in memory, such as "2GiB"; by default 1 GiB, or what the largest
     allowed request needs. Above it, requests get 503."""
 
+    @classmethod
+    def read(cls, settings: Mapping[str, Any], file: str | Path | None = None) -> ServerConfig:
+        """Settings of the server and its limits by name: the given ones over those under `server` in a file."""
+        in_file = {} if file is None else read_mapping(file, "config").get("server") or {}
+        if not isinstance(in_file, Mapping):
+            raise SettingError(f"In {str(file)!r}: server must hold settings by name, not {in_file!r}.", param="server")
+        limits = [limit.name for limit in fields(Limits)]
+        known = {setting.name for setting in fields(cls)} - {"limits"}
+        with naming(file):
+            check_names(in_file, [*limits, *known], "a setting of the server")
+            all_of_them = {**in_file, **settings}
+            for name in ("cors_origins", "allowed_hosts", "served_model_name"):
+                value = all_of_them.get(name, ())
+                all_of_them[name] = (value,) if isinstance(value, str) else tuple(value)
+            chosen = Limits(**{name: all_of_them.pop(name) for name in limits if name in all_of_them})
+            return cls(limits=chosen, **all_of_them)
+
     def __post_init__(self) -> None:
+        for name in self.served_model_name:
+            if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable() or name != name.strip():
+                message = f"{name!r} is not a name for clients. Expected one such as 'flux', of up to 200 characters."
+                raise SettingError(message, param="served_model_name")
+        if self.max_tolerance is not None:
+            object.__setattr__(self, "max_tolerance", read_tolerance(self.max_tolerance, "max_tolerance"))
+        if self.log_format not in FORMATS:
+            hint = nearest(str(self.log_format), FORMATS)
+            raise SettingError(f"log_format={self.log_format!r} is not known. {hint}", param="log_format")
         if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise SettingError(f"port must be a number from 0 to 65535, not {self.port!r}.", param="port")
         _check_key(self.api_key)

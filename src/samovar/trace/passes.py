@@ -32,9 +32,13 @@ class Outlook:
     demand."""
 
     def __init__(
-        self, weights: Sequence[float], stored: Sequence[Sequence[torch.Tensor | None]], is_precise: bool = False
+        self,
+        weights: Sequence[float | torch.Tensor],
+        stored: Sequence[Sequence[torch.Tensor | None]],
+        is_precise: bool = False,
     ) -> None:
-        """`is_precise`: sum 16-bit values in 32 bits, as large weights that nearly cancel need."""
+        """A tensor of weights has one for each row. `is_precise`: sum 16-bit values in 32 bits, as large weights that
+        nearly cancel need."""
         self._weights, self._stored, self._is_precise = weights, stored, is_precise
 
     @property
@@ -54,20 +58,30 @@ class Outlook:
         if not (newest.is_floating_point() or newest.is_complex()):  # Integers cannot be interpolated.
             return newest.clone()
         start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
-        return self._add_rest(start * self._weights[0], index).to(newest.dtype)
+        return self._add_rest(start * _like(self._weights[0], start), index).to(newest.dtype)
 
     def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
         """One tensor of the list, added to another tensor."""
         newest = self._stored[0][index]
         assert newest is not None
-        return self._add_rest(torch.add(base, newest, alpha=self._weights[0]), index)
+        weight = self._weights[0]
+        assert not isinstance(weight, torch.Tensor)
+        return self._add_rest(torch.add(base, newest, alpha=weight), index)
 
     def _add_rest(self, total: torch.Tensor, index: int) -> torch.Tensor:
         for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
             older = tensors[index]
             assert older is not None
-            total.add_(older, alpha=weight)
+            if isinstance(weight, torch.Tensor):
+                total.add_(older * _like(weight, older))
+            else:
+                total.add_(older, alpha=weight)
         return total
+
+
+def _like(weight: float | torch.Tensor, tensor: torch.Tensor) -> float | torch.Tensor:
+    """A weight for each row of a tensor, as the tensor has its rows."""
+    return weight.reshape(-1, *[1] * (tensor.dim() - 1)) if isinstance(weight, torch.Tensor) else weight
 
 
 class StepPass:

@@ -40,6 +40,10 @@ function showServer() {
   $("guidance").placeholder = defaults.guidance_scale ?? "";
   $("steps").max = limits.max_steps;
   $("prompt").maxLength = limits.max_prompt_characters;
+  $("adapters").hidden = !server.adapters.length;
+  if ($("lora").options.length !== server.adapters.length + 1) {
+    $("lora").replaceChildren(new Option("none", ""), ...server.adapters.map((name) => new Option(name, name)));
+  }
   const canCompare = server.is_cached;
   $("compare").disabled = !canCompare;
   if (!canCompare) $("compare").checked = false;
@@ -78,6 +82,10 @@ function readRequest() {
   for (const id of ["steps", "seed", "true-cfg", "guidance"]) {
     if ($(id).value !== "") request[$(id).name] = Number($(id).value);
   }
+  if ($("lora").value) {
+    request.lora = { name: $("lora").value };
+    if ($("lora-scale").value !== "") request.lora.scale = Number($("lora-scale").value);
+  }
   if ($("negative").value.trim()) request.negative_prompt = $("negative").value.trim();
   return request;
 }
@@ -87,6 +95,8 @@ function fillForm(request) {
   $("prompt").value = request.prompt;
   $("width").value = width;
   $("height").value = height;
+  $("lora").value = request.lora?.name ?? "";
+  $("lora-scale").value = request.lora?.scale ?? "";
   for (const id of ["steps", "seed", "true-cfg", "guidance", "negative"]) $(id).value = request[$(id).name] ?? "";
 }
 

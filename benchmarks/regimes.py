@@ -1,0 +1,159 @@
+"""How near do skipped steps stay, at any number of steps, guidance and sampler? Ours, peers' and fewer plain steps.
+
+    python benchmarks/regimes.py --captions reporting --device cuda --state regimes --seconds 500 --json FILE
+
+A cell is a number of steps, a guidance, a kind of captions and a sampler. Each is planned and tuned on the shipped
+tuning captions and measured on others: `choosing` to choose constants by, `reporting` for the table, `last` for the
+very last run. A run stops when its seconds are over, and the next one with the same state goes on; the file holds what
+is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+from samovar.engine import OmniDiffusionSamplingParams
+from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
+from samovar.lab.bench import all_methods
+from samovar.lab.image_runner import Task, check_disjoint
+from samovar.lab.methods import Method
+from samovar.lab.peers import PeerGuard
+from samovar.lab.session import Row
+
+CAPTIONS = Path(__file__).parent / "captions"
+IMAGES = 96
+SAMPLERS = ("euler", "unipc")
+FIRST_SEED = 700_000
+
+
+class Cell(NamedTuple):
+    """One regime."""
+
+    steps: int
+    guidance: float
+    kind: str
+    """Of the captions."""
+    sampler: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.steps}-{self.guidance:g}-{self.kind}-{self.sampler}"
+
+
+CELLS = [Cell(*of) for of in itertools.product((50, 28, 20), (2.0, 4.5), ("pairs", "free"), SAMPLERS)]
+
+
+class OutOfTime(Exception):
+    """The rest is for the next run."""
+
+
+def sampled(pipeline: Any, sampler: str) -> None:
+    """Give a pipeline its sampler: its own, or a multistep solver of second order for the same noise levels."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+    own = pipeline.scheduler.config
+    if sampler == "euler":
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(own)
+    else:
+        pipeline.scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=own.get("shift", 1.0), solver_order=2
+        )
+
+
+def tasks_of(captions: str, kind: str, count: int) -> list[Task]:
+    """The images of a cell: as many captions as are needed, with several seeds where there are fewer."""
+    prompts = read_prompts(CAPTIONS / f"{captions}_{kind}.txt")[:count]
+    return make_tasks(prompts, -(-count // len(prompts)), FIRST_SEED)[:count]
+
+
+class Table:
+    """The cells, and how much time is left."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._ends = options, time.monotonic() + options.seconds
+
+    def run(self) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
+        """Each cell with what is known of it."""
+        for cell in CELLS:
+            if not self._options.cells or cell.name in self._options.cells:
+                yield cell, self._measure(cell)
+
+    def _measure(self, cell: Cell) -> list[dict[str, Any]]:
+        options = self._options
+        params = OmniDiffusionSamplingParams(num_inference_steps=cell.steps, true_cfg_scale=cell.guidance)
+        runner = ImageRunner("emoji", params, options.batch, "float32", options.device)
+        sampled(runner.pipeline, cell.sampler)
+        learning = make_tasks(read_prompts("tuning", options.tuning_images), 1, 0)
+        judging = tasks_of(options.captions, cell.kind, options.images)
+        check_disjoint(learning, judging)
+        about = {**runner.about(), "cell": cell.name, "tuning": learning, "testing": judging}
+        shared = Cell(cell.steps, cell.guidance, "tuning", cell.sampler).name
+        planning = Journal(options.state / shared, {**runner.about(), "cell": shared, "tuning": learning})
+        journal = Journal(options.state / cell.name, about)
+        rows: list[dict[str, Any]] = []
+        try:
+            tuning = Session(runner, learning, planning, "tuning", self._watch)
+            testing = Session(runner, judging, journal, "testing", self._watch)
+            testing.exact()
+            for method in all_methods(tuning, only=options.only):
+                rows.append(self._row(testing, method))
+                print(cell.name, json.dumps(rows[-1]), flush=True)
+        except OutOfTime:
+            print(f"{cell.name}: the rest is for the next run", flush=True)
+        return rows
+
+    def _watch(self, text: str) -> None:
+        """Called before each batch, when what is done is safe."""
+        if time.monotonic() > self._ends:
+            raise OutOfTime
+
+    def _row(self, session: Session, method: Method) -> dict[str, Any]:
+        with PeerGuard(method) as guard:
+            return {"method": method.name, "family": method.family, **figures(session.measure(method))}
+        return {"method": method.name, "family": method.family, "problem": guard.problem}
+
+
+def figures(row: Row) -> dict[str, float]:
+    """By image: the mean, the 5th percentile and the worst."""
+    psnr = sorted(image.psnr for image in row.images)
+    return {
+        "computed": row.computed,
+        "psnr": round(row.quality.psnr, 2),
+        "psnr_5th": round(quantiles(psnr, n=20, method="inclusive")[0], 2) if len(psnr) > 1 else psnr[0],
+        "psnr_worst": round(psnr[0], 2),
+        "lpips": round(row.quality.lpips, 7),
+        "lpips_worst": round(max(image.lpips for image in row.images), 6),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--captions", choices=("choosing", "reporting", "last"), default="choosing")
+    parser.add_argument("--cells", nargs="*", metavar="NAME", help=f"such as {CELLS[0].name} (all)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="methods with these words in their names")
+    parser.add_argument("--images", type=int, default=IMAGES)
+    parser.add_argument("--tuning-images", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--device", help="cuda or cpu (a GPU if there is one)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
+    parser.add_argument("--state", type=Path, required=True, help="where the next run goes on")
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    options = parser.parse_args(arguments)
+    cells: dict[str, Any] = {}
+    for cell, rows in Table(options).run():
+        cells[cell.name] = rows
+        about = {"date": date.today().isoformat(), "captions": options.captions, "images": options.images}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"about": about, "cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

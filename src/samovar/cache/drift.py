@@ -1,0 +1,135 @@
+"""How far would a forecast have taken the sample off its way? Known at every computed step, for free.
+
+Where a step was computed, the forecast that would have taken its place is compared with it. What the error would have
+done to the sample is learnt from what the sampler did with the outputs: the way from one sample to the next is a sum of
+the sample and the outputs, and its weights are found by least squares, for each image. So neither the sampler nor the
+guidance needs to be known, nor does noise that is added disturb. All that is needed of the tensors are their scalar
+products with each other: a few numbers for each image, read in one wait for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_MOST_ELEMENTS = 2**18
+"""Of each image, enough to know an error within a percent."""
+_RIDGE = 1e-4
+"""Keeps the answer of a sampler determinate where outputs and sample hardly differ; far above rounding."""
+_SAMPLE, _WAY, _OUTPUTS = 0, 1, 2
+"""Where the sample, its way to the next one, and the outputs are among the vectors."""
+
+Rows = tuple[torch.Tensor, ...]
+"""For each part of an output, some elements of each image: images by elements, in float32."""
+Products = np.ndarray
+"""Scalar products of all vectors: images by vectors by vectors."""
+
+
+def rows_of(samples: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, by_image: bool) -> tuple[Rows, Rows]:
+    """The samples and the outputs that belong together, as rows: one for each image, or for each part of a sample. No
+    samples where none belong to an output."""
+    if len(samples) != len(outputs):
+        samples, outputs = samples[:1], outputs[:1]
+    found = [pair for sample, output in zip(samples, outputs, strict=False) if (pair := _common(sample, output))]
+    pairs = found or [(output, output) for output in outputs]
+    rows = [[_some(tensor, by_image and len(pairs) == 1) for tensor in side] for side in zip(*pairs, strict=True)]
+    return tuple(rows[0]) if found else (), tuple(rows[1])
+
+
+def _common(sample: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Those elements of both that belong together: a sample may have channels or tokens that are only read, and an
+    output some that only tell a variance. They come last."""
+    if sample.dim() != output.dim():
+        return None
+    for dim, (one, other) in enumerate(zip(sample.shape, output.shape, strict=True)):
+        if one != other and dim == 0:
+            return None
+        length = min(one, other)
+        sample, output = sample.narrow(dim, 0, length), output.narrow(dim, 0, length)
+    return (sample, output) if output.numel() else None
+
+
+def _some(tensor: torch.Tensor, by_image: bool) -> torch.Tensor:
+    rows = tensor.detach().reshape(len(tensor) if by_image else 1, -1)
+    apart = -(-rows.shape[1] // _MOST_ELEMENTS) | 1  # Odd: else the same few channels would be compared everywhere.
+    return rows[:, ::apart].to(torch.float32, copy=True)
+
+
+def num_copies(samples: torch.Tensor) -> int:
+    """How often a batch repeats its samples, for the branches of guidance. This waits for the device."""
+    for copies in range(min(len(samples), 4), 1, -1):
+        if len(samples) % copies == 0:
+            first, *others = samples.chunk(copies)
+            if all(torch.equal(first, other) for other in others):
+                return copies
+    return 1
+
+
+def products(before: torch.Tensor, now: torch.Tensor, branches: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Of the sample, its way, and for each branch the newest output and its differences to the older ones."""
+    way = now - before
+    moves = (way != 0).to(way.dtype)  # What is only read, such as a picture to be edited, stays the same.
+    vectors = [before, way]
+    for outputs in branches:
+        vectors += [outputs[0], *(one - other for one, other in itertools.pairwise(outputs))]
+    stacked = torch.stack([vector * moves for vector in vectors], 1)
+    # Not a product of matrices: that may be rounded to ten bits.
+    return torch.stack([(stacked * stacked[:, i : i + 1]).sum(-1) for i in range(len(vectors))], 1)
+
+
+class Drifts:
+    """What the products of one computed step tell."""
+
+    def __init__(
+        self, found: Products, num_branches: int, used: Sequence[Sequence[float]] = (), response: float | None = None
+    ) -> None:
+        """`used`: for each image, or for all, the weights of older outputs in what the sampler was given at the step
+        before. `response`: what it does with an output, where that cannot be seen."""
+        self._products = found.astype(np.float64)
+        self._num_known = (self._products.shape[1] - _OUTPUTS) // num_branches - 1
+        self._starts = [_OUTPUTS + branch * (1 + self._num_known) for branch in range(num_branches)]
+        if response is None:
+            each = [used[image % len(used)] if used else None for image in range(len(found))]
+            self._response = np.stack([self._answer(image, of) for image, of in zip(self._products, each, strict=True)])
+        else:
+            self._response = np.full((len(found), num_branches), response)
+
+    def of(self, weights: Sequence[float], image: int) -> float:
+        """How far a forecast with these weights of the older outputs, the newest first, would have taken an image off
+        its way, relative to its size."""
+        found, miss = self._products[image], np.zeros(self._products.shape[1])
+        for branch, start in enumerate(self._starts):
+            miss[start + 1 : start + 1 + self._num_known] = -self._response[image, branch] * self._tails(weights)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            drift = np.sqrt(np.maximum(miss @ found @ miss, 0.0) / found[_SAMPLE, _SAMPLE])
+        return float(drift) if np.isfinite(drift) else np.inf
+
+    def _tails(self, weights: Sequence[float]) -> np.ndarray:
+        """The same sum by the differences between outputs, with the newest one subtracted."""
+        padded = np.zeros(self._num_known)
+        padded[: len(weights)] = weights
+        tails: np.ndarray = np.cumsum(padded[::-1])[::-1]
+        return tails
+
+    def _answer(self, found: np.ndarray, used: Sequence[float] | None) -> np.ndarray:
+        """By branch, how the sampler answers to an output."""
+        size, count = len(found), len(self._starts)
+        if not np.isfinite(found).all():
+            return np.full(count, np.nan)
+        columns = [np.eye(size)[_SAMPLE], *(np.eye(size)[start] for start in self._starts)]
+        if used is not None:  # Samplers of higher order add the change from the step before.
+            for start in self._starts:
+                column = np.zeros(size)
+                column[start + 1 : start + 1 + self._num_known] = self._tails(used)
+                columns.append(column)
+        basis = np.stack(columns, 1)
+        gram, aim = basis.T @ found @ basis, basis.T @ found[:, _WAY]
+        scale = 1 / np.sqrt(np.maximum(gram.diagonal(), np.finfo(np.float64).tiny))
+        scaled = gram * scale[:, None] * scale + _RIDGE * np.eye(len(gram))
+        answer = np.linalg.solve(scaled, aim * scale) * scale
+        by_value: np.ndarray = answer[1 : 1 + count]
+        by_change: np.ndarray = answer[1 + count :]
+        return by_change if np.abs(by_change).sum() > np.abs(by_value).sum() else by_value

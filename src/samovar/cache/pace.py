@@ -1,0 +1,217 @@
+"""How many steps are skipped next? As many as the error of the last forecast allows, as an ODE solver sets its step.
+
+Each image of a batch has its own gaps. Of several forecasts that could have taken the place of its last computed step,
+the one that came nearest makes the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .drift import Drifts, Rows, num_copies, products, rows_of
+from .forecast import polynomial
+from .rows import RowHistory, Tensors
+
+LEAST_KNOWN = 3
+"""Computed steps before the first gap: a line through two of them, compared with the third."""
+_MOST_SKIPPED = 5
+_SAFETY = 0.9
+_USUAL_STEPS = 28
+"""Number of steps that is assumed where the way of the sample cannot be seen."""
+
+_ROUNDING = 1e-6
+"""A drift that is rounding: then the simplest curve is chosen."""
+
+Summed = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Curve(NamedTuple):
+    """A way to forecast: a polynomial through the last computed steps."""
+
+    order: int
+    by_noise: bool
+    """Over the noise, or over the number of the step."""
+
+    def weights(self, places: Sequence[float], numbers: Sequence[int], place: float, number: int) -> list[float]:
+        """The weights of computed steps, the newest first, for a step at this place."""
+        points = [float(point) for point in (places if self.by_noise else numbers)]
+        return polynomial(points[: self.order + 1], place if self.by_noise else float(number))
+
+
+CURVES = (Curve(0, False), Curve(1, True), Curve(1, False), Curve(2, True), Curve(2, False))
+
+
+class Image:
+    """The gaps of one image of a batch."""
+
+    def __init__(self) -> None:
+        self.gap = 1
+        self.due = 0
+        """The next step to be computed."""
+        self.curve = CURVES[1]
+        """How its skipped steps are forecast."""
+        self.given: list[float] = []
+        """The weights of computed steps in its last skipped one, if none was computed since."""
+        self.used: list[float] = [1.0]
+        """The same of the step before its last computed one."""
+        self.error = 0.0
+        """How far all of its skipped steps may have taken it off its way."""
+
+    def set_gap(self, drift: float, order: float, number: int, before: int, tolerance: float) -> None:
+        """The next gap, from the error of a forecast over the last one, which ended at step `number`."""
+        distance = number - before
+        error = drift * distance
+        self.error += error if distance > 1 else 0.0
+        ratio = tolerance / max(error, 1e-30)  # Of an infinite error, 0.
+        allowed = min(distance * _SAFETY * ratio ** (1 / (order + 1)), _MOST_SKIPPED + 1, 2 * self.gap + 1)
+        self.gap = max(1, int(allowed))
+        self.due = number + self.gap
+
+
+class Judged(NamedTuple):
+    """What its last computed step told of an image."""
+
+    drift: float
+    """How far a forecast in its place would have taken the image, with the best curve."""
+    order: float
+    """The order of that curve; on several ranks the mean of it."""
+
+
+class Pace:
+    """The gaps of one run."""
+
+    def __init__(self) -> None:
+        self.images: list[Image] = []
+        self._branches: dict[Hashable, RowHistory] = {}
+        self._samples: Rows = ()
+        """Of the last computed step."""
+        self._open: tuple[bool, ...] = ()
+        """The images whose last computed step has not been judged yet."""
+        self.due: list[bool] = []
+        """The images that are due at the running step."""
+        self.drift: float | None = None
+        """How far a forecast in place of the last computed step would have taken the worst image, if judged now."""
+
+    def begin(self, count: int) -> None:
+        """Begin with this many images."""
+        self.images, self._open = [Image() for _ in range(count)], ()
+
+    def computed(
+        self, branch: Hashable, history: RowHistory, samples: Sequence[torch.Tensor] | None, due: Sequence[bool]
+    ) -> None:
+        """Note a computed step of a branch; `samples` if it is the first branch of its step."""
+        self._branches[branch] = history
+        if samples is None:
+            return
+        self._samples, self._open = self.rows(samples, history.newest)[0], tuple(due)
+        for image in (image for image, is_due in zip(self.images, due, strict=True) if is_due):
+            image.used, image.given = image.given or [1.0], []
+
+    def forecast(self, history: RowHistory, place: float, number: int) -> list[list[float]]:
+        """For each image, the weights of the computed steps in a skipped one, the newest first."""
+        weights = [image.curve.weights(*_known(history, i), place, number) for i, image in enumerate(self.images)]
+        for image, own, is_due in zip(self.images, weights, self.due, strict=True):
+            image.given = image.given if is_due else own
+        return weights
+
+    def rows(self, samples: Sequence[torch.Tensor], outputs: Tensors) -> tuple[Rows, Rows]:
+        """Samples and outputs with a row for each image, and for each of its copies."""
+        return rows_of(samples, numbers_in(outputs), by_image=len(self.images) > 1)
+
+    def forget(self, branch: Hashable) -> None:
+        """What a branch gave no longer tells what it will give."""
+        self._branches.pop(branch, None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last computed step has not been judged yet."""
+        return any(self._open)
+
+    def judge(
+        self, leader: RowHistory, samples: Sequence[torch.Tensor], num_steps: int | None, summed: Summed | None = None
+    ) -> list[Judged | None]:
+        """For each image what its last computed step tells, now that the next samples are known; None for those that
+        were not due. This waits for the device. `summed` adds the scalar products of all ranks, each of which knows
+        those of its tokens."""
+        histories = [of for of in self._branches.values() if _is_beside(of, leader)]
+        depth = min(map(len, histories))
+        rows = [[self.rows(samples, step.tensors) for step in of.steps[:depth]] for of in histories]
+        now, newest = rows[0][0]
+        parts = [[[outputs[part] for _, outputs in of] for of in rows] for part in range(len(newest))]
+        found = self._drifts(now, parts, num_steps, summed)
+        judged: list[Judged | None] = [None] * len(self.images)
+        for index in (index for index, is_open in enumerate(self._open) if is_open):
+            places, numbers = _known(leader, index)
+            drifts = {}
+            for curve in (curve for curve in CURVES if curve.order + 2 <= depth):
+                weights = curve.weights(places[1:], numbers[1:], places[0], numbers[0])
+                drifts[curve] = max(of.of(weights, image=index) for of in found)
+            self.images[index].curve = min(drifts, key=lambda curve: max(drifts[curve], _ROUNDING))
+            judged[index] = Judged(drifts[self.images[index].curve], self.images[index].curve.order)
+        return judged
+
+    def set_gaps(self, leader: RowHistory, judged: Sequence[Judged | None], tolerance: float) -> None:
+        """The next gap of each image that was judged."""
+        for index, (image, found) in enumerate(zip(self.images, judged, strict=True)):
+            if found is not None:
+                _, numbers = _known(leader, index)
+                image.set_gap(*found, numbers[0], numbers[1], tolerance)
+        self.drift = max(found.drift for found in judged if found is not None)
+        self._open = ()
+
+    def _drifts(
+        self, now: Rows, parts: list[list[list[torch.Tensor]]], num_steps: int | None, summed: Summed | None
+    ) -> list[Drifts]:
+        """For each part of the output."""
+        before, after, response = list(self._samples), list(now), None
+        if not now or [rows.shape for rows in before] != [rows.shape for rows in after]:
+            response = 1 / (num_steps or _USUAL_STEPS)  # The way of the sample is not seen.
+            before, after = [of[0][0] for of in parts], [2 * of[0][0] for of in parts]
+        images = len(self.images)
+        split = [_by_image(part, images) for part in parts]
+        ways = zip(before, after, split, strict=True)
+        read = _read([products(one[:images], other[:images], of) for one, other, of in ways], summed)
+        return [Drifts(found, len(split[0]), [image.used for image in self.images], response) for found in read]
+
+
+def count_images(samples: Sequence[torch.Tensor], outputs: Tensors) -> int:
+    """How many images a call is about: 1 where its outputs have no row for each. This waits for the device."""
+    lengths = {tensor.shape[:1] for tensor in outputs if tensor is not None}
+    found, rows = rows_of(samples, numbers_in(outputs), by_image=True)
+    if len(rows) != 1 or lengths != {rows[0].shape[:1]}:
+        return 1
+    return len(rows[0]) // (num_copies(found[0]) if found else 1)
+
+
+def numbers_in(tensors: Tensors) -> list[torch.Tensor]:
+    """Those of an output's tensors that can be forecast."""
+    return [tensor for tensor in tensors if tensor is not None and tensor.is_floating_point() and tensor.dim()]
+
+
+def _known(history: RowHistory, image: int) -> tuple[list[float], list[int]]:
+    """The places and numbers of an image's computed steps, the newest first."""
+    return [step.places[image] for step in history.steps], [step.numbers[image] for step in history.steps]
+
+
+def _is_beside(branch: RowHistory, leader: RowHistory) -> bool:
+    """Whether a branch was computed at the steps at which the leader was, and can be compared with it."""
+    numbers, others = ([step.numbers for step in of.steps[:LEAST_KNOWN]] for of in (branch, leader))
+    shapes, wanted = ([tensor.shape for tensor in numbers_in(of.newest)] if len(of) else [] for of in (branch, leader))
+    return numbers == others and shapes == wanted
+
+
+def _by_image(branches: list[list[torch.Tensor]], images: int) -> list[list[torch.Tensor]]:
+    """The same with the copies of a batch as branches of their own."""
+    return [list(rows) for of in branches for rows in zip(*(torch.split(row, images) for row in of), strict=True)]
+
+
+def _read(found: list[torch.Tensor], summed: Summed | None) -> list[np.ndarray]:
+    """In one wait for the device."""
+    lengths, together = [len(part) for part in found], torch.cat(found)
+    if summed is not None:
+        together = summed(together.flatten()).reshape(together.shape)
+    return np.split(together.cpu().numpy(), np.cumsum(lengths)[:-1])

@@ -1,0 +1,306 @@
+"""The cache "auto": exact where it is told to be, within its tolerance elsewhere, on every kind of pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from driving import differing, flux, hooks_of, masks, recorded, tensors_in
+
+from pipelines import PIPELINES, TinyPipeline
+from samovar.cache import AutoConfig, TeaCacheBackend, apply_teacache_hook
+from samovar.errors import SettingError
+from samovar.hooks import call_context
+
+STEPS = 9
+every = pytest.mark.parametrize("tiny", PIPELINES.values(), ids=PIPELINES)
+
+
+class Driven(TeaCacheBackend):
+    def __init__(self, pipe: Any, tolerance: float | str) -> None:
+        super().__init__(AutoConfig(tolerance))
+        self.handle = self.enable(pipe)
+
+
+@every
+def test_exact_and_detached_give_the_bits_of_the_bare_pipeline(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    exact = tiny.run(pipe, STEPS)
+    for tolerance in ("exact", 0, 1e-12):
+        backend = Driven(pipe, tolerance)
+        assert torch.equal(tiny.run(pipe, STEPS), exact)
+        assert set("".join(masks(backend.stats()))) == {"#"}
+        backend.handle.detach()
+    Driven(pipe, 1e6).handle.detach()
+    assert torch.equal(tiny.run(pipe, STEPS), exact)
+
+
+@every
+def test_a_large_tolerance_skips_and_a_skipped_step_runs_nothing(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    backend = Driven(pipe, 1e6)
+    tiny.run(pipe, STEPS)
+    found = masks(backend.stats())
+    steps = STEPS // len(tiny.denoisers) if len(tiny.denoisers) > 1 else STEPS
+    assert all(mask.startswith("###") for mask in found)
+    if steps > 4:
+        assert all("." in mask for mask in found)
+    assert len(found) == len(tiny.denoisers) * (2 if tiny.cfg == "separate" else 1)
+    for stats in backend.stats().denoisers.values():
+        assert len({branch.mask for branch in stats.branches.values()}) == 1, "branches decide as one"
+    assert [state for hook in hooks_of(tiny, pipe) for state in hook.state_manager.states()] == []
+    assert [tensor for tensor in tensors_in(*hooks_of(tiny, pipe)) if tensor.numel() > 1] == []
+
+
+@every
+def test_the_same_run_twice_gives_the_same_bits(tiny: TinyPipeline) -> None:
+    pipe = tiny.build(0)
+    Driven(pipe, 0.1)
+    assert torch.equal(tiny.run(pipe, STEPS), tiny.run(pipe, STEPS))
+
+
+def test_a_smaller_tolerance_computes_more_and_is_nearer() -> None:
+    pipe = flux.build(0)
+    exact = flux.run(pipe, 30)
+    errors, counts = [], []
+    for tolerance in (0.3, 0.01, 0.0003):
+        backend = Driven(pipe, tolerance)
+        errors.append(float((flux.run(pipe, 30) - exact).norm() / exact.norm()))
+        counts.append(backend.stats().computed)
+        backend.handle.detach()
+    assert counts == sorted(counts), "more are computed"
+    assert counts[0] < counts[-1]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def test_computed_steps_are_the_models_own() -> None:
+    pipe = flux.build(0)
+    backend = Driven(pipe, 0.3)
+    with recorded(pipe.transformer) as recorder:
+        flux.run(pipe, STEPS)
+    (stats,) = backend.stats().denoisers.values()
+    backend.handle.detach()
+    for index, branch in enumerate(stats.branches.values()):
+        computed = [step for step, sign in enumerate(branch.mask) if sign == "#"]
+        assert 3 < len(computed) < STEPS
+        calls, outputs = recorder.calls[index::2], recorder.outputs[index::2]
+        with torch.no_grad():
+            bare = [pipe.transformer(*calls[step][0], **calls[step][1])[0] for step in computed]
+        assert differing([outputs[step] for step in computed], bare) == []
+
+
+# ------------------------------------------------------------------------------------------------ a model that is known
+
+
+class Known(torch.nn.Module):
+    """The exact flow of normally distributed images around a mean, which is the conditioning."""
+
+    def __init__(self, deviation: float = 0.5) -> None:
+        super().__init__()
+        self.deviation = torch.nn.Parameter(torch.tensor(deviation), requires_grad=False)
+        self.calls = 0
+
+    def forward(
+        self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        self.calls += 1
+        time, square = timestep.reshape(-1, *[1] * (sample.dim() - 1)), self.deviation**2
+        spread = (1 - time) ** 2 * square + time**2
+        centre = (1 - time) * encoder_hidden_states
+        away = sample - centre
+        clean = encoder_hidden_states + (1 - time) * square / spread * away
+        noise = time / spread * away
+        return noise - clean
+
+
+def sampled(
+    model: Known,
+    mean: torch.Tensor,
+    steps: int = 50,
+    seed: int = 0,
+    scale: float = 1.0,
+    start: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Euler's method with guidance, in a loop of one's own."""
+    sample = torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed)) if start is None else start
+    times = torch.linspace(1, 0, steps + 1)
+    for now, then in itertools.pairwise(times):
+        with torch.no_grad():
+            with call_context(branch="cond"):
+                output = model(sample, now.expand(len(mean)), mean)
+            if scale != 1:
+                with call_context(branch="uncond"):
+                    bare = model(sample, now.expand(len(mean)), torch.zeros_like(mean))
+                output = bare + scale * (output - bare)
+        sample = sample + (then - now) * output
+    return sample
+
+
+MEAN = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("steps", [28, 50])
+@pytest.mark.parametrize("scale", [1.0, 4.5])
+@pytest.mark.parametrize("tolerance", [0.016, 0.05])
+def test_the_result_stays_within_a_few_tolerances(steps: int, scale: float, tolerance: float) -> None:
+    model = Known()
+    exact = sampled(model, MEAN, steps, scale=scale)
+    hook = apply_teacache_hook(model, AutoConfig(tolerance))
+    hook.refresh(model, steps)
+    model.calls = 0
+    found = sampled(model, MEAN, steps, scale=scale)
+    stats = hook.stats()
+    assert model.calls == stats.computed
+    assert stats.skipped > 0
+    worst = float(((found - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max())
+    gaps = max(sum(1 for gap in branch.mask.split("#") if gap) for branch in stats.branches.values())
+    assert 0 < worst <= 2 * gaps * tolerance
+
+
+def test_where_nothing_can_be_forecast_nothing_is_skipped() -> None:
+    class Random(Known):
+        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+            self.calls += 1
+            return torch.randn(sample.shape, generator=torch.Generator().manual_seed(self.calls))
+
+    model = Random()
+    hook = apply_teacache_hook(model, AutoConfig("high"))
+    sampled(model, MEAN, 28)
+    assert hook.stats().skipped == 0
+
+
+class Mixed(Known):
+    """Images with a mean above 5 cannot be forecast."""
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+        output = super().forward(sample, timestep, encoder_hidden_states)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(self.calls))
+        return torch.where((encoder_hidden_states.flatten(1).mean(1) > 5).reshape(-1, 1, 1, 1), noise, output)
+
+
+def test_an_easy_image_does_not_depend_on_a_hard_one_beside_it() -> None:
+    easy, hard = MEAN[:1], MEAN[1:] + 10
+    found = []
+    for mean in (easy, torch.cat([easy, hard])):
+        model = Mixed()
+        hook = apply_teacache_hook(model, AutoConfig(0.05))
+        start = torch.randn(MEAN.shape, generator=torch.Generator().manual_seed(1))[: len(mean)]
+        found.append((sampled(model, mean, 28, start=start), hook.stats().branches["cond"]))
+    (alone, own), (both, shared) = found
+    assert torch.allclose(both[:1], alone, atol=1e-5)
+    assert 0 < own.skipped < 28
+    assert shared.skipped == 0, "the batch is computed for the hard one"
+    assert shared.computed_by_image() == [own.computed, 28]
+    assert own.computed_by_image() == [], "the same for all"
+
+
+def test_a_run_in_ones_own_loop_begins_anew() -> None:
+    model = Known()
+    first, second = (sampled(model, MEAN, seed=seed) for seed in (0, 1))
+    apply_teacache_hook(model, AutoConfig(0.05))
+    found = [sampled(model, MEAN, seed=seed) for seed in (0, 1)]
+    again = sampled(model, MEAN, seed=1)
+    assert torch.equal(again, found[1]), "what came before does not matter"
+    for exact, near in zip((first, second), found, strict=True):
+        assert float((near - exact).norm() / exact.norm()) < 0.3
+
+
+# ------------------------------------------------------------------------------------------------ what is never skipped
+
+
+def test_changed_conditioning_is_computed() -> None:
+    model = Known()
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    sample = torch.randn(1, 4, 8, 8)
+    with torch.no_grad(), call_context(branch="cond"):
+        for step in range(12):
+            mean = torch.full((1, 4, 8, 8), float(step >= 5))
+            model(sample * (1 + step), torch.tensor([1 - step / 12]), mean)
+    (branch,) = hook.stats().branches.values()
+    assert branch.mask[3] == "."
+    assert branch.mask[5:8] == "###", "three more before the next is skipped"
+
+
+def test_changed_weights_are_seen() -> None:
+    model = Known()
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    sample, mean = torch.randn(1, 4, 8, 8), torch.zeros(1, 4, 8, 8)
+    with torch.no_grad(), call_context(branch="cond"):
+        for step in range(8):
+            if step == 4:
+                model.deviation.mul_(2)
+            model(sample * (1 + step), torch.tensor([1 - step / 8]), mean)
+    (branch,) = hook.stats().branches.values()
+    assert branch.mask[:7] == "###.###"
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_model_that_writes_into_its_inputs_is_computed(inference: bool) -> None:
+    class Writer(Known):
+        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+            encoder_hidden_states.add_(1)
+            return sample * 0.9
+
+    model = Writer()
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    with torch.inference_mode(inference):
+        mean, sample = torch.zeros(1, 4, 8, 8), torch.randn(1, 4, 8, 8)
+        with torch.no_grad(), call_context(branch="cond"):
+            for step in range(8):
+                model(sample * (1 + step), torch.tensor([1 - step / 8]), mean)
+    assert hook.stats().skipped == 0
+    assert float(mean.min()) == 8
+
+
+def test_a_model_that_keeps_something_in_a_buffer_is_computed() -> None:
+    class Keeper(Known):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(1, 4, 8, 8))
+
+        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+            self.last.copy_(sample)  # type: ignore[operator]
+            return sample * 0.9
+
+    model = Keeper()
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    with torch.no_grad(), call_context(branch="cond"):
+        for step in range(8):
+            model(torch.randn(1, 4, 8, 8), torch.tensor([1 - step / 8]), torch.zeros(1, 4, 8, 8))
+    assert hook.stats().skipped == 0
+    assert "buffers" in str(hook.stats())
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tolerance": "hihg"}, "high"),
+        ({"tolerance": -1}, "from 0 upwards"),
+        ({"tolerance": True}, "from 0 upwards"),
+        ({"tolerence": 0.1}, "tolerance"),
+        ({"rel_l1_thresh": 0.1}, "rel_l1_thresh"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        AutoConfig.read(settings)
+
+
+def test_the_error_is_told() -> None:
+    pipe = flux.build(0)
+    backend = Driven(pipe, 0.3)
+    flux.run(pipe, STEPS)
+    (stats,) = backend.stats().denoisers.values()
+    steps = next(iter(stats.branches.values())).steps
+    judged = [step for step in steps if step.distance is not None]
+    assert judged[0].step == 3
+    assert all(steps[step.step - 1].computed for step in judged), "after each computed step"
+    assert stats.error == steps[-1].accumulated
+    assert "may be off by" in str(stats)
+    assert stats.to_dict()["error"] == pytest.approx(stats.error, abs=1e-6)

@@ -1,0 +1,175 @@
+"""The estimated drift is what a forecast really does to the sample, whatever the sampler and the guidance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from samovar.cache.drift import Drifts, num_copies, products, rows_of
+
+IMAGES, SIZE = 3, 65536
+Way = Callable[[torch.Tensor, list[torch.Tensor], list[torch.Tensor]], torch.Tensor]
+"""From the sample and the guided outputs of this step and the one before to the next sample."""
+
+
+def guided(outputs: list[torch.Tensor], scale: float) -> torch.Tensor:
+    cond, uncond = outputs
+    return uncond + scale * (cond - uncond)
+
+
+def noisy(sample: torch.Tensor) -> torch.Tensor:
+    return 0.3 * torch.randn(sample.shape, generator=torch.Generator().manual_seed(9))
+
+
+SAMPLERS: dict[str, Way] = {
+    "euler": lambda x, now, before: x - 0.04 * guided(now, 4.5),
+    "no guidance": lambda x, now, before: x - 0.04 * now[0],
+    "second order": lambda x, now, before: x - 0.04 * (1.5 * guided(now, 3.0) - 0.5 * guided(before, 3.0)),
+    "scaled samples": lambda x, now, before: 0.93 * x - 0.2 * guided(now, 2.0),
+    "stochastic": lambda x, now, before: x - 0.05 * guided(now, 4.5) + noisy(x),
+}
+ANSWERS: dict[str, tuple[float, float]] = {
+    "euler": (-0.04 * 4.5, 0.04 * 3.5),
+    "no guidance": (-0.04, 0.0),
+    "second order": (-0.04 * 3.0, 0.04 * 2.0),
+    "scaled samples": (-0.2 * 2.0, 0.2),
+    "stochastic": (-0.05 * 4.5, 0.05 * 3.5),
+}
+"""What an error of each branch is multiplied by; of second order, over both steps that it affects."""
+
+
+def outputs(seed: int) -> list[list[torch.Tensor]]:
+    """Two branches that are alike, each with four outputs that are alike, the newest first."""
+    torch.manual_seed(seed)
+    base = torch.randn(IMAGES, SIZE)
+    branches = []
+    for apart in (0.0, 0.3):
+        steps = [base + apart * torch.randn(IMAGES, SIZE)]
+        for _ in range(3):
+            steps.append(steps[-1] + 0.15 * torch.randn(IMAGES, SIZE))
+        branches.append(steps)
+    return branches
+
+
+def drifts(found: torch.Tensor, num_branches: int, weights: list[float]) -> list[float]:
+    """Of each image, where the step before was computed."""
+    read = Drifts(found.numpy(), num_branches, [[1.0]])
+    return [read.of(weights, image) for image in range(IMAGES)]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("weights", [[1.0], [2.0, -1.0], [2.5, -2.0, 0.5]])
+def test_the_drift_is_that_of_the_sampler(name: str, weights: list[float]) -> None:
+    branches = outputs(0)
+    sample = torch.randn(IMAGES, SIZE) * torch.tensor([[1.0], [2.0], [0.5]])
+    after = SAMPLERS[name](sample, [of[0] for of in branches], [of[1] for of in branches])
+    found = drifts(products(sample, after, branches), 2, weights)
+    errors = [sum(w * old for w, old in zip(weights, of[1:], strict=False)) - of[0] for of in branches]
+    drift = sum(answer * error for answer, error in zip(ANSWERS[name], errors, strict=True))
+    expected = drift.norm(dim=1) / sample.norm(dim=1)
+    assert found == pytest.approx(expected.tolist(), rel=0.15 if name == "stochastic" else 0.01)
+
+
+def test_the_second_call_of_a_step_answers_to_the_change() -> None:
+    """Heun's method corrects the sample by the change from the first call to the second."""
+    branches = outputs(1)[:1]
+    sample = torch.randn(IMAGES, SIZE)
+    after = sample - 0.02 * (branches[0][0] - branches[0][1])
+    (found, *_) = drifts(products(sample, after, branches), 1, [1.0])
+    error = branches[0][1][0] - branches[0][0][0]
+    assert found == pytest.approx(float(0.02 * error.norm() / sample[0].norm()), rel=0.01)
+
+
+def test_what_is_only_read_does_not_count() -> None:
+    """A picture to be edited goes through the model beside the sample; the output for it is not used."""
+    branches = outputs(2)
+    sample = torch.randn(IMAGES, SIZE)
+    after = sample - 0.04 * guided([of[0] for of in branches], 2.0)
+    alone = drifts(products(sample, after, branches), 2, [1.0])
+    picture, junk = 9 * torch.randn(IMAGES, SIZE), 99 * torch.randn(IMAGES, 4, SIZE)
+    with_junk = [[torch.cat([step, junk[:, i]], 1) for i, step in enumerate(of)] for of in branches]
+    both = products(torch.cat([sample, picture], 1), torch.cat([after, picture], 1), with_junk)
+    assert drifts(both, 2, [1.0]) == pytest.approx(alone, rel=1e-3)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_is_no_number_is_an_infinite_drift(number: float) -> None:
+    branches = outputs(3)
+    sample = torch.randn(IMAGES, SIZE)
+    after = sample - 0.04 * branches[0][0]
+    branches[0][0][1, 7] = number
+    found = drifts(products(sample, after, branches), 2, [1.0])
+    assert found[1] == math.inf
+    assert all(0 < drift < 1 for drift in (found[0], found[2]))
+
+
+def test_a_sample_that_does_not_move_is_an_infinite_drift() -> None:
+    branches, sample = outputs(4), torch.randn(IMAGES, SIZE)
+    assert drifts(products(sample, sample, branches), 2, [1.0]) == [math.inf] * IMAGES
+
+
+def test_without_samples_the_error_is_relative_to_the_output() -> None:
+    branches = outputs(5)[:1]
+    newest, before = branches[0][:2]
+    read = Drifts(products(newest, 2 * newest, branches).numpy(), 1, response=1 / 28)
+    found = [read.of([1.0], image) for image in range(IMAGES)]
+    expected = (before - newest).norm(dim=1) / newest.norm(dim=1) / 28
+    assert found == pytest.approx(expected.tolist(), rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def test_rows_are_images() -> None:
+    sample, output = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
+    (samples,), (found,) = rows_of([sample], [output], by_image=True)
+    assert torch.equal(samples, sample.flatten(1)[:, : samples.shape[1]])
+    assert found.shape == (2, 256)
+
+
+def test_channels_that_are_only_read_or_tell_a_variance_are_left_out() -> None:
+    sample, output = torch.randn(2, 9, 8, 8), torch.randn(2, 4, 8, 8)
+    (samples,), (found,) = rows_of([sample], [output], by_image=True)
+    assert torch.equal(samples, sample[:, :4].flatten(1))
+    assert torch.equal(found, output.flatten(1))
+    (samples,), (found,) = rows_of([output], [sample], by_image=True)
+    assert torch.equal(found, sample[:, :4].flatten(1))
+
+
+def test_parts_are_paired_and_taken_as_one_image_each() -> None:
+    parts = [torch.randn(16, 1, 4, 4), torch.randn(16, 1, 8, 4)]
+    samples, found = rows_of(parts, [2 * part for part in parts], by_image=True)
+    assert [rows.shape for rows in samples] == [(1, 256), (1, 512)]
+    assert all(torch.equal(2 * one, other) for one, other in zip(samples, found, strict=True))
+
+
+def test_a_batch_as_a_whole_is_one_row() -> None:
+    (samples,), (found,) = rows_of([torch.randn(2, 4, 8, 8)], [torch.randn(2, 4, 8, 8)], by_image=False)
+    assert samples.shape == found.shape == (1, 512)
+
+
+def test_a_sample_of_another_form_is_no_sample() -> None:
+    assert rows_of([torch.randn(2, 4, 8, 8)], [torch.randn(2, 64, 4)], by_image=True)[0] == ()
+    assert rows_of([], [torch.randn(2, 64, 4)], by_image=True)[0] == ()
+
+
+def test_large_samples_are_looked_at_in_part() -> None:
+    (samples,), (found,) = rows_of([torch.randn(2, 5, 1000, 1000)], [torch.randn(2, 5, 1000, 1000)], by_image=True)
+    assert samples.shape == found.shape
+    assert samples.shape[1] <= 2**18
+
+
+def test_rows_are_copies() -> None:
+    sample = torch.randn(2, 64)
+    (samples,), _ = rows_of([sample], [torch.randn(2, 64)], by_image=True)
+    kept = samples.clone()
+    sample.zero_()
+    assert torch.equal(samples, kept)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_a_batch_that_repeats_its_samples_for_guidance(copies: int) -> None:
+    assert num_copies(torch.cat([torch.randn(2, 16)] * copies)) == copies
