@@ -69,6 +69,19 @@ def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], a
         raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}") from error
 
 
+def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
+    """Refuse settings that come too late for a pipeline that is loaded."""
+    name = type(pipeline).__name__
+    if config.task is not None:
+        raise SettingError(f"This {name} is loaded, so its task is decided. Leave out task.", param="task")
+    if config.quantised() is not None or config.loss not in (None, "exact"):
+        raise SettingError(
+            f"Weights are quantised while they are loaded, and this {name} is loaded. Give the model's name or folder, "
+            "or load it with a quantization_config of diffusers and leave out quantization and loss.",
+            param="quantization" if config.loss is None else "loss",
+        )
+
+
 class Worker:
     """A pipeline with features attached, which serves one batch of requests at a time."""
 
@@ -96,18 +109,10 @@ class Worker:
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
-        elif config.task is not None:
-            message = f"This {type(pipeline).__name__} is loaded, so its task is decided. Leave out task."
-            raise SettingError(message, param="task")
-        elif config.quantised() is not None or config.loss not in (None, "exact"):
-            raise SettingError(
-                f"Weights are quantised while they are loaded, and this {type(pipeline).__name__} is loaded. Give the "
-                "model's name or folder, or load it with a quantization_config of diffusers and leave out "
-                "quantization and loss.",
-                param="quantization" if config.loss is None else "loss",
-            )
-        elif config.device is None:
-            self._device = pipeline.device  # Where its owner put it.
+        else:
+            _check_not_for_loading(config, pipeline)
+            if config.device is None:
+                self._device = pipeline.device  # Where its owner put it.
         self._pipeline = pipeline
         self.facts = facts_of(pipeline, defaults)
         self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
@@ -173,7 +178,7 @@ class Worker:
         params, image = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps), None
         if self.facts.can_edit:
             image = Image.new("RGBA", (self.facts.defaults.width or 512, self.facts.defaults.height or 512))
-        (outcome,) = self.run([Request("warm-up", params, image)])
+        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image)])
         if isinstance(outcome, SamovarError):
             raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
         return time.perf_counter() - started
