@@ -43,7 +43,8 @@ def tuned(tuning: Session, testing: Session, refinements: int) -> list[dict[str,
         plain = found.plain.quality
         rows.append(
             {
-                "promise": str(target), "setting": found.setting("benchmarks/quality.py"), "held_out": held_out,
+                "promise": str(target), "setting": found.setting("benchmarks/quality.py", tuning.runner.params.given()),
+                "held_out": held_out,
                 "share_kept": found.share_met, "num_tried": len(found.tried),
                 "worst": found.to_dict()["held_out"]["worst"], "plain_steps": plain._asdict(),
             }

@@ -107,6 +107,7 @@ class Omni:
         num_previews: int = 0,
         exact: bool = False,
         lora: Any = None,
+        tolerance: float | str | None = None,
         stream: Literal[False] = False,
         **overrides: Any,
     ) -> list[GenerationResult]: ...
@@ -121,6 +122,7 @@ class Omni:
         num_previews: int = 0,
         exact: bool = False,
         lora: Any = None,
+        tolerance: float | str | None = None,
         stream: Literal[True],
         **overrides: Any,
     ) -> Iterator[Event]: ...
@@ -134,6 +136,7 @@ class Omni:
         num_previews: int = 0,
         exact: bool = False,
         lora: Any = None,
+        tolerance: float | str | None = None,
         stream: bool = False,
         **overrides: Any,
     ) -> list[GenerationResult] | Iterator[Event]:
@@ -147,6 +150,7 @@ class Omni:
             exact: Compute every step, whatever the cache would skip.
             lora: The adapters to use, of those registered by the setting `lora`: a name, {"name": ..., "scale": ...},
                 or a list of these.
+            tolerance: How much the cache "auto" may lose, if not what its settings say.
             stream: Return events as they happen: for each prompt `Started`, `Progress` for each step, `Preview`,
                 and `Done` or `Failed`. Leaving the loop early cancels the request.
             overrides: Parameters of `OmniDiffusionSamplingParams` by name, which win over `sampling_params`.
@@ -158,16 +162,16 @@ class Omni:
         params = OmniDiffusionSamplingParams.from_dict(overrides).over(sampling_params or OmniDiffusionSamplingParams())
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if stream:
-            return self._stream([Request(one, params, image, num_previews, exact, lora) for one in prompts])
+            return self._stream([Request(one, params, image, num_previews, exact, lora, tolerance) for one in prompts])
         if isinstance(prompt, str):
-            (result,) = _run(worker, [Request(prompt, params, image, exact=exact, lora=lora)])
+            (result,) = _run(worker, [Request(prompt, params, image, exact=exact, lora=lora, tolerance=tolerance)])
             if result.error is not None:
                 raise result.error
             return [result]
         requests: list[Request | GenerationResult] = []
         for one in prompts:
             try:
-                requests.append(Request(one, params, image, exact=exact, lora=lora))
+                requests.append(Request(one, params, image, exact=exact, lora=lora, tolerance=tolerance))
             except SettingError as error:
                 requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
         results = iter(_run(worker, [request for request in requests if isinstance(request, Request)]))
@@ -276,11 +280,12 @@ class AsyncOmni:
         num_previews: int = 0,
         exact: bool = False,
         lora: Any = None,
+        tolerance: float | str | None = None,
     ) -> Job:
         """Queue a request. A higher priority goes first; a request that has not started within `deadline_s` fails with
         QueueTimeoutError. Refused at once: parameters that the model does not take, a full queue, an engine that is
         closing or down."""
-        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact, lora)
+        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, num_previews, exact, lora, tolerance)
         return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
 
     async def generate(

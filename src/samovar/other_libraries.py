@@ -6,7 +6,7 @@ Their marks are not part of any type and can only be read by name. The names sta
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -227,6 +227,24 @@ def adapter_settings(module: torch.nn.Module) -> dict[str, Any] | None:
         return None
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
+
+
+def adapter_layers(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """The layers that peft has put adapters on."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in modules if isinstance(module, BaseTunerLayer)]
+
+
+def switch_adapters(layers: Iterable[Any], scales: Mapping[str, float]) -> None:
+    """Use these adapters, and no others, in layers that peft made: as peft's own methods, without marking weights as
+    trainable: in a large model that takes a tenth of a second."""
+    names = list(scales)
+    for layer in layers:
+        layer._active_adapter = names
+        layer._disable_adapters = not names
+        for name, scale in scales.items():
+            layer.set_scale(name, scale)
 
 
 # ------------------------------------------------------------------------------------------------ hints about blocks

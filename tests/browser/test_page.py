@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pipelines.adapters import save_adapter
+from samovar.engine.models import find_model, load_pipeline
 from server.running import RunningServer, running
 
 pytestmark = pytest.mark.browser
@@ -19,8 +22,10 @@ PROMPT = "a grinning cat, 3d style"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running("emoji", "--cache-backend", "forecast") as started:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    pipe = load_pipeline(find_model("emoji"), torch.float32)  # type: ignore[arg-type]
+    adapter = save_adapter(pipe, tmp_path_factory.mktemp("adapters"), ["to_q", "to_v"])
+    with running("emoji", "--cache-backend", "forecast", f"--lora=ink={adapter}") as started:
         yield started
 
 
@@ -105,6 +110,20 @@ def test_cached_and_exact_stand_side_by_side(visit: Visit) -> None:
     split = visit.page.eval_on_selector("#canvas", "element => getComputedStyle(element).getPropertyValue('--split')")
     assert split == "60%"
     visit.shot("desktop")
+    assert visit.complaints == []
+
+
+def test_an_adapter_is_chosen_by_name(visit: Visit) -> None:
+    visit.page.select_option("#lora", "ink")
+    visit.page.fill("#lora-scale", "0.5")
+    assert '"lora":{"name":"ink","scale":0.5}' in visit.page.inner_text("#snippet")
+    with visit.page.expect_request("**/v1/images/generations") as asked:
+        visit.ask(steps=3)
+    assert asked.value.post_data_json["lora"] == {"name": "ink", "scale": 0.5}
+    visit.wait_done()
+    assert visit.page.is_hidden("#problem")
+    assert visit.page.locator("#history button").count() == 1
+    visit.shot("adapters")
     assert visit.complaints == []
 
 

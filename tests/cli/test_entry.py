@@ -15,7 +15,18 @@ from samovar import cli
 from samovar.cli.entry import SHELLS
 from samovar.errors import EngineError
 
-COMMANDS = ("generate", "serve", "inspect", "plan", "compare", "calibrate", "tune", "bench", "completion")
+COMMANDS = (
+    "generate",
+    "serve",
+    "bench-serve",
+    "inspect",
+    "plan",
+    "compare",
+    "calibrate",
+    "tune",
+    "bench",
+    "completion",
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -104,9 +104,14 @@ def test_an_adapter_gives_the_bits_of_diffusers(name: str, lora: dict[str, str],
     assert np.array_equal(picture(pipe), expected["None"])
 
 
-def test_a_cache_that_skips_knows_nothing_of_other_adapters(lora: dict[str, str]) -> None:
+CACHE_DIT = {"backend": "cache_dit", "Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 3,
+             "residual_diff_threshold": 0.3}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", [{"rel_l1_thresh": 0.3, "forecast": "linear"}, "auto", CACHE_DIT])
+def test_a_cache_that_skips_knows_nothing_of_other_adapters(lora: dict[str, str], setting: Any) -> None:
     """As in an engine that has served nobody else."""
-    cache = {"cache": {"rel_l1_thresh": 0.3, "forecast": "linear"}}
+    cache = {"cache": setting}
     alone = {}
     for order in ("pixel", "ink", None):
         with Omni(tiny_flux_pipeline(), lora=lora, device="cpu", **cache) as omni:
@@ -115,7 +120,7 @@ def test_a_cache_that_skips_knows_nothing_of_other_adapters(lora: dict[str, str]
         for order in ("pixel", "ink", "pixel", None, "ink"):
             assert np.array_equal(made_by(omni, order), alone[order]), order
         (result,) = omni.generate("a cat", lora="ink", seed=3, **CALL)
-        assert result.cache[0].skipped > 0
+        assert setting is CACHE_DIT or result.cache[0].skipped > 0
 
 
 def test_quantised_weights_take_adapters(lora: dict[str, str], folder: Path) -> None:
@@ -162,6 +167,9 @@ def test_the_least_recently_used_adapter_makes_room(tmp_path: Path) -> None:
         assert "".join(adapters._loaded) == left
         assert set(pipe.get_list_adapters()["transformer"]) == {adapters._inner[each] for each in left}
         assert adapters.loaded_bytes == 2 * size
+    (tmp_path / "a" / "pytorch_lora_weights.safetensors").touch()
+    with pytest.raises(ModelError, match=r"The adapter 'a', .* has changed since it was registered"):
+        adapters.use((Adapter("a"),))
     shutil.rmtree(tmp_path)
     with pytest.raises(ModelError, match=r"The adapter 'a', .* cannot be loaded"):
         adapters.use((Adapter("a"),))
@@ -294,6 +302,16 @@ def test_without_peft_it_says_what_to_install(lora: dict[str, str], monkeypatch:
 def test_an_adapter_larger_than_the_memory_for_all_is_refused(lora: dict[str, str]) -> None:
     with pytest.raises(SettingError, match=r"lora_memory=100 bytes is too little for the adapter 'pixel', which has"):
         Omni(tiny_flux_pipeline(), lora=lora, lora_memory=100, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "budget" not in name])
+def test_a_gpu_gives_the_bits_of_diffusers(name: str, lora: dict[str, str]) -> None:
+    expected = diffusers_way(tiny_flux_pipeline().to("cuda"), lora)
+    with Omni(tiny_flux_pipeline(), lora=lora, device="cuda", **SETTINGS[name]) as omni:
+        for order in ORDERS:
+            if order is not BOTH or "lora_memory" not in SETTINGS[name]:
+                assert np.array_equal(made_by(omni, order), expected[str(order)]), order
 
 
 @pytest.mark.slow

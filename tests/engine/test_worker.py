@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,42 @@ def test_a_call_goes_on_as_long_as_somebody_waits(batching: Worker) -> None:
 def test_a_cache_decides_for_one_image_at_a_time(folder: Path) -> None:
     config = OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4, **CACHE)
     assert Worker(config).max_batch == 1
+
+
+@pytest.fixture(scope="module")
+def automatic(folder: Path) -> Worker:
+    return Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4, cache="auto"))
+
+
+def test_auto_decides_for_each_image_of_a_batch(automatic: Worker) -> None:
+    """Together they are what they are alone, up to rounding, with the steps computed that each needs."""
+    requests = [ask("a cat", seed=3, num_inference_steps=12), ask("an owl with a hat", seed=9, num_inference_steps=12)]
+    requests = [replace(request, tolerance=1.0) for request in requests]
+    together = automatic.run(requests)
+    for request, result in zip(requests, together, strict=True):
+        (alone,) = automatic.run([request])
+        assert not isinstance(result, SamovarError)
+        assert not isinstance(alone, SamovarError)
+        assert alone.cache[0].skipped > 0
+        assert np.abs(pixels(result.images[0]).astype(int) - pixels(alone.images[0])).max() <= 1
+
+
+def test_a_tolerance_for_a_request(automatic: Worker, tiny: Worker) -> None:
+    request = ask("a cat", seed=3, num_inference_steps=12)
+    counts = []
+    for tolerance in ("exact", 1.0, None):
+        (result,) = automatic.run([replace(request, tolerance=tolerance)])
+        assert not isinstance(result, SamovarError)
+        counts.append(result.cache[0].computed)
+        if tolerance == "exact":
+            assert np.array_equal(pixels(result.images[0]), pixels(generate(tiny, "a cat", request.params).images[0]))
+    assert counts[1] < counts[2] <= counts[0] == 12
+    assert not replace(request, tolerance=1.0).fits_with(request)
+    (refused,) = tiny.run([replace(request, tolerance=1.0)])
+    assert isinstance(refused, SettingError)
+    assert refused.param == "tolerance"
+    with pytest.raises(SettingError, match=r"tolerance='fats'.*'fast'"):
+        replace(request, tolerance="fats")
 
 
 def test_previews_change_no_bit_and_come_nearer(tiny: Worker) -> None:

@@ -36,6 +36,39 @@ def test_an_engine_that_is_not_alive_is_told() -> None:
     assert one.problem() == "draining"
 
 
+@pytest.mark.parametrize(
+    ("cache", "tolerance", "quality", "found"),
+    [
+        ("auto", None, None, None),
+        ("auto", None, "auto", None),
+        ("auto", None, "medium", None),
+        ("auto", None, "high", "high"),
+        ("auto", None, "low", "fast"),
+        ("auto", 0.03, "auto", 0.03),
+        ("none", None, "low", None),
+        ("tea_cache", None, "standard", None),
+    ],
+)
+def test_what_a_quality_stands_for(cache: str, tolerance: Any, quality: str | None, found: Any) -> None:
+    assert state(cache=cache).tolerance_of(tolerance, quality) == found
+
+
+@pytest.mark.parametrize(
+    ("cache", "tolerance", "quality", "param", "words"),
+    [
+        ("tea_cache", None, "high", "quality", "needs the cache auto"),
+        ("auto", 0.01, "high", "tolerance", "not both"),
+        ("auto", 0.05, None, "tolerance", "above the limit of this server, 0.02"),
+        ("auto", None, "low", "quality", "above the limit"),
+    ],
+)
+def test_a_quality_that_is_refused(cache: str, tolerance: Any, quality: str | None, param: str, words: str) -> None:
+    one = AppState(AsyncOmni("emoji", device="cpu", cache=cache), ServerConfig(max_tolerance=0.02))
+    with pytest.raises(ApiError, match=words) as refused:
+        one.tolerance_of(tolerance, quality)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
 @pytest.mark.parametrize("name", ["other", "../emoji", "/etc/passwd", "emoji/", "emoji\x00", "%2e%2e", "EMOJI"])
 def test_only_the_model_that_is_served_is_known(name: str) -> None:
     with pytest.raises(ApiError) as refused:
@@ -95,7 +128,7 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
 )
 def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
     defaults = OmniDiffusionSamplingParams(width=40, height=30, num_inference_steps=5, num_outputs_per_prompt=2)
-    omni: Any = SimpleNamespace(defaults=defaults, can_edit=False)
+    omni: Any = SimpleNamespace(defaults=defaults, can_edit=False, config=AsyncOmni("emoji", device="cpu").config)
     with pytest.raises(SettingError, match=says):
         AppState(omni, ServerConfig(limits=limits)).open()
     opened = AppState(omni, ServerConfig())

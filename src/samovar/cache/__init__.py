@@ -1,5 +1,6 @@
 """May this step be skipped, and with what?"""
 
+from .auto import tolerating
 from .backend import (
     CACHE_BACKENDS,
     CacheBackend,
@@ -40,4 +41,5 @@ __all__ = [
     "make_cache_backend",
     "register_cache_backend",
     "register_extractor",
+    "tolerating",
 ]

@@ -8,8 +8,10 @@ skipped step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from .. import tree
 from ..arch import find_anatomy
 from ..errors import ModelError
+from ..tolerances import read_tolerance
 from ..trace.passes import Outlook
 from .config import AutoConfig
 from .decision import Agree, Verdict, measure
@@ -28,10 +31,21 @@ from .rows import chosen
 from .stats import StepRecord
 from .step import AGAIN, Call, Plan, computed_alone, stray, times_on_device
 
+_asked: ContextVar[float | None] = ContextVar("samovar_tolerance", default=None)
 _YOUNG = Verdict("compute", "first_steps")
 _DUE = Verdict("compute", "the tolerance is reached")
 _MOST_CHANGE = 0.5
 """Relative change of inputs other than sample, time and conditioning above which a step is computed."""
+
+
+@contextlib.contextmanager
+def tolerating(tolerance: float | str | None) -> Iterator[None]:
+    """Inside, this tolerance counts and not that of the settings; None changes nothing."""
+    token = _asked.set(None if tolerance is None else read_tolerance(tolerance))
+    try:
+        yield
+    finally:
+        _asked.reset(token)
 
 
 class WholeModel(CacheableModel):
@@ -79,10 +93,16 @@ class AutoSteps(NamedTuple):
     whole_samples: Callable[[], list[torch.Tensor]]
     """Those of the running call, before ranks split them."""
 
+    @property
+    def tolerance(self) -> float:
+        """That of the running request."""
+        asked = _asked.get()
+        return self.config.number if asked is None else asked
+
     def judge(self, call: Call) -> Plan:
         """Whether the step is computed, and what is returned for images that are not due."""
         clock, pace = call.clock, call.clock.pace
-        if self.config.never_skips:
+        if self.tolerance == 0:
             return Plan(Verdict("compute", "settings"))
         if clock.is_again:
             return Plan(Verdict("compute", AGAIN))
@@ -139,7 +159,7 @@ class AutoSteps(NamedTuple):
         if pace.is_open:
             summed = None if self.agree is None else self.agree.within_branch
             judged = pace.judge(history, self._samples(call), clock.step.total, summed)
-            pace.set_gaps(history, self._agreed(judged, call), self.config.number)
+            pace.set_gaps(history, self._agreed(judged, call), self.tolerance)
         pace.due = [clock.index >= image.due for image in pace.images]
         return _DUE if any(pace.due) else Verdict("skip", "within the tolerance")
 

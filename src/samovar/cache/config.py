@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from ..errors import SettingError, nearest
 from ..files import read_config
+from ..tolerances import read_tolerance
 from .forecast import Forecast, Target
 
 EVERY_BRANCH = "*"
@@ -189,10 +190,6 @@ class TeaCacheConfig:
         return f"TeaCacheConfig({self.summary()})"
 
 
-TOLERANCES: Mapping[str, float] = {"exact": 0.0, "high": 0.016, "fast": 0.05}
-"""Tolerances by name."""
-
-
 @dataclass(frozen=True)
 class AutoConfig:
     """The settings of the cache "auto": one."""
@@ -202,13 +199,7 @@ class AutoConfig:
     every step), "high" (0.016), "fast" (0.05), or a number."""
 
     def __post_init__(self) -> None:
-        value = self.tolerance
-        if isinstance(value, str) and value not in TOLERANCES:
-            raise _refusal(
-                "tolerance", value, f"a number or one of {', '.join(TOLERANCES)}", nearest(value, TOLERANCES)
-            )
-        if not isinstance(value, str):
-            _check_number("tolerance", value)
+        read_tolerance(self.tolerance)
 
     @classmethod
     def read(cls, settings: AutoConfig | Mapping[str, Any] | None) -> AutoConfig:
@@ -218,7 +209,7 @@ class AutoConfig:
     @property
     def number(self) -> float:
         """The tolerance as a number."""
-        return TOLERANCES[self.tolerance] if isinstance(self.tolerance, str) else float(self.tolerance)
+        return read_tolerance(self.tolerance)
 
     @property
     def never_skips(self) -> bool:

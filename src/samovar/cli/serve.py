@@ -58,6 +58,7 @@ def _add_limit_options(group: Any) -> None:
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (16)")
     group.add_argument("--max-pixels", type=int, metavar="N", help="per image (4194304)")
     group.add_argument("--max-steps", type=int, metavar="N", help="per image (200)")
+    group.add_argument("--max-tolerance", type=float, metavar="X", help="that requests may ask of the cache auto")
     group.add_argument("--max-images", type=int, metavar="N", help="per request (10)")
     group.add_argument("--max-connections", type=int, metavar="N", help="in all (512)")
     group.add_argument("--max-connections-per-address", type=int, metavar="N",
@@ -75,7 +76,7 @@ def _add_limit_options(group: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Serve images over HTTP, compatible with OpenAI's clients, with a page to try it.
+    """Serve images over HTTP, with OpenAI's API and a page to try it.
 
     Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, /metrics, and a
     page at /. Only this machine can reach it unless --host says otherwise.

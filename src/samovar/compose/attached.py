@@ -16,7 +16,7 @@ import torch
 
 from ..aliases import ALIASES, resolve
 from ..arch import find_denoisers
-from ..cache import CacheBackend, CacheSetting, TeaCacheBackend
+from ..cache import AutoConfig, CacheBackend, CacheSetting, TeaCacheBackend, tolerating
 from ..errors import SettingError
 from ..files import check_names
 from ..hooks import Handle
@@ -178,6 +178,13 @@ class Attached(Handle):
                 self._cache_handle.detach()
                 undo.callback(self._enable_cache, self.cache)
             yield
+
+    def tolerating(self, tolerance: float | str | None) -> contextlib.AbstractContextManager[None]:
+        """Within this tolerance, whatever the settings of the cache "auto" say; None changes nothing."""
+        choice = self.config.cache
+        if tolerance is not None and (choice is None or not isinstance(choice.settings, AutoConfig)):
+            raise SettingError("A tolerance is for the cache 'auto', which is not attached.", param="tolerance")
+        return tolerating(tolerance)
 
     def _enable_cache(self, cache: CacheBackend) -> None:
         handle = cache.enable(self.pipe)

@@ -34,6 +34,8 @@ class PipelineFacts:
     """Number of steps of every request, if the cache has a schedule."""
     adapters: Mapping[str, int] = field(default_factory=dict)
     """LoRA adapters that a request may use, with their bytes."""
+    has_tolerance: bool = False
+    """Whether requests may say how much the cache may lose."""
     lora_bytes: int | None = None
     """The most bytes of adapters that fit into the model at once."""
     explanation: Explanation | None = None
@@ -64,6 +66,9 @@ class PipelineFacts:
         for name in call:
             if name not in self.takes:
                 raise SettingError(f"{self.class_name} does not take {name}. {nearest(name, self.takes)}", param=name)
+        if request.tolerance is not None and not self.has_tolerance:
+            message = "A tolerance is for the cache 'auto', and this engine has another or none. Choose cache='auto'."
+            raise SettingError(message, param="tolerance")
         self._check_adapters([adapter.name for adapter in request.lora])
         self._check_image(request.image)
         return call

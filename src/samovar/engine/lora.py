@@ -154,8 +154,12 @@ class Adapters:
         """What diffusers calls them: peft finds weights by this name, so it must be like no other."""
         self.bytes: dict[str, int] = {}
         """The size of each."""
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Size and time of each file: one that is replaced may overwrite weights of the model, and is not loaded."""
         self._loaded: list[str] = []
         """The least recently used first."""
+        self._layers: list[Any] = []
+        """Those of the model that have adapters."""
         self._used: tuple[Adapter, ...] | None = None
         """What is switched on; None if that is not known."""
         try:
@@ -183,53 +187,67 @@ class Adapters:
         for name in names:
             if name not in self._loaded:
                 self._load(name, keep=names)
-        if chosen:
-            self._pipeline.enable_lora()
-            self._pipeline.set_adapters([self._inner[name] for name in names], [adapter.scale for adapter in chosen])
-        else:
-            self._pipeline.disable_lora()
+        from ..other_libraries import switch_adapters  # With torch, which reading settings does not need.
+
+        switch_adapters(self._layers, {self._inner[name]: scale for name, scale in chosen})
         self._used = chosen
 
     def close(self) -> None:
         """Leave the pipeline as it was without adapters."""
-        self._loaded, self._used = [], None
+        self._loaded, self._layers, self._used = [], [], None
         self._pipeline.unload_lora_weights()
 
     def _load(self, name: str, keep: list[str] | None = None) -> None:
-        file, inner = self._files[name], self._inner[name]
-        before = {id(tensor): (tensor, tensor._version) for tensor in _weights(self._pipeline)}
+        file = self._files[name]
+        with reading(f"The adapter {name!r}, {str(file)!r},"):
+            found = file.stat()
+            if self._seen.setdefault(name, (found.st_size, found.st_mtime_ns)) != (found.st_size, found.st_mtime_ns):
+                message = f"The adapter {name!r}, {str(file)!r}, has changed since it was registered."
+                raise ModelError(f"{message} Restart to use the new one.")
+        try:
+            self.bytes[name] = size = self._load_and_check(name, file)
+        except BaseException:
+            self._drop(name)
+            raise
+        if self._budget is not None and size > self._budget:
+            message = (
+                f"lora_memory={self._budget} bytes is too little for the adapter {name!r}, which has {size} bytes."
+            )
+            raise SettingError(f"{message} Raise it.", param="lora_memory")
+        self._make_room(size, keep or [])
+        self._loaded.append(name)
+        self._layers = _adapter_layers(self._pipeline)
+
+    def _load_and_check(self, name: str, file: Path) -> int:
+        """The adapter's bytes."""
+        pipeline, inner = self._pipeline, self._inner[name]
+        before = {id(tensor): (tensor, tensor._version) for tensor in _weights(pipeline)}
         with reading(f"The adapter {name!r}, {str(file)!r},"), _nothing_left_out(name, file), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # So it should be.
-            _load_file(self._pipeline, file, inner)
-        parts = [tensor for path, tensor in _named_weights(self._pipeline) if f".{inner}." in f"{path}."]
+            _load_file(pipeline, file, inner)
+        parts = [tensor for path, tensor in _named_weights(pipeline) if f".{inner}." in f"{path}."]
         if not parts:
-            raise ModelError(f"The adapter {name!r}, {str(file)!r}, has no weights for this {self._class_name}.")
-        after = {id(tensor) for tensor in _weights(self._pipeline)}
+            message = f"The adapter {name!r}, {str(file)!r}, has no weights for this {type(pipeline).__name__}."
+            raise ModelError(f"{message} Is it for another model?")
+        after = {id(tensor) for tensor in _weights(pipeline)}
         if any(key not in after or tensor._version != version for key, (tensor, version) in before.items()):
             raise ModelError(
                 f"The adapter {name!r}, {str(file)!r}, changes weights of the model itself, as control adapters do, so "
                 "it cannot be switched off again. Load it into a pipeline of its own."
             )
-        self.bytes[name] = sum(tensor.numel() * tensor.element_size() for tensor in parts)
-        if self._budget is not None and self.bytes[name] > self._budget:
-            raise SettingError(
-                f"lora_memory={self._budget} bytes is too little for the adapter {name!r}, which has "
-                f"{self.bytes[name]} bytes. Raise it.",
-                param="lora_memory",
-            )
-        self._make_room(self.bytes[name], keep or [])
-        self._loaded.append(name)
+        return sum(tensor.numel() * tensor.element_size() for tensor in parts)
+
+    def _drop(self, name: str) -> None:
+        there = {inner for names in self._pipeline.get_list_adapters().values() for inner in names}
+        if self._inner[name] in there:
+            self._pipeline.delete_adapters([self._inner[name]])
 
     def _make_room(self, size: int, keep: list[str]) -> None:
         for name in [name for name in self._loaded if name not in keep]:
             if self._budget is None or self.loaded_bytes + size <= self._budget:
                 return
             self._loaded.remove(name)
-            self._pipeline.delete_adapters([self._inner[name]])
-
-    @property
-    def _class_name(self) -> str:
-        return type(self._pipeline).__name__
+            self._drop(name)
 
 
 def _check_pipeline(pipeline: Any) -> None:
@@ -262,6 +280,13 @@ def _load_file(pipeline: Any, file: Path, inner: str) -> None:
     weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
     denoiser: Any = next(iter(find_denoisers(pipeline).values()))
     denoiser.load_lora_adapter(weights, prefix=None, adapter_name=inner, metadata=settings)
+
+
+def _adapter_layers(pipeline: Any) -> list[Any]:
+    from ..other_libraries import adapter_layers
+
+    parts = [part for part in pipeline.components.values() if hasattr(part, "named_parameters")]
+    return adapter_layers(module for part in parts for module in part.modules())
 
 
 def _named_weights(pipeline: Any) -> Iterator[tuple[str, Any]]:

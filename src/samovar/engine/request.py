@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError, SamovarError, SettingError, nearest
 from ..files import is_file_name, naming, read_json, read_mapping
+from ..tolerances import read_tolerance
 from .lora import Adapter, read_choice
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class Request:
     """Compute every step, whatever the cache would skip."""
     lora: Any = ()
     """The adapters to use: a name, {"name": ..., "scale": ...}, or a list of these."""
+    tolerance: float | str | None = None
+    """How much the cache "auto" may lose, if not what its settings say."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
@@ -139,6 +142,8 @@ class Request:
         if not isinstance(self.exact, bool):
             raise SettingError(f"exact must be True or False, not {self.exact!r}.", param="exact")
         object.__setattr__(self, "lora", read_choice(self.lora))
+        if self.tolerance is not None:
+            read_tolerance(self.tolerance)
 
     @property
     def num_images(self) -> int:
@@ -149,10 +154,13 @@ class Request:
         first = self.params.seed or 0
         return tuple(range(first, first + self.num_images))
 
+    def _how(self) -> tuple[Any, ...]:
+        return self.exact, self.lora, self.tolerance
+
     def fits_with(self, other: Request) -> bool:
         """Whether one pipeline call can make the images of both."""
         has_image = self.image is not None or other.image is not None
-        if has_image or self.exact != other.exact or self.lora != other.lora:
+        if has_image or self._how() != other._how():
             return False
         ours, theirs = (replace(one.params, seed=None, num_outputs_per_prompt=None) for one in (self, other))
         return ours == theirs

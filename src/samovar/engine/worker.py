@@ -72,6 +72,7 @@ class Worker:
         """Load the model, or take a pipeline that is loaded already."""
         import torch
 
+        from ..cache import AutoConfig
         from ..compose import Attached
 
         self._device = config.execution_device()
@@ -109,8 +110,11 @@ class Worker:
         self.facts = replace(facts_of(pipeline, defaults), scheduled_steps=config.scheduled_steps)
         if self._adapters is not None:
             self.facts = replace(self.facts, adapters=dict(self._adapters.bytes), lora_bytes=config.lora_bytes)
-        # A cache decides for a batch as a whole, so an image would depend on those beside it.
-        self.max_batch = config.max_batch if config.attach_config.cache is None else 1
+        cache = config.attach_config.cache
+        is_auto = cache is not None and isinstance(cache.settings, AutoConfig)
+        self.facts = replace(self.facts, has_tolerance=is_auto)
+        # Another cache decides for a batch as a whole, so an image would depend on those beside it.
+        self.max_batch = config.max_batch if cache is None or is_auto else 1
         size = {"height": defaults.height, "width": defaults.width, "batch": self.max_batch}
         try:
             self._attached = Attached(pipeline, self._with_room(config.attach_config.for_requests(**size)))
@@ -255,7 +259,8 @@ class Worker:
             if self._adapters is not None:
                 self._adapters.use(lead.lora)
             exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
-            with exactly, follow_steps(watch, self._pipeline, call, self.facts.takes):
+            tolerating = self._attached.tolerating(lead.tolerance)
+            with exactly, tolerating, follow_steps(watch, self._pipeline, call, self.facts.takes):
                 return list(call_pipeline(self._pipeline, prompts, seeds, call))
         except SamovarError:
             raise

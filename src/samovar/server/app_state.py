@@ -10,10 +10,14 @@ from typing import Any, Literal
 
 from ..errors import SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
+from ..tolerances import read_tolerance
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders
 from .memory import Ledger
 from .settings import ServerConfig
+
+_TOLERANCES = {"high": "high", "hd": "high", "low": "fast"}
+"""What OpenAI's qualities stand for; "auto", "medium" and "standard" are what the server was started with."""
 
 log = logging.getLogger("samovar.server")
 
@@ -95,6 +99,23 @@ class AppState:
             message = f"model names the adapter {model!r}, and lora names others. Give the model {self.model_name!r}."
             raise ApiError(400, message, param="lora", code="invalid_value")
         return lora or [{"name": model}]
+
+    def tolerance_of(self, tolerance: float | str | None, quality: str | None) -> float | str | None:
+        """How much the cache may lose for a request: what it says, or what its quality stands for, within the limit."""
+        if tolerance is not None and quality in _TOLERANCES:
+            raise ApiError(400, "Give a quality or a tolerance, not both.", param="tolerance", code="invalid_value")
+        asked = _TOLERANCES.get(quality or "") if tolerance is None else tolerance
+        choice = self.omni.config.attach_config.cache
+        if tolerance is None and (choice is None or asked is None):
+            return None  # Every step is computed, or nothing special is asked for.
+        if tolerance is None and choice is not None and choice.backend != "auto":
+            message = f"Quality {quality!r} needs the cache auto (--cache auto), and this server has another."
+            raise ApiError(400, message, param="quality", code="unsupported_value")
+        most = self.config.max_tolerance
+        if asked is not None and most is not None and read_tolerance(asked) > most:
+            message = f"A tolerance of {asked} is above the limit of this server, {most:g}."
+            raise ApiError(400, message, param="quality" if tolerance is None else "tolerance", code="invalid_value")
+        return asked
 
     @cached_property
     def is_cached(self) -> bool:

@@ -9,10 +9,12 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from ..engine import OmniDiffusionSamplingParams
 from ..errors import nearest
 from ..files import parse_settings
+from ..tolerances import TOLERANCES
 from .api_errors import ApiError
 from .settings import Limits
 
@@ -26,6 +28,7 @@ _PATTERNS = {"prompt": "prompt is empty. Describe the image.",
 
 Text = Annotated[str, Field(min_length=0)]  # pydantic looks for halves of characters only where it counts them.
 Label = Annotated[str, Field(max_length=512)]
+Quality = Literal["auto", "high", "medium", "low", "hd", "standard"]
 Scale = Annotated[float, Field(ge=0, le=100)]
 
 
@@ -36,6 +39,21 @@ _LORA_SCHEMA: dict[str, Any] = {
     "required": ["name"],
     "additionalProperties": False,
 }
+
+
+def _named_tolerance(value: Any) -> Any:
+    """The number that a name stands for."""
+    if isinstance(value, str) and value not in TOLERANCES:
+        raise PydanticCustomError("literal_error", "Input should be a number from 0 to 1, 'exact', 'high' or 'fast'")
+    return TOLERANCES[value] if isinstance(value, str) else value
+
+
+Tolerance = Annotated[
+    Annotated[float, Field(ge=0, le=1)] | None,
+    BeforeValidator(_named_tolerance),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"enum": list(TOLERANCES)},
+                              {"type": "null"}]}),
+]  # fmt: skip
 
 
 class LoraBody(BaseModel):
@@ -75,7 +93,8 @@ class ImageBody(BaseModel):
     output_compression: int | None = Field(None, ge=0, le=100)
     stream: bool | None = None
     partial_images: int | None = Field(None, ge=0, le=3)
-    quality: Literal["auto"] | None = None
+    quality: Quality | None = None
+    tolerance: Tolerance = None
     background: Literal["auto", "opaque"] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None

@@ -96,6 +96,7 @@ class Images:
                 deadline_s=body.deadline,
                 num_previews=body.partial_images or 0,
                 exact=body.cache is False,
+                tolerance=self.state.tolerance_of(body.tolerance, body.quality),
                 lora=self.state.adapters_of(body.model, [adapter.model_dump() for adapter in body.lora or ()]),
             )
         except SamovarError as error:

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import SettingError, nearest
 from ..files import check_names, naming, read_mapping
 from ..offload.sizes import parse_bytes
+from ..tolerances import read_tolerance
 from .logs import FORMATS
 from .memory import BYTES_PER_PIXEL
 
@@ -63,6 +64,8 @@ class ServerConfig:
     log_format: str = "text"
     """"text", or "json" for one object per line."""
     limits: Limits = field(default_factory=Limits)
+    max_tolerance: float | None = None
+    """The most that a request may let the cache "auto" lose; by default whatever it asks for."""
     request_timeout_s: float = 30.0
     """How long a request may take to arrive, from its first byte to its last."""
     shutdown_timeout_s: float = 30.0
@@ -98,6 +101,8 @@ class ServerConfig:
             if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable() or name != name.strip():
                 message = f"{name!r} is not a name for clients. Expected one such as 'flux', of up to 200 characters."
                 raise SettingError(message, param="served_model_name")
+        if self.max_tolerance is not None:
+            object.__setattr__(self, "max_tolerance", read_tolerance(self.max_tolerance, "max_tolerance"))
         if self.log_format not in FORMATS:
             hint = nearest(str(self.log_format), FORMATS)
             raise SettingError(f"log_format={self.log_format!r} is not known. {hint}", param="log_format")

@@ -1,0 +1,25 @@
+"""How much may a cache lose? By number, or by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import SettingError, nearest
+
+TOLERANCES: Mapping[str, float] = {"exact": 0.0, "high": 0.016, "fast": 0.05}
+"""How far the skipped steps of a gap may take the sample off its way, relative to its size."""
+
+
+def read_tolerance(value: Any, name: str = "tolerance") -> float:
+    """The number that a tolerance stands for."""
+    if isinstance(value, str):
+        if value in TOLERANCES:
+            return TOLERANCES[value]
+        hint = nearest(value, TOLERANCES)
+    else:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf"):
+            return float(value)
+        hint = ""
+    expected = f"a number from 0 upwards or one of {', '.join(TOLERANCES)}"
+    raise SettingError(f"{name}={value!r:.200}; expected {expected}. {hint}".rstrip(), param=name)
