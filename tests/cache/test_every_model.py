@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from samovar.arch import find_anatomy
-from samovar.cache import TeaCacheConfig, TeaCacheHook, apply_teacache_hook
+from samovar.cache import AutoConfig, TeaCacheConfig, TeaCacheHook, apply_teacache_hook
 from samovar.hooks import call_context
 
 CASES = zoo.load()
@@ -100,6 +100,36 @@ def _check_skips(case: zoo.Case, loop: Stepped, hook: TeaCacheHook, exact: Any, 
     assert not calls
     hook.reset_state(loop.transformer)
     assert zoo.equal(run(case, loop, 2), exact[2]), "computing after skipping is exact"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_auto_on_every_class(case: zoo.Case) -> None:
+    """Computed steps have the model's bits; a skipped one runs nothing, and is a sum of what was computed."""
+    model = installed(case).build()
+    exact = [case.run(model, step) for step in range(4)]
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    with stepped(model) as loop:  # It takes two steps to see which arguments change, where their names do not say.
+        for step in range(3):
+            run(case, loop, step)
+    hook.reset_state(model)
+    calls: list[Any] = []
+    leaves = [module for module in model.modules() if not list(module.children())]
+    handles = [leaf.register_forward_pre_hook(lambda module, _: calls.append(module)) for leaf in leaves]
+    with stepped(model) as loop:
+        for step in range(3):
+            assert zoo.equal(run(case, loop, step), exact[step]), "computed"
+        calls.clear()
+        skipped = run(case, loop, 3)
+        assert hook.stats().branches["only"].mask == "###.", hook.stats().branches["only"].steps
+        assert not calls, "nothing runs"
+        assert all(torch.isfinite(t).all() for t in pytree.tree_leaves(skipped) if isinstance(t, torch.Tensor))
+        assert pytree.tree_structure(skipped) == pytree.tree_structure(exact[3])
+        tensors = zip(pytree.tree_leaves(skipped), pytree.tree_leaves(exact[3]), strict=True)
+        assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in tensors if isinstance(b, torch.Tensor))
+    for handle in handles:
+        handle.remove()
+    hook.detach()
+    assert zoo.equal(case.run(model), exact[0])
 
 
 def test_the_number_of_classes(record_property: Callable[[str, object], None]) -> None:
