@@ -26,7 +26,7 @@ import gpu_models as gpu
 import torch
 from diffusers import FirstBlockCacheConfig
 
-from samovar.cache import TeaCacheConfig, apply_teacache_hook
+from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
 
 TARGETS = {"skip_percent": {"flux": 1.0, "qwen": 0.8}, "computed_percent": 0.3, "promise_percent": 3.0}
 THRESHOLDS = (0.2, 0.4)
@@ -137,6 +137,11 @@ def samovar(first_steps: int = 1, scheduled: bool = False, **settings: Any) -> C
     return Contestant(attach, first_steps)
 
 
+def auto(model: torch.nn.Module, skips: bool) -> None:
+    """Every step is computed and judged; how many it skips where all may be is in the runs."""
+    apply_teacache_hook(model, AutoConfig(1e6 if skips else 1e-30))
+
+
 def first_block_cache(model: Any, skips: bool) -> None:
     model.enable_cache(FirstBlockCacheConfig(threshold=1e30 if skips else -1.0))
 
@@ -169,6 +174,7 @@ ALL = OURS | PEERS
 MAIN = "samovar reuse"
 CONTROL = "bare again"
 COMPUTED: dict[str, Attach] = {CONTROL: lambda model, skips: None}
+COMPUTED["samovar auto"] = auto
 COMPUTED |= {name: ALL[name].attach for name in (MAIN, "samovar linear of output", *PEERS)}
 PROFILED = (MAIN, "samovar reuse, schedule", "samovar linear of output, schedule")
 
@@ -261,9 +267,9 @@ def measure_runs(course: Course, skip_cost: float) -> list[dict[str, Any]]:
     device, rows = course.device, []
     bare = Line(course.model, course.run)
     bare_ms = [gpu.once_ms(lambda: bare.steps(STEPS), device)]
-    for threshold in THRESHOLDS:
+    for config in (*(TeaCacheConfig(rel_l1_thresh=threshold) for threshold in THRESHOLDS), AutoConfig(1e6)):
         line = Line(course.model, course.run)
-        hook = apply_teacache_hook(line.model, TeaCacheConfig(rel_l1_thresh=threshold))
+        hook = apply_teacache_hook(line.model, config)
         hook.refresh(line.model, STEPS)
         line.steps(STEPS // 5)  # What is found out about the model once is not the cost of a run.
         hook.refresh(line.model, STEPS)
@@ -275,7 +281,7 @@ def measure_runs(course: Course, skip_cost: float) -> list[dict[str, Any]]:
         computed, skipped = mask.count("#"), mask.count(".")
         if (computed, skipped) != (line.blocks_ran, STEPS - line.blocks_ran):
             raise RuntimeError(f"{line.blocks_ran} of {STEPS} steps were computed, but the statistics say:\n{stats}")
-        rows.append({"rel_l1_thresh": threshold, "computed": computed, "skipped": skipped, "mask": mask, "ms": ms})
+        rows.append({"setting": config.summary(), "computed": computed, "skipped": skipped, "mask": mask, "ms": ms})
     bare_ms.append(gpu.once_ms(lambda: bare.steps(STEPS), device))
     return [promise(row, sum(bare_ms) / 2, skip_cost) for row in rows]
 
@@ -364,7 +370,7 @@ def verdict(name: str, skipped: Mapping[str, Any], computed: Mapping[str, Any], 
         if key in computed:
             found[f"{key}: computed"] = computed[key]["over_bare_percent"]["median"] <= TARGETS["computed_percent"]
     for row in runs:
-        found[f"run at {row['rel_l1_thresh']}"] = abs(row["off_by_percent"]) <= TARGETS["promise_percent"]
+        found[f"run at {row['setting']}"] = abs(row["off_by_percent"]) <= TARGETS["promise_percent"]
     return found
 
 
@@ -386,7 +392,7 @@ def show(result: Mapping[str, Any]) -> None:
             line += f"{over['median']:+12.2f} % ({over['quarter']:+.2f} to {over['three_quarters']:+.2f})"
         print(line)
     for row in result["runs"]:
-        print(f"{STEPS} steps at {row['rel_l1_thresh']}: {row['computed']} computed, {row['skipped']} skipped, "
+        print(f"{STEPS} steps at {row['setting']}: {row['computed']} computed, {row['skipped']} skipped, "
               f"{row['speedup']:.3f}x; promised {row['promised_with_skip_cost']:.3f}x "
               f"({row['off_by_percent']:+.1f} %), by counts alone {row['promised_by_counts']:.3f}x")  # fmt: skip
     if result["holds"]:

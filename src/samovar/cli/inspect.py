@@ -30,7 +30,7 @@ _REQUEST = {
 _CONFIG_FILES = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 """What a pipeline is built from without weights: its configuration, schedulers, tokenizers and processors."""
 _WEIGHT_FILES = ["*.index.json", "*/*.index.json", "*/*/*"]
-_MODEL = "a built-in model, a folder or .gguf file, a hub name, or a class of diffusers"
+_MODEL = "a model, folder, .gguf file, hub name or class"
 
 
 def add_inspect(commands: Any) -> None:
