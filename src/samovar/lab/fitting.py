@@ -236,7 +236,7 @@ def fit_outliers(
         return None
     old = list(range(step))[-DEPTH:]
     mean = runs.mean(axis=0)
-    row = _solve(mean[np.ix_(old, old)], mean[old, step])
+    row = solve(mean[np.ix_(old, old)], mean[old, step])
     miss = np.zeros(len(mean))
     miss[[*old, step]] = *-row, 1.0
     squares = np.einsum("i,rij,j->r", miss, runs, miss) / np.maximum(runs[:, step, step], np.finfo(np.float64).tiny)
@@ -296,7 +296,7 @@ def _take(
     for number in skipped:  # Without these outputs the latents are off by them.
         drift[number * steps + step] -= products.guidance[number] * products.sizes[step]
     gram = products.values[np.ix_(indices, indices)] * np.outer(reach, reach)
-    weights = _solve(gram, -reach * (products.values[indices] @ drift))
+    weights = solve(gram, -reach * (products.values[indices] @ drift))
     drift[indices] += reach * weights
     fitted: dict[int, dict[int, float]] = {number: {} for number in skipped}
     for (number, old), weight in zip(used, weights.tolist(), strict=True):
@@ -304,7 +304,7 @@ def _take(
     return _Candidate(computed, drift, max(float(drift @ products.values @ drift), 0.0), past), fitted
 
 
-def _solve(gram: Vector, target: Vector) -> Vector:
+def solve(gram: Vector, target: Vector) -> Vector:
     """Least squares with a small ridge."""
     gram = gram.copy()
     gram[np.diag_indices(len(gram))] += _RIDGE * gram.diagonal().mean() + np.finfo(np.float64).tiny

@@ -1,10 +1,11 @@
 """Which steps should be computed if only a given number may be, and what are the others made of?
 
-Planned by `samovar.lab.fitting` from exact runs on the tuning prompts. Planning leaves out how the model reacts to an
+Planned by `samovar.lab.fitting` from exact runs on the tuning prompts. That leaves out how the model reacts to an
 error: usually it corrects it, but while it has not settled on an image it may turn to another one. Such outliers are
 recognised early in the run and get a plan with twice the computed steps; all other images compute a little less in
-return. All branches are computed at the same steps: with steps of their own their errors are smaller, and yet more
-images change.
+return. With strong guidance all images react: `samovar.lab.closed_loop` fits weights on the way that they make. Images
+decide which of these is used. All branches are computed at the same steps: with steps of their own their errors are
+smaller, and yet more images change.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SettingError
+from .closed_loop import ClosedLoop, even_mask, settings_of
 from .fitting import OUTLIER_SHARE, Products, Vector, fit_outliers, fit_schedule, fit_weights, outlier_step
 from .methods import OUTLIERS, Method, cached
 from .session import Row, Session
@@ -73,16 +75,47 @@ class SchedulePlanner:
         return cached("tea_cache", settings, name, family="samovar schedule")
 
 
+@dataclass(frozen=True)
+class ClosedPlanner:
+    """Plans schedules with weights fitted along the cached run itself: what the model answers to a drift is in them."""
+
+    loop: ClosedLoop
+    products: Products
+    is_even: bool
+    """Whether steps are computed at even distances, or where exact runs say."""
+    fewest = SchedulePlanner.fewest
+
+    def plan(self, computed: int) -> str:
+        """A mask with this many computed steps."""
+        if self.is_even:
+            return even_mask(len(self.products.sizes), computed)
+        return SchedulePlanner(self.products).plan(computed)
+
+    def settings(self, mask: str) -> dict[str, Any]:
+        """A cache's settings for a mask."""
+        return settings_of(mask, self.loop.fit(mask))
+
+    def method(self, mask: str) -> Method:
+        """A cache with this mask, named after it."""
+        name = f"schedule {mask} (fitted in closed loop)"
+        return cached("tea_cache", self.settings(mask), name, family="samovar schedule")
+
+
+Planner = SchedulePlanner | ClosedPlanner
+
+
 def choose_planner(
     session: Session, score: Callable[[Row], float], computed: int | None = None
-) -> tuple[SchedulePlanner, dict[str, tuple[Method, Row]]]:
+) -> tuple[Planner, dict[str, tuple[Method, Row]]]:
     """The planner whose plan for this number of computed steps scores highest; and the plans tried, by name."""
     session.exact(WATCHED)
     images = read_products(session.notes(WATCHED))
     products, early = Products.mean(images), early_products(images)
-    planners = [SchedulePlanner(products)]
+    planners: list[Planner] = [SchedulePlanner(products)]
     if early is not None and len(session.tasks) >= ENOUGH_IMAGES:
         planners.append(SchedulePlanner(products, early))
+    loop = ClosedLoop(session)
+    planners += [ClosedPlanner(loop, products, is_even=is_even) for is_even in (False, True)]
     count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}

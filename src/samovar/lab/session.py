@@ -148,7 +148,7 @@ class Session:
     ) -> None:
         """`name` distinguishes sessions that share a journal. `report` receives lines about the progress."""
         self.runner, self.tasks, self.journal = runner, list(tasks), journal
-        self._name, self._report = name, report
+        self._name, self.report = name, report
         self._exact: Row | None = None
         self._exact_forwards = 0
         self._is_warm = False
@@ -192,12 +192,12 @@ class Session:
         keys = [self._key(method, number) for number in range(len(batches))]
         if not all(key in self.journal for key in keys):
             if not self._is_warm:
-                self._report("warming up")
+                self.report("warming up")
                 self.runner.warm_up(batches[0])
                 self._is_warm = True
             with self.runner.under(method) as make:
                 for number, (key, tasks) in enumerate(zip(keys, batches, strict=True)):
-                    self._report(f"{method.name}: {number * self.runner.batch} of {len(self.tasks)} images")
+                    self.report(f"{method.name}: {number * self.runner.batch} of {len(self.tasks)} images")
                     if key not in self.journal:
                         self._record(number, key, make(tasks), is_exact, folder)
         return [self.journal[key] for key in keys]
