@@ -100,7 +100,7 @@ def test_a_model_may_come_after_options(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "make images from text" in capsys.readouterr().err
+    assert "make images, videos or sound" in capsys.readouterr().err
 
 
 def test_an_engine_that_fails_is_no_bad_input(

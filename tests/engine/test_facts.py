@@ -13,7 +13,7 @@ from PIL import Image
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import PipelineFacts, Request
 from samovar.engine.facts import facts_of
-from samovar.engine.inputs import Inputs
+from samovar.engine.input_media import Inputs
 from samovar.errors import SettingError
 
 TAKES = frozenset({"prompt", "height", "width", "num_inference_steps", "generator"})

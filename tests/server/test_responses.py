@@ -51,7 +51,7 @@ def test_images_come_in_the_format_asked_for(kind: str) -> None:
     assert (picture.format, picture.size, answer.size) == (kind.upper(), (40, 24), "40x24")
     assert [item["seed"] for item in body["data"]] == [7, 8]
     assert body["samovar"] == {
-        "seconds": 1.5, "num_inference_steps": 4, "notes": ["a note"], "cache": [], "memory_bytes": 5,
+        "seconds": 1.5, "num_inference_steps": 4, "notes": ["a note"], "cache": [], "lora": [], "memory_bytes": 5,
     }  # fmt: skip
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (3, 8, 11)
     if kind == "png":

@@ -1,7 +1,7 @@
 """How does a request become an image, a video or a sound?"""
 
 from .facts import PipelineFacts
-from .inputs import INPUT_NAMES, is_media
+from .input_media import INPUT_NAMES, is_media
 from .job import Job
 from .multirank import ImageWorker, MultirankWorker, is_under_torchrun, start_worker
 from .outputs import OutputKind

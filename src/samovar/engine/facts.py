@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SettingError, nearest
 from ..files import brief
 from ..media import upright_size
-from .inputs import Inputs, find_inputs
+from .input_media import Inputs, find_inputs
 from .outputs import OutputKind, find_output
 from .request import OmniDiffusionSamplingParams, Request
 

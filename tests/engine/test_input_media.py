@@ -10,7 +10,7 @@ from PIL import Image
 
 from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar import Omni
-from samovar.engine.inputs import Inputs, find_inputs
+from samovar.engine.input_media import Inputs, find_inputs
 from samovar.errors import SettingError
 from samovar.media import Audio, Video
 
