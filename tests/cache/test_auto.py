@@ -54,8 +54,9 @@ def test_a_large_tolerance_skips_and_a_skipped_step_runs_nothing(tiny: TinyPipel
     assert [tensor for tensor in tensors_in(*hooks_of(tiny, pipe)) if tensor.numel() > 1] == []
 
 
-@every
-def test_the_same_run_twice_gives_the_same_bits(tiny: TinyPipeline) -> None:
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_the_same_run_twice_gives_the_same_bits(name: str) -> None:
+    tiny = PIPELINES[name]
     pipe = tiny.build(0)
     Driven(pipe, 0.1)
     assert torch.equal(tiny.run(pipe, STEPS), tiny.run(pipe, STEPS))
