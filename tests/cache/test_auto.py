@@ -161,6 +161,33 @@ def test_the_result_stays_within_a_few_tolerances(steps: int, scale: float, tole
     assert 0 < worst <= 2 * gaps * tolerance
 
 
+@pytest.mark.parametrize("images", [1, 2])
+def test_branches_in_one_batch_are_judged_as_those_of_their_own(images: int) -> None:
+    """Guidance multiplies an error however the branches are called."""
+    mean, masks = MEAN[:images], []
+    for stacked in (False, True):
+        model = Known()
+        hook = apply_teacache_hook(model, AutoConfig(0.03))
+        found = sampled_as_a_batch(model, mean) if stacked else sampled(model, mean, 28, scale=4.5)
+        stats = hook.stats().branches["cond"]
+        masks.append((stats.mask, stats.computed_by_image(), found))
+    (mask, by_image, one), (same, also, other) = masks
+    assert "." in mask
+    assert (mask, by_image) == (same, also)
+    assert torch.allclose(one, other, atol=1e-4)
+
+
+def sampled_as_a_batch(model: Known, mean: torch.Tensor, steps: int = 28, scale: float = 4.5) -> torch.Tensor:
+    """The same as `sampled`, with both branches in one call."""
+    sample = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
+    conditioning = torch.cat([torch.zeros_like(mean), mean])
+    for now, then in itertools.pairwise(torch.linspace(1, 0, steps + 1)):
+        with torch.no_grad(), call_context(branch="cond"):
+            bare, output = model(torch.cat([sample, sample]), now.expand(2 * len(mean)), conditioning).chunk(2)
+        sample = sample + (then - now) * (bare + scale * (output - bare))
+    return sample
+
+
 def test_where_nothing_can_be_forecast_nothing_is_skipped() -> None:
     class Random(Known):
         def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:

@@ -26,7 +26,7 @@ from .decision import Agree, Verdict, measure
 from .forecast import take_apart
 from .inputs import Inputs, changes
 from .model import About, CacheableModel, Forward, Instruction, Outcome, side_effect
-from .pace import LEAST_KNOWN, Judged, count_images, numbers_in
+from .pace import LEAST_KNOWN, Judged, numbers_in
 from .rows import chosen
 from .stats import StepRecord
 from .step import AGAIN, Call, Plan, computed_alone, stray, times_on_device
@@ -206,9 +206,9 @@ class AutoSteps(NamedTuple):
         state.form, found = take_apart(outcome.output)
         history, numbers = state.rows, numbers_in(found or ())
         if leads and not len(history):
-            pace.begin(count_images(self._samples(call), found or ()) if numbers else 0)
+            pace.begin(self._samples(call), found or ())
         count = len(pace.images)
-        if found is None or not numbers or not count or any(count > 1 and len(rows) % count for rows in numbers):
+        if found is None or not numbers or any(count > 1 and len(rows) % count for rows in numbers):
             history.clear()
             return record, outcome.output
         due = pace.due if plan.outlook is not None else [True] * count

@@ -86,6 +86,8 @@ class Pace:
 
     def __init__(self) -> None:
         self.images: list[Image] = []
+        self._by_image = False
+        """Whether the outputs have rows for images, and for copies of them."""
         self._branches: dict[Hashable, RowHistory] = {}
         self._samples: Rows = ()
         """Of the last computed step."""
@@ -96,9 +98,10 @@ class Pace:
         self.drift: float | None = None
         """How far a forecast in place of the last computed step would have taken the worst image, if judged now."""
 
-    def begin(self, count: int) -> None:
-        """Begin with this many images."""
-        self.images, self._open = [Image() for _ in range(count)], ()
+    def begin(self, samples: Sequence[torch.Tensor], outputs: Tensors) -> None:
+        """Begin with the images that a call is about."""
+        count = count_images(samples, outputs)
+        self.images, self._by_image, self._open = [Image() for _ in range(count or 1)], count is not None, ()
 
     def computed(
         self, branch: Hashable, history: RowHistory, samples: Sequence[torch.Tensor] | None, due: Sequence[bool]
@@ -120,7 +123,7 @@ class Pace:
 
     def rows(self, samples: Sequence[torch.Tensor], outputs: Tensors) -> tuple[Rows, Rows]:
         """Samples and outputs with a row for each image, and for each of its copies."""
-        return rows_of(samples, numbers_in(outputs), by_image=len(self.images) > 1)
+        return rows_of(samples, numbers_in(outputs), by_image=self._by_image)
 
     def forget(self, branch: Hashable) -> None:
         """What a branch gave no longer tells what it will give."""
@@ -178,12 +181,12 @@ class Pace:
         return [Drifts(found, len(split[0]), [image.used for image in self.images], response) for found in read]
 
 
-def count_images(samples: Sequence[torch.Tensor], outputs: Tensors) -> int:
-    """How many images a call is about: 1 where its outputs have no row for each. This waits for the device."""
+def count_images(samples: Sequence[torch.Tensor], outputs: Tensors) -> int | None:
+    """How many images a call is about; None where its outputs have no row for each. This waits for the device."""
     lengths = {tensor.shape[:1] for tensor in outputs if tensor is not None}
     found, rows = rows_of(samples, numbers_in(outputs), by_image=True)
     if len(rows) != 1 or lengths != {rows[0].shape[:1]}:
-        return 1
+        return None
     return len(rows[0]) // (num_copies(found[0]) if found else 1)
 
 
