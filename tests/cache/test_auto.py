@@ -283,6 +283,20 @@ def test_a_model_that_writes_into_its_inputs_is_computed(inference: bool) -> Non
     assert float(mean.min()) == 8
 
 
+def test_a_model_that_returns_no_numbers_is_computed() -> None:
+    class Silent(Known):
+        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+            self.calls += 1
+            return {"tokens": torch.ones(1, dtype=torch.int64)}
+
+    model = Silent()
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    with torch.no_grad(), call_context(branch="cond"):
+        for step in range(8):
+            model(torch.randn(1, 4, 8, 8), torch.tensor([1 - step / 8]), MEAN[:1])
+    assert (hook.stats().skipped, model.calls) == (0, 8)
+
+
 def test_a_model_that_keeps_something_in_a_buffer_is_computed() -> None:
     class Keeper(Known):
         def __init__(self) -> None:

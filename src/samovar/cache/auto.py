@@ -205,10 +205,10 @@ class AutoSteps(NamedTuple):
             return record, outcome.output
         state.form, found = take_apart(outcome.output)
         history, numbers = state.rows, numbers_in(found or ())
-        if leads and not len(history):
+        if leads and numbers and not len(history):
             pace.begin(self._samples(call), found or ())
         count = len(pace.images)
-        if found is None or not numbers or any(count > 1 and len(rows) % count for rows in numbers):
+        if found is None or not numbers or not count or any(count > 1 and len(rows) % count for rows in numbers):
             history.clear()
             return record, outcome.output
         due = pace.due if plan.outlook is not None else [True] * count
