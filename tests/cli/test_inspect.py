@@ -128,6 +128,7 @@ def test_a_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"Host memory: 1\d\.\d\d GiB, 192.00 MiB of it as buffers.", lines[5])
 
 
+@pytest.mark.slow
 def test_a_plan_for_two_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     """38 GiB within 12 on the device and 8 on the host: the rest is read from disk, and the plan says how long."""
     command = ["plan", "QwenImageTransformer2DModel", "--gpu-memory", "12GiB", "--host-memory", "8GiB"]

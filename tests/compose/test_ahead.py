@@ -98,7 +98,8 @@ CASES = [
 FEW = [case for case in CASES if case == ("flux", "layerwise", {"parallel": RANKS["Ulysses 2"]})]
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [FEW, CASES], ids=["few", "all"])
 def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str, dict[str, Any]]]) -> None:
     assert cases
     for results in ranks.call(_on_a_rank, cases, limit_s=900.0):

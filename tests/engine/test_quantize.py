@@ -141,6 +141,7 @@ def test_components_are_quantised_each_as_asked(folder: Path) -> None:
     assert type(pipe.text_encoder_2.encoder.block[0].layer[0].SelfAttention.q.weight) is torch.nn.Parameter
 
 
+@pytest.mark.slow
 def test_a_worker_process_quantises_and_says_so(folder: Path) -> None:
     pytest.importorskip("torchao")
     supervisor = Supervisor(OmniDiffusionConfig(str(folder), device="cpu", progress=False, quantization="fp8"))

@@ -1,5 +1,6 @@
 """The log for people and for programs."""
 
+import pytest
 from __future__ import annotations
 
 import json
@@ -30,6 +31,7 @@ def test_a_record_is_one_line_of_json_with_what_was_added() -> None:
     assert set(said) == {"time", "level", "logger", "message", "status", "path", "exception"}
 
 
+@pytest.mark.slow
 def test_every_line_of_a_server_is_json(folder: Path, lora: dict[str, str]) -> None:
     """From loading to the figures of each request; a prompt is nobody's business."""
     with running(folder, "--log-format", "json", f"--lora=ink={lora['ink']}") as server:
