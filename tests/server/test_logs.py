@@ -1,6 +1,5 @@
 """The log for people and for programs."""
 
-import pytest
 from __future__ import annotations
 
 import json
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from samovar.server.logs import JsonFormatter
 
