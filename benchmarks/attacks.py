@@ -234,11 +234,11 @@ def run(server: Any, other: Address, seconds: float, clients: int, only: str) ->
                 found[f"{key}attacked_ms"] = [percentile(under[who], part) for part in (0.5, 0.99)]
             row[what] = {**found, "statuses": dict(statuses), "count": len(under[what])}
         rows.append(row)
-        print(f"{name:33}", "   ".join(told(what, row[what]) for what in asked), flush=True)
+        print(f"{name:33}", "   ".join(in_words(what, row[what]) for what in asked), flush=True)
     return rows
 
 
-def told(what: str, found: dict[str, Any]) -> str:
+def in_words(what: str, found: dict[str, Any]) -> str:
     """The 99th percentiles, for people."""
     ours, others = (
         "{:.1f} -> {:.1f} ms".format(*(found[f"{key}{when}_ms"][1] for when in ("quiet", "attacked")))

@@ -71,3 +71,16 @@ def test_what_cannot_be_read_is_named(read: object, name: str, tmp_path: Path) -
         with pytest.raises(SettingError, match=f"x '.*{name}'") as refused:
             read(tmp_path / name, "x")  # type: ignore[operator]
         assert refused.value.param == "x"
+
+
+def test_a_file_without_the_kind_that_is_asked_for(tmp_path: Path) -> None:
+    """It can be read, and is not said to be broken."""
+    Video(np.zeros((4, 16, 16, 3), np.uint8), 8.0).save(tmp_path / "silent.mp4")
+    with pytest.raises(SettingError) as refused:
+        read_audio(tmp_path / "silent.mp4")
+    assert str(refused.value).endswith("silent.mp4' has no audio in it.")
+    Audio(np.zeros((1, 800), np.float32), 8000).save(tmp_path / "sound.flac")
+    with pytest.raises(SettingError) as refused:
+        read_video(tmp_path / "sound.flac")
+    assert str(refused.value).endswith("sound.flac' has no video in it.")
+    assert "cannot be read" not in str(refused.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import wave
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,16 +56,9 @@ def read_video(file: str | Path, param: str = "video") -> Video:
         return _read_animation(file, param)
     import numpy as np
 
-    av = load_av(f"To read {str(file)!r}", "Without it, animations in GIF, WebP and PNG can be read.")
-    try:
-        with av.open(str(file)) as container:
-            if not container.streams.video:
-                raise SettingError(f"{param} {str(file)!r} has no video in it.", param=param)
-            stream = container.streams.video[0]
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-            rate = float(stream.average_rate or stream.base_rate or 24)
-    except (OSError, ValueError) as error:  # PyAV's own errors are one of them.
-        raise SettingError(f"{param} {str(file)!r} cannot be read as a video: {error}", param=param) from error
+    with _stream(file, "video", param, "Without it, animations in GIF, WebP and PNG can be read.") as (_, stream):
+        frames = [frame.to_ndarray(format="rgb24") for frame in stream.container.decode(stream)]
+        rate = float(stream.average_rate or stream.base_rate or 24)
     if not frames:
         raise SettingError(f"{param} {str(file)!r} has no frames.", param=param)
     return Video(np.stack(frames), rate)
@@ -78,7 +73,7 @@ def _read_animation(file: str | Path, param: str) -> Video:
             each = ImageSequence.Iterator(image)
             shown = [(np.asarray(frame.convert("RGB")), frame.info.get("duration", 0)) for frame in each]
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise SettingError(f"{param} {str(file)!r} cannot be read as a video: {error}", param=param) from error
+        raise SettingError(f"{param} {str(file)!r} cannot be read as video: {error}", param=param) from error
     seconds = sum(duration for _, duration in shown) / 1000
     return Video(np.stack([frame for frame, _ in shown]), len(shown) / seconds if seconds else 24.0)
 
@@ -97,19 +92,29 @@ def read_audio(file: str | Path, param: str = "audio") -> Audio:
     except (OSError, EOFError, wave.Error) as error:
         if isinstance(error, FileNotFoundError):
             raise SettingError(f"{param} {str(file)!r} is not there.", param=param) from error
-    av = load_av(f"To read {str(file)!r}", "Without it, .wav files of 16 bits can be read.")
+    with _stream(file, "audio", param, "Without it, .wav files of 16 bits can be read.") as (av, stream):
+        resampler = av.AudioResampler(format="fltp", layout=stream.layout.name, rate=stream.rate)
+        decoded = [part for frame in stream.container.decode(stream) for part in resampler.resample(frame)]
+        parts = [part.to_ndarray() for part in [*decoded, *resampler.resample(None)]]
+        rate = int(stream.rate)
+    if not parts:
+        raise SettingError(f"{param} {str(file)!r} has no samples.", param=param)
+    return Audio(np.concatenate(parts, axis=1), rate)
+
+
+@contextlib.contextmanager
+def _stream(file: str | Path, kind: str, param: str, remedy: str) -> Iterator[tuple[Any, Any]]:
+    """PyAV, and the first stream of a kind in a file."""
+    av = load_av(f"To read {str(file)!r}", remedy)
     try:
         with av.open(str(file)) as container:
-            if not container.streams.audio:
-                raise SettingError(f"{param} {str(file)!r} has no sound in it.", param=param)
-            stream = container.streams.audio[0]
-            resampler = av.AudioResampler(format="fltp", layout=stream.layout.name, rate=stream.rate)
-            decoded = [part for frame in container.decode(stream) for part in resampler.resample(frame)]
-            parts = [part.to_ndarray() for part in [*decoded, *resampler.resample(None)]]
-            rate = int(stream.rate)
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{param} {str(file)!r} cannot be read as sound: {error}", param=param) from error
-    return Audio(np.concatenate(parts, axis=1), rate)
+            streams = getattr(container.streams, kind)
+            if streams:
+                yield av, streams[0]
+                return
+    except (OSError, ValueError) as error:  # PyAV's own errors are one of them.
+        raise SettingError(f"{param} {str(file)!r} cannot be read as {kind}: {error}", param=param) from error
+    raise SettingError(f"{param} {str(file)!r} has no {kind} in it.", param=param)
 
 
 def read_media(file: str | Path, param: str) -> Any:
