@@ -83,3 +83,13 @@ def test_peers_are_told() -> None:
     with attach(pipe, "tea_cache") as attached:
         names = [feature.name for feature in attached.explain().features]
     assert names == ["cache", "diffusers' layerwise_casting"]
+
+
+def test_auto_is_no_teacache_and_touches_no_block() -> None:
+    pipe = PIPELINES["flux"].build(0)
+    with attach(pipe, cache="auto", offload={"mode": "layerwise", "device": "cpu"}) as attached:
+        text = str(attached.explain())
+    assert "cache: auto tolerance=high" in text
+    assert "leaves out whole forwards" in text
+    assert "copies of the few weights" not in text
+    assert "blocks hold" not in text

@@ -13,7 +13,7 @@ import torch
 from ..arch import ModuleDiscovery, coverage, find_anatomy
 from ..arch.modules import named_parts, unwrapped
 from ..arch.skeleton import loaded_parts
-from ..cache import TeaCacheBackend
+from ..cache import AutoConfig, CacheBackend, TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
 from ..other_libraries import compiled_call, quantised_as
 from .config import skipped_share
@@ -140,10 +140,7 @@ def _features(attached: Attached) -> Iterator[Feature]:
         why = "each rank computes its own branches; the first step runs on all ranks to count them"
         yield Feature("CFG parallel", f"{parallel.cfg_parallel_size} ranks", why)
     if cache is not None:
-        about = cache.config.summary() if isinstance(cache, TeaCacheBackend) else ""
-        covered = _covered(attached.denoisers) if isinstance(cache, TeaCacheBackend) else ()
-        settings = "\n".join((f"{type(cache).__name__.removesuffix('Backend')} {about}".strip(), *covered))
-        yield Feature("cache", settings, "skips steps that would change little")
+        yield _cache(cache, attached.denoisers)
     if attached.regions:
         classes = sorted({type(block).__name__ for block in attached.regions.values()})
         compiler = "torch's default compiler" if attached.config.compile is True else f"{attached.config.compile}"
@@ -162,6 +159,16 @@ def _features(attached: Attached) -> Iterator[Feature]:
         yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
 
 
+def _cache(cache: CacheBackend, denoisers: dict[str, torch.nn.Module]) -> Feature:
+    if not isinstance(cache, TeaCacheBackend):
+        return Feature("cache", type(cache).__name__.removesuffix("Backend"), "skips steps that would change little")
+    if isinstance(cache.config, AutoConfig):
+        why = "leaves out whole forwards, as many as the error of its last forecast allows"
+        return Feature("cache", f"auto {cache.config.summary()}", why)
+    settings = "\n".join((f"TeaCache {cache.config.summary()}", *_covered(denoisers)))
+    return Feature("cache", settings, "skips steps that would change little")
+
+
 def _covered(denoisers: dict[str, torch.nn.Module]) -> Iterator[str]:
     """For each denoiser made of blocks, the share they hold: the rest also runs at skipped steps."""
     for name, module in denoisers.items():
@@ -178,6 +185,7 @@ def _interactions(attached: Attached) -> Iterator[str]:
         share = skipped_share(config.cache)
         skips = "no forwards, as their number is not known yet" if share is None else f"{share:.0%} of the forwards"
         yield f"the offload planner assumes that the cache skips {skips}"
+    if offloaded is not None and config.cache is not None and not isinstance(config.cache.settings, AutoConfig):
         yield "the cache keeps its own copies of the few weights that it needs to decide, if their block is offloaded"
     if offloaded is not None:
         yield f"the pipeline creates its latents on {offloaded.execution_device}, wherever its weights are"
