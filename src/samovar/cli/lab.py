@@ -25,11 +25,11 @@ _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; m
 
 
 def add_compare(commands: Any) -> None:
-    parser = _add_command(commands, _compare)
+    parser = _add_command(commands, _compare, is_quantised=False)
     parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
     parser.add_argument("--quantization", action="append", metavar="KIND",
-                        help="int8, fp8, int4, nf4 or a .gguf file, or COMPONENT=KIND,COMPONENT=KIND; may be repeated"
-    )  # fmt: skip
+                        help="weights to set beside the exact ones: int8, fp8, int4, nf4 or a .gguf file, or "
+                        "COMPONENT=KIND,COMPONENT=KIND; may be repeated")  # fmt: skip
     _add_prompts(parser, "testing", 4)
 
 
@@ -61,7 +61,8 @@ def add_bench(commands: Any) -> None:
     _add_prompts(parser, "testing", 64, seeds=4, test="test-")
 
 
-def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
+def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_quantised: bool = True) -> Any:
+    """`is_quantised`: whether the images that count as exact may be those of quantised weights."""
     parser = arguments.add_command(commands, run)
     arguments.add_model(parser)
     name = run.__name__.lstrip("_")
@@ -73,6 +74,13 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any
     arguments.add_device_options(group)
     group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
     group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
+    group = parser.add_argument_group("speed and memory", "As in generate. Offload leaves images bit for bit the same.")
+    arguments.add_memory_options(group)
+    if is_quantised:
+        arguments.add_quantization(group)
+    if name in ("compare", "tune"):  # Peers take no compiled blocks, and a calibration is not timed.
+        arguments.add_switch(group, "--compile", "compile the denoiser's blocks")
+    arguments.add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     return parser
 
 
@@ -163,7 +171,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     examples:
       samovar tune --target-psnr 30 --steps 50
-      samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt
+      samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt --gpu-memory 12GiB
     """
     from ..lab.tune import Target, tune
 
@@ -257,11 +265,13 @@ class _Experiment:
 
     def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
         from ..engine import OmniDiffusionSamplingParams
-        from ..lab.image_runner import ImageRunner
+        from ..lab.image_runner import ENGINE_SETTINGS, ImageRunner
         from ..lab.session import Journal
 
         params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
-        settings = arguments.given(options, ("batch", "dtype", "device"))
+        # What is compared with the exact images is no setting of theirs.
+        names = [name for name in ENGINE_SETTINGS if (options.command, name) != ("compare", "quantization")]
+        settings = arguments.given(options, ("batch", "dtype", "device")) | arguments.engine_settings(options, names)
         self.runner = ImageRunner(arguments.model_of(options) or "emoji", params, **settings)
         self.folder: Path = options.output or Path(options.command)
         self._options, self._status = options, status
@@ -299,7 +309,11 @@ class _Experiment:
 def _experiment(options: argparse.Namespace, **depends: Any) -> Iterator[_Experiment]:
     """`depends` are all settings that the figures depend on, besides the model's."""
     with Status("loading the model", options.quiet) as status:
-        yield _Experiment(options, status, depends)
+        experiment = _Experiment(options, status, depends)
+        try:
+            yield experiment
+        finally:
+            experiment.runner.close()
 
 
 def _methods(options: argparse.Namespace) -> list[Method]:
