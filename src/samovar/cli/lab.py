@@ -178,6 +178,7 @@ def _tune(options: argparse.Namespace) -> int:
     ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
     target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
     tasks, test_tasks = _disjoint_tasks(options)
+    target.check_tasks(tasks)
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
         found = tune(tuning, testing, target, refinements=options.refine)
@@ -327,12 +328,30 @@ def _methods(options: argparse.Namespace) -> list[Method]:
 def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
     from ..lab.image_runner import make_tasks, read_prompts
 
+    _check_prompts(options)
     count = getattr(options, f"num_{which}prompts")
     prompts = read_prompts(getattr(options, f"{which}prompts"), count)
     if count is None:
         prompts = prompts[: getattr(options, f"most_{which}prompts")]
     first = options.first_seed + (100_000 if which else 0)  # Held-out images have their own noise too.
     return make_tasks(prompts, getattr(options, f"{which}seeds"), first)
+
+
+def _check_prompts(options: argparse.Namespace) -> None:
+    """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
+    from ..builtin import BUILTIN_MODELS
+    from ..engine.models import find_model
+    from ..lab.image_runner import SHIPPED
+
+    model = arguments.model_of(options) or "emoji"
+    missing = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
+    if missing and find_model(model) != BUILTIN_MODELS["emoji"]:
+        asked = " and ".join(f"--{name.replace('_', '-')} FILE" for name in missing)
+        raise SettingError(
+            f"{model!r} needs prompts of its own kind, and the shipped ones are captions of emoji. Give {asked}, with "
+            "one prompt per line.",
+            param=missing[0],
+        )
 
 
 def _disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
