@@ -47,7 +47,7 @@ def load(path: Path, settings: Settings) -> tuple[dict[str, Tensor], Progress] |
         return None
     with safe_open(path, "pt") as file:
         header = file.metadata()
-    if Settings.from_json(header["settings"]) != settings:
+    if type(settings).from_json(header["settings"]) != settings:
         raise ValueError(
             f"{path} was made with {header['settings']}, this run has {settings.to_json()}: "
             "give the same settings, or another --out"
