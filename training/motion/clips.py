@@ -103,7 +103,10 @@ def draw(pictures: Tensor, motions: Tensor, generator: torch.Generator) -> Tenso
     across, down, size, angle, strength = (value.flatten() for value in paths(motions, generator))
     cos, sin = angle.cos() / size, angle.sin() / size
     # where on the picture a point of the canvas comes from: shifted back, turned back, scaled up
-    rows = [torch.stack([cos, sin, -cos * across - sin * down], 1), torch.stack([-sin, cos, sin * across - cos * down], 1)]
+    rows = [
+        torch.stack([cos, sin, -cos * across - sin * down], 1),
+        torch.stack([-sin, cos, sin * across - cos * down], 1),
+    ]
     grid = F.affine_grid(torch.stack(rows, 1), [len(size), 3, 2 * SIDE, 2 * SIDE], align_corners=False)
     shadow = 1 - pictures.permute(0, 3, 1, 2).float() / 255
     shadow = shadow.repeat_interleave(FRAMES, 0)

@@ -69,7 +69,9 @@ def score(judge: Judge, clips: Tensor, asked: Sequence[tuple[int, int]], names: 
 
 
 @torch.no_grad()
-def judge_figures(judge: Judge, vae: Any, pictures: Tensor, names: Tensor, rows: Sequence[Row], count: int) -> dict[str, Any]:
+def judge_figures(
+    judge: Judge, vae: Any, pictures: Tensor, names: Tensor, rows: Sequence[Row], count: int
+) -> dict[str, Any]:
     """The judge's own accuracy on real clips that it has not seen, and through the autoencoder."""
     asked = cases(rows, count, 3)
     generator = torch.Generator(pictures.device).manual_seed((1 << 40) + 5)

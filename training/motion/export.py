@@ -21,6 +21,7 @@ from training.motion.settings import MotionConfig
 
 LARGEST = 24 * 2**20
 PART = 15 * 2**20
+RATE = 12  # frames per second
 STEPS, GUIDANCE, SHIFT = 24, 3.0, 2.0  # until the evaluation chooses better ones
 
 
@@ -68,7 +69,8 @@ def export(
 
 
 def write_defaults(out: Path, values: dict[str, Any], shift: float) -> None:
-    (out / "samovar.json").write_text(json.dumps(values, indent=2) + "\n")
+    """What the engine takes from the folder: the call's arguments, the frame rate and the scheduler's shift."""
+    (out / "samovar.json").write_text(json.dumps({**values, "fps": RATE}, indent=2) + "\n")
     edit_json(out / "scheduler" / "scheduler_config.json", shift=shift)
 
 

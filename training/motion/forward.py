@@ -12,8 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.forward import Block, Weights, _linear, attend, block_weights, halves, layer_norm, rms_norm, rotate
-from training.forward import time_embedding
+from training.forward import (
+    Block,
+    Weights,
+    _linear,
+    attend,
+    block_weights,
+    halves,
+    layer_norm,
+    rms_norm,
+    rotate,
+    time_embedding,
+)
 from training.motion.settings import MotionConfig
 
 LINEARS = (
@@ -45,7 +55,10 @@ def block(
     dim = 2 * cos.shape[-1]
     shift, scale, gate, shift2, scale2, gate2 = (table + modulation).chunk(6, 1)
     y = layer_norm(x) * (1 + scale) + shift
-    weight, offset = torch.cat([halves(q[0], dim), halves(k[0], dim), v[0]]), torch.cat([halves(q[1], dim), halves(k[1], dim), v[1]])
+    weight, offset = (
+        torch.cat([halves(q[0], dim), halves(k[0], dim), v[0]]),
+        torch.cat([halves(q[1], dim), halves(k[1], dim), v[1]]),
+    )
     query, key, value = F.linear(y, weight, offset).chunk(3, -1)
     query, key = rms_norm(query, halves(nq, dim)), rms_norm(key, halves(nk, dim))
     query, key, value = (part.unflatten(-1, (-1, dim)) for part in (query, key, value))
@@ -81,12 +94,14 @@ def wan(
 def umt5(w: Weights, config: MotionConfig, ids: Tensor, mask: Tensor, buckets: Tensor) -> Tensor:
     """UMT5EncoderModel's last hidden states, zero where `mask` (N, tokens) is False, as in WanPipeline."""
     x = F.embedding(ids, w["shared.weight"])
-    hidden = torch.where(mask, 0.0, -1e9)[:, None, None]
+    hidden = (~mask).float()[:, None, None] * -1e9
     for i in range(config.text_layers):
         attention, feed = f"encoder.block.{i}.layer.0", f"encoder.block.{i}.layer.1"
         y = rms_norm(x, w[f"{attention}.layer_norm.weight"])
         q, k, v = (
-            F.linear(y, w[f"{attention}.SelfAttention.{n}.weight"]).unflatten(-1, (-1, config.text_head_dim)).transpose(1, 2)
+            F.linear(y, w[f"{attention}.SelfAttention.{n}.weight"])
+            .unflatten(-1, (-1, config.text_head_dim))
+            .transpose(1, 2)
             for n in "qkv"
         )
         bias = F.embedding(buckets, w[f"{attention}.SelfAttention.relative_attention_bias.weight"]).permute(2, 0, 1)
@@ -95,5 +110,7 @@ def umt5(w: Weights, config: MotionConfig, ids: Tensor, mask: Tensor, buckets: T
         x = x + F.linear(mixed, w[f"{attention}.SelfAttention.o.weight"])
         y = rms_norm(x, w[f"{feed}.layer_norm.weight"])
         gate = F.gelu(F.linear(y, w[f"{feed}.DenseReluDense.wi_0.weight"]), approximate="tanh")
-        x = x + F.linear(gate * F.linear(y, w[f"{feed}.DenseReluDense.wi_1.weight"]), w[f"{feed}.DenseReluDense.wo.weight"])
+        x = x + F.linear(
+            gate * F.linear(y, w[f"{feed}.DenseReluDense.wi_1.weight"]), w[f"{feed}.DenseReluDense.wo.weight"]
+        )
     return rms_norm(x, w["encoder.final_layer_norm.weight"]) * mask[..., None]

@@ -6,6 +6,7 @@ autoencoder makes of a real one: its accuracy on both stands beside the model's 
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import torch
@@ -31,7 +32,7 @@ class Judge(nn.Module):
         super().__init__()
         widths = [width, 2 * width, 4 * width, 8 * width]
         layers = [layer(3, width, 2), layer(width, width, 1)]
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             layers += [layer(before, after, 2), layer(after, after, 1)]
         self.body = nn.Sequential(*layers)
         self.name = nn.Linear(2 * widths[-1], names)
@@ -40,7 +41,9 @@ class Judge(nn.Module):
     def forward(self, clips: Tensor) -> tuple[Tensor, Tensor]:
         x = self.body(clips)
         pooled = torch.cat([x.amax((2, 3, 4)), x.mean((2, 3, 4))], 1)
-        return self.name(F.dropout(pooled, 0.2, self.training)), self.motion(F.dropout(x.flatten(1), 0.2, self.training))
+        return self.name(F.dropout(pooled, 0.2, self.training)), self.motion(
+            F.dropout(x.flatten(1), 0.2, self.training)
+        )
 
 
 def dirtied(clips: Tensor, generator: torch.Generator) -> Tensor:
@@ -50,7 +53,9 @@ def dirtied(clips: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(len(clips), *shape, 1, 1, generator=generator, device=clips.device)
 
     flat = clips.transpose(1, 2).flatten(0, 1)
-    blurred = F.avg_pool2d(F.pad(flat, (1, 1, 1, 1), mode="replicate"), 3, 1).unflatten(0, (len(clips), -1)).transpose(1, 2)
+    blurred = (
+        F.avg_pool2d(F.pad(flat, (1, 1, 1, 1), mode="replicate"), 3, 1).unflatten(0, (len(clips), -1)).transpose(1, 2)
+    )
     out = torch.lerp(clips, blurred, chance(1, 1))
     out = 1 - (1 - out) * (0.8 + 0.4 * chance(3, 1))
     noise = torch.randn(clips.shape, generator=generator, device=clips.device)

@@ -18,12 +18,14 @@ def build_vae(config: MotionConfig) -> Any:
     from diffusers import AutoencoderKLWan
 
     channels, levels = config.latent_channels, len(config.channel_steps) - 1
-    return AutoencoderKLWan(
+    vae = AutoencoderKLWan(
         base_dim=config.encoder_channels, decoder_base_dim=config.decoder_channels, z_dim=channels,
         dim_mult=list(config.channel_steps), num_res_blocks=1, temperal_downsample=[True] * levels,
         is_residual=True, patch_size=2, in_channels=12, out_channels=12, latents_mean=[0.0] * channels,
         latents_std=[1.0] * channels, scale_factor_temporal=2**levels, scale_factor_spatial=config.spatial,
     )  # fmt: skip
+    nn.init.ones_(vae.decoder.conv_out.bias)  # white, as most of a clip is
+    return vae
 
 
 def build_transformer(config: MotionConfig) -> Any:
@@ -89,15 +91,19 @@ def over_whole_clips(vae: Any) -> None:
 def encode(vae: Any, clips: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and log variance of clips (N, 3, T, H, W)."""
     n, c, t, h, w = clips.shape
-    patches = clips.view(n, c, t, h // 2, 2, w // 2, 2).permute(0, 1, 6, 4, 2, 3, 5).reshape(n, 4 * c, t, h // 2, w // 2)
-    patches = patches.contiguous(memory_format=torch.channels_last_3d)
+    patches = (
+        clips.view(n, c, t, h // 2, 2, w // 2, 2).permute(0, 1, 6, 4, 2, 3, 5).reshape(n, 4 * c, t, h // 2, w // 2)
+    )
+    if clips.is_cuda:  # what its kernels want
+        patches = patches.contiguous(memory_format=torch.channels_last_3d)
     mean, logvar = vae.quant_conv(vae.encoder(patches)).float().chunk(2, 1)
     return mean, logvar
 
 
 def decode(vae: Any, latents: Tensor) -> Tensor:
     """The clips of latents."""
-    latents = latents.contiguous(memory_format=torch.channels_last_3d)
+    if latents.is_cuda:
+        latents = latents.contiguous(memory_format=torch.channels_last_3d)
     out = vae.decoder(vae.post_quant_conv(latents), first_chunk=True).float()
     n, c, t, h, w = out.shape
     return out.reshape(n, c // 4, 2, 2, t, h, w).permute(0, 1, 4, 5, 3, 6, 2).reshape(n, c // 4, t, 2 * h, 2 * w)

@@ -22,10 +22,10 @@ class MotionConfig:
     text_layers: int = 2
     text_head_dim: int = 32
     text_tokens: int = 32
-    vae_batch: int = 64
-    vae_lr: float = 2e-3
+    vae_batch: int = 32
+    vae_lr: float = 1.5e-3
     vae_kl: float = 3e-5
-    vae_noise: float = 0.1
+    vae_noise: float = 0.2
     """Largest extra noise on the latents, in their own deviations: a decoder that forgives."""
     flow_batch: int = 512
     lr: float = 1e-3

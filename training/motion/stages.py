@@ -95,7 +95,9 @@ def bank(vae: Any, pictures: Tensor, config: MotionConfig, deadline: float, chun
         for part in cases.split(chunk):
             clips = draw(pictures[part // len(KINDS)], part % len(KINDS), generator)
             with torch.autocast(device.type, torch.bfloat16, enabled=clips.is_cuda):
-                some.append(models.encode(vae, clips)[0].flatten(2).mT.to(torch.bfloat16 if clips.is_cuda else clips.dtype))
+                some.append(
+                    models.encode(vae, clips)[0].flatten(2).mT.to(torch.bfloat16 if clips.is_cuda else clips.dtype)
+                )
         draws.append(torch.cat(some))
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -121,7 +123,9 @@ class ClipFlow(FlowStage):
         self.ids, self.of_case = (part.to(self.device) for part in texts)
         self.batch_size = config.flow_batch
         self.dtype = torch.bfloat16 if latents.is_cuda else torch.float32
-        self.layout = make_layout({n: tuple(w.shape) for n, w in weights.items()}, lambda n, s: "transformer.blocks" in n)
+        self.layout = make_layout(
+            {n: tuple(w.shape) for n, w in weights.items()}, lambda n, s: "transformer.blocks" in n
+        )
         self.optimiser = Optimiser(self.layout, self.layout.flatten(weights).to(self.device), 0.01)
         side = math.isqrt(latents.shape[2] // 5)
         self.rope = forward.rotary(config, (5, side, side), self.device)

@@ -32,22 +32,9 @@ from training.motion.judge import train_judge
 from training.motion.settings import TINY, MotionConfig
 
 MODES = ("graph-compiled", "graph", "eager")
-# when each stage ends, as a share of the time
-VAE, JUDGE, BANK, HALF, FLOW, END = 0.22, 0.29, 0.325, 0.62, 0.88, 0.98
-
-
-class Until(loop.Budget):
-    """A budget that ends at a moment; it begins when it is first asked."""
-
-    def __init__(self, deadline: float) -> None:
-        object.__setattr__(self, "deadline", deadline)
-        object.__setattr__(self, "total", None)
-
-    def fraction(self, progress: Progress) -> float:
-        if self.total is None:  # type: ignore[attr-defined]
-            left = self.deadline - time.monotonic()  # type: ignore[attr-defined]
-            object.__setattr__(self, "total", max(1e-3, progress.seconds + left))
-        return progress.seconds / self.total  # type: ignore[attr-defined]
+VAE_STEPS, VAE_SHARE = 2000, (0.14, 0.27)  # so many steps if they fit into so much of the time
+JUDGE, BANK = 0.07, 0.035  # shares of the time after that
+HALF, FLOW, END = 0.62, 0.88, 0.98  # when they end
 
 
 class Run:
@@ -89,12 +76,12 @@ class Run:
         self.metrics.update(figures)
         (self.out / "metrics.json").write_text(json.dumps(self.metrics, indent=1) + "\n")
 
-    def train(self, stage: Any, deadline: float, budget: loop.Budget, path: Path) -> Progress:
+    def train(self, stage: Any, deadline: float, budget: loop.Until, path: Path) -> Progress:
         """Until `deadline`, in the fastest mode that works."""
         modes = MODES[MODES.index(self.mode) :] if self.device.type == "cuda" else ("eager",)
         for mode in modes:
             try:
-                return loop.run(stage, budget, path, self.config, mode, deadline, self.log)  # type: ignore[arg-type]
+                return loop.run(stage, budget, path, self.config, mode, deadline, self.log)
             except Exception:
                 self.log(f"{stage.name}: mode {mode} failed\n{traceback.format_exc()}")
                 if mode == modes[-1]:
@@ -121,25 +108,40 @@ def warm_up(run: Run) -> None:
     loop.check_compiled(flow_stage(run, torch.randn(shape, device=run.device).bfloat16()), print)
 
 
+def vae_share(run: Run, stage: stages.ClipVae) -> float:
+    """When the autoencoder's time should end, as a share of all: how fast is a step here?"""
+    for step in range(9):
+        if step == 4:  # the first ones choose their kernels
+            began = time.monotonic()
+        stage.gradient(stage.batch(step), 0.0, stage.optimiser.master)[0].item()
+    pace = (time.monotonic() - began) / 5
+    wanted = (time.monotonic() - run.began + VAE_STEPS * pace) / run.seconds
+    run.log(f"vae: {1000 * pace:.0f} ms a step")
+    return min(max(wanted, VAE_SHARE[0]), VAE_SHARE[1])
+
+
 def train_all(run: Run) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     vae_stage = stages.ClipVae(run.config, run.pictures)
-    vae_budget = Until(run.at(VAE))
-    progress = loop.run(vae_stage, vae_budget, run.work / "vae.safetensors", run.config, "eager", run.at(VAE), run.log)  # type: ignore[arg-type]
+    spent = vae_share(run, vae_stage)
+    end = run.at(spent)
+    progress = loop.run(vae_stage, loop.Until(end), run.work / "vae.safetensors", run.config, "eager", end, run.log)
     vae = vae_stage.averaged()
     vae_weights = {name: value.detach().clone() for name, value in vae_stage.parameters.items()}
     run.save(vae_steps=progress.step, vae_seconds=round(progress.seconds, 1))
-    judge, steps = train_judge(run.config, run.pictures, run.names, run.at(JUDGE))
+    judge, steps = train_judge(run.config, run.pictures, run.names, run.at(spent + JUDGE))
     run.save(judge_steps=steps, judge=judge_figures(judge, vae, run.pictures, run.names, run.rows, 2 * run.counts[0]))
     run.log(f"judge: {steps} steps, {run.metrics['judge']}")
-    latents = stages.bank(vae, run.pictures, run.config, run.at(BANK))
+    latents = stages.bank(vae, run.pictures, run.config, run.at(spent + JUDGE + BANK))
     stage = flow_stage(run, latents)
     run.log(f"latents: {tuple(latents.shape)}, mean deviation {stage.std.mean().item():.3f}")
-    folder, budget = run.work / "motion", Until(run.at(FLOW))
+    folder, budget = run.work / "motion", loop.Until(run.at(FLOW))
     for end in (HALF, FLOW):
         progress = run.train(stage, run.at(end), budget, run.work / "flow.safetensors")
-        size = export(folder, run.config, vae_weights, stage.averaged(), (stage.mean, stage.std), run.tokenizer, run.sources)
+        size = export(
+            folder, run.config, vae_weights, stage.averaged(), (stage.mean, stage.std), run.tokenizer, run.sources
+        )
         pack(folder, run.out)
         figures = {"flow_steps": progress.step, "flow_seconds": round(progress.seconds, 1), "flow_loss": progress.loss}
         run.save(bytes=size, draws=len(latents), **figures)
@@ -149,6 +151,7 @@ def train_all(run: Run) -> None:
 
 def finish(run: Run, judge: Any, folder: Path) -> None:
     """Judge the exported folder and give it the defaults that did best."""
+    torch.backends.cudnn.benchmark = False  # many shapes, each a few times
     sampler = Sampler(folder, run.device, 8 if run.config == TINY else 128)
     call, shift = defaults(run.config), 2.0
     looks = cases(run.rows, 24, 4)
