@@ -22,24 +22,23 @@ skull|alien|alien monster|robot|red heart|blue heart|green heart|broken heart|th
 grinning face|angry face|clown face|crying face|nerd face|cold face|eye|brain|tooth|baby|astronaut|ninja|
 monkey face|gorilla|dog face|poodle|wolf|fox|raccoon|cat face|black cat|lion|tiger face|horse face|unicorn|zebra|
 deer|cow face|pig face|ram|camel|llama|giraffe|elephant|rhinoceros|hippopotamus|mouse face|hamster|rabbit face|
-hedgehog|bat|bear|koala|panda|sloth|skunk|kangaroo|turkey|rooster|baby chick|penguin|dove|eagle|duck|swan|owl|flamingo|
-peacock|parrot|frog|crocodile|turtle|snake|dragon face|sauropod|t-rex|spouting whale|dolphin|tropical fish|blowfish|
-shark|octopus|spiral shell|crab|lobster|squid|snail|butterfly|honeybee|lady beetle|spider|scorpion|rose|sunflower|
-tulip|potted plant|evergreen tree|palm tree|cactus|maple leaf|mushroom|
-grapes|watermelon|lemon|banana|pineapple|red apple|green apple|pear|peach|cherries|strawberry|tomato|avocado|eggplant|
-carrot|hot pepper|broccoli|croissant|pretzel|pancakes|waffle|cheese wedge|poultry leg|bacon|hamburger|french fries|
-pizza|hot dog|taco|popcorn|ice cream|doughnut|birthday cake|cupcake|lollipop|honey pot|hot beverage|teapot|wine glass|
-cocktail glass|beer mug|bubble tea|
-volcano|house|castle|tent|ferris wheel|locomotive|bus|ambulance|fire engine|police car|taxi|automobile|tractor|
-racing car|motorcycle|bicycle|skateboard|anchor|sailboat|airplane|helicopter|rocket|flying saucer|luggage|
-hourglass done|alarm clock|crescent moon|sun|ringed planet|star|cloud|tornado|rainbow|umbrella|high voltage|snowman|comet|fire|
-droplet|jack-o-lantern|christmas tree|balloon|party popper|wrapped gift|trophy|american football|boxing glove|ice skate|kite|
-crystal ball|magic wand|video game|teddy bear|artist palette|
-glasses|necktie|t-shirt|jeans|dress|backpack|running shoe|crown|top hat|ring|gem stone|megaphone|bell|microphone|
-saxophone|trumpet|guitar|violin|drum|mobile phone|telephone|laptop|floppy disk|television|camera|candle|light bulb|
-closed book|newspaper|money bag|envelope|package|pencil|paintbrush|calendar|pushpin|scissors|key|hammer|axe|bomb|
-shield|gear|magnet|ladder|microscope|telescope|syringe|pill|door|chair|toilet|bathtub|broom|bucket|
-warning|up arrow|recycling symbol|check mark|cross mark
+hedgehog|bat|bear|koala|panda|sloth|skunk|kangaroo|turkey|rooster|baby chick|penguin|dove|eagle|duck|swan|owl|
+flamingo|peacock|parrot|frog|crocodile|turtle|snake|dragon face|sauropod|t-rex|spouting whale|dolphin|tropical fish|
+blowfish|shark|octopus|spiral shell|crab|lobster|squid|snail|butterfly|honeybee|lady beetle|spider|scorpion|rose|
+sunflower|tulip|potted plant|evergreen tree|palm tree|cactus|maple leaf|mushroom|grapes|watermelon|lemon|banana|
+pineapple|red apple|green apple|pear|peach|cherries|strawberry|tomato|avocado|eggplant|carrot|hot pepper|broccoli|
+croissant|pretzel|pancakes|waffle|cheese wedge|poultry leg|bacon|hamburger|french fries|pizza|hot dog|taco|popcorn|
+ice cream|doughnut|birthday cake|cupcake|lollipop|honey pot|hot beverage|teapot|wine glass|cocktail glass|beer mug|
+bubble tea|volcano|house|castle|tent|ferris wheel|locomotive|bus|ambulance|fire engine|police car|taxi|automobile|
+tractor|racing car|motorcycle|bicycle|skateboard|anchor|sailboat|airplane|helicopter|rocket|flying saucer|luggage|
+hourglass done|alarm clock|crescent moon|sun|ringed planet|star|cloud|tornado|rainbow|umbrella|high voltage|snowman|
+comet|fire|droplet|jack-o-lantern|christmas tree|balloon|party popper|wrapped gift|trophy|american football|
+boxing glove|ice skate|kite|crystal ball|magic wand|video game|teddy bear|artist palette|glasses|necktie|t-shirt|
+jeans|dress|backpack|running shoe|crown|top hat|ring|gem stone|megaphone|bell|microphone|saxophone|trumpet|guitar|
+violin|drum|mobile phone|telephone|laptop|floppy disk|television|camera|candle|light bulb|closed book|newspaper|
+money bag|envelope|package|pencil|paintbrush|calendar|pushpin|scissors|key|hammer|axe|bomb|shield|gear|magnet|
+ladder|microscope|telescope|syringe|pill|door|chair|toilet|bathtub|broom|bucket|warning|up arrow|recycling symbol|
+check mark|cross mark
 """
 
 
