@@ -30,6 +30,8 @@ class MotionConfig:
     flow_batch: int = 512
     lr: float = 1e-3
     muon_lr: float = 2e-3
+    warmup: int = 200
+    ema: float = 0.9985
     drop: float = 0.1
     """Share of clips shown without a caption, for classifier-free guidance."""
     long_text: float = 0.25

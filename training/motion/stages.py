@@ -165,5 +165,5 @@ class ClipFlow(FlowStage):
         return forward.wan(weights, self.motion, noisy.to(self.dtype), t, text, bias, self.rope, self.block)
 
     def set_rates(self, step: int, fraction: float) -> None:
-        scale = min(1.0, (step + 1) / 200) * min(1.0, max(0.0, (1 - fraction) / 0.65))
-        self.optimiser.set_numbers(step, self.motion.lr * scale, self.motion.muon_lr * scale, 0.9985)
+        scale = min(1.0, (step + 1) / self.motion.warmup) * min(1.0, max(0.0, (1 - fraction) / 0.65))
+        self.optimiser.set_numbers(step, self.motion.lr * scale, self.motion.muon_lr * scale, self.motion.ema)

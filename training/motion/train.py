@@ -47,7 +47,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.config = TINY if args.tiny else MotionConfig()
-        self.counts = (24, 48) if args.tiny else (240, 768)
+        self.counts = (8, 12) if args.tiny else (240, 768)
         dataset = pictures.load(args.data)
         chosen = 2 * args.names if args.names else len(dataset.rows)
         self.rows, self.sources = dataset.rows[:chosen], dataset.sources
