@@ -14,15 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.motion.clips import KINDS, draw
+from training.motion.models import conv3d
 from training.motion.settings import MotionConfig
 
 RATE = 2e-3
 
 
+class Conv(nn.Conv3d):
+    """A convolution of three by three by three."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conv3d(x, self.weight, None, (self.stride[0], self.stride[1]), 1, 1, 1)
+
+
 def layer(before: int, after: int, stride: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv3d(before, after, 3, stride, 1, bias=False), nn.BatchNorm3d(after), nn.ReLU(inplace=True)
-    )
+    return nn.Sequential(Conv(before, after, 3, stride, 1, bias=False), nn.BatchNorm3d(after), nn.ReLU())
 
 
 class Judge(nn.Module):
