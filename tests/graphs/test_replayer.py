@@ -205,6 +205,21 @@ def test_modes_and_settings_of_torch_are_other_forms(model: Model, device: str) 
     assert hook.stats().recorded == 4
 
 
+def test_autocast_casts_what_a_weight_holds_now(model: Model, device: str) -> None:
+    def cast() -> Any:
+        with torch.autocast(device, torch.bfloat16):  # It forgets what it has cast when it ends.
+            return [call(model, x(device)) for _ in range(3)][-1]
+
+    with apply_graphs(model) as hook:
+        before = cast()
+        with torch.no_grad():
+            model.layers[1].inner.weight.mul_(3)
+        found = cast()
+        assert hook.stats().replayed == 4
+    assert tree.equal(found, cast())
+    assert not tree.equal(found, before)
+
+
 def test_gradients_are_not_lost(model: Model, device: str) -> None:
     with apply_graphs(model) as hook:
         for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +24,18 @@ class Recording(NamedTuple):
     output: Any
     num_bytes: int
     """Memory that it took."""
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Inside, nothing on the device is freed by chance."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Recorder(Protocol):
@@ -60,7 +73,7 @@ class CudaRecorder:
     def _capture(self, graph: Any, function: Function) -> Any:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
             # Only what this thread does may not disturb it: a server has others.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

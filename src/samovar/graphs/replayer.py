@@ -7,10 +7,11 @@ checked while the device computes; where they no longer hold, its result is drop
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -202,7 +203,7 @@ class Replayer:
             return self._plainly(function, call.given)
         output = self._plainly(function, call.given)
         try:
-            with watched(), recorder.lock:
+            with watched(), recorder.lock, _casting_each_time():
                 recorded = self._recorded(places, recorder, function, output, Snapshot(self._model, call.idle))
         except Unsuitable as why:
             form.is_refused, form.is_final = True, isinstance(why, _Never)
@@ -256,6 +257,17 @@ class _Given(NamedTuple):
 
 class _Never(Unsuitable):
     """The same for a reason that stays."""
+
+
+@contextlib.contextmanager
+def _casting_each_time() -> Iterator[None]:
+    """Inside, autocast casts weights where they are used: what it has cast before would be all that a replay reads."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 class _Replayed(NamedTuple):
