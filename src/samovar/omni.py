@@ -260,6 +260,11 @@ class AsyncOmni:
         return self._supervisor.facts.defaults
 
     @property
+    def facts(self) -> PipelineFacts:
+        """What the model takes and makes."""
+        return self._supervisor.facts
+
+    @property
     def can_edit(self) -> bool:
         """Whether the model takes an image to start from."""
         return self._supervisor.facts.can_edit
@@ -314,6 +319,10 @@ class AsyncOmni:
         model does not take, a full queue, an engine that is closing or down."""
         params = params or OmniDiffusionSamplingParams()
         request = Request(prompt, params, image, num_previews, exact, lora, tolerance, inputs or {})
+        return self.submit_request(request, priority=priority, deadline_s=deadline_s)
+
+    def submit_request(self, request: Request, *, priority: int = 0, deadline_s: float | None = None) -> Job:
+        """The same, with everything in a `Request`."""
         return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
 
     async def generate(

@@ -126,7 +126,7 @@ class Replica:
 
     async def __del__(self) -> None:
         self._state.drain()
-        await self._state.omni.close(self._state.config.shutdown_timeout_s)
+        await self._state.close()
 
 
 def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:

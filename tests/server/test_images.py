@@ -26,7 +26,7 @@ from samovar.engine import Job, OmniDiffusionSamplingParams
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
 from samovar.server.api_errors import ApiError
-from samovar.server.images import _unless_gone
+from samovar.server.asking import unless_gone
 
 from .attacks import png_of
 from .conftest import KEY
@@ -270,7 +270,9 @@ def test_bad_forms_are_refused(guarded: RunningServer) -> None:
             ({"prompt": PROMPT}, {"image": ("a.png", png_of(50_000, 50_000, bytes(1000)), "image/png")}, "image"),
             ({"prompt": PROMPT, "n": "1_0"}, good, "n"),
             ({"prompt": PROMPT, "url": "http://169.254.169.254/"}, good, "url"),
-            ({"prompt": PROMPT, "image": "file:///etc/passwd"}, {"mask": png()}, "mask"),
+            ({"prompt": PROMPT, "image": "file:///etc/passwd"}, {"mask": png()}, "image"),
+            ({"prompt": PROMPT}, {"mask": png()}, "image"),
+            ({"prompt": PROMPT}, {"pose": png()}, "pose"),
             ({"prompt": PROMPT, "mask": "file:///etc/passwd"}, good, "mask"),
             ({"prompt": PROMPT}, {**good, "mask": png()}, "mask"),
             ({}, good, "prompt"),
@@ -370,7 +372,7 @@ def test_work_that_fails_when_its_client_has_left_is_not_logged() -> None:
         said: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
         with pytest.raises(ClientDisconnect):
-            await _unless_gone(Request({"type": "http"}, left), fail())
+            await unless_gone(Request({"type": "http"}, left), fail())
         await asyncio.sleep(0)
         gc.collect()
         return said
