@@ -211,6 +211,7 @@ def _status(state: AppState) -> dict[str, Any]:
         "defaults": state.omni.defaults.given() if state.is_loaded else {},
         "can_edit": state.omni.can_edit if state.is_loaded else False,
         "output": state.omni.output.kind if state.is_loaded else None,
+        "inputs": state.omni.facts.inputs.takes if state.is_loaded else (),
         "is_cached": state.is_cached,
         "adapters": state.adapters,
         "limits": asdict(state.config.limits),

@@ -57,7 +57,7 @@ class Asked(Generic[AskedBody]):
         """Put it into the engine's queue."""
         try:
             priority = self.body.priority or 0
-            return state.omni.submit_request(self.request(state), priority=priority, deadline_s=deadline_s)
+            return state.omni.submit(self.request(state), priority=priority, deadline_s=deadline_s)
         except SamovarError as error:
             raise state.api_error(error) from error
 

@@ -296,11 +296,7 @@ def request_schema(kind: type[RequestBody], limits: Limits, files: Mapping[str, 
     """A body as JSON Schema, for /openapi.json; of its files, by name, whether they are needed."""
     schema = kind.model_json_schema()
     properties = schema["properties"]
-    for name, most in (
-        ("n", limits.max_images),
-        ("num_inference_steps", limits.max_steps),
-        ("num_frames", limits.max_frames),
-    ):
+    for name, most in _most(limits).items():
         if name in properties:
             properties[name]["anyOf"][0]["maximum"] = most
     properties[kind.model_fields["prompt"].alias or "prompt"]["maxLength"] = limits.max_prompt_characters
@@ -325,12 +321,12 @@ def _sides(size: str | None) -> dict[str, int | None]:
     return {"width": width, "height": height}
 
 
+def _most(limits: Limits) -> dict[str, int]:
+    return {"n": limits.max_images, "num_inference_steps": limits.max_steps, "num_frames": limits.max_frames}
+
+
 def _check_limits(body: RequestBody, limits: Limits) -> None:
-    for name, most in (
-        ("n", limits.max_images),
-        ("num_inference_steps", limits.max_steps),
-        ("num_frames", limits.max_frames),
-    ):
+    for name, most in _most(limits).items():
         value = getattr(body, name, None)
         if value is not None and value > most:
             raise _bad(name, f"{name} must be at most {most}, not {_shown(value)}.")

@@ -162,7 +162,7 @@ class Videos:
             prompt=job.values.get("prompt", ""),
             remixed_from_video_id=job.remixed_from,
             error=job.error,
-            samovar={"request": settings, **job.details},
+            samovar={"request": settings, "has_preview": job.id in self._jobs.previews, **job.details},
         ).model_dump()
 
 
