@@ -68,6 +68,13 @@ def add_device_options(group: Any) -> None:
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (a GPU if there is one)")
 
 
+def add_memory_options(group: Any) -> None:
+    group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
+    group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
+    group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
+    add_exclude(group)
+
+
 def add_engine_options(parser: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
@@ -76,10 +83,10 @@ def add_engine_options(parser: Any) -> None:
     add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
-    group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
-    group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
-    add_exclude(group)
+    group.add_argument("--tolerance", metavar="X",
+                       help="what the cache auto may lose: exact, high, fast or a number (of --cache auto: high)"
+    )  # fmt: skip
+    add_memory_options(group)
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)
     group.add_argument("--lora-modules", "--lora", action="append", dest="lora", metavar="NAME=ADAPTER",
@@ -145,11 +152,11 @@ def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str,
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
-def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of `Omni` that were given."""
+def engine_settings(options: argparse.Namespace, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The settings of `Omni` that were given, or those of some names."""
     from ..engine import OmniDiffusionConfig
 
-    settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
+    settings = given(options, OmniDiffusionConfig) | given(options, ALIASES) if names is None else given(options, names)
     if "quantization" in settings:
         settings["quantization"] = quantization_of(settings["quantization"])
     if "lora" in settings:
