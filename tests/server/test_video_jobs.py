@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+
+from samovar.server.job_store import JobStore, VideoJob
 
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
 
@@ -33,8 +36,8 @@ def ended(server: RunningServer, id: str) -> dict[str, Any]:
 
 
 def test_jobs_outlive_their_server(video_folder: Path, tmp_path: Path) -> None:
-    """One is done, one runs and one waits when the server is killed; the next one makes those two. A worker that dies
-    costs nothing either."""
+    """One is done, one runs and one waits when the server is killed; the next one makes those two, and leaves that of
+    another model. A worker that dies costs nothing either."""
     options = ("--jobs", str(tmp_path), "--max-steps", str(LONG))
     with running(video_folder, *options) as first:
         done = ask(first, seed=1)
@@ -43,6 +46,9 @@ def test_jobs_outlive_their_server(video_folder: Path, tmp_path: Path) -> None:
         runs, waits = ask(first, seed=2, num_inference_steps=300), ask(first, seed=3)
         until(lambda: look(first, runs)["status"] == "in_progress", "it runs")
         first.end(signal.SIGKILL)
+    with closing(JobStore(tmp_path)) as store:
+        stranger = VideoJob("another", {"prompt": PROMPT}, "48x32", 1.0, 100)
+        store.add(stranger)
     with running(video_folder, *options) as second:
         assert look(second, done) == before
         assert httpx.get(f"{second.address}{VIDEOS}/{done}/content", timeout=PATIENCE_S).content == content
@@ -52,7 +58,9 @@ def test_jobs_outlive_their_server(video_folder: Path, tmp_path: Path) -> None:
         assert [ended(second, id)["status"] for id in (runs, waits)] == ["completed"] * 2
         assert second.status()["restarts"] == 1
         listed = httpx.get(f"{second.address}{VIDEOS}?order=asc", timeout=PATIENCE_S).json()
-        assert [video["id"] for video in listed["data"]] == [done, runs, waits]
+        assert [video["id"] for video in listed["data"]] == [done, runs, waits, stranger.id]
+        assert look(second, stranger.id)["status"] == "queued", "it waits for a server of its model"
+        assert str(tmp_path) in second.text
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +18,11 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
+from samovar.engine import OutputKind
 from samovar.media import read_video
+from samovar.server import AppState, ServerConfig
+from samovar.server.api_errors import ApiError
+from samovar.server.videos import Videos
 
 from .conftest import VIDEO_DEFAULTS
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
@@ -226,6 +232,14 @@ def test_a_video_comes_at_once_to_who_waits(films: RunningServer, client: openai
     job = made(client, extra_body={"seed": 3, "num_frames": 5})
     later = film(client.videos.download_content(job.id).read(), tmp_path)
     assert np.array_equal(shown.frames, later.frames)
+
+
+def test_replicas_keep_no_jobs() -> None:
+    """The next request of a client may reach another one."""
+    omni: Any = SimpleNamespace(output=OutputKind("video"), config=SimpleNamespace(model="films"))
+    state = AppState(omni, ServerConfig(), "serving", is_loaded=True, keeps_jobs=False)
+    with pytest.raises(ApiError, match=r"several replicas, which keep no jobs. Ask at /v1/videos/sync"):
+        asyncio.run(Videos(state).retrieve("video_1"))
 
 
 def test_who_waits_and_leaves_frees_the_worker(films: RunningServer) -> None:

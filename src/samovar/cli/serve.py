@@ -169,10 +169,12 @@ def _announce(address: str, state: Any) -> None:
         "video": ("/v1/videos", '{"prompt": "a kettle that boils"}'),
         "audio": ("/v1/audio/generate", '{"input": "rain on a tin roof"}'),
     }[state.omni.output.kind]
+    jobs = f"  jobs   {state.video_jobs.store.folder}\n" if state.has_jobs else ""
     print(
         f"samovar serves {state.model_name!r} at {address}\n"
         f"  page   {address}/\n"
         f"  try    curl -s {address}{path} -H 'Content-Type: application/json'{key} -d '{body}'\n"
+        f"{jobs}"
         "  stop   Ctrl-C lets running requests finish; a second Ctrl-C stops at once",
         flush=True,
     )

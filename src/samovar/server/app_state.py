@@ -37,6 +37,8 @@ class AppState:
     phase: Literal["loading", "serving", "draining"] = "loading"
     is_loaded: bool = False
     """Whether the model's facts are known. A server may drain before it has loaded."""
+    keeps_jobs: bool = True
+    """Whether videos can be asked for as jobs: by all clients of one server, so not by those of many replicas."""
 
     def open(self) -> None:
         """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
@@ -63,7 +65,7 @@ class AppState:
             message = f"The adapter {name!r} has the name of the model. Rename it, or give another --served-model-name."
             raise SettingError(message, param="lora")
         self.is_loaded = True
-        if self.omni.output.kind == "video":
+        if self.has_jobs:
             self.video_jobs.open()
         self.phase = "serving"
         if self.omni.can_edit or self.omni.output.kind == "video":
@@ -78,8 +80,12 @@ class AppState:
         """Let what runs finish within `shutdown_timeout_s`, refuse what waits, and end the engine. Videos that were not
         made stay in their folder, for the next server."""
         await self.omni.close(self.config.shutdown_timeout_s)
-        if self.is_loaded and self.omni.output.kind == "video":
+        if self.is_loaded and self.has_jobs:
             await self.video_jobs.close()
+
+    @property
+    def has_jobs(self) -> bool:
+        return self.keeps_jobs and self.omni.output.kind == "video"
 
     @cached_property
     def video_jobs(self) -> VideoJobs:

@@ -16,15 +16,13 @@ from ..errors import SamovarError
 from .api_errors import ApiError
 from .app_state import AppState
 from .bodies import Body, RequestBody, field_names, read_body, read_texts
-from .extents import Extent, check_extent, extent_of
+from .extents import USUAL_PIXELS, Extent, check_extent, extent_of
 from .memory import BYTES_PER_PIXEL
 from .options import check_options
 from .uploads import check_type, receive_body
 
 FORM = "multipart/form-data"
 JSON = "application/json"
-_USUAL_PIXELS = 1024 * 1024
-"""Of a model that does not say how large its images are."""
 _USUAL_SECONDS, _BYTES_PER_SAMPLE = 60, 16
 """Of a sound that does not say how long it is; and of two channels, in memory and on their way."""
 Answer = TypeVar("Answer")
@@ -71,7 +69,7 @@ class Asked(Generic[AskedBody]):
             raise state.api_error(error) from error
         frame = extent.width * extent.height or max((image.width * image.height for image in self.image), default=0)
         count = self.body.params().over(facts.defaults).num_outputs_per_prompt or 1
-        pixels = (frame or _USUAL_PIXELS) * (extent.frames + self.body.num_previews)
+        pixels = (frame or USUAL_PIXELS) * (extent.frames + self.body.num_previews)
         amount = BYTES_PER_PIXEL * (sent + count * pixels)
         if facts.output.kind == "audio":
             amount = int((extent.seconds or _USUAL_SECONDS) * (facts.output.rate or 1)) * _BYTES_PER_SAMPLE

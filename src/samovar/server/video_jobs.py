@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+from pydantic_core import to_json
 
 from ..engine import Done, Failed, GenerationResult, Job, Preview, Progress, Started
 from ..errors import SamovarError
@@ -26,6 +28,7 @@ from .api_errors import ApiError
 from .asking import Asked, check_asked, read_values
 from .bodies import VideoBody
 from .job_store import JobStore, VideoJob
+from .memory import BYTES_PER_PIXEL
 from .responses import details_of
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 2
 _MAX_ATTEMPTS = 3
 """How often a job is begun, if servers or workers end while they make it."""
-_BYTES_PER_PIXEL = 1.5
+_DISK_BYTES_PER_PIXEL = 1.5
 """Of a file at most: as many as in uncompressed video."""
 _SWEEP_S = 30.0
 _PAUSE_S = 0.5
@@ -52,7 +55,7 @@ class VideoJobs:
     def __init__(self, state: AppState) -> None:
         self._state = state
         self._most_bytes = parse_bytes(state.config.max_job_disk, "max_job_disk") or 0
-        self._changed = asyncio.Event()
+        self._changed, self._creating = asyncio.Event(), asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, Job] = {}
         self.progress: dict[str, int] = {}
@@ -63,7 +66,7 @@ class VideoJobs:
         """Take up what the last server left."""
         check_suffix("video.mp4", "video")
         self.store = JobStore(self._state.config.jobs_folder(self._state.model_name))
-        for job in self.store.begun():
+        for job in self._own(self.store.begun()):
             if job.attempts < _MAX_ATTEMPTS:
                 job.status = "queued"
                 self.store.save(job)
@@ -71,6 +74,10 @@ class VideoJobs:
                 message = f"The server ended {job.attempts} times while it made this video."
                 self._fail(job, ApiError(500, message, code="worker_restarted"))
         self._turning = asyncio.create_task(self._turn())
+
+    def _own(self, jobs: list[VideoJob]) -> list[VideoJob]:
+        """Those of this model; others wait for a server of theirs."""
+        return [job for job in jobs if job.model == self._state.model_name]
 
     async def close(self) -> None:
         """Store what was made. The engine has ended, so nothing runs any more."""
@@ -80,39 +87,41 @@ class VideoJobs:
 
     async def create(self, asked: Asked[VideoBody], remixed_from: str | None = None) -> VideoJob:
         """Keep a request; ApiError if it cannot be served or kept."""
+        if self._state.phase == "draining":
+            raise ApiError(503, "The server is shutting down.", code="shutting_down", headers={"Retry-After": "5"})
         extent = check_asked(self._state, asked)
         asked.num_bytes(self._state)
-        values = {"seed": random.randrange(2**32), **asked.body.values()}
         files = {f"{name}.png": image for name, image in asked.inputs.items()}
         files |= {f"image-{number}.png": image for number, image in enumerate(asked.image)}
-        room = int(_BYTES_PER_PIXEL * extent.pixels) + sum(4 * image.width * image.height for image in files.values())
-        self._check_room(room)
+        sent = sum(image.width * image.height for image in files.values())
         job = VideoJob(
             self._state.model_name,
-            values,
-            f"{extent.width}x{extent.height}" if extent.pixels else "auto",
+            {"seed": random.randrange(2**32), **asked.body.values()},
+            f"{extent.width}x{extent.height}" if extent.width else "auto",
             extent.seconds or 0.0,
-            room,
+            int(_DISK_BYTES_PER_PIXEL * extent.pixels) + 4 * sent,
             remixed_from=remixed_from,
         )
-        if files:
-            contents = await asyncio.to_thread(lambda: {name: encode(image, ".png") for name, image in files.items()})
-            await self._write(job.id, contents)
-        self.store.add(job)
+        with self._state.images.hold() as hold:
+            hold.add(BYTES_PER_PIXEL * sent)
+            async with self._creating:  # One at a time, or many could find the same room.
+                self._check_room(job.num_bytes)
+                if files:
+                    await self._write(job.id, await asyncio.to_thread(_as_png, files))
+                self.store.add(job)
         self._changed.set()
         return job
 
     def _check_room(self, num_bytes: int) -> None:
         self.store.remove_expired()
         most = self._state.omni.config.max_queue
-        if len(self.store.queued()) >= most:
+        if len(self._own(self.store.queued())) >= most:
             message = f"{most} videos are already waiting (--max-queue). Try again later."
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "5"})
         used, free = self.store.used_bytes(), shutil.disk_usage(self.store.folder).free
         if used + num_bytes > self._most_bytes or num_bytes > free:
-            limit = (
-                f"{self._most_bytes:,} (--max-job-disk)" if used + num_bytes > self._most_bytes else f"{free:,} free"
-            )
+            is_ours = used + num_bytes > self._most_bytes
+            limit = f"{self._most_bytes:,} (--max-job-disk)" if is_ours else f"{free:,} free"
             message = f"This video may take {num_bytes:,} bytes on disk, where others take {used:,} of {limit}."
             remedy = "Delete some videos, wait until they expire, or ask for less."
             raise ApiError(507, f"{message} {remedy}", code="disk_full", headers={"x-should-retry": "false"})
@@ -160,7 +169,7 @@ class VideoJobs:
             pause_s = _SWEEP_S
             try:
                 self.store.remove_expired()
-                for job in [job for job in self.store.queued() if job.id not in self._tasks]:
+                for job in [job for job in self._own(self.store.queued()) if job.id not in self._tasks]:
                     left_s = self._deadline_s(job)
                     if left_s is not None and left_s <= 0:
                         message = "The video was not begun before its deadline. Allow more time, or try again later."
@@ -206,7 +215,8 @@ class VideoJobs:
                 job.status, job.attempts = "in_progress", job.attempts + 1
                 self.store.save(job)
             elif isinstance(event, Progress):
-                self.progress[job.id] = min(99, 100 * event.step // event.num_steps)
+                done = min(99, 100 * event.step // event.num_steps)
+                self.progress[job.id] = max(done, self.progress.get(job.id, 0))  # There may be several passes.
             elif isinstance(event, Preview):
                 self.previews[job.id] = await asyncio.to_thread(webp, event.image)
             elif isinstance(event, Failed):
@@ -219,7 +229,8 @@ class VideoJobs:
         files = await asyncio.to_thread(_files_of, video)
         job.num_bytes = await self._write(job.id, files)
         job.status, job.size, job.seconds = "completed", f"{video.width}x{video.height}", video.seconds
-        job.details = details_of(result) | {"num_frames": len(video), "fps": video.fps}
+        details = details_of(result) | {"num_frames": len(video), "fps": video.fps}
+        job.details = json.loads(to_json(details, inf_nan_mode="null"))
         self._end(job)
         if not self.store.save(job):  # Deleted meanwhile.
             self.store.remove(job.id)
@@ -231,7 +242,7 @@ class VideoJobs:
 
     def _fail(self, job: VideoJob, error: ApiError) -> None:
         job.status, job.error = "failed", {"code": error.code or "internal_error", "message": error.message}
-        job.num_bytes = 0
+        job.num_bytes = len(json.dumps(job.values))  # What fails takes room too, until it expires.
         self._end(job)
         self.store.save(job)
         shutil.rmtree(self.store.folder / job.id, ignore_errors=True)
@@ -264,6 +275,10 @@ class VideoJobs:
                 except ApiError:
                     await asyncio.sleep(_PAUSE_S)
             yield
+
+
+def _as_png(images: dict[str, Image.Image]) -> dict[str, bytes]:
+    return {name: encode(image, ".png") for name, image in images.items()}
 
 
 def _files_of(video: Video) -> dict[str, bytes]:

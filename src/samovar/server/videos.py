@@ -72,8 +72,9 @@ class Videos:
     state: AppState
 
     async def create(self, request: Request) -> Response:
-        asked = await self._asked(request)
-        return self._answer(await self._jobs.create(asked))
+        check_type(request, FORM, JSON)
+        jobs = self._jobs
+        return self._answer(await jobs.create(await self._asked(request)))
 
     async def create_now(self, request: Request) -> Response:
         """The video itself, while the client waits."""
@@ -134,6 +135,9 @@ class Videos:
     def _jobs(self) -> VideoJobs:
         self.state.check_open()
         self.state.check_kind("video")
+        if not self.state.keeps_jobs:
+            message = "This is one of several replicas, which keep no jobs. Ask at /v1/videos/sync."
+            raise ApiError(400, message, code="unsupported_value")
         return self.state.video_jobs
 
     async def _asked(self, request: Request) -> Asked[VideoBody]:
