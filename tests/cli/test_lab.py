@@ -77,6 +77,31 @@ def test_compare_writes_sheet_page_and_figures(
     assert not (output / "state").exists(), "what is finished leaves no state"
 
 
+def test_a_saved_setting_is_compared_as_it_was_tuned(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    saved = {"cache": {"backend": "tea_cache", "schedule": "##.#"}, "num_inference_steps": 4, "height": 16, "width": 24,
+             "true_cfg_scale": 3.0, "negative_prompt": "", "max_sequence_length": 8}  # fmt: skip
+    files[0].write_text(json.dumps(saved))
+    files[1].write_text(json.dumps({**saved, "width": 16}))
+    common = ["compare", model, "--prompts", prompts[0], "--num-prompts", "1", "-o", str(tmp_path / "out")]
+    code, out, err = run(capsys, *common, "--cache", str(files[0]), "--cache", str(files[1]))
+    assert (code, out) == (2, "")
+    assert "one.json' was tuned with --width 24 and" in err
+    code, _, err = run(capsys, *common, "--cache", str(files[0]), "--true-cfg-scale", "2")
+    assert code == 0, err
+    assert "width=24" in err
+    settings = json.loads((tmp_path / "out" / "compare.json").read_text())["about"]["settings"]
+    assert (settings["width"], settings["true_cfg_scale"], settings["num_inference_steps"]) == (24, 2.0, 4)
+    stranger = {"denoisers": {"transformer": {"class": "Another", "config": {}}}}
+    files[0].write_text(json.dumps({**saved, "tuned_for": stranger}))
+    code, _, err = run(capsys, *common[:-1], str(tmp_path / "none"), "--cache", str(files[0]))
+    assert code == 2
+    assert "was tuned for another model" in err
+    assert not (tmp_path / "none").exists(), "it is refused before anything is made"
+
+
 def test_compare_quantised_weights(
     model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +148,10 @@ def test_tune_writes_a_setting_that_generate_takes(
     setting = json.loads((output / "setting.json").read_text())
     assert setting["num_inference_steps"] == 8
     assert "samovar tune of" in setting["origin"]
-    assert CacheChoice.read(setting["cache"]) is not None
+    choice = CacheChoice.read(output / "setting.json")
+    assert choice is not None
+    assert choice.tuned_for is not None
+    assert list(choice.tuned_for.denoisers) == ["transformer"]
     report = json.loads((output / "tune.json").read_text())
     assert report["setting"] == setting
     assert report["held_out"]["share_met"] == 1.0

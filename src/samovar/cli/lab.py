@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from ..files import read_json, reading
+from ..files import is_file_name, read_json, reading
 from . import arguments
 from .terminal import Status, aligned
 
@@ -173,6 +174,7 @@ def _tune(options: argparse.Namespace) -> int:
       samovar tune --target-psnr 30 --steps 50
       samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt --gpu-memory 12GiB
     """
+    from ..cache.tuned import KEY, describe
     from ..lab.tune import Target, tune
 
     ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
@@ -182,7 +184,8 @@ def _tune(options: argparse.Namespace) -> int:
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
         found = tune(tuning, testing, target, refinements=options.refine)
-        setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks), lab.runner.params.given())}
+        made_for = {"model": lab.runner.model, KEY: describe(lab.runner.pipeline)}
+        setting = made_for | found.setting(lab.origin(tasks), lab.runner.params.given())
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})
@@ -322,7 +325,35 @@ def _methods(options: argparse.Namespace) -> list[Method]:
 
     caches = options.cache or []
     arguments.use_saved_steps(options, caches)
+    _use_saved_params(options, caches)
     return [read_method(arguments.read_setting("cache", text)) for text in caches]
+
+
+def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> None:
+    """Take the guidance, the size and the rest from saved settings, unless they are given. Refuse those of another
+    model now, before it is loaded."""
+    from ..cache import TunedFor
+    from ..engine.models import fetch_model
+    from ..engine.request import saved_defaults
+
+    origins: dict[str, str] = {}
+    for file in filter(is_file_name, caches):
+        tuned_for = TunedFor.read(file)
+        if tuned_for is not None:
+            tuned_for.check_folder(fetch_model(arguments.model_of(options) or "emoji"))
+        for name, value in saved_defaults(file).given().items():
+            if name in origins and getattr(options, name) != value:
+                raise SettingError(
+                    f"{origins[name]!r} was tuned with {name}={getattr(options, name)!r} and {file!r} with {value!r}. "
+                    f"Say which: {name}.",
+                    param=name,
+                )
+            if getattr(options, name, value) is None:
+                setattr(options, name, value)
+                origins[name] = file
+    if origins and not options.quiet:
+        taken = ", ".join(f"{name}={getattr(options, name)!r}" for name in origins)
+        print(f"samovar: {taken}, as saved in {' and '.join(dict.fromkeys(origins.values()))}", file=sys.stderr)
 
 
 def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
