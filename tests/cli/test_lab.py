@@ -12,47 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipelines import tiny_flux_pipeline
-from samovar import cli
+from cli.calling import IMAGE, compare, run
 from samovar.cache import CacheChoice
-
-IMAGE = [
-    "--height",
-    "16",
-    "--width",
-    "24",
-    "--true-cfg-scale",
-    "2",
-    "--negative-prompt",
-    "",
-    "--max-sequence-length",
-    "8",
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_flux_pipeline().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> tuple[str, str]:
-    for name, words in (("mine", "a cat\na dog\na hat\n"), ("others", "a tree\na house\n")):
-        (tmp_path / f"{name}.txt").write_text(words)
-    return str(tmp_path / "mine.txt"), str(tmp_path / "others.txt")
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(arguments)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def compare(model: str, prompts: str, num_steps: int, output: Path) -> list[str]:
-    tasks = ["--prompts", prompts, "--num-prompts", "2", "--steps", str(num_steps)]
-    return ["compare", model, *tasks, "-o", str(output), *IMAGE]
 
 
 def test_compare_writes_sheet_page_and_figures(
@@ -75,31 +36,6 @@ def test_compare_writes_sheet_page_and_figures(
         assert sheet.height >= 64 * len(report["rows"])
     assert "data:image/png" in (output / "compare.html").read_text()
     assert not (output / "state").exists(), "what is finished leaves no state"
-
-
-def test_a_saved_setting_is_compared_as_it_was_tuned(
-    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [tmp_path / "one.json", tmp_path / "two.json"]
-    saved = {"cache": {"backend": "tea_cache", "schedule": "##.#"}, "num_inference_steps": 4, "height": 16, "width": 24,
-             "true_cfg_scale": 3.0, "negative_prompt": "", "max_sequence_length": 8}  # fmt: skip
-    files[0].write_text(json.dumps(saved))
-    files[1].write_text(json.dumps({**saved, "width": 16}))
-    common = ["compare", model, "--prompts", prompts[0], "--num-prompts", "1", "-o", str(tmp_path / "out")]
-    code, out, err = run(capsys, *common, "--cache", str(files[0]), "--cache", str(files[1]))
-    assert (code, out) == (2, "")
-    assert "one.json' was tuned with --width 24 and" in err
-    code, _, err = run(capsys, *common, "--cache", str(files[0]), "--true-cfg-scale", "2")
-    assert code == 0, err
-    assert "width=24" in err
-    settings = json.loads((tmp_path / "out" / "compare.json").read_text())["about"]["settings"]
-    assert (settings["width"], settings["true_cfg_scale"], settings["num_inference_steps"]) == (24, 2.0, 4)
-    stranger = {"denoisers": {"transformer": {"class": "Another", "config": {}}}}
-    files[0].write_text(json.dumps({**saved, "tuned_for": stranger}))
-    code, _, err = run(capsys, *common[:-1], str(tmp_path / "none"), "--cache", str(files[0]))
-    assert code == 2
-    assert "was tuned for another model" in err
-    assert not (tmp_path / "none").exists(), "it is refused before anything is made"
 
 
 def test_compare_quantised_weights(
@@ -227,25 +163,6 @@ def test_nonsense_is_refused_by_name(
 def test_a_bench_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     assert run(capsys, "bench", "--plot-from", str(tmp_path / "a.json"))[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("compare", "--prompts FILE, with"),
-        ("calibrate", "--prompts FILE, with"),
-        ("tune", "--prompts FILE and --test-prompts FILE, with"),
-        ("bench", "--prompts FILE and --test-prompts FILE, with"),
-    ],
-)
-def test_emoji_captions_are_not_for_other_models(
-    model: str, command: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = ["--target-speedup", "2"] if command == "tune" else []
-    code, out, err = run(capsys, command, model, *target, "-o", str(tmp_path / "out"))
-    assert (code, out) == (2, "")
-    assert f"needs prompts of its own kind, and the shipped ones are captions of emoji. Give {options}" in err
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

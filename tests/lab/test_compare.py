@@ -21,7 +21,7 @@ from samovar.lab.session import Row, save_images
 
 
 def test_each_setting_is_followed_by_its_baseline(make_session: MakeSession, tmp_path: Path) -> None:
-    session = make_session(steps=8)
+    session = make_session(steps=8, timed=1)
     methods = [cached("tea_cache", {"schedule": "##.#.#.#"}), cached("tea_cache", {"schedule": "##......"})]
     found = compare(session, methods, tmp_path)
     assert found.rows[0].family == "exact"
@@ -44,16 +44,28 @@ def test_each_setting_is_followed_by_its_baseline(make_session: MakeSession, tmp
 def test_plain_steps_of_the_same_time(seconds: float, steps: int) -> None:
     """Twenty steps take 2.9 s; text encoders and VAE one second, which no setting saves."""
     exact, one = (timed(steps, 0.9 + 0.1 * steps) for steps in (20, 1))
-    assert same_time_steps(exact, one, timed(20, seconds)) == steps
+    assert same_time_steps(exact, one, timed(20, seconds, computed=1)) == steps
 
 
-def test_plain_steps_that_take_no_time() -> None:
-    assert same_time_steps(timed(20, 1.0), timed(1, 1.0), timed(20, 0.5)) == 10
+def test_plain_steps_are_never_fewer_than_a_setting_computes() -> None:
+    """`compare` once put 7 plain steps beside a setting that computed 14, as something else slowed the exact images."""
+    exact, one = timed(50, 6.0), timed(1, 1.0)
+    assert same_time_steps(exact, one, timed(50, 1.5, computed=14)) == 14
+    assert same_time_steps(timed(20, 1.0), timed(1, 1.0), timed(20, 0.5, computed=10)) == 10, "steps that take no time"
+    assert same_time_steps(timed(20, None), timed(1, None), timed(20, None, computed=8)) == 8, "nothing was timed"
 
 
-def timed(steps: int, seconds: float) -> Row:
+def test_a_speedup_that_counts_do_not_explain_is_marked(comparison: Comparison) -> None:
+    rows = [replace(comparison.rows[1], speedup=speedup, explained=2.5) for speedup in (2.6, 12.05)]
+    assert [figures(row.to_dict())["speedup"] for row in rows] == ["2.60x", "12.05x?"]
+    text = page(replace(comparison, rows=[comparison.rows[0], rows[1]]), "a title")
+    assert "2.50x at most is what its computed steps explain" in text
+    assert "at most is what" not in page(comparison, "a title")
+
+
+def timed(steps: int, seconds: float | None, computed: float | None = None) -> Row:
     quality = Quality(40, 1, 0)
-    return Row("a", "a", {}, steps, steps, seconds, 1.0 / seconds, quality, (quality,))
+    return Row("a", "a", {}, steps, computed or steps, seconds, None, quality, (quality,))
 
 
 def test_a_setting_given_twice_is_refused(make_session: MakeSession, tmp_path: Path) -> None:
