@@ -11,16 +11,24 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from training.settings import Settings
-
 MODEL = "model.json"
 LARGEST = 15_000_000  # bytes in one weight file
+
+
+class Described(Protocol):
+    """Settings that can be written into a checkpoint and compared with those of another."""
+
+    def to_json(self) -> str: ...
+
+    @staticmethod
+    def from_json(text: str) -> Any: ...
 
 
 @dataclass
@@ -33,7 +41,7 @@ class Progress:
     done: bool = False
 
 
-def save(path: Path, state: dict[str, Tensor], progress: Progress, settings: Settings) -> None:
+def save(path: Path, state: dict[str, Tensor], progress: Progress, settings: Described) -> None:
     """Write a checkpoint whole or not at all."""
     header = {"progress": json.dumps(vars(progress)), "settings": settings.to_json()}
     scratch = path.with_suffix(".part")
@@ -41,13 +49,13 @@ def save(path: Path, state: dict[str, Tensor], progress: Progress, settings: Set
     os.replace(scratch, path)
 
 
-def load(path: Path, settings: Settings) -> tuple[dict[str, Tensor], Progress] | None:
+def load(path: Path, settings: Described) -> tuple[dict[str, Tensor], Progress] | None:
     """The checkpoint at `path`, or None when there is none; other settings are refused."""
     if not path.is_file():
         return None
     with safe_open(path, "pt") as file:
         header = file.metadata()
-    if Settings.from_json(header["settings"]) != settings:
+    if type(settings).from_json(header["settings"]) != settings:
         raise ValueError(
             f"{path} was made with {header['settings']}, this run has {settings.to_json()}: "
             "give the same settings, or another --out"

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from training import checkpoint
-from training.checkpoint import Progress
+from training.checkpoint import Described, Progress
 from training.optim import Optimiser
-from training.settings import Settings
 
 MODES = ("graph-compiled", "compiled", "graph", "eager")
 SAVE_EVERY = 75.0  # seconds
@@ -64,6 +63,18 @@ class Budget:
         if self.steps is not None:
             return progress.step / self.steps
         return progress.seconds / self.seconds
+
+
+class Until:
+    """A budget that ends at a moment (monotonic seconds) and begins when it is first asked."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline, self.total = deadline, 0.0
+
+    def fraction(self, progress: Progress) -> float:
+        if not self.total:
+            self.total = max(1e-3, progress.seconds + self.deadline - time.monotonic())
+        return progress.seconds / self.total
 
 
 class Captured:
@@ -136,7 +147,7 @@ def prepare(stage: Stage, mode: str, log: Log) -> Callable[[Batch, float], Tenso
 
 
 def run(
-    stage: Stage, budget: Budget, path: Path, settings: Settings, mode: str, deadline: float,
+    stage: Stage, budget: Budget | Until, path: Path, settings: Described, mode: str, deadline: float,
     log: Log,
 ) -> Progress:  # fmt: skip
     """Train until the budget or, at `deadline` (monotonic seconds), this call's time is spent."""

@@ -83,6 +83,9 @@ def add_engine_options(parser: Any) -> None:
     add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
+    group.add_argument("--tolerance", metavar="X",
+                       help="what the cache auto may lose: exact, high, fast or a number (of --cache auto: high)"
+    )  # fmt: skip
     add_memory_options(group)
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)

@@ -203,6 +203,7 @@ def attach(
     pipe: Any,
     cache: CacheSetting = None,
     *,
+    tolerance: float | str | None = None,
     offload: OffloadSetting = None,
     parallel: ParallelSetting = None,
     compile: CompileSetting = False,
@@ -221,8 +222,10 @@ def attach(
             calls this with a copy of the pipeline.
         cache: Skips denoising steps. "auto", "tea_cache", "forecast", "cache_dit" or a registered backend; an
             `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "forecast",
-            "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. None looks at the environment variable
-            DIFFUSION_CACHE_BACKEND; "none" is no cache.
+            "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. True is "auto". None looks at the environment
+            variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
+        tolerance: How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone, it means
+            cache="auto".
         offload: Keeps weights off the GPU until they are needed. "auto", "model" or "layerwise"; an `OffloadConfig`.
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
         compile: Compiles the blocks with torch.compile. True, or a backend's name or function.
@@ -234,7 +237,7 @@ def attach(
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
     settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "gpu_memory": gpu_memory,
-                "host_memory": host_memory, "exclude": exclude}  # fmt: skip
+                "host_memory": host_memory, "exclude": exclude, "tolerance": tolerance}  # fmt: skip
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
     config = AttachConfig.read(**resolve({**given, **aliases}))

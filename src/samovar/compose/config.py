@@ -42,10 +42,11 @@ class AttachConfig:
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
         device: torch.device | None = None,
+        tolerance: float | str | None = None,
     ) -> AttachConfig:
         """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
         say."""
-        choice, degrees = CacheChoice.read(cache), _read_parallel(parallel)
+        choice, degrees = _read_cache(cache, tolerance), _read_parallel(parallel)
         moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory}, exclude)
         if moves is not None:
             shares = degrees.num_ranks > 1 if moves.share is None else moves.share
@@ -100,6 +101,19 @@ def skipped_share(choice: CacheChoice | None) -> float | None:
     if masks:
         return sum(mask.count(False) for mask in masks) / sum(map(len, masks))
     return 0.0 if config.never_skips else None
+
+
+def _read_cache(cache: CacheSetting, tolerance: float | str | None) -> CacheChoice | None:
+    if tolerance is None:
+        return CacheChoice.read(cache)
+    choice = CacheChoice.read(True if cache is None else cache)
+    if choice is None or not isinstance(choice.settings, AutoConfig):
+        raise SettingError(
+            f"tolerance={tolerance!r} is for the cache 'auto', and cache={cache!r:.200} is another or none. Leave out "
+            "one of them.",
+            param="tolerance",
+        )
+    return replace(choice, settings=replace(choice.settings, tolerance=tolerance))
 
 
 def _is_off(value: Any) -> bool:

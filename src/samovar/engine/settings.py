@@ -63,7 +63,11 @@ class OmniDiffusionConfig:
     """What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", "inpaint",
     "text2video", "image2video", "video2video" ... By default what its folder says."""
     cache: CacheSetting = None
-    """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`."""
+    """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`. True is
+    "auto"."""
+    tolerance: float | str | None = None
+    """How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone it means cache="auto"; a request
+    may ask for another."""
     offload: OffloadSetting = None
     """CPU offload: "auto", "model" or "layerwise", an OffloadConfig, a mapping or a file."""
     gpu_memory: str | int | None = None
@@ -176,6 +180,7 @@ class OmniDiffusionConfig:
 
         return AttachConfig.read(
             cache=self.cache,
+            tolerance=self.tolerance,
             offload=self.offload,
             parallel=self.parallel,
             compile=self.compile,
