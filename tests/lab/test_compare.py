@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.tiny import MakeSession
+from lab.tiny import TASKS, MakeSession
+from pipelines import PIPELINES
+from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SettingError
 from samovar.lab.compare import Comparison, compare, contact_sheet, figures, page, same_time_steps
-from samovar.lab.image_runner import Task
+from samovar.lab.image_runner import ImageRunner, Task
 from samovar.lab.methods import Method, cached, plain
-from samovar.lab.metrics import Quality
-from samovar.lab.session import Row, save_images
+from samovar.lab.metrics import Quality, measure
+from samovar.lab.session import Journal, Row, Session, save_images
+from samovar.media import read_media
 
 
 def test_each_setting_is_followed_by_its_baseline(make_session: MakeSession, tmp_path: Path) -> None:
@@ -159,3 +162,29 @@ def test_large_images_are_made_smaller_on_the_sheet(tmp_path: Path) -> None:
     save_images(torch.zeros(1, 3, 600, 300), tmp_path)
     row = Row("exact", "exact", {}, 1, 1, 1.0, 1.0, quality, (quality,))
     assert contact_sheet(Comparison([Task("a", 0)], [row], [tmp_path])).height < 300
+
+
+def test_videos_are_compared_by_frames_and_motion(tmp_path: Path) -> None:
+    """A tiny Wan, whose second denoiser takes the last steps."""
+    video = {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 3.0, "negative_prompt": "a dog"}
+    params = OmniDiffusionSamplingParams(num_inference_steps=6, max_sequence_length=16, **video)
+    runner = ImageRunner(params=params, pipeline=PIPELINES["wan"].build(0), batch=2)
+    session = Session(runner, TASKS[:2], Journal(tmp_path / "state", {}), timed=1)
+    found = compare(session, [cached("tea_cache", {"schedule": "##.#.#"}), cached("auto", {})], tmp_path)
+    exact, skipping = found.rows[:2]
+    assert (exact.computed, skipping.computed) == (6, 4)
+    assert session.exact_images().shape == (2, 5, 3, 16, 16)
+    with runner.under(plain(3)) as make:
+        three = make(TASKS[:1]).images
+    (quality,) = measure(three, session.exact_images()[:1])
+    assert quality.motion is not None
+    assert 5 < quality.psnr < 100 > quality.motion > 5
+    assert skipping.quality.motion is not None
+    assert "motion dB" in figures(skipping.to_dict())
+    assert skipping.to_dict()["each"]["motion"] == [round(q.motion or 0, 7) for q in skipping.images]
+    for folder in found.folders:
+        names = sorted(file.name for file in folder.iterdir())
+        assert names == ["0.mp4", "0.png", "1.mp4", "1.png"]
+    assert len(read_media(found.folders[1] / "0.mp4", "a test")) == 5
+    assert contact_sheet(found).width > 2 * 4 * 16, "four frames of each"
+    assert '"figures": [[' in page(found, "videos")

@@ -64,6 +64,7 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_qua
     arguments.add_output_options(parser)
     group = parser.add_argument_group("images")
     arguments.add_image_options(group)
+    group.add_argument("--frames", type=int, dest="num_frames", metavar="N", help="frames of a video")
     arguments.add_device_options(group)
     group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
     group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")

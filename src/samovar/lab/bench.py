@@ -7,7 +7,6 @@ rounding. Curves show counted steps, which are the same on every machine and for
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def bench(session: Session, methods: Sequence[Method], alone: Session | None = N
             row = session.measure(method)
             single = alone.measure(method) if alone is not None and method.is_adaptive else None
             qualities = [*row.images, *(single.images if single is not None else ())]
-            bad = sum(not all(map(math.isfinite, quality)) for quality in qualities)
+            bad = sum(not quality.is_finite for quality in qualities)
         problem = guard.problem or (f"{bad} images are not finite, so they cannot be compared" if bad else None)
         if problem is not None:
             rows.append({"method": method.name, "family": method.family, "problem": problem})

@@ -60,7 +60,7 @@ def compare(session: Session, methods: Sequence[Method], folder: Path) -> Compar
     pairs = [each for method in methods for each in (method, *([method] if method.family != QUANTISED else []))]
     session.progress.expect(all=session.work([plain(session.runner.steps), plain(1), *pairs]))
     exact = session.exact()
-    save_images(session.exact_images(), folder / "exact")
+    save_images(session.exact_images(), folder / "exact", fps=session.runner.fps)
     one = session.measure(plain(1), folder / "plain-1")
     rows, folders = [exact], [folder / "exact"]
     for number, method in enumerate(methods, start=1):
@@ -94,6 +94,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, str]:
     if "problem" in row:
         return {"method": row["method"], **dict.fromkeys(("computed", "speedup", "PSNR dB", "SSIM", "LPIPS"), "-")}
     is_exact = row["family"] == "exact"
+    motion = {"motion dB": "" if is_exact else f"{row['motion']:.2f}"} if "motion" in row else {}
     return {
         "method": row["method"],
         "computed": f"{row['computed']:g}",
@@ -101,6 +102,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, str]:
         "PSNR dB": "" if is_exact else f"{row['psnr']:.2f}",
         "SSIM": "" if is_exact else f"{row['ssim']:.4f}",
         "LPIPS": "" if is_exact else f"{row['lpips']:.5f}",
+        **motion,
     }
 
 
@@ -139,7 +141,10 @@ def page(comparison: Comparison, title: str) -> str:
             {
                 "name": row.method,
                 # JSON knows no NaN, and one would leave the page empty.
-                "figures": [[round(v, 5) if math.isfinite(v) else None for v in quality] for quality in row.images],
+                "figures": [
+                    [round(v, 5) if math.isfinite(v) else None for v in quality if v is not None]
+                    for quality in row.images
+                ],
                 "images": [
                     f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
                     for file in comparison.files(number)
@@ -166,11 +171,12 @@ def page(comparison: Comparison, title: str) -> str:
 def _label(row: Row) -> list[str]:
     if row.family == "exact":
         return [f"exact, {row.steps} steps", *([] if row.seconds is None else [f"{row.seconds:.2f} s per image"])]
+    moves = "" if row.quality.motion is None else f", motion {row.quality.motion:.1f} dB"
     return [
         row.method,
         f"{row.computed:g} computed, {shown(row.speedup, row.explained)}",
         f"PSNR {row.quality.psnr:.1f} dB, SSIM {row.quality.ssim:.3f}",
-        f"LPIPS {row.quality.lpips:.5f}",
+        f"LPIPS {row.quality.lpips:.5f}{moves}",
     ]
 
 

@@ -9,19 +9,24 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import SettingError
 from ..files import read_json, reading
+from ..media import Video, save
 from . import metrics
 from .image_runner import Batch, ImageRunner, Task
 from .methods import EXACT, Method
 from .metrics import Quality
 from .times import Progress, speed_of, time_alone
 
+_STRIP = 4
+"""Frames on the picture of a video."""
 _USUAL_SHARE = 0.5
 """Of steps that a cache computes, for an estimate of the time."""
 
@@ -143,8 +148,8 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `each` holds the figures of the images, one list per metric."""
         rest = {name: value for name, value in asdict(self).items() if name not in ("quality", "images")}
-        columns = zip(Quality._fields, zip(*self.images, strict=True), strict=True)
-        means = {name: round(value, 7) for name, value in self.quality._asdict().items()}
+        means = {name: round(value, 7) for name, value in self.quality._asdict().items() if value is not None}
+        columns = zip(means, zip(*self.images, strict=True), strict=False)
         return {**rest, **means, "each": {name: [round(v, 7) for v in column] for name, column in columns}}
 
 
@@ -270,11 +275,11 @@ class Session:
         if is_exact:
             if self._exact is None:  # Otherwise other methods were already compared with the saved ones.
                 self.journal.save_images(f"{self._name or 'exact'}-{number}", made.images)
-            qualities = [Quality(metrics.HIGHEST_PSNR, 1.0, 0.0)] * len(made.images)
+            qualities = metrics.exactly_equal(made.images)
         else:
             qualities = metrics.measure(made.images, self._reference(number))
         if folder is not None:
-            save_images(made.images, folder, number * self.runner.batch)
+            save_images(made.images, folder, number * self.runner.batch, self.runner.fps)
         value = {"seconds": made.seconds, "forwards": made.forwards, "notes": made.notes}
         self.journal.record(key, {**value, "qualities": [list(quality) for quality in qualities]})
         each = self._exact_forwards / len(self.runner.batches(self.tasks))
@@ -307,11 +312,19 @@ class Session:
         )
 
 
-def save_images(images: torch.Tensor, folder: Path, first: int = 0) -> None:
-    """Write images (N, 3, height, width) with values from 0 to 1 as numbered PNG files."""
+def save_images(images: torch.Tensor, folder: Path, first: int = 0, fps: float | None = None) -> None:
+    """Write images (N, 3, height, width) with values from 0 to 1 as numbered PNG files; of videos (N, frames, 3,
+    height, width) a strip of frames, and beside it the video."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
-    pixels = (images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    pixels = (images.clamp(0, 1) * 255).round().byte().movedim(-3, -1).cpu().numpy()
     for number, image in enumerate(pixels, start=first):
+        if image.ndim == 4:
+            suffix = (
+                ".mp4" if find_spec("av") is not None and not any(side % 2 for side in image.shape[1:3]) else ".gif"
+            )
+            save(Video(image, fps or 16.0), folder / f"{number}{suffix}")
+            places = [round(place * (len(image) - 1) / (_STRIP - 1)) for place in range(_STRIP)]
+            image = np.concatenate([image[place] for place in dict.fromkeys(places)], axis=1)
         Image.fromarray(image).save(folder / f"{number}.png")
