@@ -279,5 +279,5 @@ def test_a_start_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         finally:
             await omni.close()
 
-    monkeypatch.setattr("samovar.engine.supervisor.WorkerGroup", Loading)
+    monkeypatch.setattr("samovar.engine.replica.WorkerGroup", Loading)
     assert asyncio.run(main())

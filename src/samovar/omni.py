@@ -103,7 +103,7 @@ class Omni:
 
     def explain(self) -> Explanation:
         """How weights are quantised, what is attached where, and why. Print it, or take `to_dict()`."""
-        return _explained(self._open().facts)
+        return self._open().facts.explained()
 
     @overload
     def generate(
@@ -224,8 +224,9 @@ class AsyncOmni:
         result = await omni.generate("a grinning cat, 3d style")
         await omni.close()
 
-    The settings are those of `Omni`, and also `max_queue`, `max_batch`, `step_timeout_s` and `load_timeout_s`. They are
-    checked here; nothing is loaded before `start`.
+    The settings are those of `Omni`, and also `max_queue`, `max_batch`, `step_timeout_s`, `load_timeout_s`, and
+    `replicas` and `devices` for several workers that share the queue. They are checked here; nothing is loaded before
+    `start`.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class AsyncOmni:
         self._finalizer = weakref.finalize(self, self._supervisor.close)
 
     async def start(self) -> None:
-        """Start the worker and load the model. Raises ModelError or SettingError if it cannot be loaded."""
+        """Start the workers and load the model. Raises ModelError or SettingError if it cannot be loaded."""
         try:
             await asyncio.to_thread(self._supervisor.start)
         except asyncio.CancelledError:  # Otherwise the thread would keep waiting and the worker loading.
@@ -285,8 +286,8 @@ class AsyncOmni:
         return self._supervisor.load_seconds
 
     def explain(self) -> Explanation:
-        """How weights are quantised, what is attached where, and why, in the worker."""
-        return _explained(self._supervisor.facts)
+        """How weights are quantised, what is attached where, and why, in a worker; and how many there are."""
+        return self._supervisor.explain()
 
     def check(self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any) -> None:
         """Raise SettingError if the model cannot serve this request; `how` is what else a `Request` has."""
@@ -340,11 +341,6 @@ class AsyncOmni:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _explained(facts: PipelineFacts) -> Explanation:
-    assert facts.explanation is not None, "a worker explains what it has loaded"
-    return facts.explanation
 
 
 def _read(

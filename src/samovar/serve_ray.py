@@ -40,7 +40,8 @@ class RayConfig:
     min_replicas: int = 1
     max_replicas: int | None = None
     num_gpus: float | None = None
-    """GPUs per replica. By default one for each rank, if it runs on GPUs. With 0.5 two replicas share one."""
+    """GPUs per replica. By default one for each rank of each of its workers, if they run on GPUs. With 0.5 two replicas
+    share one."""
     num_cpus: float = 1.0
     max_queued: int = 64
     """Requests that wait at a proxy of Ray while all replicas are busy; more are refused."""
@@ -74,10 +75,10 @@ class RayConfig:
         """The same as options of a Ray deployment."""
         gpus = self.num_gpus
         if gpus is None:
-            gpus = engine.num_ranks if engine.execution_device().type == "cuda" else 0
+            gpus = engine.num_ranks * engine.num_replicas if engine.execution_device().type == "cuda" else 0
         options: dict[str, Any] = {
             "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": gpus},
-            "max_ongoing_requests": 1 + engine.max_queue + _OTHER_REQUESTS,
+            "max_ongoing_requests": engine.num_replicas + engine.max_queue + _OTHER_REQUESTS,
             "max_queued_requests": self.max_queued,
             "graceful_shutdown_timeout_s": self.drain_s,
             "health_check_period_s": self.health_period_s,

@@ -292,7 +292,8 @@ class Puppet:
     num_ranks = 1
     process_ids = (1,)
 
-    def __init__(self, config: OmniDiffusionConfig, on_message: Callable[..., None]) -> None:
+    def __init__(self, config: OmniDiffusionConfig, on_message: Callable[..., None], replica: int = 0) -> None:
+        self.replica = replica
         type(self).num_made += 1
         self.since = time.monotonic()
         self._on_message = on_message
@@ -319,7 +320,7 @@ def puppets(monkeypatch: pytest.MonkeyPatch) -> type[Puppet]:
             elif isinstance(order, Run):
                 self.say(Finished(order.batch, (GOOD,), Usage(0, 0)))
 
-    monkeypatch.setattr("samovar.engine.supervisor.WorkerGroup", Obedient)
+    monkeypatch.setattr("samovar.engine.replica.WorkerGroup", Obedient)
     return Obedient
 
 
@@ -385,7 +386,7 @@ def test_a_bug_of_the_supervisor_leaves_nobody_waiting(puppets: type[Puppet], mo
         assert is_asked.wait(10.0) is False, "the lock is held here, so that both wait"
 
     monkeypatch.setattr(puppets, "does", fail)
-    with supervisor._changed:
+    with supervisor.changed:
         running, behind = ask(supervisor), ask(supervisor)
         is_asked.set()
     for each in (running, behind):

@@ -27,9 +27,15 @@ def add_serve(commands: Any) -> None:
     _add_limit_options(parser.add_argument_group("limits"))
     _add_job_options(parser.add_argument_group("videos"))
     arguments.add_engine_options(parser)
+    _add_replica_options(parser.add_argument_group("several GPUs, many images"))
     group = parser.add_argument_group("start")
     group.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=None,
                        help="make an image before /ready answers (with --compile)")  # fmt: skip
+
+
+def _add_replica_options(group: Any) -> None:
+    group.add_argument("--replicas", type=int, metavar="N", help="workers with the whole model, for one queue (1)")
+    group.add_argument("--devices", metavar="LIST", help="their GPUs, such as 0,1,2,3 (the first ones)")
 
 
 def _add_address_options(group: Any) -> None:
@@ -95,6 +101,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     examples:
       samovar serve
+      samovar serve ./flux --devices 0,1,2,3
       samovar serve ./flux --offload model --cache '{"rel_l1_thresh": 0.2}'
       SAMOVAR_API_KEY=secret samovar serve ./flux --host 0.0.0.0 --gpu-memory 12GiB
     """

@@ -46,13 +46,14 @@ class AttachConfig:
         exclude: str | Sequence[str] | None = None,
         device: torch.device | None = None,
         tolerance: float | str | None = None,
+        is_alone: bool = True,
     ) -> AttachConfig:
         """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
-        say."""
+        say. Unless `is_alone`, other processes load the same model."""
         choice, degrees = _read_cache(cache, tolerance), _read_parallel(parallel)
         moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory}, exclude)
         if moves is not None:
-            shares = degrees.num_ranks > 1 if moves.share is None else moves.share
+            shares = degrees.num_ranks > 1 or not is_alone if moves.share is None else moves.share
             skipped = moves.skipped or skipped_share(choice) or 0.0
             moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares)
         return cls(choice, moves, degrees, compile)

@@ -19,7 +19,7 @@ from .request import (
 )
 from .restarts import Restarts
 from .settings import OmniDiffusionConfig
-from .status import EngineStatus
+from .status import EngineStatus, ReplicaStatus
 from .supervisor import Supervisor
 from .worker import Worker, call_pipeline
 
@@ -40,6 +40,7 @@ __all__ = [
     "PipelineFacts",
     "Preview",
     "Progress",
+    "ReplicaStatus",
     "Request",
     "Restarts",
     "Started",

@@ -79,6 +79,14 @@ def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWork
 
     from ..parallel import join_world
 
+    if config.replicas not in (None, 1) or config.devices is not None:
+        name = "devices" if config.devices is not None else "replicas"
+        raise SettingError(
+            f"{name}={getattr(config, name)!r} is for AsyncOmni and samovar serve, where several workers share a "
+            "queue. Omni has one: leave it out, and give device to choose a GPU or parallel to use several for one "
+            "image.",
+            param=name,
+        )
     if not dist.is_initialized() and not is_under_torchrun():
         if config.num_ranks == 1:
             worker = Worker(config, pipeline)

@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,6 +19,7 @@ from .messages import Cancel, FromWorker, Run, receive, send
 from .settings import OmniDiffusionConfig
 from .worker_main import Place, worker_main
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 OnMessage = Callable[["WorkerGroup", int, FromWorker | None], None]
 """Gets the group, the rank and its message, or None when it has ended. Called from other threads."""
 
@@ -26,7 +27,7 @@ OnMessage = Callable[["WorkerGroup", int, FromWorker | None], None]
 class WorkerGroup:
     """The processes of one worker. They end with this process, even if it is killed."""
 
-    def __init__(self, config: OmniDiffusionConfig, on_message: OnMessage) -> None:
+    def __init__(self, config: OmniDiffusionConfig, on_message: OnMessage, replica: int = 0) -> None:
         self.since = time.monotonic()
         self._on_message = on_message
         self.num_ranks = config.num_ranks
@@ -35,7 +36,7 @@ class WorkerGroup:
         self._pipes: list[Connection] = []
         self._outbox: queue.SimpleQueue[Run | Cancel | None] = queue.SimpleQueue()
         try:
-            with _environment(config):
+            with _environment(config, config.gpus[replica]):
                 for rank in range(self.num_ranks):
                     self._start(config, rank)
             for rank in range(self.num_ranks):
@@ -121,16 +122,30 @@ def _open_store() -> Any:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+_one_at_a_time = threading.Lock()
+"""Replicas start processes in threads of their own, and all see one environment."""
+
+
 @contextlib.contextmanager
-def _environment(config: OmniDiffusionConfig) -> Iterator[None]:
-    """Variables that a process must see before it loads its libraries."""
+def _environment(config: OmniDiffusionConfig, gpus: Sequence[int] = ()) -> Iterator[None]:
+    """Variables that a process must see before it loads its libraries. It sees no GPU but those of `gpus`, if any."""
     wanted = {"TRANSFORMERS_VERBOSITY": "error"}
     if not config.trust_remote_code:
         wanted["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+    with _one_at_a_time:
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
+        visible = os.environ.get(_VISIBLE)
+        os.environ.update(added | ({_VISIBLE: visible_gpus(gpus, visible)} if gpus else {}))
+        try:
+            yield
+        finally:
+            for name in (*added, _VISIBLE):
+                os.environ.pop(name, None)
+            if visible is not None:
+                os.environ[_VISIBLE] = visible
+
+
+def visible_gpus(gpus: Sequence[int], visible: str | None) -> str:
+    """These GPUs as CUDA_VISIBLE_DEVICES names them, where it is set already: its first one is 0."""
+    names = visible.split(",") if visible else []
+    return ",".join(names[gpu].strip() if names else str(gpu) for gpu in gpus)

@@ -14,6 +14,7 @@ from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
 from .lora import LoraSetting, check_sources
 from .models import find_model
+from .placement import DevicesSetting, place_replicas, read_gpus
 from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
 from .request import OmniDiffusionSamplingParams, read_defaults, saved_defaults
@@ -41,6 +42,12 @@ class OmniDiffusionConfig:
     """"float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     device: str | None = None
     """Where to compute, such as "cuda:1"; by default a GPU if there is one."""
+    replicas: int | None = None
+    """Workers of AsyncOmni that share its queue, each with all of the model. By default one, or one for each of
+    `devices`; with ranks, for as many of them as there are ranks."""
+    devices: DevicesSetting = None
+    """GPUs of the replicas, such as "0,1,2,3" or [0, 1]. By default the first ones. A GPU that is named twice has two
+    replicas."""
     quantization: QuantizationSetting = None
     """Quantise weights while they are loaded: "int8", "fp8", "int4", "nf4" or a .gguf file for the denoiser, or any of
     these by component, such as {"transformer": "int8", "text_encoder_2": "int4"}."""
@@ -119,6 +126,7 @@ class OmniDiffusionConfig:
             check_loss(self.loss, self.quantization, self.attach_config.offload)
         if self.num_ranks > 1:
             self._check_gpus()
+        self.gpus  # noqa: B018 - Likewise.
 
     def _check_kinds(self) -> None:
         for field in fields(self):
@@ -188,7 +196,21 @@ class OmniDiffusionConfig:
             host_memory=self.host_memory,
             exclude=self.exclude,
             device=self.execution_device(),
+            is_alone=(self.replicas or 1) == 1 and len(read_gpus(self.devices)) <= 1,
         )
+
+    @functools.cached_property
+    def gpus(self) -> tuple[tuple[int, ...], ...]:
+        """For each replica its GPUs, if they are chosen for it."""
+        import torch
+
+        gpus, device = read_gpus(self.devices), self.execution_device()
+        return place_replicas(self.replicas, gpus, device, self.num_ranks, torch.cuda.device_count())
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of workers, each of which makes images."""
+        return len(self.gpus)
 
     @property
     def num_ranks(self) -> int:
@@ -242,6 +264,7 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
         "bool | None": read_bool,
         "bool | str": read_bool_or_name,
         "int": int,
+        "int | None": int,
         "float": float,
     }
     return readers.get(annotation, read_name_or_json if annotation.endswith("Setting") else str)

@@ -8,6 +8,21 @@ from .request import Progress
 
 
 @dataclass
+class ReplicaStatus:
+    """One worker at one moment; counts are totals of this place, whichever worker was in it."""
+
+    gpus: tuple[int, ...] = ()
+    """Its GPUs; empty on a CPU, or if the only worker was left to choose."""
+    is_ready: bool = False
+    running: int = 0
+    restarts: int = 0
+    images: int = 0
+    bytes_moved: int = 0
+    memory_bytes: int = 0
+    worker_ids: tuple[int, ...] = ()
+
+
+@dataclass
 class EngineStatus:
     """The engine at one moment; counts are totals since its start."""
 
@@ -32,6 +47,12 @@ class EngineStatus:
     failures: dict[str, int] = field(default_factory=dict)
     """By error code."""
     worker_ids: tuple[int, ...] = ()
+    replicas: tuple[ReplicaStatus, ...] = ()
+
+    @property
+    def replicas_ready(self) -> int:
+        """How many take requests now."""
+        return sum(replica.is_ready for replica in self.replicas)
 
     @property
     def step_count(self) -> int:

@@ -43,6 +43,7 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
     tqdm.set_lock(threading.RLock())
     inbox = Inbox(pipe)
     try:
+        _share_processor(config, place)
         if place.num_ranks > 1:
             _join_ranks(config, place)
         worker = Worker(config)
@@ -106,13 +107,19 @@ class Inbox:
             os._exit(code)
 
 
+def _share_processor(config: OmniDiffusionConfig, place: Place) -> None:
+    """Leave the other ranks their part of the processor, and on a CPU other replicas theirs."""
+    num_processes = place.num_ranks * (config.num_replicas if config.execution_device().type == "cpu" else 1)
+    if num_processes > 1:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
+
+
 def _join_ranks(config: OmniDiffusionConfig, place: Place) -> None:
     """Join the other ranks as under torchrun. The parent holds the store, so it outlives every rank."""
-    import torch
-
     from ..parallel import join_world
 
-    torch.set_num_threads(max(1, torch.get_num_threads() // place.num_ranks))
     os.environ |= rank_environment(place)
     join_world(backend=config.backend)
 

@@ -51,7 +51,7 @@ class OffloadConfig:
     """Where to write weights that are over `host_memory` and in no file. Without it they are refused."""
     share: bool | None = None
     """Whether processes on this machine that read the same files share one pinned copy, in /dev/shm. By default, the
-    ranks that compute one image do."""
+    ranks that compute one image and the replicas of one server do."""
     exclude: tuple[str, ...] = ()
     """Names of components that stay where they are, as a list or with commas."""
     timing: Timing | None = None

@@ -123,8 +123,9 @@ def _add_models(app: FastAPI, state: AppState) -> None:
 
 def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
     def report(problem: str | None, *, is_well: bool) -> Response:
-        restarts = state.omni.status().restarts
-        body = {"status": problem or "ok", "model": state.model_name, "restarts": restarts, **_made(state)}
+        status = state.omni.status()
+        body = {"status": problem or "ok", "model": state.model_name, "restarts": status.restarts, **_made(state)}
+        body |= {"replicas": len(status.replicas), "replicas_ready": status.replicas_ready}
         return JSONResponse(body, 200 if is_well else 503)
 
     async def live() -> dict[str, str]:

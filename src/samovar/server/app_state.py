@@ -103,7 +103,7 @@ class AppState:
         """Images that wait to be edited, and what was made and is not sent or stored yet."""
         most = self.config.memory_bytes - self.bodies.most
         if self.is_loaded and self.omni.output.kind == "video" and self.config.max_memory is None:
-            most = max(most, BYTES_PER_PIXEL * self.config.limits.max_video_pixels)
+            most = max(most, BYTES_PER_PIXEL * self.config.limits.max_video_pixels * self.omni.config.num_replicas)
         return Ledger(most, "images")
 
     @property

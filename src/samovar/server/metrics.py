@@ -58,7 +58,31 @@ class Metrics(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
+        yield from _by_replica(status)
         failures = CounterMetricFamily("samovar_failures", "Failed requests by error code", labels=["code"])
         for code, number in status.failures.items():
             failures.add_metric([code], number)
         yield failures
+
+
+def _by_replica(status: EngineStatus) -> Iterator[Metric]:
+    """The same for each worker, by its number from 0."""
+    gauges = {
+        "samovar_replica_ready": ("Whether this worker takes requests now", "is_ready"),
+        "samovar_replica_requests_running": ("Requests that it runs", "running"),
+        "samovar_replica_memory_bytes": ("Its memory", "memory_bytes"),
+    }
+    counters = {
+        "samovar_replica_restarts": ("How often it was replaced", "restarts"),
+        "samovar_replica_images": ("Images, videos and sounds that it made", "images"),
+    }
+    families: list[tuple[GaugeMetricFamily | CounterMetricFamily, str]] = [
+        (GaugeMetricFamily(name, text, labels=["replica"]), field) for name, (text, field) in gauges.items()
+    ]
+    families += [
+        (CounterMetricFamily(name, text, labels=["replica"]), field) for name, (text, field) in counters.items()
+    ]
+    for family, field in families:
+        for number, replica in enumerate(status.replicas):
+            family.add_metric([str(number)], float(getattr(replica, field)))
+        yield family

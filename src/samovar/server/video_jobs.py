@@ -34,7 +34,8 @@ from .responses import details_of
 if TYPE_CHECKING:
     from .app_state import AppState
 
-_AT_ONCE = 2
+_AT_ONCE = 1
+"""Jobs in hand beside one for each worker: it is encoded while others are computed."""
 _MAX_ATTEMPTS = 3
 """How often a job is begun, if servers or workers end while they make it."""
 _DISK_BYTES_PER_PIXEL = 1.5
@@ -174,7 +175,10 @@ class VideoJobs:
                     if left_s is not None and left_s <= 0:
                         message = "The video was not begun before its deadline. Allow more time, or try again later."
                         self._fail(job, ApiError(503, message, code="queue_timeout"))
-                    elif len(self._tasks) < _AT_ONCE and self._state.phase == "serving":
+                    elif (
+                        len(self._tasks) < _AT_ONCE + self._state.omni.config.num_replicas
+                        and self._state.phase == "serving"
+                    ):
                         self._tasks[job.id] = asyncio.create_task(self._make(job))
                     else:
                         pause_s = min(pause_s, left_s or pause_s)

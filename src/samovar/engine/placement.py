@@ -1,0 +1,90 @@
+"""Which GPUs does each replica get? Decided before anything is loaded, and refused if it cannot be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import SettingError
+
+if TYPE_CHECKING:
+    import torch
+
+DevicesSetting = str | int | Sequence[str | int] | None
+
+
+def read_gpus(devices: DevicesSetting) -> tuple[int, ...]:
+    """The numbers of GPUs, from such as "0,1", [0, 1] or "cuda:0,cuda:1"."""
+    if devices is None:
+        return ()
+    parts = devices.split(",") if isinstance(devices, str) else devices if isinstance(devices, Sequence) else [devices]
+    found = [re.fullmatch(r"(?:cuda:)?(\d{1,4})", str(part).strip(), re.ASCII) for part in parts]
+    if not found or not all(found) or any(isinstance(part, bool) for part in parts):
+        raise SettingError(
+            f"devices={devices!r}; expected the numbers of GPUs, such as '0,1,2,3' or [0, 1, 2, 3]. For several "
+            "workers on a CPU, give replicas and device='cpu'.",
+            param="devices",
+        )
+    return tuple(int(match[1]) for match in found if match is not None)
+
+
+def place_replicas(
+    replicas: int | None, gpus: Sequence[int], device: torch.device, num_ranks: int, num_gpus: int
+) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each replica, one for each rank; none of its own on a CPU, and none if the only worker may choose.
+
+    A GPU that is named more than once has several replicas.
+    """
+    if replicas is not None and (type(replicas) is not int or replicas < 1):
+        raise SettingError(f"replicas must be a whole number, 1 or more, not {replicas!r}.", param="replicas")
+    if not gpus and (replicas in (None, 1) or device.type != "cuda"):
+        return ((),) * (replicas or 1)
+    _check_device(gpus, device, num_gpus)
+    count = replicas or max(1, len(gpus) // num_ranks)
+    needed, each = count * num_ranks, f" of {num_ranks} ranks" if num_ranks > 1 else ""
+    if not gpus and needed > num_gpus:
+        raise SettingError(
+            f"replicas={count}{each} need {needed} GPUs, and this machine has {num_gpus}. Give fewer; or, if several "
+            "fit on one GPU, name it more than once in devices, such as '0,0', and limit gpu_memory.",
+            param="replicas",
+        )
+    gpus = gpus or range(needed)
+    if len(gpus) != needed:
+        asked = f"replicas={count}{each}" if replicas else f"{num_ranks} ranks a replica"
+        raise SettingError(
+            f"devices names {len(gpus)} GPUs ({', '.join(map(str, gpus))}), and {asked} need "
+            f"{needed if replicas else f'a multiple of {num_ranks}'}. Name as many, or change "
+            f"{'replicas' if replicas else 'parallel'}.",
+            param="devices",
+        )
+    groups = tuple(tuple(gpus[start : start + num_ranks]) for start in range(0, needed, num_ranks))
+    for group in groups:
+        if len(set(group)) < num_ranks:
+            raise SettingError(
+                f"devices gives the ranks of one replica the GPUs {', '.join(map(str, group))}, and each rank needs "
+                f"one of its own. A replica has {num_ranks} neighbours of the list: order it so that they differ.",
+                param="devices",
+            )
+    return groups
+
+
+def _check_device(gpus: Sequence[int], device: torch.device, num_gpus: int) -> None:
+    if device.type != "cuda":
+        raise SettingError(
+            f"devices names GPUs ({', '.join(map(str, gpus))}), and the device is {str(device)!r}. Leave out devices, "
+            "and give replicas for several workers; or device='cuda'.",
+            param="devices",
+        )
+    if device.index is not None:
+        raise SettingError(
+            f"device={str(device)!r} names one GPU, and devices or replicas choose others. Leave out device.",
+            param="device",
+        )
+    missing = [str(gpu) for gpu in gpus if gpu >= num_gpus]
+    if missing:
+        raise SettingError(
+            f"devices names GPU {', '.join(missing)}, and torch finds {num_gpus} here, from 0 to {num_gpus - 1}. "
+            "CUDA_VISIBLE_DEVICES, if it is set, says which.",
+            param="devices",
+        )

@@ -1,0 +1,265 @@
+"""Who keeps one worker busy and alive? Its replica, in a thread of its own.
+
+It takes a batch at a time from the queue that all replicas share, passes on what the worker reports, stops it when it
+hangs and replaces it when it has ended. Meanwhile other replicas go on. The engine's lock guards all state; messages
+from worker processes wait in an inbox for the thread's next turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import EngineError, SamovarError, StepTimeoutError, WorkerLostError
+from .job import Job
+from .job_queue import Batch
+from .messages import Cancel, Fatal, FromWorker, Ready, Run, Update
+from .patience import Patience, pixels_of, shape_of
+from .process import WorkerGroup
+from .request import Done, GenerationResult, Progress, Started
+from .restarts import Restarts
+from .status import ReplicaStatus
+from .worker import Usage
+
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
+
+MAX_PAUSE_S = 3600.0
+"""The longest wait of the thread: the system cannot count centuries."""
+
+
+class Replica:
+    """A worker, which may be several processes that compute one image, and the thread that looks after it."""
+
+    def __init__(self, engine: Supervisor, number: int, restarts: Restarts) -> None:
+        self.number = number
+        self.restarts = restarts
+        self.batch: Batch | None = None
+        self.was_loaded = False
+        """Whether a worker of this replica has loaded the model: before, its errors are raised by `start`."""
+        self._engine = engine
+        self._changed = engine.changed
+        self._inbox: deque[tuple[WorkerGroup, int, FromWorker | None]] = deque()
+        self._status = ReplicaStatus(engine.config.gpus[number])
+        self._patience = Patience()
+        self._usage: dict[int, Usage] = {}
+        self._group: WorkerGroup | None = None
+        self._loaded: dict[int, Ready] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"samovar replica {number}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the worker, once the engine is over."""
+        self._thread.join()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all ranks of the worker have loaded the model."""
+        return self._group is not None and len(self._loaded) == self._group.num_ranks
+
+    def status(self) -> ReplicaStatus:
+        return replace(
+            self._status,
+            is_ready=self.is_loaded,
+            running=0 if self.batch is None else len(self.batch.jobs),
+            restarts=self.restarts.count,
+            bytes_moved=self._status.bytes_moved + sum(usage.bytes_moved for usage in self._usage.values()),
+            memory_bytes=sum(usage.memory_bytes for usage in self._usage.values()),
+            worker_ids=() if self._group is None else self._group.process_ids,
+        )
+
+    def cancel(self, job: Job) -> None:
+        """Let the worker stop at its next step, if it runs this job."""
+        if self.batch is not None and self._group is not None and job in self.batch.jobs:
+            self._group.send(Cancel(self.batch.number, self.batch.jobs.index(job)))
+
+    def fail_batch(self, error: SamovarError) -> None:
+        batch, self.batch = self.batch, None
+        self._engine.fail([] if batch is None else batch.jobs, error)
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        with self._changed:
+            try:
+                while not self._engine.is_over:
+                    self._turn(time.monotonic())
+            except BaseException as error:  # Otherwise callers would wait forever.
+                message = f"The engine failed with {type(error).__name__}: {error}. Make a new one; the log says where."
+                self._engine.end(EngineError(message))
+                raise
+            finally:
+                self._engine.end()
+                self.fail_batch(self._engine.reason)
+                self._end_group(1.0)
+                self._changed.notify_all()
+
+    def _turn(self, now: float) -> None:
+        engine = self._engine
+        while self._inbox:
+            self._receive(*self._inbox.popleft(), now)
+        engine.fail_overdue(now)
+        self._check_timeouts(now)
+        if self._group is None and not engine.is_closing and now >= self.restarts.next_start(now):
+            self._start_group(now)
+        if self.batch is None and self._group is not None and self.is_loaded and not engine.is_closing:
+            self._start_batch(self._group, now)
+        if not self._inbox and not engine.is_over:
+            self._changed.wait(self._pause(time.monotonic()))
+
+    def _pause(self, now: float) -> float | None:
+        """How long there is nothing to do unless a message comes."""
+        times = [self._engine.queue.next_deadline()]
+        times += [] if self.batch is None else [self.batch.next_timeout(self._allowed_s(self.batch))]
+        if self._group is None:
+            times.append(self.restarts.next_start(now))
+        elif not self.is_loaded:
+            times.append(self._group.since + self._engine.config.load_timeout_s)
+        due = [moment for moment in times if moment is not None]
+        return min(MAX_PAUSE_S, max(0.0, min(due) - now)) if due else None
+
+    def _check_timeouts(self, now: float) -> None:
+        error: EngineError | None = None
+        limit = self._engine.config.load_timeout_s
+        if self.batch is not None:
+            error = self.batch.timeout_error(self._allowed_s(self.batch), now)
+        elif self._group is not None and not self.is_loaded and now - self._group.since >= limit:
+            error = StepTimeoutError(
+                f"The worker did not load the model within {limit:g} s, and was stopped. Is the disk or the network "
+                "very slow? If loading does take that long, raise load_timeout_s."
+            )
+        if error is not None:
+            self._lose_worker(now, error)
+
+    def _allowed_s(self, batch: Batch) -> float:
+        return self._patience.allowed_s(batch.pixels, self._engine.facts, self._engine.config, batch.shape)
+
+    def _start_group(self, now: float) -> None:
+        try:
+            with self._unlocked():
+                group = WorkerGroup(self._engine.config, self._on_message, self.number)
+        except SamovarError as error:  # A settings file has changed since it was checked.
+            self._lose_worker(now, error)
+        except (OSError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._lose_worker(now, EngineError(f"No worker process could be started: {reason}. Is enough memory free?"))
+        else:
+            self._group = group
+            self.restarts.count += self.was_loaded
+
+    def _start_batch(self, group: WorkerGroup, now: float) -> None:
+        max_batch = self._loaded[0].max_batch
+        jobs = self._engine.queue.pop_batch(max_batch)
+        if not jobs:
+            return
+        work = [job.request for job in jobs], self._engine.facts, max_batch
+        self.batch = Batch(self._engine.next_batch(), jobs, now, pixels_of(*work), shape_of(*work))
+        for job in jobs:
+            job.tell(Started(now - job.since))
+        group.send(Run(self.batch.number, tuple(job.request for job in jobs)))
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    def _on_message(self, group: WorkerGroup, rank: int, message: FromWorker | None) -> None:
+        with self._changed:
+            self._inbox.append((group, rank, message))
+            self._changed.notify_all()
+
+    def _receive(self, group: WorkerGroup, rank: int, message: FromWorker | None, now: float) -> None:
+        if group is not self._group:
+            return  # From a group that was stopped.
+        if message is None:
+            self._worker_ended(now, group)
+        elif isinstance(message, Fatal):
+            self._lose_worker(now, message.error)
+        elif isinstance(message, Ready):
+            self._loaded[rank] = message
+            self._usage[rank] = message.usage
+            if self.is_loaded:
+                ready = self._engine.ready = self._loaded[0]
+                self.was_loaded = True
+                self._patience.restart(ready.facts, is_warm=ready.warm_up_s is not None)
+                self._changed.notify_all()
+        elif self.batch is not None and message.batch == self.batch.number:
+            self.batch.hear(now)
+            if isinstance(message, Update):
+                self._update(self.batch, message)
+            else:
+                self._usage[rank] = message.usage
+                self.batch.note(rank, message, now)
+                if len(self.batch.answers) == group.num_ranks:
+                    self._finish(self.batch, now)
+
+    def _update(self, batch: Batch, message: Update) -> None:
+        if isinstance(message.event, Progress):
+            batch.step = f"after step {message.event.step} of {message.event.num_steps}"
+            if message.request == 0:
+                self._engine.totals.note_step(message.event)
+        batch.jobs[message.request].tell(message.event)
+
+    def _finish(self, batch: Batch, now: float) -> None:
+        """All ranks have answered."""
+        if not batch.can_go_on:
+            self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {batch.errors()}"))
+            return
+        self.batch = None
+        for job, outcome in zip(batch.jobs, batch.answers[0].outcomes, strict=True):
+            if isinstance(outcome, GenerationResult):
+                self.restarts.note_success()
+                self._patience.note(batch.pixels, batch.longest_s, batch.shape)
+                self._engine.totals.note_request(outcome.seconds)
+                if not job.is_over:
+                    self._status.images += len(outcome.outputs)
+                    job.end(Done(outcome))
+            elif outcome is not None:
+                self._engine.fail([job], outcome)
+        self._changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ failures
+
+    def _worker_ended(self, now: float, group: WorkerGroup) -> None:
+        with self._unlocked():
+            how = group.describe_end()
+        if self.batch is not None:
+            message = f"The worker ended ({how}), {self.batch.step}. It is being replaced: try again."
+        elif self.is_loaded:
+            message = f"The worker ended ({how}) while it was idle."
+        else:
+            message = f"The worker ended ({how}) while it loaded the model. Is there enough memory?"
+        self._lose_worker(now, WorkerLostError(message))
+
+    def _lose_worker(self, now: float, error: SamovarError) -> None:
+        """End the worker, whose batch has failed. Another one starts when it may."""
+        self.fail_batch(error)
+        if self.was_loaded:
+            self.restarts.note_crash(now)
+            self._engine.check_down(now)
+        else:
+            self._engine.end(error)
+        self._end_group()
+        self._changed.notify_all()
+
+    def _end_group(self, wait_s: float = 0.0) -> None:
+        group, self._group = self._group, None
+        self._loaded = {}
+        self._status.bytes_moved += sum(usage.bytes_moved for usage in self._usage.values())
+        self._usage = {}
+        if group is not None:
+            with self._unlocked():
+                group.end(wait_s)
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Release the lock for something slow in this thread, so that nobody else waits for it."""
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
