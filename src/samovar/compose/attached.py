@@ -138,13 +138,20 @@ class Attached(Handle):
             undo.callback(compile_regions(self.regions, config.compiler))
         if config.graphs is not None:
             for name, denoiser in self.denoisers.items():
-                self.graphs[name] = undo.enter_context(apply_graphs(denoiser, config.graphs))
+                self.graphs[name] = undo.enter_context(apply_graphs(denoiser, config.graphs, self._no_graphs(name)))
         if self.offloaded is not None:
             self.offloaded.start()
             undo.callback(self.offloaded.detach)
         if self.features:
             vars(self.pipe)[_ENTRY] = _Handles((*_handles(self.pipe), self))
             undo.callback(self._forget)
+
+    def _no_graphs(self, name: str) -> str | None:
+        """Why there is no room for the graphs of a denoiser, if there is none."""
+        plan = None if self.offloaded is None else self.offloaded.plan
+        known = {} if plan is None or plan.budget_bytes is None else {one.name: one for one in plan.components}
+        has_room = name not in known or known[name].placement == "streams" or known[name].graph_bytes
+        return None if has_room else "gpu_memory has no room for graphs beside its weights"
 
     def _forget(self) -> None:
         vars(self.pipe)[_ENTRY] = _Handles(handle for handle in _handles(self.pipe) if handle is not self)

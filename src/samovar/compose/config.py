@@ -54,7 +54,8 @@ class AttachConfig:
         if moves is not None:
             shares = degrees.num_ranks > 1 if moves.share is None else moves.share
             skipped = moves.skipped or skipped_share(choice) or 0.0
-            moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares)
+            graphs = graphs_of(compile) is not None
+            moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares, graphs=graphs)
         return cls(choice, moves, degrees, compile)
 
     def __post_init__(self) -> None:
@@ -96,10 +97,7 @@ class AttachConfig:
     @functools.cached_property
     def graphs(self) -> GraphsConfig | None:
         """How forwards are replayed; None if they are not."""
-        value = self.compile
-        if isinstance(value, str):
-            return GraphsConfig() if value == GRAPHS else None
-        return read_graphs(value) if isinstance(value, (GraphsConfig, Mapping)) else None
+        return graphs_of(self.compile)
 
     @property
     def num_ranks(self) -> int:
@@ -186,10 +184,12 @@ def _world_size(name: str) -> int:
     return size
 
 
-def read_graphs(value: GraphsConfig | Mapping[str, Any]) -> GraphsConfig:
-    """The settings of graphs, such as {"backend": "graphs", "max_graphs": 8}."""
+def graphs_of(value: CompileSetting) -> GraphsConfig | None:
+    """The settings of graphs, such as {"backend": "graphs", "max_graphs": 8}; None if something else is asked for."""
     if isinstance(value, GraphsConfig):
         return value
+    if not isinstance(value, Mapping):
+        return GraphsConfig() if isinstance(value, str) and value == GRAPHS else None
     settings = dict(value)
     if settings.pop("backend", None) != GRAPHS:
         raise SettingError(
@@ -201,7 +201,7 @@ def read_graphs(value: GraphsConfig | Mapping[str, Any]) -> GraphsConfig:
 
 def _check_compile(value: Any, *, offloads: bool) -> None:
     if isinstance(value, (GraphsConfig, Mapping)):
-        read_graphs(value)
+        graphs_of(value)
     elif isinstance(value, str) and value != GRAPHS:
         known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
         names = known(exclude_tags=())
