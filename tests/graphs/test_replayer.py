@@ -16,19 +16,6 @@ from samovar.graphs.forms import Unsuitable
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 
 CASES = {case.model: case for case in zoo.load()}
-WAITS: dict[str, str] = {
-    "GlmImageTransformer2DModel": "index with a mask",
-    "HiDreamImageTransformer2DModel": "bincount",
-    "HunyuanVideo15Transformer3DModel": "_local_scalar_dense",
-    "HunyuanVideoFramepackTransformer3DModel": "_local_scalar_dense",
-    "MochiTransformer3DModel": "nonzero",
-    "OmniGenTransformer2DModel": "_local_scalar_dense",
-    "QwenImage21Transformer2DModel": "repeat_interleave",
-    "RFD4ProteinaTransformer": "_local_scalar_dense",
-    "SanaWMTransformer3DModel": "index_put_ with a mask",
-    "WanAnimate2Transformer3DModel": "_local_scalar_dense",
-}
-"""Classes whose forward waits for a number from the device, and for which one."""
 
 
 def run(case: zoo.Case, model: torch.nn.Module, step: int, device: str) -> Any:
@@ -52,9 +39,9 @@ def test_every_class(case: zoo.Case, device: str, record_property: Callable[[str
     stats = hook.stats()
     if device != "cpu":
         record_property("count", f"{case.model}: {stats.replayed} replayed {'; '.join(stats.reasons)}")
-    elif case.model in WAITS:
+    elif case.model in zoo.UNREPLAYED:
         assert stats.replayed == 0
-        assert f"waits for the device ({WAITS[case.model]})" in stats.reasons[0]
+        assert f"waits for the device ({zoo.UNREPLAYED[case.model]})" in stats.reasons[0]
     else:
         assert not stats.reasons
         assert stats.replayed >= 1
