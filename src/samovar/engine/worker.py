@@ -29,7 +29,7 @@ from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
     from ..cache import CacheBackend
-    from ..compose import AttachConfig
+    from ..compose import AttachConfig, Explanation
     from .steps import Slot
 
 Outcome = GenerationResult | SamovarError
@@ -153,10 +153,15 @@ class Worker:
         except BaseException:
             self._unload_adapters()
             raise
-        self.facts = replace(self.facts, explanation=self._attached.explain().because(why))
+        self._why_quantised = why
+        self.facts = replace(self.facts, explanation=self.explain())
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
         """One call at a time: they share the scheduler, which counts the steps."""
+
+    def explain(self) -> Explanation:
+        """What is attached now, and what it has done."""
+        return self._attached.explain().because(self._why_quantised)
 
     def _with_room(self, config: AttachConfig) -> AttachConfig:
         """The same, with room within a memory budget for adapters that may be loaded later in place of smaller ones."""
