@@ -5,6 +5,7 @@ Their marks are not part of any type and can only be read by name. The names sta
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import sys
@@ -52,6 +53,12 @@ def weak_memory(tensor: torch.Tensor) -> Any:
 
     refer: Any = reductions.StorageWeakRef
     return refer(tensor.untyped_storage())
+
+
+def end_pool(device: torch.device, pool: Any) -> None:
+    """Have torch no longer allocate in the memory pool of a capture that failed."""
+    with contextlib.suppress(RuntimeError):  # It does not.
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def num_dispatch_modes() -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..other_libraries import end_pool
 from .forms import Unsuitable
 
 Function = Callable[[], Any]
@@ -104,6 +105,7 @@ class CudaRecorder:
         the pool is left to the graphs that are in it, and a capture that succeeds frees the generator."""
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
+        end_pool(self._device, self._pool)
         self._begin_pool()
         with contextlib.suppress(RuntimeError):
             self._capture(torch.cuda.CUDAGraph(), functools.partial(torch.zeros, 1, device=self._device))
