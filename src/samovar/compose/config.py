@@ -18,6 +18,7 @@ from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
 from ..parallel.mesh import StrategyName
+from .attention import read_attention
 
 OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False] | None
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
@@ -33,6 +34,8 @@ class AttachConfig:
     offload: OffloadConfig | None = None
     parallel: SequenceParallelConfig = field(default_factory=SequenceParallelConfig)
     compile: CompileSetting = False
+    attention: str | None = None
+    """A backend of diffusers' attention, by our name or theirs."""
 
     @classmethod
     def read(
@@ -41,6 +44,7 @@ class AttachConfig:
         offload: OffloadSetting = None,
         parallel: ParallelSetting = None,
         compile: CompileSetting = False,
+        attention: str | None = None,
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -56,10 +60,18 @@ class AttachConfig:
             skipped = moves.skipped or skipped_share(choice) or 0.0
             graphs = graphs_of(compile) is not None
             moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares, graphs=graphs)
-        return cls(choice, moves, degrees, compile)
+        return cls(choice, moves, degrees, compile, attention)
 
     def __post_init__(self) -> None:
         _check_compile(self.compile, offloads=self.offload is not None)
+        if self.attention is not None:
+            read_attention(self.attention)
+            if self.num_ranks > 1:
+                raise SettingError(
+                    f"attention={self.attention!r} cannot be used on {self.num_ranks} ranks, which have an attention "
+                    "of their own. Leave out one of the two.",
+                    param="attention",
+                )
         if self.cache is None or self.num_ranks == 1:
             return
         config = self.cache.settings
