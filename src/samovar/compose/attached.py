@@ -274,8 +274,11 @@ def attach(
             "samovar.Omni(model) do it.",
             param="pipe",
         )
-    if not replace:
-        return Attached(pipe, config)
+    return _replacing(pipe, config) if replace else Attached(pipe, config)
+
+
+def _replacing(pipe: Any, config: AttachConfig) -> Attached:
+    """Attach in place of what is attached, which comes back if that fails."""
     before = [handle.config for handle in _handles(pipe)]
     detach(pipe)
     with contextlib.ExitStack() as restore:

@@ -108,7 +108,7 @@ class Worker:
 
         self._tuned = saved_defaults(config.cache)
         self.device = config.execution_device()
-        defaults, why = config.sampling_defaults(None), ""
+        defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
             folder = _folder_of(config)
@@ -118,7 +118,7 @@ class Worker:
                 output_fields(loader)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self.device)
-            quantised, why = self._quantization(config, folder, dtype, defaults)
+            quantised, self._why_quantised = self._quantization(config, folder, dtype, defaults)
             how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, "task": config.task}
             pipeline = load_pipeline(folder, dtype, components=components, **how)  # type: ignore[arg-type]
             # A bar is shown on a terminal (None), not in a file.
@@ -153,7 +153,6 @@ class Worker:
         except BaseException:
             self._unload_adapters()
             raise
-        self._why_quantised = why
         self.facts = replace(self.facts, explanation=self.explain())
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
