@@ -150,6 +150,7 @@ def test_an_image_and_its_mask_are_sent(browser: Any, tmp_path: Path) -> None:  
         visit.page.mouse.down()
         visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=5)
         visit.page.mouse.up()
+        assert all(part in visit.page.inner_text("#snippet") for part in ("/v1/images/edits", "image=@", "mask=@"))
         visit.page.evaluate(KEEP_MASK)
         visit.ask("a door", steps=3)
         visit.page.wait_for_selector("#history li:nth-child(2)")

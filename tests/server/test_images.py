@@ -285,6 +285,7 @@ def test_bad_forms_are_refused(guarded: RunningServer) -> None:
         assert http.post(EDIT, content=b"--y\r\nnonsense", headers=broken).status_code == 400
 
 
+@pytest.mark.slow
 def test_a_mask_says_what_is_redrawn(tmp_path: Path) -> None:
     """Given as a file, it is the same as the transparent part of the image, and as what diffusers makes with it."""
     from diffusers import FluxInpaintPipeline

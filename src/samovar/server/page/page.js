@@ -120,7 +120,7 @@ function drawSnippet() {
   const request = readRequest();
   if (!request.prompt) request.prompt = $("prompt").placeholder;
   const write = language === "curl" ? curl : python;
-  $("snippet").textContent = write(request, location.origin, Boolean(apiKey()), server?.output ?? "image");
+  $("snippet").textContent = write(request, location.origin, Boolean(apiKey()), server?.output ?? "image", given());
 }
 
 function chooseLanguage(name) {
@@ -253,11 +253,18 @@ async function startSound(request) {
 
 // What a client sends beside its words: an image, or several, and a mask that was chosen or painted.
 async function files() {
+  const painted = painter.isPainted ? await painter.file() : null;
+  return chosen((file) => file, painted);
+}
+
+const given = () => chosen((file) => file.name, painter.isPainted ? "mask.png" : null);
+
+function chosen(of, painted) {
   if ($("upload").hidden) return [];
   const images = [...$("image").files];
   const name = images.length > 1 ? "image[]" : server.output === "video" ? "input_reference" : "image";
-  const masks = $("mask").files.length || !painter.isPainted ? [...$("mask").files] : [await painter.file()];
-  return [...images.map((file) => [name, file]), ...masks.map((file) => ["mask", file])];
+  const masks = $("mask").files.length || !painted ? [...$("mask").files].map(of) : [painted];
+  return [...images.map((file) => [name, of(file)]), ...masks.map((mask) => ["mask", mask])];
 }
 
 async function showGiven() {
@@ -270,11 +277,13 @@ async function showGiven() {
     return item;
   }));
   $("unpaint").hidden = !isPaintable;
+  drawSnippet();
   await painter.open(isPaintable ? images[0] : null).catch(() => { $("unpaint").hidden = true; }); // The server says why.
 }
 
 for (const id of ["image", "mask"]) $(id).addEventListener("change", showGiven);
-$("unpaint").addEventListener("click", () => painter.clear());
+$("unpaint").addEventListener("click", () => { painter.clear(); drawSnippet(); });
+$("paint").addEventListener("pointerup", drawSnippet);
 for (const kind of ["dragover", "dragleave", "drop"]) {
   $("form").addEventListener(kind, (event) => {
     if ($("upload").hidden || !event.dataTransfer?.types.includes("Files")) return;
