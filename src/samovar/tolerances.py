@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import SettingError, nearest
 
-TOLERANCES: Mapping[str, float] = {"exact": 0.0, "high": 0.016, "fast": 0.05}
+TOLERANCES: Mapping[str, float] = {"exact": 0.0, "high": 0.02, "fast": 0.06}
 """How far the skipped steps of a gap may take the sample off its way, relative to its size."""
 
 

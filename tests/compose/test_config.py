@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         r"compile='indctor' is not a backend of torch.compile. Did you mean 'inductor'\?",
         "compile",
     ),
-    ({"compile": 2}, "compile=2; expected True, False, or a backend of torch.compile", "compile"),
+    ({"compile": 2}, "compile=2; expected True, False, 'graphs', or a backend of torch.compile", "compile"),
     ({"compile": "cudagraphs", "offload": "layerwise"}, "records the addresses of weights", "compile"),
 ]
 

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..aliases import ALIASES
@@ -92,7 +92,8 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--lora-modules", "--lora", action="append", dest="lora", metavar="NAME=ADAPTER",
                        help="a LoRA adapter: a .safetensors file, a folder, or a hub name")  # fmt: skip
     group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
-    add_switch(group, "--compile", "compile the denoiser's blocks")
+    group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
+                       help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
     for name, alias in ALIASES.items():
@@ -143,6 +144,27 @@ def lora_of(texts: list[str]) -> dict[str, str]:
 def add_switch(group: Any, option: str, text: str, **more: Any) -> None:
     """An option that is None unless given, so that a file may have it instead."""
     group.add_argument(option, action="store_true", default=None, help=text, **more)
+
+
+class SwitchOrWord(argparse.Action):
+    """An option that is a switch, or has one of a few words behind it."""
+
+    def __init__(self, words: Sequence[str], metavar: str | None = None, **more: Any) -> None:
+        super().__init__(nargs="?", const=True, metavar="|".join(words), **more)
+        self._words = words
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, {"true": True, "false": False}.get(str(values).lower(), values))
+
+    def joined(self, words: Sequence[str]) -> list[str]:
+        """The words of a command line, with the value of this option in one of them."""
+        found: list[str] = []
+        for word in words:
+            if found and found[-1] in self.option_strings and word in self._words:
+                found[-1] += f"={word}"
+            else:
+                found.append(word)
+        return [f"{word}=true" if word in self.option_strings else word for word in found]
 
 
 def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class OmniDiffusionConfig:
     parallel: ParallelSetting = None
     """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
     compile: bool | str = False
-    """Compile the denoiser's blocks: True, or the name of a backend of torch.compile. The first image of a size takes
-    longer."""
+    """"graphs" replays the denoiser's forwards as CUDA graphs, with the same bits. True, or the name of a backend of
+    torch.compile, compiles its blocks. The first image of a size takes longer."""
     warm_up: bool | None = None
     """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
     does so with `compile`."""
@@ -106,7 +106,7 @@ class OmniDiffusionConfig:
             raise SettingError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}. {hint}", param="dtype")
         find_model(self.model)
         quantised = self.quantised()
-        if self.compile and quantised is not None and quantised.files:
+        if self.attach_config.compiles and quantised is not None and quantised.files:
             raise SettingError(
                 f"compile={self.compile!r} cannot trace the weights of a GGUF file ({quantised.files[0]}). Leave out "
                 "compile, or use quantization='int4'.",
