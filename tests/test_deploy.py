@@ -19,7 +19,7 @@ import yaml
 from fastapi.routing import APIRoute
 
 from samovar.cli.entry import make_parser
-from samovar.engine import EngineStatus, OmniDiffusionConfig
+from samovar.engine import EngineStatus, OmniDiffusionConfig, ReplicaStatus
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
 from samovar.server.metrics import Metrics
@@ -99,7 +99,7 @@ def test_compose_starts_the_server_with_prometheus_and_grafana() -> None:
 
 def exposed() -> set[str]:
     """The names in /metrics, with a value for each."""
-    metrics = Metrics(lambda: EngineStatus("emoji", failures={"queue_full": 1}))
+    metrics = Metrics(lambda: EngineStatus("emoji", failures={"queue_full": 1}, replicas=(ReplicaStatus(),)))
     metrics.count("POST", "/v1/images/generations", 200, 1.0)
     return {line.split("{")[0].split()[0] for line in metrics.text().decode().splitlines() if line[:1] != "#"}
 

@@ -193,6 +193,15 @@ def test_async_omni_checks_its_settings_and_loads_nothing() -> None:
             AsyncOmni(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("settings", [{"replicas": 2}, {"devices": "0"}])
+def test_one_program_has_one_worker(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(SettingError, match=r"is for AsyncOmni and samovar serve.*Omni has one: leave it out"):
+        Omni("emoji", **settings)
+    assert AsyncOmni("emoji", **settings).config.num_replicas == settings.get("replicas", 1)
+
+
 PROGRAM = """
 import asyncio
 import os

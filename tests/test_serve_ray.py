@@ -161,3 +161,5 @@ def test_settings_become_rays(tmp_path: Path) -> None:
     assert options["autoscaling_config"]["max_replicas"] == 16
     assert options["ray_actor_options"]["num_gpus"] == 1
     assert options["max_ongoing_requests"] == 1 + 4 + 8
+    twins = OmniDiffusionConfig(device="cpu", max_queue=4, replicas=2)
+    assert RayConfig().options(twins)["max_ongoing_requests"] == 2 + 4 + 8

@@ -38,6 +38,7 @@ def test_a_server_that_loads_says_so() -> None:
     )
     assert [live.status_code, ready.status_code, health.status_code] == [200, 503, 200]
     assert ready.json()["status"] == health.json()["status"] == "loading"
+    assert (ready.json()["replicas"], ready.json()["replicas_ready"]) == (1, 0)
     assert models.json()["data"][0]["id"] == "emoji"
     assert status.json()["problem"] == "loading"
 

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -102,6 +102,46 @@ def test_the_first_signal_lets_what_runs_finish(folder: Path) -> None:
             assert first.result(PATIENCE_S).status_code == 200
         assert server.process.wait(PATIENCE_S) == 0
         assert not any(worker.is_running() for worker in workers)
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+def test_two_workers_serve_one_queue_and_one_that_dies_is_not_missed(folder: Path) -> None:
+    """Two at once; with one killed the server stays ready, loses what ran there, and replaces it; then both drain."""
+    options = ("--replicas", "2", "--max-steps", "100000", "--max-queue", "40", "--shutdown-timeout", "120")
+    with running(folder, *options) as server, ThreadPoolExecutor(42) as pool, server.client() as http:
+
+        def ready() -> tuple[int, int, int]:
+            answer = http.get("/ready")
+            return answer.status_code, answer.json()["replicas"], answer.json()["replicas_ready"]
+
+        def post(num_steps: int) -> Future[httpx.Response]:
+            body = {"prompt": PROMPT, "num_inference_steps": num_steps, "seed": 3}
+            return pool.submit(httpx.post, server.address + GENERATE, json=body, timeout=PATIENCE_S)
+
+        assert ready() == (200, 2, 2)
+        alone = post(5).result().json()["data"][0]["b64_json"]
+        answers = [post(100_000), post(100_000), *(post(5) for _ in range(20))]
+        until(lambda: server.status()["running"] == 2 and server.status()["queued"] == 20, "two run")
+        killed, kept = server.status()["worker_ids"]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: ready() == (200, 2, 1), "one is left")
+        for answer in answers[2:]:
+            assert answer.result().json()["data"][0]["b64_json"] == alone, "by the new one"
+        assert ready() == (200, 2, 2)
+        (lost,) = [answer.result() for answer in answers[:2] if answer.done()]
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "worker_restarted")
+        text = http.get("/metrics").text
+        assert 'samovar_replica_restarts_total{replica="0"} 1.0' in text
+        assert 'samovar_replica_restarts_total{replica="1"} 0.0' in text
+        assert server.status()["replicas"][1]["worker_ids"] == [kept]
+        os.kill(kept, signal.SIGKILL)
+        until(lambda: ready() == (200, 2, 2) and all(answer.done() for answer in answers), "it is replaced")
+        both = [post(300), post(300)]
+        until(lambda: server.status()["running"] == 2, "two run")
+        server.process.send_signal(signal.SIGTERM)
+        assert [answer.result().status_code for answer in both] == [200, 200]
+        assert server.process.wait(PATIENCE_S) == 0
     assert "Traceback" not in server.text
 
 

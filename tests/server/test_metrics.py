@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from samovar.engine import EngineStatus
+from samovar.engine import EngineStatus, ReplicaStatus
 from samovar.server.metrics import Metrics
 
 from .running import RunningServer
@@ -12,7 +12,8 @@ from .running import RunningServer
 STATUS = EngineStatus(
     model="/models/tiny", is_ready=True, is_alive=True, queued=3, running=1, restarts=2, steps_computed=10,
     steps_skipped=5, bytes_moved=1000, memory_bytes=2000, step_seconds=1.5, images=4,
-    failures={"cancelled": 6}, worker_ids=(1,),
+    failures={"cancelled": 6}, worker_ids=(1, 2),
+    replicas=(ReplicaStatus((0,), True, 1, 0, 3, 400, 1500, (1,)), ReplicaStatus((1,), False, 0, 2, 1, 600, 500, (2,))),
 )  # fmt: skip
 
 
@@ -34,6 +35,11 @@ def test_all_figures_are_told() -> None:
         "samovar_ready": 1, "samovar_requests_queued": 3, "samovar_requests_running": 1, "samovar_memory_bytes": 2000,
         "samovar_worker_restarts_total": 2, "samovar_steps_computed_total": 10, "samovar_steps_skipped_total": 5,
         "samovar_step_seconds_total": 1.5, "samovar_steps_total": 15, "samovar_bytes_moved_total": 1000,
+        "samovar_replica_ready 0": 1, "samovar_replica_ready 1": 0,
+        "samovar_replica_requests_running 0": 1, "samovar_replica_requests_running 1": 0,
+        "samovar_replica_memory_bytes 0": 1500, "samovar_replica_memory_bytes 1": 500,
+        "samovar_replica_restarts_total 0": 0, "samovar_replica_restarts_total 1": 2,
+        "samovar_replica_images_total 0": 3, "samovar_replica_images_total 1": 1,
         "samovar_images_total": 4, "samovar_failures_total cancelled": 6,
         "samovar_requests_total POST /v1/images/generations 200": 1,
         "samovar_requests_total POST /v1/images/generations 429": 1,

@@ -66,11 +66,6 @@ class PipelineFacts:
     def takes_prompt(self) -> bool:
         return "prompt" in self.takes
 
-    def explained(self) -> Explanation:
-        """What is on the pipeline of a worker, and why."""
-        assert self.explanation is not None, "a worker explains what it has loaded"
-        return self.explanation
-
     def check(self, request: Request) -> dict[str, Any]:
         """The pipeline's arguments for a request but its inputs; SettingError if it does not take one of them."""
         given = self._given_inputs(request)

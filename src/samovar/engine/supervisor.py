@@ -146,7 +146,8 @@ class Supervisor:
         """What a worker has attached, and how many of them there are."""
         from ..compose.explain import Feature
 
-        found, config = self.facts.explained(), self.config
+        found, config = self.facts.explanation, self.config
+        assert found is not None, "a worker explains what it has loaded"
         if config.num_replicas == 1:
             return found
         device = str(config.execution_device())
