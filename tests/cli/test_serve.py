@@ -32,7 +32,10 @@ from samovar import cli
         (["--lora", "pixel=./nowhere.bin"], "which is not a .safetensors file"),
         (["--lora-memory", "much"], "--lora-memory 'much' is not a size"),
         (["--replicas", "0"], "--replicas must be a whole number, 1 or more, not 0"),
-        (["--devices", "0,1"], "--devices names GPUs (0, 1), and the device is 'cpu'. Leave out --devices, and give"),
+        (
+            ["--devices", "0,1"],
+            "--devices names GPUs (0, 1), and the device is 'cpu'. Leave it out, and give --replicas 2",
+        ),
         (["--devices", "two"], "--devices 'two'; expected the numbers of GPUs"),
         (["--max-queue", "0"], "--max-queue must be a whole number"),
         (["--step-timeout", "0"], "--step-timeout must be a number of seconds"),

@@ -72,8 +72,8 @@ def place_replicas(
 def _check_device(gpus: Sequence[int], device: torch.device, num_gpus: int) -> None:
     if device.type != "cuda":
         raise SettingError(
-            f"devices names GPUs ({', '.join(map(str, gpus))}), and the device is {str(device)!r}. Leave out devices, "
-            "and give replicas for several workers; or device='cuda'.",
+            f"devices names GPUs ({', '.join(map(str, gpus))}), and the device is {str(device)!r}. Leave it out, and "
+            f"give replicas={len(gpus)} for as many workers; or device='cuda'.",
             param="devices",
         )
     if device.index is not None:
