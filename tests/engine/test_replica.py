@@ -208,6 +208,24 @@ def test_replicas_may_have_ranks(folder: Path) -> None:
     supervisor.close()
 
 
+@pytest.mark.gpu
+def test_two_workers_may_share_a_gpu(folder: Path) -> None:
+    """As many GPUs as there are would do the same: each worker sees only those of its replica."""
+    how: dict[str, Any] = {"progress": False, "enable_layerwise_offload": True}
+    supervisor = Supervisor(OmniDiffusionConfig(str(folder), devices="0,0", **how))
+    supervisor.start()
+    image = pixels(Asked(supervisor, num_inference_steps=3).result())
+    for number in range(2):
+        (blocking,) = running(supervisor)
+        os.kill(supervisor.status().replicas[1 - busy(supervisor).index(1)].worker_ids[0], signal.SIGKILL)
+        wait_for(lambda number=number: supervisor.status().restarts == number + 1)  # type: ignore[misc]
+        assert np.array_equal(pixels(Asked(supervisor, num_inference_steps=3).result()), image)
+        cancel(supervisor, blocking)
+    assert [replica.gpus for replica in supervisor.status().replicas] == [(0,), (0,)]
+    assert "replicas: 2: GPU 0, GPU 0" in str(supervisor.explain())
+    supervisor.close()
+
+
 @pytest.mark.slow
 def test_closing_lets_all_of_them_finish(folder: Path) -> None:
     supervisor = Supervisor(OmniDiffusionConfig(str(folder), device="cpu", progress=False, replicas=2))
@@ -260,7 +278,7 @@ def end_all(orders: list[tuple[Puppet, Run]]) -> None:
 
 
 def test_one_that_cannot_load_the_model_is_raised_by_start(
-    puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch
+    puppets: type[Puppet], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(puppets, "end", lambda self, wait_s=0.0: ended.append(self.replica))
@@ -274,6 +292,7 @@ def test_one_that_cannot_load_the_model_is_raised_by_start(
         supervisor.start()
     supervisor.close()
     assert puppets.num_made == len(ended) > 0
+    assert "replica 1 (cpu): does not fit on this GPU" in caplog.text
 
 
 def test_the_engine_is_down_only_if_all_are(puppets: Any) -> None:

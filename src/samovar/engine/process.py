@@ -139,9 +139,9 @@ def _environment(config: OmniDiffusionConfig, gpus: Sequence[int] = ()) -> Itera
         try:
             yield
         finally:
-            for name in (*added, _VISIBLE):
+            for name in (*added, _VISIBLE) if gpus else added:
                 os.environ.pop(name, None)
-            if visible is not None:
+            if gpus and visible is not None:
                 os.environ[_VISIBLE] = visible
 
 

@@ -8,6 +8,7 @@ from worker processes wait in an inbox for the thread's next turn.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from .worker import Usage
 if TYPE_CHECKING:
     from .supervisor import Supervisor
 
+log = logging.getLogger("samovar.engine")
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
 
@@ -237,6 +239,8 @@ class Replica:
 
     def _lose_worker(self, now: float, error: SamovarError) -> None:
         """End the worker, whose batch has failed. Another one starts when it may."""
+        if self._engine.config.num_replicas > 1:  # Callers may never hear of one among many.
+            log.warning("replica %d (%s): %s", self.number, self._engine.config.place_of(self.number), error)
         self.fail_batch(error)
         if self.was_loaded:
             self.restarts.note_crash(now)

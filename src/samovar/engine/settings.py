@@ -211,6 +211,11 @@ class OmniDiffusionConfig:
         gpus, device = read_gpus(self.devices), self.execution_device()
         return place_replicas(self.replicas, gpus, device, self.num_ranks, torch.cuda.device_count())
 
+    def place_of(self, replica: int) -> str:
+        """Where a replica computes, in words."""
+        gpus = self.gpus[replica]
+        return f"GPU {' and '.join(map(str, gpus))}" if gpus else str(self.execution_device())
+
     @property
     def num_replicas(self) -> int:
         """Number of workers, each of which makes images."""

@@ -150,8 +150,7 @@ class Supervisor:
         assert found is not None, "a worker explains what it has loaded"
         if config.num_replicas == 1:
             return found
-        device = str(config.execution_device())
-        places = [f"GPU {' and '.join(map(str, gpus))}" if gpus else device for gpus in config.gpus]
+        places = [config.place_of(number) for number in range(config.num_replicas)]
         offload = config.attach_config.offload
         copies = "one copy for all" if offload is not None and offload.share else "each has its own"
         why = f"they take from one queue; of offloaded weights, {copies}"
