@@ -121,8 +121,10 @@ def test_two_workers_serve_one_queue_and_one_that_dies_is_not_missed(folder: Pat
 
         assert ready() == (200, 2, 2)
         alone = post(5).result().json()["data"][0]["b64_json"]
-        answers = [post(100_000), post(100_000), *(post(5) for _ in range(20))]
-        until(lambda: server.status()["running"] == 2 and server.status()["queued"] == 20, "two run")
+        answers = [post(100_000), post(100_000)]
+        until(lambda: server.status()["running"] == 2, "two run")
+        answers += [post(5) for _ in range(20)]
+        until(lambda: server.status()["queued"] == 20, "twenty wait")
         killed, kept = server.status()["worker_ids"]
         os.kill(killed, signal.SIGKILL)
         until(lambda: ready() == (200, 2, 1), "one is left")
