@@ -99,12 +99,13 @@ class AttachConfig:
     @property
     def compiles(self) -> bool:
         """Whether blocks are compiled."""
-        return self.compile is not False and self.graphs is None
+        return (self.compile if self.graphs is None else self.graphs.blocks) is not False
 
     @property
     def compiler(self) -> str | Callable[..., Any] | None:
         """The backend that compiles blocks; None for torch's default."""
-        return self.compile if isinstance(self.compile, str) or callable(self.compile) else None
+        value: Any = self.compile if self.graphs is None else self.graphs.blocks
+        return None if isinstance(value, bool) else value
 
     @functools.cached_property
     def graphs(self) -> GraphsConfig | None:
@@ -212,8 +213,10 @@ def graphs_of(value: CompileSetting) -> GraphsConfig | None:
 
 
 def _check_compile(value: Any, *, offloads: bool) -> None:
-    if isinstance(value, (GraphsConfig, Mapping)):
-        graphs_of(value)
+    graphs = graphs_of(value)
+    if graphs is not None:
+        if isinstance(graphs.blocks, str):
+            _check_compile(graphs.blocks, offloads=offloads)
     elif isinstance(value, str) and value != GRAPHS:
         known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
         names = known(exclude_tags=())

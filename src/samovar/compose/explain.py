@@ -143,7 +143,7 @@ def _features(attached: Attached) -> Iterator[Feature]:
         yield _cache(cache, attached.denoisers)
     if attached.regions:
         classes = sorted({type(block).__name__ for block in attached.regions.values()})
-        compiler = "torch's default compiler" if attached.config.compile is True else f"{attached.config.compile}"
+        compiler = attached.config.compiler or "torch's default compiler"
         why = "blocks of a class share a graph; all hooks are outside it"
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
     if attached.attention:
