@@ -36,6 +36,10 @@ class AttachConfig:
     compile: CompileSetting = False
     attention: str | None = None
     """A backend of diffusers' attention, by our name or theirs."""
+    vae_tiling: bool = False
+    """Whether VAEs decode in tiles."""
+    vae_slicing: bool = False
+    """Whether VAEs decode the images of a batch one after the other."""
 
     @classmethod
     def read(
@@ -45,6 +49,8 @@ class AttachConfig:
         parallel: ParallelSetting = None,
         compile: CompileSetting = False,
         attention: str | None = None,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -60,10 +66,13 @@ class AttachConfig:
             skipped = moves.skipped or skipped_share(choice) or 0.0
             graphs = graphs_of(compile) is not None
             moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares, graphs=graphs)
-        return cls(choice, moves, degrees, compile, attention)
+        return cls(choice, moves, degrees, compile, attention, vae_tiling, vae_slicing)
 
     def __post_init__(self) -> None:
         _check_compile(self.compile, offloads=self.offload is not None)
+        for name in ("vae_tiling", "vae_slicing"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name}={getattr(self, name)!r}; expected True or False.", param=name)
         if self.attention is not None:
             read_attention(self.attention)
             if self.num_ranks > 1:
