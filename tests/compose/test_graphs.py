@@ -58,7 +58,8 @@ AT_ONCE = (*(("flux", cache) for cache in CACHES), ("sd3", "signal"), ("wan", "s
 
 def on_devices() -> Iterator[Any]:
     for name, cache in COMBINED:
-        yield pytest.param(name, cache, "cpu", id=f"{name}-{cache}")
+        is_fast = (name, cache) in AT_ONCE or name in ("qwen-image", "flux-controlnet", "ltx")
+        yield pytest.param(name, cache, "cpu", id=f"{name}-{cache}", marks=[] if is_fast else [pytest.mark.slow])
         marks = [pytest.mark.gpu] if (name, cache) in AT_ONCE else [pytest.mark.gpu, pytest.mark.slow]
         yield pytest.param(name, cache, "cuda", id=f"{name}-{cache}-cuda", marks=marks)
 
@@ -125,7 +126,7 @@ def test_beyond_the_limit_it_runs_and_says_so(device: str) -> None:
         assert "there are 1 graphs already (max_graphs=1)" in str(attached.explain())
 
 
-@pytest.mark.parametrize("cache", ["none", "signal"])
+@pytest.mark.parametrize("cache", ["none", pytest.param("signal", marks=pytest.mark.slow)])
 def test_graphs_of_compiled_blocks(cache: str) -> None:
     tiny, pipe = built("flux", "cpu")
     tiny.run(pipe, 1)
