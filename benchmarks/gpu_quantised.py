@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,15 @@ def streamed(subject: Ours, resident_ms: float) -> tuple[Offloaded, dict[str, An
 
 
 @torch.no_grad()
-def measure(bench: Bench, name: str, kind: str) -> dict[str, Any]:
-    """Everything about one model in one kind."""
+def measure(bench: Bench, name: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Everything about one model in one kind: first ours, then beside the peer, which may end the process."""
     model = gpu_models.build(name, bench.device, bench.dtype, tiny=bench.tiny)
     start = time.perf_counter()
     try:
         QUANTISERS[kind](model, bench.dtype)
     except (ImportError, AssertionError, ValueError, NotImplementedError) as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:400]}
+        yield {"failed": f"{type(error).__name__}: {error}"[:400]}
+        return
     bench.sync()
     found: dict[str, Any] = {"quantise_s": round(time.perf_counter() - start, 1)}
     subject = Ours(bench, name, model)
@@ -93,13 +95,15 @@ def measure(bench: Bench, name: str, kind: str) -> dict[str, Any]:
     try:
         found["resident"] = subject.resident(2 * PASSES)
     except Exception as error:  # A library that does not run here.
-        return found | {"failed": f"{type(error).__name__}: {error}"[:400]}
+        yield found | {"failed": f"{type(error).__name__}: {error}"[:400]}
+        return
     gpu_models.to_host(model)
     offloaded, rows = streamed(subject, found["resident"]["ms"])
     offloaded.detach()
     found |= rows
     found["same_bits"] = all(row.get("same_bits", True) for row in (rows["least"], rows["least_measured"]))
-    return found | {"group_offload": group_offload(bench, subject)}
+    yield found | {"group_offload": {"failed": "The process ended."}}
+    yield found | {"group_offload": group_offload(bench, subject)}
 
 
 def main() -> None:
@@ -121,13 +125,12 @@ def main() -> None:
     for name in arguments.models:
         for kind in arguments.kinds:
             start = time.perf_counter()
-            found = measure(bench, name, kind)
+            for found in measure(bench, name, kind):
+                result.setdefault(name, {})[kind] = found | {"part_s": round(time.perf_counter() - start, 1)}
+                if arguments.json is not None:
+                    gpu_models.write(arguments.json, result)
+            print(name, kind, json.dumps(result[name][kind], indent=1), flush=True)
             bench.clear()
-            found["part_s"] = round(time.perf_counter() - start, 1)
-            result.setdefault(name, {})[kind] = found
-            print(name, kind, json.dumps(found, indent=1), flush=True)
-            if arguments.json is not None:
-                gpu_models.write(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
 
+import torch
+
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
-from samovar.lab.bench import all_methods
+from samovar.lab.bench import SCHEDULE_SHARES, all_methods
 from samovar.lab.image_runner import Task, check_disjoint
 from samovar.lab.methods import Method
 from samovar.lab.peers import PeerGuard
@@ -31,6 +33,10 @@ from samovar.lab.session import Row
 CAPTIONS = Path(__file__).parent / "captions"
 IMAGES = 96
 SAMPLERS = ("euler", "unipc")
+METHODS = ("plain", "auto", "tea_cache", "FirstBlockCache", "TaylorSeer", "MagCache", "DBCache")
+"""Words in the names of the methods of a cell, beside the schedules."""
+SHARES = SCHEDULE_SHARES[:3]
+"""Of the steps, computed by the schedules."""
 FIRST_SEED = 700_000
 
 
@@ -103,9 +109,11 @@ class Table:
             tuning = Session(runner, learning, planning, "tuning", self._watch)
             testing = Session(runner, judging, journal, "testing", self._watch)
             testing.exact()
-            for method in all_methods(tuning, only=options.only):
-                rows.append(self._row(testing, method))
-                print(cell.name, json.dumps(rows[-1]), flush=True)
+            schedules = [f"schedule, {round(share * cell.steps)} computed" for share in SHARES]
+            for words in [[word] for word in options.only] or [METHODS, *([name] for name in schedules)]:
+                for method in all_methods(tuning, only=words):  # A schedule is planned when its turn comes.
+                    rows.append(self._row(testing, method))
+                    print(cell.name, json.dumps(rows[-1]), flush=True)
         except OutOfTime:
             print(f"{cell.name}: the rest is for the next run", flush=True)
         return rows
@@ -146,11 +154,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
     parser.add_argument("--state", type=Path, required=True, help="where the next run goes on")
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--tf32", action="store_true", help="products of matrices with ten bits, three times as fast")
     options = parser.parse_args(arguments)
+    if options.tf32:
+        torch.set_float32_matmul_precision("high")
     cells: dict[str, Any] = {}
     for cell, rows in Table(options).run():
         cells[cell.name] = rows
-        about = {"date": date.today().isoformat(), "captions": options.captions, "images": options.images}
+        about = {
+            "date": date.today().isoformat(),
+            "captions": options.captions,
+            "images": options.images,
+            "tf32": options.tf32,
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"about": about, "cells": cells}, indent=1) + "\n")
 

@@ -22,7 +22,7 @@ LAYERS = [
     {"files", "media", "other_libraries", "tensors", "tolerances", "tree"},
     {"hooks", "arch", "builtin", "aliases"},
     {"trace"},
-    {"cache", "offload", "parallel"},
+    {"cache", "graphs", "offload", "parallel"},
     {"compose"},
     {"engine"},
     {"omni"},

@@ -15,7 +15,8 @@ import diffusers
 import pytest
 
 import samovar
-from docs.generate import code, diagrams, pages, plots, tables
+from benchmarks import regimes_table
+from docs.generate import code, diagrams, pages, plots, regimes_plots, tables
 from pipelines import PIPELINES, text
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
@@ -264,3 +265,54 @@ def flux_folder(tmp_path: Path) -> Path:
 
 def test_the_changelog_knows_the_version() -> None:
     assert f"\n## {samovar.__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------ regimes
+
+
+def regime_row(family: str, computed: float, psnr: float, lpips: float = 1e-3, worst: float = 20.0) -> dict[str, Any]:
+    figures = {"psnr": psnr, "psnr_5th": worst, "psnr_worst": worst, "lpips": lpips, "lpips_worst": lpips}
+    return {"method": f"{family} {computed}", "family": family, "computed": computed, **figures}
+
+
+def test_regimes_are_compared_at_equal_counts_and_never_beyond_a_curve() -> None:
+    curve = [regime_row("plain steps", 4, 30, 1e-2, 10), regime_row("plain steps", 8, 40, 1e-4, 20)]
+    middle = regimes_table.at(curve, 6)
+    assert middle is not None
+    assert (middle.psnr, middle.psnr_worst) == (35, 15)
+    assert middle.lpips == pytest.approx(1e-3), "by its logarithm"
+    assert [regimes_table.at(curve, count) for count in (3.9, 8.1)] == [None, None]
+    assert regimes_table.at(curve[:1], 4) == regimes_table.Point(30, 10, pytest.approx(1e-2))
+
+
+def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
+    others = [regime_row("plain steps", 11, 40, 1e-3, 25), regime_row("peer", 11, 42, 4e-3, 20)]
+    tuned = {"near": (45.1, 4e-4, 25), "no +3": (44.9, 4e-4, 25), "LPIPS": (46, 6e-4, 25), "worst": (46, 4e-4, 24)}
+    found = {}
+    for name, figures in tuned.items():
+        rows = [*others, regime_row("samovar schedule", 11, *figures), regime_row("samovar auto", 11, 42, 1e-3, 26)]
+        (line,) = regimes_table.lines_of({"20-2-pairs-euler": rows})
+        assert (line.computed, line.best.nearest) == (11, "peer")
+        assert line.auto_is_met
+        found[name] = line.tuned_is_met
+    assert found == {"near": True, "no +3": False, "LPIPS": False, "worst": False}
+    text = regimes_table.markdown({"cells": {"20-2-pairs-euler": rows}})
+    assert "| 20-2-pairs-euler | 11 | peer | 42.0, 25.0, 0.001 | +0.0 | +1.0 | +4.0 | -1.0 | x 0.40 |" in text
+    assert text.endswith("`auto` meets its goal in 1 of 1 cells, which is the goal. "
+                         "`tuned` meets its goal in 0 of 1 cells, and the goal is 1.")  # fmt: skip
+
+
+def test_plots_of_regimes(tmp_path: Path) -> None:
+    rows = [regime_row(f, c, 30 + c) for f in ("plain steps", "samovar auto", "samovar schedule") for c in (6, 8, 11)]
+    problem = {"method": "peer", "family": "peer", "problem": "it does not know the model"}
+    cells = {"20-2-pairs-euler": rows, "28-4.5-free-unipc": [*rows, problem]}
+    runs = [{"mask": mask, "computed": mask.count("#")} for mask in ("##.#..#.", "####.###", "##..#..#", "########")]
+    files = [tmp_path / "regimes.json", tmp_path / "gaps.json"]
+    files[0].write_text(json.dumps({"cells": cells}))
+    files[1].write_text(json.dumps({"runs": runs}))
+    regimes_plots.main([*map(str, files), "--output", str(tmp_path)])
+    for name, words in (("regimes", "28 steps, CFG 4.5, free, unipc"), ("gaps", "the 1 hardest images")):
+        drawn = (tmp_path / f"plot-{name}.svg").read_text()
+        assert f"<!-- {words} -->" in drawn
+    assert regimes_plots.gaps_of("##.#..#.") == [1, 2, 2, 3, 3, 3, 2, 2]
+    assert "it does not know the model" in regimes_table.all_methods({"cells": cells})

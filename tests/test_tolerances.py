@@ -12,6 +12,7 @@ from samovar.tolerances import TOLERANCES, read_tolerance
 
 def test_numbers_and_names() -> None:
     assert read_tolerance(0.03) == 0.03
+    assert read_tolerance("0.03") == 0.03
     assert read_tolerance(0) == TOLERANCES["exact"] == read_tolerance("exact")
     assert 0 < read_tolerance("high") < read_tolerance("fast")
 
@@ -19,7 +20,7 @@ def test_numbers_and_names() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [("fats", "Did you mean 'fast'"), (-1, "from 0 upwards"), (True, "from 0"), (None, "from 0"), (float("nan"), "0"),
-     (float("inf"), "from 0")],
+     (float("inf"), "from 0"), ("-1", "from 0"), ("nan", "from 0")],
 )  # fmt: skip
 def test_what_is_none(value: Any, words: str) -> None:
     with pytest.raises(SettingError, match=words) as refused:

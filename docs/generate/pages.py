@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # The source of this checkout, whatever is installed.
 
-from docs.generate import code, results, tables  # noqa: E402
+from docs.generate import code, regimes_plots, results, tables  # noqa: E402
 
 MARKER = re.compile(r"^<!-- generate: (\w+) ?(.*?) -->$", flags=re.MULTILINE)
 MAKERS: dict[str, Callable[[str], str]] = {
@@ -28,6 +28,7 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "about": results.about,
     "quality": tables.quality,
     "promises": tables.promises,
+    "regimes": regimes_plots.section,
     "cache_cost": tables.cache_cost,
     "combined": tables.combined,
     "offload": tables.offload,

@@ -14,12 +14,12 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from docs.generate import tables
+from docs.generate import regimes_plots, tables
 from docs.generate.results import RESULTS, read
 
 IMAGES = Path(__file__).parents[1] / "images"
 OURS, OURS_TOO, PEERS = "#e64a19", "#ffab91", ("#455a64", "#78909c", "#5c6bc0", "#8d6e63", "#26a69a", "#9e9d24")
-_STYLE = {
+STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -35,7 +35,7 @@ _STYLE = {
 
 def headline() -> Figure:
     """Memory against time, and quality against computed steps."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(10.5, 3.9), layout="constrained")
         left, right = figure.subplots(1, 2)
         _budget(left)
@@ -50,7 +50,7 @@ def headline() -> Figure:
 
 
 def budget() -> Figure:
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(10.5, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         _budget(left)
@@ -64,7 +64,7 @@ def quality() -> Figure:
     families = list(dict.fromkeys(row["family"] for row in read("quality")["rows"]))
     ours = [family for family in families if family.startswith("samovar")]
     peers = [family for family in families if family not in (*ours, "exact", "diffusers SeaCache")]
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(10.5, 5.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         _psnr(left, peers=peers, ours=ours)
@@ -79,7 +79,7 @@ def skipped() -> Figure:
     """What a skipped step costs."""
     models = read("gpu_cache")["models"]
     names = list(models["flux"]["skipped"])
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(8, 3.8), layout="constrained")
         axes = figure.subplots()
         for number, model in enumerate(models.values()):
@@ -99,7 +99,7 @@ def skipped() -> Figure:
 def combined() -> Figure:
     """Time and peak of combinations."""
     found = read("gpu_compose")["flux"]["contestants"]
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
         for name, row in found.items():
@@ -187,6 +187,10 @@ PLOTS: dict[str, tuple[Callable[[], Figure], tuple[str, ...]]] = {
     "plot-combined": (combined, ("gpu_compose",)),
 }
 """Each plot by the name of its file, with the results that it shows."""
+_LATER = {"plot-regimes": (regimes_plots.regimes, "regimes"), "plot-gaps": (regimes_plots.gaps, "regimes_gaps")}
+for _plot, (_draw, _name) in _LATER.items():
+    if (RESULTS / f"{_name}.json").is_file():  # They are measured apart from the others.
+        PLOTS[_plot] = (lambda draw=_draw, name=_name: draw(read(name))), (_name,)
 
 
 def origin(names: Sequence[str]) -> str:
@@ -199,7 +203,7 @@ def to_svg(name: str) -> str:
     """The plot on white, so that it is readable on a dark page too."""
     draw, names = PLOTS[name]
     text = io.StringIO()
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         draw().savefig(text, format="svg", facecolor="white", metadata={"Date": None, "Source": origin(names)})
     return text.getvalue()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,10 +33,72 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return WRAPPED_MODULE in module._modules or compiled_call(module) is not None
 
 
+# ------------------------------------------------------------------------------------------------ torch
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each tensor into its target, in as few kernels as torch can."""
+    torch._foreach_copy_(targets, sources)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What two tensors have in common that are views of one piece of memory, as long as either lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def weak_memory(tensor: torch.Tensor) -> Any:
+    """A weak reference to a tensor's memory. As long as it lives, no other memory has the same `memory_of`."""
+    from torch.multiprocessing import reductions
+
+    refer: Any = reductions.StorageWeakRef
+    return refer(tensor.untyped_storage())
+
+
+def num_dispatch_modes() -> int:
+    """How many modes, such as profilers, see each operation on this thread."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def has_global_hooks() -> bool:
+    """Whether somebody has asked torch to call a function around every module."""
+    has_any: Any = torch.nn.modules.module._has_any_global_hook
+    return bool(has_any())
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Torch's global settings that decide which kernels run, and diffusers' choice of attention."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    return (
+        None if registry is None else registry._active_backend,
+        *(read() for read in _KERNEL_SETTINGS),
+        tuple(torch._C._get_sdp_priority_order()),
+        *(torch._C._get_fp32_precision_getter(*of) for of in _PRECISIONS),
+    )
+
+
+_PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
+"""What may be computed with fewer bits than float32 has, such as in TF32."""
+
+
+_KERNEL_SETTINGS: tuple[Any, ...] = tuple(
+    getattr(torch._C, name)
+    for name in (
+        "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+        "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+        "_get_deterministic_algorithms",
+        "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_reduced_precision_reduction",
+    )
+    if hasattr(torch._C, name)
+)  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------ accelerate, diffusers
 
 FORWARD_WRAPPERS = frozenset(("_hf_hook", "_old_forward", "_diffusers_hook"))
 """What accelerate and diffusers put into a module's `__dict__` when they replace its forward."""
+_HELPERS = ("layer_execution_tracker", "lazy_", "peft_autocast")
+"""How the names of such hooks begin."""
 CAPTURING_OUTPUTS = "_output_capturing_hooks_installed"
 """Where transformers notes that a model has the torch hooks which collect its hidden states."""
 SP_PLAN, CP_PLAN = "_sp_plan", "_cp_plan"
@@ -57,6 +120,11 @@ def diffusers_hooks(module: torch.nn.Module) -> Mapping[str, Any]:
     """The hooks that diffusers has on a module, by name."""
     hooks: Mapping[str, Any] = getattr(vars(module).get("_diffusers_hook"), "hooks", {})
     return hooks
+
+
+def is_helper(name: str) -> bool:
+    """Whether a hook of diffusers only helps another one, or does the same at every call."""
+    return name.startswith(_HELPERS)
 
 
 def compute_dtype(module: torch.nn.Module) -> torch.dtype | None:

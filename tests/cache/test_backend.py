@@ -91,7 +91,7 @@ def test_by_name() -> None:
         assert isinstance(backend, CacheBackend)
         assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, forecast)
     assert cache_names() == ["auto", "cache_dit", "forecast", "tea_cache"]
-    for setting in ("auto", {"backend": "auto"}, {"tolerance": "high"}, AutoConfig("high")):
+    for setting in (True, "auto", {"backend": "auto"}, {"tolerance": "high"}, AutoConfig("high")):
         backend = make_cache_backend(setting)
         assert isinstance(backend, TeaCacheBackend)
         assert backend.config == AutoConfig()
@@ -155,7 +155,7 @@ def test_a_name_that_is_like_none_is_refused_with_all() -> None:
         make_cache_backend("xyz")
 
 
-@pytest.mark.parametrize("cache", [3, True, ["tea_cache"], 0.2], ids=["number", "bool", "list", "float"])
+@pytest.mark.parametrize("cache", [3, ["tea_cache"], 0.2], ids=["number", "list", "float"])
 def test_anything_but_a_name_a_config_a_mapping_or_a_file_is_refused(cache: Any) -> None:
     with pytest.raises(SettingError, match=r"cache=.*; expected a name") as caught:
         make_cache_backend(cache)

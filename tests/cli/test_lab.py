@@ -173,6 +173,10 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
         (["calibrate", "emojis"], "Did you mean 'emoji'?"),
         (["tune", "--target-psnr", "200"], "--target-psnr 200.0; expected a number from 1.0 to 99.0"),
         (["tune", "--target-speedup", "0.5"], "--target-speedup 0.5"),
+        (["tune", "--target-psnr", "30", "--num-prompts", "8"], "8 images to tune with: 45 or more are needed"),
+        (["compare", "--offload", "layrwise"], "Did you mean 'layerwise'?"),
+        (["bench", "--gpu-memory", "many"], "--gpu-memory 'many'"),
+        (["tune", "--target-speedup", "2", "--quantization", "int7"], "Did you mean 'int"),
         (["bench", "--plot-from", "nowhere.json"], "--plot-from 'nowhere.json' is not a file"),
         (["bench", "--prompts", "testing"], "is in both lists"),
     ],
@@ -195,6 +199,25 @@ def test_nonsense_is_refused_by_name(
 def test_a_bench_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     assert run(capsys, "bench", "--plot-from", str(tmp_path / "a.json"))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("compare", "--prompts FILE, with"),
+        ("calibrate", "--prompts FILE, with"),
+        ("tune", "--prompts FILE and --test-prompts FILE, with"),
+        ("bench", "--prompts FILE and --test-prompts FILE, with"),
+    ],
+)
+def test_emoji_captions_are_not_for_other_models(
+    model: str, command: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ["--target-speedup", "2"] if command == "tune" else []
+    code, out, err = run(capsys, command, model, *target, "-o", str(tmp_path / "out"))
+    assert (code, out) == (2, "")
+    assert f"needs prompts of its own kind, and the shipped ones are captions of emoji. Give {options}" in err
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from samovar import OffloadConfig, SequenceParallelConfig, TeaCacheConfig
-from samovar.cache import CACHE_BACKENDS, TeaCacheBackend, register_cache_backend
+from samovar.cache import CACHE_BACKENDS, AutoConfig, TeaCacheBackend, register_cache_backend
 from samovar.compose.config import AttachConfig, skipped_share
 from samovar.errors import SettingError
 
@@ -19,6 +19,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cache": {"backend": "none", "rel_l1_thresh": 1}}, "settings .* were given for the cache 'none'", "cache"),
     ({"cache": 3}, "cache=3; expected a name such as 'tea_cache'", "cache"),
     ({"cache": "nowhere.json"}, "cache: 'nowhere.json' cannot be read", "cache"),
+    ({"tolerance": "fats"}, r"tolerance='fats'; .* Did you mean 'fast'\?", "tolerance"),
+    (
+        {"tolerance": 0.1, "cache": "tea_cache"},
+        "tolerance=0.1 is for the cache 'auto', and cache='tea_cache' is another",
+        "tolerance",
+    ),
+    ({"tolerance": 0.1, "cache": "none"}, "cache='none' is another or none", "tolerance"),
     ({"offload": "modl"}, r"offload='modl'. Did you mean 'model'\?", "offload"),
     ({"offload": {"mod": "model"}}, r"'mod' is not a setting of offload. Did you mean 'mode'\?", "mod"),
     ({"offload": 3}, "offload=3; expected the settings of OffloadConfig", "offload"),
@@ -35,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         r"compile='indctor' is not a backend of torch.compile. Did you mean 'inductor'\?",
         "compile",
     ),
-    ({"compile": 2}, "compile=2; expected True, False, or a backend of torch.compile", "compile"),
+    ({"compile": 2}, "compile=2; expected True, False, 'graphs', or a backend of torch.compile", "compile"),
     ({"compile": "cudagraphs", "offload": "layerwise"}, "records the addresses of weights", "compile"),
 ]
 
@@ -136,6 +143,14 @@ def test_either_budget_alone_means_auto_and_both_are_passed_on() -> None:
         assert (config.mode, config.gpu_memory, config.host_memory) == ("auto", budgets.get("gpu_memory"), "3GiB")
     with pytest.raises(SettingError, match=r"host_memory='3GiB' contradicts host_memory='4GiB' in offload"):
         AttachConfig.read(offload={"host_memory": "4GiB"}, host_memory="3GiB")
+
+
+def test_a_tolerance_alone_means_the_cache_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "tea_cache")  # What is said here counts more.
+    for settings in ({}, {"cache": "auto"}, {"cache": True}, {"cache": {"tolerance": "high"}}):
+        choice = AttachConfig.read(tolerance="fast", **settings).cache
+        assert choice is not None
+        assert (choice.backend, choice.settings) == ("auto", AutoConfig("fast"))
 
 
 def test_components_that_are_left_out() -> None:

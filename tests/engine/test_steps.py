@@ -32,7 +32,7 @@ def worker(request: pytest.FixtureRequest, folder: Path) -> Iterator[Worker]:
 
 def test_every_step_is_told_with_what_the_cache_did(worker: Worker) -> None:
     plain = generate(worker, "a cat", REQUEST.params)
-    before = set(vars(worker._pipeline.transformer))
+    before = set(vars(worker.pipeline.transformer))
     events: list[Event] = []
     (result,) = worker.run([REQUEST], Listener(lambda index, event: events.append(event), lambda index: False))
     assert not isinstance(result, SamovarError)
@@ -41,7 +41,7 @@ def test_every_step_is_told_with_what_the_cache_did(worker: Worker) -> None:
     assert [step.is_computed for step in steps] == [mark == "#" for mark in "##.#.#"]
     assert all(step.seconds > 0 for step in steps)
     assert [event.step for event in events if isinstance(event, Preview)] == [2, 4]
-    assert set(vars(worker._pipeline.transformer)) == before
+    assert set(vars(worker.pipeline.transformer)) == before
     assert np.array_equal(np.asarray(plain.images[0]), np.asarray(result.images[0]))
 
 
@@ -58,7 +58,7 @@ def test_a_request_that_is_cancelled_stops_after_the_step(worker: Worker) -> Non
         if isinstance(event, Progress):
             steps.append(event.step)
 
-    registry = HookRegistry.get_or_create(worker._pipeline.transformer)
+    registry = HookRegistry.get_or_create(worker.pipeline.transformer)
     registry.register_hook("zz counted", Counted())
     (error,) = worker.run([REQUEST], Listener(tell, lambda index: len(steps) >= 3))
     registry.remove_hook("zz counted")
@@ -79,7 +79,7 @@ def test_numbers_are_checked_at_every_step(worker: Worker) -> None:
             self.calls += 1
             return (output[0] * float("nan"), *output[1:]) if self.calls == 4 else output
 
-    registry = HookRegistry.get_or_create(worker._pipeline.transformer)
+    registry = HookRegistry.get_or_create(worker.pipeline.transformer)
     registry.register_hook("spoiled", Spoiled())
     (error,) = worker.run([REQUEST])
     registry.remove_hook("spoiled")

@@ -147,7 +147,7 @@ def test_a_closed_worker_leaves_a_bare_pipeline(folder: Path) -> None:
     worker = Worker(
         OmniDiffusionConfig(str(folder), device="cpu", progress=False, enable_layerwise_offload=True, **CACHE)
     )
-    transformer = worker._pipeline.transformer
+    transformer = worker.pipeline.transformer
     assert len(HookRegistry.get_or_create(transformer)._hooks) > 0
     worker.close()
     assert all(len(HookRegistry.get_or_create(module)._hooks) == 0 for module in transformer.modules())
@@ -182,7 +182,7 @@ def test_latents_that_are_not_finite_are_an_error_and_the_next_request_is_clean(
     worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache))
     (clean,) = worker.run([ask()])
     assert not isinstance(clean, SamovarError)
-    registry = HookRegistry.get_or_create(worker._pipeline.transformer)
+    registry = HookRegistry.get_or_create(worker.pipeline.transformer)
     registry.register_hook("spoiled", Spoiled(3, value))
     (error,) = worker.run([ask()])
     registry.remove_hook("spoiled")
@@ -214,7 +214,7 @@ def test_what_breaks_inside_a_pipeline_is_an_error_of_the_request(tiny: Worker) 
         def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("shapes do not fit")
 
-    registry = HookRegistry.get_or_create(tiny._pipeline.transformer)
+    registry = HookRegistry.get_or_create(tiny.pipeline.transformer)
     registry.register_hook("broken", Broken())
     with pytest.raises(EngineError, match="FluxPipeline failed: RuntimeError: shapes do not fit"):
         generate(tiny, "a cat", FAST)
@@ -440,7 +440,7 @@ def test_a_library_without_memory_is_out_of_memory(tiny: Worker, monkeypatch: py
     def fail(**call: Any) -> None:
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
-    monkeypatch.setattr(tiny._pipeline, "encode_prompt", lambda *args, **kwargs: fail())
+    monkeypatch.setattr(tiny.pipeline, "encode_prompt", lambda *args, **kwargs: fail())
     with pytest.raises(OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
         generate(tiny, "a cat", FAST)
 

@@ -57,6 +57,17 @@ def test_what_was_fitted_is_kept(make_session: MakeSession) -> None:
     assert ClosedLoop(session).fit(MASK) == first
 
 
+def test_a_schedule_is_found_on_the_way(make_session: MakeSession) -> None:
+    session = make_session(tasks=TASKS, batch=3)
+    masks = [ClosedLoop(session).seek(computed) for computed in (8, 6, 4)]
+    for mask, computed in zip(masks, (8, 6, 4), strict=True):
+        assert len(mask) == session.runner.steps
+        assert mask.startswith("###")
+        assert computed - 2 <= mask.count("#") <= computed
+    session.runner.pipeline = None  # Nothing is run again.
+    assert ClosedLoop(session).seek(6) == masks[1]
+
+
 def test_a_sampler_whose_way_is_not_the_prediction(make_session: MakeSession) -> None:
     """Then the weights are fitted to what the model returns."""
     session = make_session(tasks=TASKS, batch=3)

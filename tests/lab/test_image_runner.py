@@ -13,7 +13,7 @@ from pipelines import tiny_flux_pipeline
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SamovarError, SettingError
 from samovar.lab.fitting import Products
-from samovar.lab.image_runner import ImageRunner, Task, check_disjoint, make_tasks, read_prompts
+from samovar.lab.image_runner import Batch, ImageRunner, Task, check_disjoint, make_tasks, read_prompts
 from samovar.lab.methods import EXACT, cached, quantised
 from samovar.lab.schedules import SchedulePlanner
 from samovar.lab.trajectory import WATCHED, early_products, read_products
@@ -162,3 +162,62 @@ def test_a_loaded_pipeline_cannot_be_quantised(make_runner: MakeRunner) -> None:
         make_runner().under(quantised("int8")),
     ):
         pass
+
+
+ENGINES: list[dict[str, Any]] = [
+    {"offload": "layerwise"},
+    {"offload": {"mode": "layerwise", "precompute": True}},
+    {"gpu_memory": "46MiB"},
+    {"compile": "eager"},
+]
+
+
+def test_images_and_counts_are_the_same_however_the_model_is_loaded(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    params = OmniDiffusionSamplingParams(num_inference_steps=8, **PARAMS)
+    methods = [EXACT, cached("auto", {}), cached("tea_cache", {"schedule": "##.#.#.#"})]
+    expected: list[Batch] = []
+    for engine in ({}, *ENGINES):
+        runner = ImageRunner(str(tmp_path), params, batch=2, device="cpu", **engine)
+        found: list[Batch] = []
+        for method in methods:
+            with runner.under(method) as make:
+                found.append(make(TASKS[:2]))
+        runner.close()
+        expected = expected or found
+        assert [made.forwards for made in found] == [made.forwards for made in expected], engine
+        assert all(torch.equal(a.images, b.images) for a, b in zip(found, expected, strict=True)), engine
+    assert [made.forwards for made in expected][::2] == [16, 10]
+
+
+def test_quantised_weights_under_offload(tmp_path: Path) -> None:
+    """Compared with the exact ones, or taken for the exact ones, they are the same model."""
+    pytest.importorskip("torchao")
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    params = OmniDiffusionSamplingParams(num_inference_steps=2, **PARAMS)
+    exact = ImageRunner(str(tmp_path), params, device="cpu", offload="layerwise")
+    with exact.under(EXACT) as make:
+        before = make(TASKS[:1])
+    with exact.under(quantised("int8")) as make:
+        beside = make(TASKS[:1])
+    with exact.under(EXACT) as make:
+        assert torch.equal(make(TASKS[:1]).images, before.images)
+    loaded = ImageRunner(str(tmp_path), params, device="cpu", offload="layerwise", quantization="int8")
+    with loaded.under(EXACT) as make:
+        assert torch.equal(make(TASKS[:1]).images, beside.images)
+    assert not torch.equal(beside.images, before.images)
+    with pytest.raises(SettingError, match=r"The model is quantised\."), loaded.under(quantised("int4")):
+        pass
+
+
+def test_a_cache_of_the_environment_is_not_taken_for_exact(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "tea_cache")
+    with make_runner(steps=10).under(EXACT) as make:
+        assert make(TASKS[:1]).forwards == 20
+
+
+def test_settings_of_the_engine_are_refused_by_name() -> None:
+    with pytest.raises(SettingError, match="Did you mean 'gpu_memory'"):
+        ImageRunner(gpu_memry="1GiB")

@@ -115,12 +115,13 @@ def test_the_best_way_of_planning_is_the_one_with_the_best_images(
     assert chosen.closeness == max(row.closeness for _, row in tried.values())
     worst, _ = choose_planner(session, lambda row: -row.closeness, computed=8)
     assert session.measure(worst.method(worst.plan(8))).closeness == min(row.closeness for _, row in tried.values())
-    assert len(tried) == 4, "fitted to exact runs, with more for outliers, and in closed loop with two schedules"
+    closed = [name for name in tried if "closed loop" in name]
+    assert len(tried) - len(closed) == 2, "fitted to exact runs, without and with more for outliers"
+    assert 1 < len(closed) <= 3, "two ways to find a schedule may find the same"
     assert type(worst) is not type(best) or worst != best
 
 
 def test_few_images_do_not_show_outliers(make_session: MakeSession) -> None:
     planner, tried = choose_planner(make_session(steps=12), lambda row: row.closeness, computed=8)
     assert getattr(planner, "early", None) is None
-    assert len(tried) == 3
-    assert sum("closed loop" in name for name in tried) == 2
+    assert sum("closed loop" not in name for name in tried) == 1

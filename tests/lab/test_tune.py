@@ -11,10 +11,10 @@ import pytest
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import SettingError
 from samovar.lab.image_runner import Task
-from samovar.lab.methods import read_method
+from samovar.lab.methods import plain, read_method
 from samovar.lab.metrics import Quality
 from samovar.lab.session import Row
-from samovar.lab.tune import Target, Tuned, denoiser_speedup, lower_bound, rhythm, tune, values_below
+from samovar.lab.tune import Target, Tuned, lower_bound, rhythm, tune, values_below
 
 
 def row(psnrs: list[float], computed: float = 10, lpips: float = 0.01) -> Row:
@@ -56,7 +56,7 @@ def test_targets() -> None:
     assert not target.is_met(row([28, 41, 55, 60])), "the mean is not the target"
     assert Target("lpips", 0.011).is_met(row([1, 2, 3]))
     assert not Target("lpips", 0.009).is_met(row([1, 2, 3]))
-    assert denoiser_speedup(row([1.0], computed=10)) == 2.0
+    assert row([1.0], computed=10).saving == 2.0
     assert Target("speedup", 2.0).is_met(row([1.0], computed=10)), "forwards are counted"
     assert not Target("speedup", 2.1).is_met(row([1.0], computed=10))
     assert str(target) == "PSNR of at least 30 dB"
@@ -112,8 +112,8 @@ def test_the_fastest_that_meets_a_target(make_session: MakeSession) -> None:
 def test_a_speedup_is_reached(make_session: MakeSession) -> None:
     tuning, testing = make_session(tasks=TASKS[:2]), make_session(tasks=TESTING[:1], name="testing")
     found = tune(tuning, testing, Target("speedup", 2.0), refinements=3)
-    assert denoiser_speedup(found.row) >= 2
-    rivals = [tried for tried in found.tried if denoiser_speedup(tried) >= 2]
+    assert found.row.saving >= 2
+    rivals = [tried for tried in found.tried if tried.saving >= 2]
     assert found.row.quality.psnr == max(tried.quality.psnr for tried in rivals)
     assert len(found.tried) >= 6
 
@@ -130,6 +130,27 @@ def test_a_target_out_of_reach_is_reported(make_session: MakeSession) -> None:
     assert computed is not None
     assert float(computed[1]) < 10, "what skips nothing is not the best that skips"
     assert "give more prompts" in str(said.value)
+
+
+def test_a_target_that_so_few_images_cannot_show_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"44 images to tune with: 45 or more are .* 95% reach a PSNR of at least"):
+        Target("psnr", 30).check_tasks([TASKS[0]] * 44)
+    Target("psnr", 30).check_tasks([TASKS[0]] * 45)
+    Target("speedup", 2.0).check_tasks(TASKS)
+
+
+def test_a_saving_that_no_setting_has_is_refused_at_the_start(make_session: MakeSession) -> None:
+    tuning, testing = make_session(tasks=TASKS[:1]), make_session(tasks=TESTING[:1], name="testing")
+    with pytest.raises(SettingError, match=r"target_speedup=6 of 10 steps leaves fewer than 2 .* at most 5"):
+        tune(tuning, testing, Target("speedup", 6.0))
+    assert not len(tuning.journal), "and nothing is made"
+
+
+def test_plain_steps_save_forwards_too(make_session: MakeSession) -> None:
+    """Otherwise no plain steps would ever meet a speed-up, and a worse cache would be chosen."""
+    found = make_session(tasks=TASKS[:1]).measure(plain(4))
+    assert found.saving == 2.5
+    assert Target("speedup", 2.5).is_met(found)
 
 
 @pytest.mark.parametrize(("target", "value"), [("psnr", 30.0), ("lpips", 0.02), ("speedup", 2.0)])

@@ -159,7 +159,7 @@ class AutoSteps(NamedTuple):
         if pace.is_open:
             summed = None if self.agree is None else self.agree.within_branch
             judged = pace.judge(history, self._samples(call), clock.step.total, summed)
-            pace.set_gaps(history, self._agreed(judged, call), self.tolerance)
+            pace.set_gaps(history, self._agreed(judged, call), self.tolerance, clock.step.total)
         pace.due = [clock.index >= image.due for image in pace.images]
         return _DUE if any(pace.due) else Verdict("skip", "within the tolerance")
 

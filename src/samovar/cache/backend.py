@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -28,7 +28,7 @@ from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
-CacheSetting = str | Path | CacheConfig | Mapping[str, Any] | Literal[False] | None
+CacheSetting = str | Path | CacheConfig | Mapping[str, Any] | bool | None
 Hooks = dict[str, tuple[torch.nn.Module, TeaCacheHook]]
 """The denoisers of a pipeline by name."""
 
@@ -243,8 +243,8 @@ class CacheChoice:
         named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
         if cache is None:
             cache, source = {"backend": named}, ENVIRONMENT_VARIABLE
-        if cache is False:
-            cache = "none"
+        if isinstance(cache, bool):
+            cache = AUTO if cache else "none"
         if is_file_name(cache):
             with naming(cache):
                 return cls.read(read_settings(cache, "cache"))  # type: ignore[arg-type]

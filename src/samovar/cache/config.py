@@ -196,7 +196,7 @@ class AutoConfig:
 
     tolerance: float | str = "high"
     """How far the skipped steps of a gap may take the sample off its way, relative to its size: "exact" (0, computes
-    every step), "high" (0.016), "fast" (0.05), or a number."""
+    every step), "high" (0.02), "fast" (0.06), or a number."""
 
     def __post_init__(self) -> None:
         read_tolerance(self.tolerance)

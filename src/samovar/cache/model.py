@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -127,7 +127,7 @@ def _remember(known: dict[Hashable, _Value], key: Hashable, value: _Value) -> _V
 
 
 @dataclass(eq=False)
-class _Form:
+class TracedForm:
     """A form of inputs that was traced."""
 
     trace: Trace
@@ -139,6 +139,10 @@ class _Form:
     is_blind: bool = False
     """Whether the modulated input cannot be read without running the block."""
     replay: tuple[Replay, Fingerprint] | None = None
+    token: object = field(default_factory=object)
+    """Names the form where its forwards are replayed."""
+    idle: frozenset[torch.nn.Module] | None = None
+    """Modules that do not run at a skipped step, once that is known."""
 
     def read(self, given: Given, other: Given | None = None) -> Signal:
         """The signal, from the arguments of the leading block; `other` are those of another step."""
@@ -176,7 +180,7 @@ class BlockModel(CacheableModel):
                 f"{self._structure.model_class} has no stack of blocks, so its steps cannot be cached. Declare one "
                 "(samovar.register_declaration), or register an extractor (samovar.cache.register_extractor)."
             )
-        self._forms: dict[Hashable, _Form] = {}
+        self._forms: dict[Hashable, TracedForm] = {}
         self._attempts: dict[Hashable, int] = {}
         super().__init__(unwrapped(model))
         blocks = (block for stack in self._structure.stacks for block in stack.modules(self._model))
@@ -233,7 +237,7 @@ class BlockModel(CacheableModel):
             rehearsed = rehearsal.rehearse(output, lambda with_time: before.at_another_step(output, with_time))
         except (ModelError, TrialFailed) as error:
             return self._refuse(signature, str(error), output)
-        form = _Form(watched.trace)
+        form = TracedForm(watched.trace)
         evicted = _remember(self._forms, signature, form)
         if evicted is not None:
             evicted.close()
@@ -242,7 +246,7 @@ class BlockModel(CacheableModel):
 
     # -------------------------------------------------------------------------------------- all other times
 
-    def _next(self, form: _Form, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+    def _next(self, form: TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         trace, decide = form.trace, wanted.decide
         if wanted.mode == "ask" and trace.early_segments:
             return self._ask_ahead(form, inputs, wanted, forward)
@@ -261,7 +265,7 @@ class BlockModel(CacheableModel):
             kept = None if wanted.keeps else trace.early_segments
             step = StepPass(trace, wanted.mode, wanted.outlook, None if decide is None else choose, keeps=kept)
             spare = (inputs.args, inputs.kwargs) if wanted.mode == "compute" else inputs.spare()
-            output = self._forward(step, inputs, forward)
+            output = self._forward(step, (inputs.args, inputs.kwargs), forward)
         if step.lost is None:
             is_computed = step.mode != "skip"
             return Outcome(output, is_computed, step.residuals if is_computed else None, signal)
@@ -270,7 +274,7 @@ class BlockModel(CacheableModel):
             output = forward(*spare)
         return Outcome(output, True, None, signal, "the blocks were called in another way than in the traced forward")
 
-    def _ask_ahead(self, form: _Form, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+    def _ask_ahead(self, form: TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Read the signal of a model with blocks before the leader from its shadow, so that they need not run where
         the step is skipped, and the model itself is called once either way."""
         signal: Signal | None = None
@@ -293,16 +297,16 @@ class BlockModel(CacheableModel):
         taken = self._next(form, inputs, wanted._replace(mode=mode, decide=None), forward)
         return taken._replace(signal=signal, problem=step.lost or taken.problem)
 
-    def _replay(self, form: _Form) -> Replay:
+    def _replay(self, form: TracedForm) -> Replay:
         if form.replay is None or not form.replay[1].holds():
             around = [module for module in self._model.modules() if module not in self._inside]
             form.replay = Replay(self._model, self._gates.by_module, form.trace), Fingerprint(around)
         return form.replay[0]
 
-    def _forward(self, step: StepPass, inputs: Inputs, forward: Forward) -> Any:
+    def _forward(self, step: StepPass, given: tuple[Any, Any], forward: Forward) -> Any:
         try:
             with self._gates.asking(step):
-                output = forward(inputs.args, inputs.kwargs)
+                output = forward(*given)
         except BaseException as error:
             if step.lost is None or step.mode != "skip" or not isinstance(error, Exception):
                 raise
@@ -320,7 +324,7 @@ class BlockModel(CacheableModel):
             self._refuse(signature, f"its blocks are not called in the same order each time: {why}", None)
 
     @contextlib.contextmanager
-    def _checked(self, form: _Form, given: Given, signal: Signal) -> Iterator[None]:
+    def _checked(self, form: TracedForm, given: Given, signal: Signal) -> Iterator[None]:
         """Check once whether the block's real attention gets what its shadow's got."""
         reader, block = form.reader, given.module
         if reader is None or reader.is_checked or reader.attention is None or is_compiled(block):

@@ -23,7 +23,8 @@ from .config import AutoConfig, CacheConfig, TeaCacheConfig, check_count
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
-from .model import About, BlockModel, CacheableModel
+from .model import About, CacheableModel
+from .replayed import ReplayedBlocks
 from .state import Clock, TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
 from .step import NEVER, NEW_RUN, Call, Steps
@@ -104,7 +105,7 @@ class TeaCacheHook(ModelHook, Handle):
         if self.extractor_fn is not None:
             self._model = ExtractorModel(module, self.extractor_fn)
         else:
-            self._model = BlockModel(module, HOOK_NAME)
+            self._model = ReplayedBlocks(module, HOOK_NAME)
         self._steps = Steps(config, self._model, self.rescale_func, self._agree)
         if known is None and config.schedule is None:
             text = "No TeaCache coefficients are known for %s; changes of its signal are used without rescaling."

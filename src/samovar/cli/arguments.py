@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..aliases import ALIASES
@@ -68,6 +68,13 @@ def add_device_options(group: Any) -> None:
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (a GPU if there is one)")
 
 
+def add_memory_options(group: Any) -> None:
+    group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
+    group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
+    group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
+    add_exclude(group)
+
+
 def add_engine_options(parser: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
@@ -76,16 +83,17 @@ def add_engine_options(parser: Any) -> None:
     add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
-    group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
-    group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
-    add_exclude(group)
+    group.add_argument("--tolerance", metavar="X",
+                       help="what the cache auto may lose: exact, high, fast or a number (of --cache auto: high)"
+    )  # fmt: skip
+    add_memory_options(group)
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)
     group.add_argument("--lora-modules", "--lora", action="append", dest="lora", metavar="NAME=ADAPTER",
                        help="a LoRA adapter: a .safetensors file, a folder, or a hub name")  # fmt: skip
     group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
-    add_switch(group, "--compile", "compile the denoiser's blocks")
+    group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
+                       help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
     for name, alias in ALIASES.items():
@@ -138,6 +146,27 @@ def add_switch(group: Any, option: str, text: str, **more: Any) -> None:
     group.add_argument(option, action="store_true", default=None, help=text, **more)
 
 
+class SwitchOrWord(argparse.Action):
+    """An option that is a switch, or has one of a few words behind it."""
+
+    def __init__(self, words: Sequence[str], metavar: str | None = None, **more: Any) -> None:
+        super().__init__(nargs="?", const=True, metavar="|".join(words), **more)
+        self._words = words
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, {"true": True, "false": False}.get(str(values).lower(), values))
+
+    def joined(self, words: Sequence[str]) -> list[str]:
+        """The words of a command line, with the value of this option in one of them."""
+        found: list[str] = []
+        for word in words:
+            if found and found[-1] in self.option_strings and word in self._words:
+                found[-1] += f"={word}"
+            else:
+                found.append(word)
+        return [f"{word}=true" if word in self.option_strings else word for word in found]
+
+
 def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str, Any]:
     """The options that were given, of these names or of the fields of this class."""
     if isinstance(names, type):
@@ -145,11 +174,11 @@ def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str,
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
-def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of `Omni` that were given."""
+def engine_settings(options: argparse.Namespace, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The settings of `Omni` that were given, or those of some names."""
     from ..engine import OmniDiffusionConfig
 
-    settings = given(options, OmniDiffusionConfig) | given(options, ALIASES)
+    settings = given(options, OmniDiffusionConfig) | given(options, ALIASES) if names is None else given(options, names)
     if "quantization" in settings:
         settings["quantization"] = quantization_of(settings["quantization"])
     if "lora" in settings:

@@ -60,6 +60,14 @@ class Parser(argparse.ArgumentParser):
         end = "" if message.endswith((".", "?")) else "."
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What follows a switch is not its value, but for the words that it knows: `--compile graphs`."""
+        words = list(sys.argv[1:] if args is None else args)
+        known = [action for action in self._actions if isinstance(action, arguments.SwitchOrWord)]
+        for action in known:
+            words = action.joined(words)
+        return super().parse_known_args(words, namespace)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r} is not known. {nearest(value, action.choices)}")

@@ -25,11 +25,11 @@ _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; m
 
 
 def add_compare(commands: Any) -> None:
-    parser = _add_command(commands, _compare)
+    parser = _add_command(commands, _compare, is_quantised=False)
     parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (forecast, tea_cache)")
     parser.add_argument("--quantization", action="append", metavar="KIND",
-                        help="int8, fp8, int4, nf4 or a .gguf file, or COMPONENT=KIND,COMPONENT=KIND; may be repeated"
-    )  # fmt: skip
+                        help="weights to set beside the exact ones: int8, fp8, int4, nf4 or a .gguf file, or "
+                        "COMPONENT=KIND,COMPONENT=KIND; may be repeated")  # fmt: skip
     _add_prompts(parser, "testing", 4)
 
 
@@ -61,7 +61,8 @@ def add_bench(commands: Any) -> None:
     _add_prompts(parser, "testing", 64, seeds=4, test="test-")
 
 
-def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
+def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_quantised: bool = True) -> Any:
+    """`is_quantised`: whether the images that count as exact may be those of quantised weights."""
     parser = arguments.add_command(commands, run)
     arguments.add_model(parser)
     name = run.__name__.lstrip("_")
@@ -73,6 +74,13 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any
     arguments.add_device_options(group)
     group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
     group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
+    group = parser.add_argument_group("speed and memory", "As in generate. Offload leaves images bit for bit the same.")
+    arguments.add_memory_options(group)
+    if is_quantised:
+        arguments.add_quantization(group)
+    if name in ("compare", "tune"):  # Peers take no compiled blocks, and a calibration is not timed.
+        arguments.add_switch(group, "--compile", "compile the denoiser's blocks")
+    arguments.add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     return parser
 
 
@@ -163,13 +171,14 @@ def _tune(options: argparse.Namespace) -> int:
 
     examples:
       samovar tune --target-psnr 30 --steps 50
-      samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt
+      samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt --gpu-memory 12GiB
     """
     from ..lab.tune import Target, tune
 
     ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
     target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
     tasks, test_tasks = _disjoint_tasks(options)
+    target.check_tasks(tasks)
     with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
         found = tune(tuning, testing, target, refinements=options.refine)
@@ -257,11 +266,13 @@ class _Experiment:
 
     def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
         from ..engine import OmniDiffusionSamplingParams
-        from ..lab.image_runner import ImageRunner
+        from ..lab.image_runner import ENGINE_SETTINGS, ImageRunner
         from ..lab.session import Journal
 
         params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
-        settings = arguments.given(options, ("batch", "dtype", "device"))
+        # What is compared with the exact images is no setting of theirs.
+        names = [name for name in ENGINE_SETTINGS if (options.command, name) != ("compare", "quantization")]
+        settings = arguments.given(options, ("batch", "dtype", "device")) | arguments.engine_settings(options, names)
         self.runner = ImageRunner(arguments.model_of(options) or "emoji", params, **settings)
         self.folder: Path = options.output or Path(options.command)
         self._options, self._status = options, status
@@ -299,7 +310,11 @@ class _Experiment:
 def _experiment(options: argparse.Namespace, **depends: Any) -> Iterator[_Experiment]:
     """`depends` are all settings that the figures depend on, besides the model's."""
     with Status("loading the model", options.quiet) as status:
-        yield _Experiment(options, status, depends)
+        experiment = _Experiment(options, status, depends)
+        try:
+            yield experiment
+        finally:
+            experiment.runner.close()
 
 
 def _methods(options: argparse.Namespace) -> list[Method]:
@@ -313,12 +328,30 @@ def _methods(options: argparse.Namespace) -> list[Method]:
 def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
     from ..lab.image_runner import make_tasks, read_prompts
 
+    _check_prompts(options)
     count = getattr(options, f"num_{which}prompts")
     prompts = read_prompts(getattr(options, f"{which}prompts"), count)
     if count is None:
         prompts = prompts[: getattr(options, f"most_{which}prompts")]
     first = options.first_seed + (100_000 if which else 0)  # Held-out images have their own noise too.
     return make_tasks(prompts, getattr(options, f"{which}seeds"), first)
+
+
+def _check_prompts(options: argparse.Namespace) -> None:
+    """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
+    from ..builtin import BUILTIN_MODELS
+    from ..engine.models import find_model
+    from ..lab.image_runner import SHIPPED
+
+    model = arguments.model_of(options) or "emoji"
+    missing = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
+    if missing and find_model(model) != BUILTIN_MODELS["emoji"]:
+        asked = " and ".join(f"--{name.replace('_', '-')} FILE" for name in missing)
+        raise SettingError(
+            f"{model!r} needs prompts of its own kind, and the shipped ones are captions of emoji. Give {asked}, with "
+            "one prompt per line.",
+            param=missing[0],
+        )
 
 
 def _disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:

@@ -19,6 +19,7 @@ from ..arch import find_denoisers
 from ..cache import AutoConfig, CacheBackend, CacheSetting, TeaCacheBackend, tolerating
 from ..errors import SettingError
 from ..files import check_names
+from ..graphs import GraphsHook, ReplayStats, apply_graphs
 from ..hooks import Handle
 from ..offload import Offloaded, OffloadStats, prepare_offload
 from ..parallel import (
@@ -45,6 +46,8 @@ class AttachedStats:
     cache: Any = None
     """The `stats()` of the cache for the most recent run."""
     offload: OffloadStats | None = None
+    graphs: Mapping[str, ReplayStats] = field(default_factory=dict)
+    """By denoiser: what was replayed."""
     num_ranks: int = 1
     sharding: Mapping[str, str] = field(default_factory=dict)
     """By denoiser: the source of the plan that splits its sequence. Empty before the first forward."""
@@ -52,6 +55,7 @@ class AttachedStats:
     def __str__(self) -> str:
         lines = [] if self.cache is None else ["cache:", *(f"  {line}" for line in str(self.cache).splitlines())]
         lines += [] if self.offload is None else [f"offload: {self.offload}"]
+        lines += [f"graphs: {name}: {stats}" for name, stats in self.graphs.items()]
         if self.num_ranks > 1:
             plans = "".join(f"; {name} split by the plan {source}" for name, source in self.sharding.items())
             lines.append(f"parallel: {self.num_ranks} ranks{plans}")
@@ -78,6 +82,7 @@ class Attached(Handle):
         self.mesh: ParallelMesh | None = None
         self.denoisers: dict[str, torch.nn.Module] = {}
         self.regions: Regions = {}
+        self.graphs: dict[str, GraphsHook] = {}
         self.peers: list[Peer] = []
         self.pipe = pipe
         self._cache_handle = Handle()
@@ -95,7 +100,7 @@ class Attached(Handle):
             "cache": config.cache is not None,
             "offload": config.offload is not None,
             "parallel": config.num_ranks > 1,
-            "compile": config.compiles,
+            "compile": config.compiles or config.graphs is not None,
         }
         return tuple(name for name, is_there in there.items() if is_there)
 
@@ -106,7 +111,7 @@ class Attached(Handle):
         """All checks and decisions that change nothing."""
         config = self.config
         _check_twice(self.pipe, self.features)
-        if config.cache is not None or config.num_ranks > 1 or config.compiles:
+        if set(self.features) - {"offload"}:
             self.denoisers = find_denoisers(self.pipe)
             self.peers = check_peers(self.denoisers, config)
         if config.num_ranks > 1:
@@ -130,7 +135,10 @@ class Attached(Handle):
             self._enable_cache(self.cache)
             undo.callback(lambda: self._cache_handle.detach())
         if self.regions:
-            undo.callback(compile_regions(self.regions, None if isinstance(config.compile, bool) else config.compile))
+            undo.callback(compile_regions(self.regions, config.compiler))
+        if config.graphs is not None:
+            for name, denoiser in self.denoisers.items():
+                self.graphs[name] = undo.enter_context(apply_graphs(denoiser, config.graphs))
         if self.offloaded is not None:
             self.offloaded.start()
             undo.callback(self.offloaded.detach)
@@ -160,6 +168,7 @@ class Attached(Handle):
         return AttachedStats(
             None if self.cache is None else self.cache.stats(),
             None if self.offloaded is None else self.offloaded.stats(),
+            {name: hook.stats() for name, hook in self.graphs.items()},
             self.config.num_ranks,
             {name: sharding.source for name, sharding in found.items() if sharding is not None},
         )
@@ -201,6 +210,7 @@ def attach(
     pipe: Any,
     cache: CacheSetting = None,
     *,
+    tolerance: float | str | None = None,
     offload: OffloadSetting = None,
     parallel: ParallelSetting = None,
     compile: CompileSetting = False,
@@ -219,11 +229,14 @@ def attach(
             calls this with a copy of the pipeline.
         cache: Skips denoising steps. "auto", "tea_cache", "forecast", "cache_dit" or a registered backend; an
             `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "forecast",
-            "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. None looks at the environment variable
-            DIFFUSION_CACHE_BACKEND; "none" is no cache.
+            "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. True is "auto". None looks at the environment
+            variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
+        tolerance: How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone, it means
+            cache="auto".
         offload: Keeps weights off the GPU until they are needed. "auto", "model" or "layerwise"; an `OffloadConfig`.
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
-        compile: Compiles the blocks with torch.compile. True, or a backend's name or function.
+        compile: "graphs" replays computed forwards as CUDA graphs, with the model's bits. True, or a backend's name or
+            function, compiles the blocks with torch.compile.
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
         host_memory: The budget for host memory that holds weights; the rest is read from the model's files. Alone, it
             means offload="auto" too.
@@ -232,7 +245,7 @@ def attach(
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
     settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "gpu_memory": gpu_memory,
-                "host_memory": host_memory, "exclude": exclude}  # fmt: skip
+                "host_memory": host_memory, "exclude": exclude, "tolerance": tolerance}  # fmt: skip
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
     config = AttachConfig.read(**resolve({**given, **aliases}))

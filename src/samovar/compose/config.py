@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,13 +14,15 @@ import torch
 from ..cache import AutoConfig, CacheChoice, CacheSetting, TeaCacheConfig
 from ..errors import SettingError, nearest
 from ..files import is_file_name, read_config
+from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
 from ..parallel.mesh import StrategyName
 
 OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False] | None
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
-CompileSetting = bool | str | Callable[..., Any]
+CompileSetting = bool | str | GraphsConfig | Mapping[str, Any] | Callable[..., Any]
+GRAPHS = "graphs"
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,11 @@ class AttachConfig:
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
         device: torch.device | None = None,
+        tolerance: float | str | None = None,
     ) -> AttachConfig:
         """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
         say."""
-        choice, degrees = CacheChoice.read(cache), _read_parallel(parallel)
+        choice, degrees = _read_cache(cache, tolerance), _read_parallel(parallel)
         moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory}, exclude)
         if moves is not None:
             shares = degrees.num_ranks > 1 if moves.share is None else moves.share
@@ -81,7 +85,21 @@ class AttachConfig:
 
     @property
     def compiles(self) -> bool:
-        return self.compile is not False
+        """Whether blocks are compiled."""
+        return self.compile is not False and self.graphs is None
+
+    @property
+    def compiler(self) -> str | Callable[..., Any] | None:
+        """The backend that compiles blocks; None for torch's default."""
+        return self.compile if isinstance(self.compile, str) or callable(self.compile) else None
+
+    @functools.cached_property
+    def graphs(self) -> GraphsConfig | None:
+        """How forwards are replayed; None if they are not."""
+        value = self.compile
+        if isinstance(value, str):
+            return GraphsConfig() if value == GRAPHS else None
+        return read_graphs(value) if isinstance(value, (GraphsConfig, Mapping)) else None
 
     @property
     def num_ranks(self) -> int:
@@ -100,6 +118,19 @@ def skipped_share(choice: CacheChoice | None) -> float | None:
     if masks:
         return sum(mask.count(False) for mask in masks) / sum(map(len, masks))
     return 0.0 if config.never_skips else None
+
+
+def _read_cache(cache: CacheSetting, tolerance: float | str | None) -> CacheChoice | None:
+    if tolerance is None:
+        return CacheChoice.read(cache)
+    choice = CacheChoice.read(True if cache is None else cache)
+    if choice is None or not isinstance(choice.settings, AutoConfig):
+        raise SettingError(
+            f"tolerance={tolerance!r} is for the cache 'auto', and cache={cache!r:.200} is another or none. Leave out "
+            "one of them.",
+            param="tolerance",
+        )
+    return replace(choice, settings=replace(choice.settings, tolerance=tolerance))
 
 
 def _is_off(value: Any) -> bool:
@@ -155,24 +186,39 @@ def _world_size(name: str) -> int:
     return size
 
 
+def read_graphs(value: GraphsConfig | Mapping[str, Any]) -> GraphsConfig:
+    """The settings of graphs, such as {"backend": "graphs", "max_graphs": 8}."""
+    if isinstance(value, GraphsConfig):
+        return value
+    settings = dict(value)
+    if settings.pop("backend", None) != GRAPHS:
+        raise SettingError(
+            f"compile={dict(value)!r}; expected settings of graphs, such as {{'backend': 'graphs', 'max_graphs': 8}}.",
+            param="compile",
+        )
+    return read_config(GraphsConfig, settings, "compile")
+
+
 def _check_compile(value: Any, *, offloads: bool) -> None:
-    if isinstance(value, str):
+    if isinstance(value, (GraphsConfig, Mapping)):
+        read_graphs(value)
+    elif isinstance(value, str) and value != GRAPHS:
         known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
         names = known(exclude_tags=())
         if value not in names:
             raise SettingError(
-                f"compile={value!r} is not a backend of torch.compile. {nearest(value, names)} All: "
-                "torch.compiler.list_backends().",
+                f"compile={value!r} is not a backend of torch.compile. {nearest(value, [*names, GRAPHS])} All: "
+                "'graphs', and those of torch.compiler.list_backends().",
                 param="compile",
             )
         if value == "cudagraphs" and offloads:
             raise SettingError(
-                "compile='cudagraphs' records the addresses of weights, and offload changes them. Use compile=True, or "
-                "no offload.",
+                "compile='cudagraphs' records the addresses of weights, and offload changes them. Use "
+                "compile='graphs', which sees that, or no offload.",
                 param="compile",
             )
-    elif not isinstance(value, bool) and not callable(value):
+    elif not isinstance(value, (bool, str)) and not callable(value):
         raise SettingError(
-            f"compile={value!r}; expected True, False, or a backend of torch.compile such as 'inductor'.",
+            f"compile={value!r}; expected True, False, 'graphs', or a backend of torch.compile such as 'inductor'.",
             param="compile",
         )

@@ -146,6 +146,7 @@ def _features(attached: Attached) -> Iterator[Feature]:
         compiler = "torch's default compiler" if attached.config.compile is True else f"{attached.config.compile}"
         why = "blocks of a class share a graph; all hooks are outside it"
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
+    yield from _graphs(attached)
     if offloaded is not None:
         where = f"{offloaded.config.mode}, computing on {offloaded.execution_device}"
         done = offloaded.stats().ahead
@@ -157,6 +158,14 @@ def _features(attached: Attached) -> Iterator[Feature]:
         yield Feature("offload", settings, why if offloaded.plan.offloads_anything else "the budget holds everything")
     for peer in attached.peers:
         yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
+
+
+def _graphs(attached: Attached) -> Iterator[Feature]:
+    config = attached.config.graphs
+    if config is not None:
+        lines = [f"{name}: {hook.stats()}" for name, hook in attached.graphs.items()]
+        why = "computed forwards are replayed as CUDA graphs, with the bits of the model; skipped steps stay outside"
+        yield Feature("graphs", "\n".join((f"at most {config.max_graphs} of each denoiser", *lines)), why)
 
 
 def _cache(cache: CacheBackend, denoisers: dict[str, torch.nn.Module]) -> Feature:

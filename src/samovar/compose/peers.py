@@ -14,7 +14,7 @@ import torch
 
 from ..arch.modules import named_parts, unwrapped
 from ..errors import SettingError
-from ..other_libraries import accelerate_hook, diffusers_hooks, has_cache_dit, is_compiled
+from ..other_libraries import accelerate_hook, diffusers_hooks, has_cache_dit, is_compiled, is_helper
 from .config import AttachConfig
 
 Kind = Literal["cache", "offload", "parallel", "compiled", "other"]
@@ -24,7 +24,6 @@ _KINDS: dict[str, Kind] = {
     "cp_output": "parallel",
 }  # fmt: skip
 """The kind of a diffusers hook, by a word in its name."""
-_HELPERS = ("layer_execution_tracker", "lazy_", "peft_autocast")
 
 
 class Peer(NamedTuple):
@@ -52,7 +51,7 @@ def _peers_on(name: str, denoiser: torch.nn.Module) -> Iterator[Peer]:
     for path, module in named_parts(denoiser).items():
         where = f"{name}.{path}".rstrip(".")
         for hook in diffusers_hooks(module):
-            if not hook.startswith(_HELPERS):
+            if not is_helper(hook):
                 kind: Kind = next((kind for word, kind in _KINDS.items() if word in hook), "other")
                 yield Peer(kind, f"diffusers' {hook.partition('---')[0]}", where)
         if (theirs := accelerate_hook(module)) is not None:

@@ -63,7 +63,11 @@ class OmniDiffusionConfig:
     """What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", "inpaint",
     "text2video", "image2video", "video2video" ... By default what its folder says."""
     cache: CacheSetting = None
-    """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`."""
+    """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`. True is
+    "auto"."""
+    tolerance: float | str | None = None
+    """How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone it means cache="auto"; a request
+    may ask for another."""
     offload: OffloadSetting = None
     """CPU offload: "auto", "model" or "layerwise", an OffloadConfig, a mapping or a file."""
     gpu_memory: str | int | None = None
@@ -75,8 +79,8 @@ class OmniDiffusionConfig:
     parallel: ParallelSetting = None
     """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
     compile: bool | str = False
-    """Compile the denoiser's blocks: True, or the name of a backend of torch.compile. The first image of a size takes
-    longer."""
+    """"graphs" replays the denoiser's forwards as CUDA graphs, with the same bits. True, or the name of a backend of
+    torch.compile, compiles its blocks. The first image of a size takes longer."""
     warm_up: bool | None = None
     """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
     does so with `compile`."""
@@ -102,7 +106,7 @@ class OmniDiffusionConfig:
             raise SettingError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}. {hint}", param="dtype")
         find_model(self.model)
         quantised = self.quantised()
-        if self.compile and quantised is not None and quantised.files:
+        if self.attach_config.compiles and quantised is not None and quantised.files:
             raise SettingError(
                 f"compile={self.compile!r} cannot trace the weights of a GGUF file ({quantised.files[0]}). Leave out "
                 "compile, or use quantization='int4'.",
@@ -176,6 +180,7 @@ class OmniDiffusionConfig:
 
         return AttachConfig.read(
             cache=self.cache,
+            tolerance=self.tolerance,
             offload=self.offload,
             parallel=self.parallel,
             compile=self.compile,

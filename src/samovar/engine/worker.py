@@ -85,14 +85,16 @@ def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
 class Worker:
     """A pipeline with features attached, which serves one batch of requests at a time."""
 
-    def __init__(self, config: OmniDiffusionConfig, pipeline: Any = None) -> None:
-        """Load the model, or take a pipeline that is loaded already."""
+    def __init__(
+        self, config: OmniDiffusionConfig, pipeline: Any = None, components: Mapping[str, Any] | None = None
+    ) -> None:
+        """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
         import torch
 
         from ..cache import AutoConfig
         from ..compose import Attached
 
-        self._device = config.execution_device()
+        self.device = config.execution_device()
         defaults, why = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
@@ -102,27 +104,27 @@ class Worker:
             if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
                 output_fields(loader)
             started = time.perf_counter()  # Imports do not count as loading.
-            dtype = resolve_dtype(config.dtype, self._device)
+            dtype = resolve_dtype(config.dtype, self.device)
             quantised, why = self._quantization(config, folder, dtype, defaults)
             how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, "task": config.task}
-            pipeline = load_pipeline(folder, dtype, **how)  # type: ignore[arg-type]
+            pipeline = load_pipeline(folder, dtype, components=components, **how)  # type: ignore[arg-type]
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
         else:
             _check_not_for_loading(config, pipeline)
             if config.device is None:
-                self._device = pipeline.device  # Where its owner put it.
-        self._pipeline = pipeline
+                self.device = pipeline.device  # Where its owner put it.
+        self.pipeline = pipeline
         self.facts = facts_of(pipeline, defaults)
         self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
         offload = config.attach_config.offload
         if offload is None:  # Offloaded weights never pass through the device as a whole.
-            pipeline.to(self._device)
+            pipeline.to(self.device)
         for name in offload.exclude if offload is not None else ():
             part = getattr(pipeline, name, None)  # A name that is none is refused below.
             if isinstance(part, torch.nn.Module):
-                part.to(self._device)
+                part.to(self.device)
         self.facts = replace(self.facts, scheduled_steps=config.scheduled_steps)
         if self._adapters is not None:
             self.facts = replace(self.facts, adapters=dict(self._adapters.bytes), lora_bytes=config.lora_bytes)
@@ -162,7 +164,7 @@ class Worker:
             return config.quantised(), "asked for" if config.quantization else ""
         size = {"height": defaults.height, "width": defaults.width, "batch": config.max_batch}
         is_alone = config.num_ranks == 1
-        return choose_quantization(folder, dtype, self._device, offload, size, config.loss, is_alone=is_alone)
+        return choose_quantization(folder, dtype, self.device, offload, size, config.loss, is_alone=is_alone)
 
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
         """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a
@@ -187,7 +189,7 @@ class Worker:
         """Whether the GPU still works: after some errors it never does again in this process."""
         import torch
 
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return True
         try:
             torch.cuda.synchronize()
@@ -200,7 +202,7 @@ class Worker:
 
         offloaded = self._attached.offloaded
         moved = 0 if offloaded is None else offloaded.stats().sent_bytes
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         return Usage(torch.cuda.memory_allocated() if on_gpu else _resident_bytes(), moved)
 
     def close(self) -> None:
@@ -274,14 +276,14 @@ class Worker:
         prompts = [batch[index].prompt for index, _ in slots]
         seeds = [batch[index].seeds[number] for index, number in slots]
         cache = self._cache_for(lead)
-        watch = StepWatch(self._pipeline, cache, batch, slots, listener, lambda flag: bool(self._from_first_rank(flag)))
+        watch = StepWatch(self.pipeline, cache, batch, slots, listener, lambda flag: bool(self._from_first_rank(flag)))
         try:
             if self._adapters is not None:
                 self._adapters.use(lead.lora)
             exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
             tolerating = self._attached.tolerating(lead.tolerance)
-            with exactly, tolerating, follow_steps(watch, self._pipeline, call, self.facts.takes):
-                output = call_pipeline(self._pipeline, prompts, seeds, call)
+            with exactly, tolerating, follow_steps(watch, self.pipeline, call, self.facts.takes):
+                output = call_pipeline(self.pipeline, prompts, seeds, call)
                 return take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
         except SamovarError:
             raise
@@ -293,7 +295,7 @@ class Worker:
                 raise EngineError(f"{self.facts.class_name} failed: {type(error).__name__}: {error}") from error
         # The error holds every frame of the call. Memory can be freed only now that it is gone.
         gc.collect()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
         raise OutOfMemoryError(f"There is not enough memory for {_described(lead.params, len(slots))}: {problem}")
 
@@ -307,7 +309,7 @@ class Worker:
         import torch
         import torch.distributed as dist
 
-        shared = torch.tensor([value], dtype=torch.int64, device=self._device)
+        shared = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.broadcast(shared, src=0)
         return int(shared.item())
 
@@ -316,13 +318,13 @@ class Worker:
         if not isinstance(outcome, GenerationResult):
             return outcome
         notes = []
-        tokenizer = getattr(self._pipeline, "tokenizer_2", None) or getattr(self._pipeline, "tokenizer", None)
+        tokenizer = getattr(self.pipeline, "tokenizer_2", None) or getattr(self.pipeline, "tokenizer", None)
         if tokenizer is not None:
             limit = outcome.params.max_sequence_length or tokenizer.model_max_length
             length = len(tokenizer(request.prompt, truncation=False, verbose=False).input_ids)
             if length > limit:
                 notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
-        config = getattr(getattr(self._pipeline, "transformer", None), "config", {})
+        config = getattr(getattr(self.pipeline, "transformer", None), "config", {})
         if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
             notes.append("guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale")
         asked = self.facts.num_frames(request.params.over(self.facts.defaults))

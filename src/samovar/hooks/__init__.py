@@ -4,6 +4,7 @@ from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .handle import Handle
 from .pipelines import hook_pipeline
+from .recording import Recorder, is_watched, watched
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 from .roles import Role, Roles, role_by_name
 from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, run_around, running
@@ -19,6 +20,7 @@ __all__ = [
     "ModelHook",
     "PipelineHook",
     "Position",
+    "Recorder",
     "Role",
     "Roles",
     "Run",
@@ -27,8 +29,10 @@ __all__ = [
     "current_context",
     "current_run",
     "hook_pipeline",
+    "is_watched",
     "pipeline_hooks",
     "role_by_name",
     "run_around",
     "running",
+    "watched",
 ]

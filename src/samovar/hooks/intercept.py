@@ -29,6 +29,7 @@ import torch
 from ..errors import HookConflictError, SettingError
 from ..other_libraries import COMPILED_CALL
 from .context import call_context
+from .recording import is_watched
 
 if TYPE_CHECKING:
     from .registry import HookRegistry
@@ -144,12 +145,18 @@ def bare_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
-    """Call a module as if it had no hooks of ours."""
-    instance = module.__dict__
-    registry = instance.get(_ENTRY)
+    """Call a module as if it had no hooks of ours, or replay such a call where it is recorded."""
+    registry = module.__dict__.get(_ENTRY)
     if registry is None:  # The last hook removed itself during the call.
         return module(*args, **kwargs)
-    bare = registry.bare
+    recorder = registry.recorder
+    if recorder is None or is_watched():
+        return _call_itself(module, registry, args, kwargs)
+    return recorder("forward", lambda given: _call_itself(module, registry, *given), (args, kwargs))
+
+
+def _call_itself(module: Any, registry: HookRegistry, args: Any, kwargs: Any) -> Any:
+    instance, bare = module.__dict__, registry.bare
     if not (
         instance["_forward_hooks"]
         or instance["_forward_pre_hooks"]
@@ -299,7 +306,7 @@ def _prepare_for_compilation() -> None:
         _outside_graph.runner = never_compiled(lambda module: attached_registry(module).run_outside_graph)  # type: ignore[union-attr]
         _outside_graph.call = never_compiled(_call_outside_graph, recursive=False)
         _outside_graph.forward = never_compiled(_forward_outside_graph, recursive=False)
-        for function in (_call_outside_graph, _forward_outside_graph, call_bare, _call_forward):
+        for function in (_call_outside_graph, _forward_outside_graph, call_bare, _call_itself, _call_forward):
             skip_frame(function)
         from torch._dynamo import trace_rules
 

@@ -19,6 +19,7 @@ import torch
 from ..errors import HookConflictError, SettingError
 from . import intercept
 from .intercept import never_compiled, skip_frame
+from .recording import Recorder
 
 NOT_BYPASSED: Any = type("NotBypassed", (), {"__repr__": lambda self: "NOT_BYPASSED"})()
 """What `ModelHook.bypass` returns to let the call go on."""
@@ -38,6 +39,8 @@ class ModelHook:
     """Code attached to a module. Override only the methods that you need."""
 
     order: HookOrder = HookOrder.OTHER
+    may_be_left_out = False
+    """Whether a replayed forward of a module around this hook's may leave it out."""
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Called once, before the hook is attached; if it raises, the hook is not."""
@@ -139,6 +142,8 @@ class HookRegistry:
         """The module's own class, while the module is hooked."""
         self.calls_plainly = False
         """Whether that class leaves torch's way from `__call__` to `forward` as it is."""
+        self.recorder: Recorder | None = None
+        """Replays the module's own forward, inside all hooks."""
 
     @classmethod
     def get_or_create(cls, module: torch.nn.Module) -> HookRegistry:

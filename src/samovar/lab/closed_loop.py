@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ from .session import Session
 PASSES = 3
 BACK = 0.5
 """How much of the way back to the exact run the weights aim for."""
+_SEARCHES = 10
+"""Passes to find a schedule with a wanted number of computed steps."""
+_FIRST, _LONGEST = 3, 5
+"""While a schedule is sought, the steps that are computed at the beginning, and the most that are skipped in a row."""
 _LARGEST_MISS = 1e-2
 """Of the way of a sample: if a prediction times the step leaves out more, it does not tell the way back."""
 
@@ -54,7 +59,11 @@ class _Loop:
 
     def __init__(self) -> None:
         self.mask: str | None = None
-        """None while an exact run is watched."""
+        """None while an exact run is watched, or a schedule is sought."""
+        self.limit: float | None = None
+        """Of a schedule that is sought: how far a skipped step may take the sample off its way."""
+        self.found = ""
+        """That schedule, as far as the run has come."""
         self.weights: Rows | None = None
         """None fits them to the running batch."""
         self.sums: dict[int, _Sums] = {}
@@ -65,7 +74,7 @@ class _Loop:
 
     def begin(self, batch: int) -> None:
         """Begin the run of a batch."""
-        self._batch, self._step = batch, 0
+        self._batch, self._step, self.found = batch, 0, ""
         self._known: list[tuple[int, torch.Tensor]] = []
         self._last: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
@@ -88,13 +97,26 @@ class _Loop:
             del vars(scheduler)["step"]
 
     def _take(self, output: torch.Tensor, sample: torch.Tensor, size: float | None) -> torch.Tensor:
-        if self.mask is None:
+        if self.mask is None and self.limit is None:
             self._watch(output, sample, size)
             return output
-        step = self._step
-        if self.mask[step] == "#":
-            self._known.append((step, output.detach().clone()))
+        mixed = None if self._must_compute() else self._forecast(output, sample, size)
+        if mixed is not None and self.limit is not None:
+            missed = (mixed - output.double()).pow(2).mean().sqrt() * abs(size or 1.0)
+            mixed = mixed if float(missed) <= self.limit else None
+        self.found += "#" if mixed is None else "."
+        if mixed is None:
+            self._known.append((self._step, output.detach().clone()))
             return output
+        return mixed.to(output.dtype)
+
+    def _must_compute(self) -> bool:
+        if self.mask is not None:
+            return self.mask[self._step] == "#"
+        return self._step < _FIRST or self.found.endswith("." * _LONGEST)
+
+    def _forecast(self, output: torch.Tensor, sample: torch.Tensor, size: float | None) -> torch.Tensor:
+        step = self._step
         used = self._known[-DEPTH:]
         known = torch.stack([tensor.flatten() for _, tensor in used]).double()
         wanted = self._wanted(output, sample, size)
@@ -107,7 +129,7 @@ class _Loop:
             row = self.weights[step]
         mixed = sum(row[number] * tensor.double() for number, tensor in used)
         assert isinstance(mixed, torch.Tensor)
-        return mixed.to(output.dtype)
+        return mixed
 
     def _wanted(self, output: torch.Tensor, sample: torch.Tensor, size: float | None) -> torch.Tensor:
         """What the forecast should be: between what the model returns here and what leads back to the exact run."""
@@ -149,13 +171,10 @@ class ClosedLoop:
         key, journal = f"closed loop {mask} {PASSES} {BACK}", self._session.journal
         if key in journal:
             return {int(step): {int(old): w for old, w in row.items()} for step, row in journal[key].items()}
-        if not self._is_watched:
-            self._loop.mask = None
-            self._run("exact, watched for the closed loop")
-            self._is_watched = True
+        self._watch()
         loop, weights = self._loop, None
         for number in range(PASSES):
-            loop.mask, loop.weights, loop.sums = mask, weights, {}
+            loop.mask, loop.limit, loop.weights, loop.sums = mask, None, weights, {}
             batches = self._run(f"closed loop {mask}, pass {number + 1} of {PASSES}")
             weights = {step: sums.weights(_before(mask, step)) for step, sums in loop.sums.items()}
             if batches == 1:  # They were fitted on the way.
@@ -164,9 +183,39 @@ class ClosedLoop:
         journal.record(key, {str(step): {str(old): w for old, w in row.items()} for step, row in weights.items()})
         return weights
 
-    def _run(self, name: str) -> int:
+    def seek(self, computed: int) -> str:
+        """A schedule with at most this many computed steps: skipped are those that stay within a limit, the same for
+        all steps, on the way that they make. It is found on the first batch."""
+        key, journal = f"closed loop, schedule with {computed} {BACK}", self._session.journal
+        if key in journal:
+            return str(journal[key])
+        self._watch()
+        loop, low, high = self._loop, 1e-6, 1.0
+        best = even_mask(self._session.runner.steps, computed)
+        for number in range(_SEARCHES):
+            limit = math.sqrt(low * high)
+            loop.mask, loop.limit, loop.weights, loop.sums = None, limit, None, {}
+            self._run(f"closed loop, schedule with {computed} computed, {number + 1} of {_SEARCHES}", 1)
+            count = loop.found.count("#")
+            if count <= computed:
+                best, high = loop.found, limit
+            else:
+                low = limit
+            if count == computed:
+                break
+        journal.record(key, best)
+        return best
+
+    def _watch(self) -> None:
+        if not self._is_watched:
+            self._loop.mask = self._loop.limit = None
+            self._run("exact, watched for the closed loop")
+            self._is_watched = True
+
+    def _run(self, name: str, count: int | None = None) -> int:
+        """Make the images of all batches, or of the first few."""
         runner = self._session.runner
-        batches = runner.batches(self._session.tasks)
+        batches = runner.batches(self._session.tasks)[:count]
         with runner.under(Method(name, EXACT.family, attached=self._loop.on)) as make:
             for number, tasks in enumerate(batches):
                 self._session.report(f"{name}: {number * runner.batch} of {len(self._session.tasks)} images")

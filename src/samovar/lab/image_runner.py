@@ -17,17 +17,21 @@ import torch
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..arch.skeleton import read_skeleton
-from ..engine import call_pipeline
-from ..engine.facts import facts_of
-from ..engine.models import fetch_model, load_pipeline, resolve_dtype
+from ..engine import Worker, call_pipeline
+from ..engine.models import fetch_model
 from ..engine.quantize import Quantization
-from ..engine.request import OmniDiffusionSamplingParams, Request, read_defaults
+from ..engine.request import OmniDiffusionSamplingParams, Request
 from ..engine.settings import OmniDiffusionConfig
 from ..errors import ModelError, SettingError, nearest
+from ..files import check_names
+from ..other_libraries import COMPILED_CALL
 from .methods import FORWARDS, OUTLIERS, Method
 
 SHIPPED = ("testing", "tuning")
 """Lists of captions for the built-in model. No emoji is in both."""
+ENGINE_SETTINGS = ("offload", "gpu_memory", "host_memory", "exclude", "quantization", "loss", "compile", "task",
+                   "trust_remote_code")  # fmt: skip
+"""Settings of `Omni` that leave a model's images what they are, or say which images are the exact ones."""
 
 
 class Task(NamedTuple):
@@ -90,7 +94,7 @@ class Batch(NamedTuple):
 
 
 class ImageRunner:
-    """A loaded pipeline with nothing attached."""
+    """A loaded pipeline with nothing attached that changes its images."""
 
     def __init__(
         self,
@@ -100,40 +104,52 @@ class ImageRunner:
         dtype: str = "auto",
         device: str | None = None,
         pipeline: Any = None,
+        **engine: Any,
     ) -> None:
-        """`params` that are not given take the model's defaults. `pipeline` is one that is already loaded."""
+        """`params` that are not given take the model's defaults. `pipeline` is one that is already loaded. `engine`
+        are settings of `Omni` for speed and memory: offload, gpu_memory, quantization, compile ..."""
         if type(batch) is not int or batch < 1:
             raise SettingError(f"batch={batch!r}; expected the number of images per call, at least 1.", param="batch")
         params = params or OmniDiffusionSamplingParams()
         if params.seed is not None or params.num_outputs_per_prompt is not None:
             raise SettingError("The lab gives each image its own seed: leave out seed and num_outputs_per_prompt.")
-        config = OmniDiffusionConfig(model, dtype=dtype, device=device)
-        self.model, self.batch, self.device = model, batch, config.execution_device()
-        defaults = OmniDiffusionSamplingParams()
-        self._folder: Path | None = None
-        self._dtype = resolve_dtype(dtype, self.device)
-        if pipeline is None:
-            self._folder = fetch_model(model)
-            defaults = read_defaults(self._folder)
-            pipeline = load_pipeline(self._folder, self._dtype).to(self.device)
-        self.pipeline: Any = pipeline
+        check_names(engine, ENGINE_SETTINGS, "a setting of the lab's runner")
+        self._engine = engine
+        # No cache, not even one that the environment names: a method brings its own.
+        settings = {"cache": "none", "defaults": params, "progress": False, "max_batch": batch, **engine}
+        self._config = OmniDiffusionConfig(model, dtype=dtype, device=device, **settings)
+        self._is_loaded_here = pipeline is None
+        self._worker = Worker(self._config, pipeline)
+        self.model, self.batch, self.device = model, batch, self._worker.device
         self.pipeline.set_progress_bar_config(disable=True)
-        self.denoisers: dict[str, torch.nn.Module] = find_denoisers(pipeline)
-        self._facts = facts_of(pipeline, defaults)
+        self._facts = self._worker.facts
         if self._facts.output.kind != "image":
-            message = f"{type(pipeline).__name__} makes {self._facts.output}; the lab compares images."
+            message = f"{self._facts.class_name} makes {self._facts.output}; the lab compares images."
             raise ModelError(f"{message} Use a model that makes images.")
         self.params = self._facts.completed(Request("", params))
         if self.params.num_inference_steps is None:
-            takes = inspect.signature(pipeline.__call__).parameters
+            takes = inspect.signature(self.pipeline.__call__).parameters
             default = takes["num_inference_steps"].default if "num_inference_steps" in takes else None
             if not isinstance(default, int):
                 raise SettingError(
-                    f"{type(pipeline).__name__} has no default number of steps. Give num_inference_steps.",
+                    f"{self._facts.class_name} has no default number of steps. Give num_inference_steps.",
                     param="num_inference_steps",
                 )
             self.params = replace(self.params, num_inference_steps=default)
         self._facts.check(Request("", self.params))
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline of the method that is on: with quantised weights it is another one."""
+        return self._worker.pipeline
+
+    @property
+    def denoisers(self) -> dict[str, torch.nn.Module]:
+        return find_denoisers(self.pipeline)
+
+    def close(self) -> None:
+        """Detach everything from the pipeline."""
+        self._worker.close()
 
     def one_at_a_time(self) -> ImageRunner:
         """The same pipeline with one image per call."""
@@ -152,6 +168,7 @@ class ImageRunner:
             "dtype": str(next(next(iter(self.denoisers.values())).parameters()).dtype).removeprefix("torch."),
             "device": device,
             "batch": self.batch,
+            **({"engine": {name: str(value) for name, value in self._engine.items()}} if self._engine else {}),
             **{name: str(import_module(name).__version__) for name in packages},
         }
 
@@ -187,21 +204,25 @@ class ImageRunner:
         if wanted is None:
             yield
             return
-        if self._folder is None:
-            raise SettingError("A loaded pipeline cannot be quantised. Give the model's folder.", param="quantization")
-        _, parts = read_skeleton(str(self._folder))
-        exact = {name: getattr(self.pipeline, name) for name in wanted.by_component(parts)}
-        others = {name: part for name, part in self.pipeline.components.items() if name not in exact}
-        loaded = load_pipeline(self._folder, self._dtype, quantization=wanted, components=others)
+        if not self._is_loaded_here or self._config.quantised() is not None:
+            what = "A loaded pipeline cannot be quantised" if not self._is_loaded_here else "The model is quantised"
+            raise SettingError(f"{what}. Give the model's folder, and one quantization.", param="quantization")
+        _, parts = read_skeleton(str(fetch_model(self.model)))
+        exact, pipeline = self._worker, self.pipeline
+        chosen = wanted.by_component(parts)
+        others = {name: part for name, part in pipeline.components.items() if name not in chosen}
+        exact.close()
         try:
-            for name, module in exact.items():
-                module.to("cpu")
-                setattr(self.pipeline, name, getattr(loaded, name).to(self.device))
-            self.warm_up([Task("", 0)] * self.batch)
-            yield
+            for name in chosen:
+                getattr(pipeline, name).to("cpu")
+            self._worker = Worker(replace(self._config, quantization=method.quantization), components=others)
+            try:
+                self.warm_up([Task("", 0)] * self.batch)
+                yield
+            finally:
+                self._worker.close()
         finally:
-            for name, module in exact.items():
-                setattr(self.pipeline, name, module.to(self.device))
+            self._worker = Worker(replace(self._config, task=None), pipeline)
 
     def warm_up(self, tasks: Sequence[Task]) -> None:
         """Make everything load that the first call of this size would wait for."""
@@ -229,13 +250,10 @@ class ImageRunner:
             nonlocal count
             count += 1
 
-        now = find_denoisers(self.pipeline)
-        handles = [_witness(model).register_forward_pre_hook(add) for model in now.values()]
-        try:
+        with contextlib.ExitStack() as undo:
+            for model in self.denoisers.values():
+                undo.enter_context(_counting(model, add))
             yield lambda: count
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _forwards(notes: Any, counted: int) -> float:
@@ -260,13 +278,32 @@ def _join(parts: Sequence[tuple[list[int], Batch]]) -> Batch:
     return Batch(images, sum(made.seconds for _, made in parts), forwards, parts[0][1].notes)
 
 
-def _witness(denoiser: torch.nn.Module) -> torch.nn.Module:
-    """A layer that runs once per computed forward: the last one of the second block, as some caches always run the
-    first. The block itself may be called on a skipped step too, and return at once."""
+@contextlib.contextmanager
+def _counting(denoiser: torch.nn.Module, add: Callable[[torch.nn.Module, Any], None]) -> Iterator[None]:
+    """Call `add` once per computed forward: when the last layer of the second block runs, as some caches always run the
+    first. The block itself may be called on a skipped step too, and return at once; a compiled one is not, and hides
+    its layers."""
     bare = unwrapped(denoiser)
     stacks = [stack for stack in find_anatomy(bare).stacks if len(stack) > 1]
-    block = stacks[0].modules(bare)[1] if stacks else torch.nn.Identity()
-    layers = [module for module in unwrapped(block).modules() if isinstance(module, torch.nn.Linear)]
+    block = unwrapped(stacks[0].modules(bare)[1] if stacks else torch.nn.Identity())
+    layers = [module for module in block.modules() if isinstance(module, torch.nn.Linear)]
     if not layers:
         raise ModelError(f"{type(bare).__name__} has no blocks with linear layers to count computed steps by.")
-    return layers[-1]
+    compiled = vars(block).get(COMPILED_CALL)
+    if compiled is None:
+        handle = layers[-1].register_forward_pre_hook(add)
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        add(block, args)
+        return compiled(*args, **kwargs)
+
+    vars(block)[COMPILED_CALL] = call
+    try:
+        yield
+    finally:
+        vars(block)[COMPILED_CALL] = compiled

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import SettingError
 from .closed_loop import ClosedLoop, even_mask, settings_of
@@ -25,6 +25,7 @@ ENOUGH_IMAGES = 40
 """With fewer there are too few outliers to learn how to recognise them."""
 _DENSER = 2
 """How many times as many steps are computed for outliers."""
+Where = Literal["exact", "even", "loop"]
 _TRIAL_SHARE = 0.4
 """Share of steps that plans compute when they are compared, unless a number is given."""
 
@@ -81,15 +82,15 @@ class ClosedPlanner:
 
     loop: ClosedLoop
     products: Products
-    is_even: bool
-    """Whether steps are computed at even distances, or where exact runs say."""
+    where: Where
+    """Steps are computed where exact runs say, at even distances, or where the cached run itself says."""
     fewest = SchedulePlanner.fewest
 
     def plan(self, computed: int) -> str:
-        """A mask with this many computed steps."""
-        if self.is_even:
-            return even_mask(len(self.products.sizes), computed)
-        return SchedulePlanner(self.products).plan(computed)
+        """A mask with this many computed steps; where the cached run says, it may have a few less."""
+        if self.where == "exact":
+            return SchedulePlanner(self.products).plan(computed)
+        return self.loop.seek(computed) if self.where == "loop" else even_mask(len(self.products.sizes), computed)
 
     def settings(self, mask: str) -> dict[str, Any]:
         """A cache's settings for a mask."""
@@ -115,7 +116,7 @@ def choose_planner(
     if early is not None and len(session.tasks) >= ENOUGH_IMAGES:
         planners.append(SchedulePlanner(products, early))
     loop = ClosedLoop(session)
-    planners += [ClosedPlanner(loop, products, is_even=is_even) for is_even in (False, True)]
+    planners += [ClosedPlanner(loop, products, where) for where in get_args(Where)]
     count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}

@@ -121,6 +121,13 @@ class Row:
     """The quality of each image."""
     notes: Any = None
     """The method's notes on the first batch; for one of our caches, which steps it computed."""
+    exact_steps: int | None = None
+    """Number of steps of the exact images, if other than `steps`."""
+
+    @property
+    def saving(self) -> float:
+        """How many times fewer forwards are computed. Unlike time, it is the same on every machine."""
+        return (self.exact_steps or self.steps) / self.computed
 
     @property
     def closeness(self) -> float:
@@ -229,6 +236,7 @@ class Session:
             metrics.average(qualities),
             tuple(qualities),
             batches[0]["notes"] if exact else None,
+            self.runner.steps,
         )
 
 

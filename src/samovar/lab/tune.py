@@ -6,6 +6,7 @@ the lower end of its results on the tuning prompts, with a margin if they are fe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, get_args
 
 from ..errors import SettingError, nearest
-from .image_runner import check_disjoint
+from .image_runner import Task, check_disjoint
 from .methods import PLAIN, Method, cached, plain
 from .metrics import Quality
-from .schedules import Planner, choose_planner, refine
+from .schedules import Planner, SchedulePlanner, choose_planner, refine
 from .session import Row, Session
 
 Metric = Literal["psnr", "lpips", "speedup"]
@@ -59,6 +60,27 @@ class Target:
         """Whether one image meets the target."""
         return {"psnr": quality.psnr >= self.value, "lpips": quality.lpips <= self.value}.get(self.metric, True)
 
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Refuse a quality that so few images cannot show, before any is made."""
+        least = next(count for count in itertools.count(1) if values_below(count) >= 0)
+        if self.metric != "speedup" and len(tasks) < least:
+            raise SettingError(
+                f"{len(tasks)} images to tune with: {least} or more are needed to say with confidence that {SHARE:.0%} "
+                f"reach a {self}. Give more prompts, or more images per prompt with seeds; a target_speedup needs none "
+                "of this.",
+                param="prompts",
+            )
+
+    def check_steps(self, steps: int) -> None:
+        """Refuse to compute fewer steps than any setting does."""
+        most = steps / SchedulePlanner.fewest
+        if self.metric == "speedup" and self.value > most:
+            raise SettingError(
+                f"target_speedup={self.value:g} of {steps} steps leaves fewer than {SchedulePlanner.fewest} to "
+                f"compute. Ask for at most {most:g}, or for more steps.",
+                param="target_speedup",
+            )
+
     def bound(self, qualities: Sequence[Quality]) -> float:
         """The PSNR, or LPIPS, that 95 of 100 images like these reach with confidence."""
         if self.metric == "lpips":  # It is distributed like its logarithm.
@@ -74,14 +96,9 @@ class Target:
     def is_met(self, row: Row) -> bool:
         """Whether a setting meets the target, as far as its images show."""
         if self.metric == "speedup":
-            return denoiser_speedup(row) >= self.value
+            return row.saving >= self.value
         bound = self.bound(row.images)
         return bound >= self.value if self.metric == "psnr" else bound <= self.value
-
-
-def denoiser_speedup(row: Row) -> float:
-    """How many times fewer forwards are computed. Unlike time, it is the same on every machine."""
-    return row.steps / row.computed
 
 
 def lower_bound(values: Sequence[float], share: float = SHARE, confidence: float = CONFIDENCE) -> float:
@@ -191,6 +208,7 @@ def tune(tuning: Session, testing: Session, target: Target, refinements: int = 0
     """Search on one session's tasks and check on another's. `refinements` is the number of changes of the best
     schedule to try on images."""
     check_disjoint(tuning.tasks, testing.tasks)
+    target.check_steps(tuning.runner.steps)
     search = _Search(tuning, target)
     search.try_thresholds()
     search.try_rhythms()

@@ -192,6 +192,7 @@ class LoadHook(ModelHook):
     """Loads its component, and holds the lock while it is called."""
 
     order = HookOrder.OFFLOAD
+    may_be_left_out = True  # The component's own hook has loaded it.
 
     def __init__(self, component: OffloadedComponent) -> None:
         self._component, self._stage = component, component.stage
@@ -258,6 +259,8 @@ class PassHook(LoadHook):
 
 class StreamHook(LoadHook):
     """Brings a block's weights in before its call and lets them go after it."""
+
+    may_be_left_out = False
 
     def __init__(self, component: OffloadedComponent, ring: Ring, block: WeightGroup) -> None:
         super().__init__(component)

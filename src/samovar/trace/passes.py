@@ -46,6 +46,12 @@ class Outlook:
         """Device of the tensors."""
         return next((tensor.device for tensor in self._stored[0] if tensor is not None), torch.device("cpu"))
 
+    @property
+    def as_stored(self) -> Sequence[torch.Tensor | None] | None:
+        """The stored list, where it is expected as it is."""
+        is_sum = len(self._stored) > 1 or isinstance(self._weights[0], torch.Tensor) or self._weights[0] != 1
+        return None if is_sum or self._is_precise else self._stored[0]
+
     def has(self, index: int) -> bool:
         """Whether the list has a tensor at this index."""
         return self._stored[0][index] is not None

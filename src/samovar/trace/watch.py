@@ -21,7 +21,7 @@ from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Stream, output_values
 from ..arch.modules import is_container, named_parts, unwrapped
 from ..errors import DeclarationError, ModelError, SettingError
-from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, watched
 
 
 class Pass(Protocol):
@@ -42,6 +42,7 @@ class Gate(ModelHook):
     """Asks the running pass before and after its module."""
 
     order = HookOrder.CACHE
+    may_be_left_out = True  # Without a pass it does nothing, and with one the forward is not replayed.
 
     def __init__(self, active: _Active, path: str, stack: BlockStack | None, index: int) -> None:
         self._active = active
@@ -96,7 +97,8 @@ class Gates(Handle):
         """Inside, the gates ask this pass on this thread."""
         outer, self._active.running = self._active.running, running
         try:
-            yield
+            with watched():
+                yield
         finally:
             self._active.running = outer
 

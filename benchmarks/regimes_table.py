@@ -1,0 +1,204 @@
+"""What does the table of regimes say? Per cell: the best of the others at equal counts, our margins, the goals met.
+
+    python benchmarks/regimes_table.py FILE              # Markdown, from the JSON that benchmarks/regimes.py writes
+    python benchmarks/regimes_table.py FILE --methods    # and the figures of every method
+
+Counts of methods differ, so curves are compared: each is interpolated between its own points, PSNR linearly, LPIPS by
+its logarithm, and never beyond them. The best of the others is the best of each figure, whoever has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHARES = (0.55, 0.4, 0.3)
+"""Computed steps, as shares of all, at which curves are compared."""
+AUTO, TUNED, PLAIN = "samovar auto", "samovar schedule", "plain steps"
+OURS = "samovar"
+"""Families of other names are the others: plain steps and peers."""
+TUNED_MARGIN, TUNED_LPIPS = 3.0, 0.5
+"""The goal of a tuned setting: dB above the best of the others, and the share of their LPIPS."""
+AUTO_SHARE = 0.9
+"""The share of cells in which `auto` is to be at least as near as the best of the others."""
+_LEAST_LPIPS = 1e-7
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A curve at some count."""
+
+    psnr: float
+    psnr_worst: float
+    lpips: float
+
+
+def steps_of(cell: str) -> int:
+    """The number of steps of a cell such as 50-2-pairs-euler."""
+    return int(cell.split("-")[0])
+
+
+def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The measured rows of each family, in order of computed steps; of equal counts the nearest."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "problem" not in row:
+            found.setdefault(row["family"], []).append(row)
+    return {family: _by_count(of) for family, of in found.items()}
+
+
+def _by_count(rows: Sequence[Row]) -> list[Row]:
+    ordered = sorted(rows, key=lambda row: (row["computed"], -row["psnr"]))
+    return [next(group) for _, group in itertools.groupby(ordered, lambda row: row["computed"])]
+
+
+def at(curve: Sequence[Row], computed: float) -> Point | None:
+    """A curve at a count; None beyond its ends."""
+    for left, right in itertools.pairwise([*curve, *curve[-1:]]):
+        if left["computed"] <= computed <= right["computed"]:
+            width = right["computed"] - left["computed"]
+            share = (computed - left["computed"]) / width if width else 0.0
+
+            def between(name: str) -> float:
+                return float(left[name] + share * (right[name] - left[name]))  # noqa: B023 - It is called at once.
+
+            low, high = (math.log(max(row["lpips"], _LEAST_LPIPS)) for row in (left, right))
+            return Point(between("psnr"), between("psnr_worst"), math.exp(low + share * (high - low)))
+    return None
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best of plain steps and peers at some count, figure by figure."""
+
+    nearest: str
+    """Whose mean PSNR is the highest."""
+    point: Point
+
+
+def best_of_others(found: Mapping[str, Sequence[Row]], computed: float) -> Best | None:
+    points = {family: at(curve, computed) for family, curve in found.items() if not family.startswith(OURS)}
+    known = {family: point for family, point in points.items() if point is not None}
+    if not known:
+        return None
+    nearest = max(known, key=lambda family: known[family].psnr)
+    worst = max(point.psnr_worst for point in known.values())
+    return Best(nearest, Point(known[nearest].psnr, worst, min(point.lpips for point in known.values())))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One count of one cell."""
+
+    cell: str
+    computed: float
+    best: Best
+    auto: Point | None
+    tuned: Point | None
+
+    @property
+    def auto_is_met(self) -> bool | None:
+        """At least as near as the best of the others, and the worst image above theirs; None if not measured here."""
+        if self.auto is None:
+            return None
+        return self.auto.psnr >= self.best.point.psnr and self.auto.psnr_worst > self.best.point.psnr_worst
+
+    @property
+    def tuned_is_met(self) -> bool | None:
+        if self.tuned is None:
+            return None
+        best = self.best.point
+        is_near = self.tuned.psnr >= best.psnr + TUNED_MARGIN and self.tuned.lpips <= TUNED_LPIPS * best.lpips
+        return is_near and self.tuned.psnr_worst >= best.psnr_worst
+
+
+def lines_of(cells: Mapping[str, Sequence[Row]]) -> list[Line]:
+    """Every cell at every share, where the others were measured."""
+    lines = []
+    for cell, rows in cells.items():
+        found = curves(rows)
+        for share in SHARES:
+            computed = share * steps_of(cell)
+            best = best_of_others(found, computed)
+            if best is not None:
+                ours = (at(found.get(family, []), computed) for family in (AUTO, TUNED))
+                lines.append(Line(cell, computed, best, *ours))
+    return lines
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The summary: a table, and how many goals are met."""
+    head = [
+        "cell", "computed", "best other", "PSNR, worst, LPIPS", "auto: PSNR", "worst", "tuned: PSNR", "worst", "LPIPS",
+        "goals",
+    ]  # fmt: skip
+    lines = lines_of(result["cells"])
+    table = [head, ["---"] * len(head), *map(_cells_of, lines)]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    return f"{text}\n\n{_verdict('auto', lines)} {_verdict('tuned', lines)}"
+
+
+def _cells_of(line: Line) -> list[str]:
+    best, auto, tuned = line.best.point, line.auto, line.tuned
+    goals = [f"{name} {'yes' if is_met else 'no'}"
+             for name, is_met in (("auto", line.auto_is_met), ("tuned", line.tuned_is_met))
+             if is_met is not None]  # fmt: skip
+    return [
+        line.cell,
+        f"{line.computed:g}",
+        line.best.nearest,
+        f"{best.psnr:.1f}, {best.psnr_worst:.1f}, {best.lpips:.2g}",
+        "" if auto is None else f"{auto.psnr - best.psnr:+.1f}",
+        "" if auto is None else f"{auto.psnr_worst - best.psnr_worst:+.1f}",
+        "" if tuned is None else f"{tuned.psnr - best.psnr:+.1f}",
+        "" if tuned is None else f"{tuned.psnr_worst - best.psnr_worst:+.1f}",
+        "" if tuned is None else f"x {tuned.lpips / max(best.lpips, _LEAST_LPIPS):.2f}",
+        ", ".join(goals),
+    ]
+
+
+def _verdict(name: str, lines: Sequence[Line]) -> str:
+    """In how many cells a goal is met at every count that was measured."""
+    by_cell: dict[str, list[bool]] = {}
+    for line in lines:
+        is_met = line.auto_is_met if name == "auto" else line.tuned_is_met
+        if is_met is not None:
+            by_cell.setdefault(line.cell, []).append(is_met)
+    met = sum(map(all, by_cell.values()))
+    asked = math.ceil((AUTO_SHARE if name == "auto" else 1.0) * len(by_cell))
+    words = "which is the goal" if met >= asked else f"and the goal is {asked}"
+    return f"`{name}` meets its goal in {met} of {len(by_cell)} cells, {words}." if by_cell else f"`{name}`: no cell."
+
+
+def all_methods(result: Mapping[str, Any]) -> str:
+    """The figures of every method in every cell."""
+    names = ("computed", "psnr", "psnr_5th", "psnr_worst", "lpips", "lpips_worst")
+    head = ["cell", "method", "computed", "PSNR", "5th percentile", "worst", "LPIPS", "worst"]
+    rows = [
+        [cell, row["method"], *([row["problem"], *[""] * 5] if "problem" in row else [f"{row[n]:.5g}" for n in names])]
+        for cell, of in result["cells"].items()
+        for row in sorted(of, key=lambda row: (row["family"], row.get("computed", 0)))
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path, help="what benchmarks/regimes.py wrote")
+    parser.add_argument("--methods", action="store_true", help="also the figures of every method")
+    options = parser.parse_args(arguments)
+    result = json.loads(options.file.read_text(encoding="utf-8"))
+    print(markdown(result))
+    if options.methods:
+        print(f"\n{all_methods(result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""How do quality and gaps look in every regime? Drawn from what benchmarks/regimes.py and regimes_gaps.py write.
+
+python -m docs.generate.regimes_plots REGIMES.json GAPS.json --output FOLDER    # another file's plots, elsewhere
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.regimes_table import AUTO, PLAIN, TUNED, best_of_others, curves, markdown, steps_of
+from docs.generate.results import RESULTS, read
+
+_COLOURS = {AUTO: "#e64a19", TUNED: "#5c6bc0", PLAIN: "#78909c"}
+_NAMES = {AUTO: "auto, nothing tuned", TUNED: "tuned", PLAIN: "plain steps"}
+_OTHERS = "#455a64"
+_CELL = re.compile(r"(\d+)-([\d.]+)-(\w+)-(\w+)")
+_EASY, _HARD = "#26a69a", "#e64a19"
+IMAGES = "../images"
+"""Seen from a page of a section."""
+_POINTS = 60
+"""Places at which the best of the others is looked up."""
+
+
+def regimes(result: Mapping[str, Any]) -> Figure:
+    """PSNR over computed steps, one panel per cell: the line is the mean, the band reaches to the 5th percentile, the
+    dots are the worst image."""
+    cells = list(result["cells"])
+    columns = list(dict.fromkeys(_parts(cell)[2:] for cell in cells))
+    lines = list(dict.fromkeys(_parts(cell)[:2] for cell in cells))
+    figure = Figure(figsize=(max(5.5, 3.1 * len(columns)), 0.8 + 2.4 * len(lines)), layout="constrained")
+    panels = figure.subplots(len(lines), len(columns), squeeze=False, sharey=True)
+    for line, column in itertools.product(range(len(lines)), range(len(columns))):
+        steps, guidance = lines[line]
+        cell = "-".join((*lines[line], *columns[column]))
+        axes = panels[line][column]
+        axes.set_title(f"{steps} steps, CFG {guidance}, {', '.join(columns[column])}", fontsize=9)
+        if cell in result["cells"]:
+            _panel(axes, cell, result["cells"][cell])
+        if column == 0:
+            axes.set_ylabel("PSNR, dB")
+        if line == len(lines) - 1:
+            axes.set_xlabel("computed steps, % of all")
+    handles = {}
+    for axes in figure.axes:
+        handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _parts(cell: str) -> tuple[str, ...]:
+    found = _CELL.fullmatch(cell)
+    assert found is not None, f"{cell} is no cell of benchmarks/regimes.py"
+    return found.groups()
+
+
+def _panel(axes: Any, cell: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    steps, found = steps_of(cell), curves(rows)
+    for family in (PLAIN, TUNED, AUTO):
+        curve = found.get(family, [])
+        if not curve:
+            continue
+        shares = [100 * row["computed"] / steps for row in curve]
+        means, lows = ([row[name] for row in curve] for name in ("psnr", "psnr_5th"))
+        colour, is_ours = _COLOURS[family], family != PLAIN
+        axes.plot(shares, means, "o-" if is_ours else "--", color=colour, markersize=3, label=_NAMES[family])
+        if is_ours:
+            axes.fill_between(shares, lows, means, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(shares, [row["psnr_worst"] for row in curve], ".", color=colour, markersize=4)
+    places = [steps * number / _POINTS for number in range(1, _POINTS)]
+    bests = {place: best for place in places if (best := best_of_others(found, place)) is not None}
+    shares = [100 * place / steps for place in bests]
+    axes.plot(
+        shares, [best.point.psnr for best in bests.values()], color=_OTHERS, label="best of plain steps and peers"
+    )
+    axes.plot(shares, [best.point.psnr_worst for best in bests.values()], ":", color=_OTHERS, linewidth=1)
+
+
+def gaps(result: Mapping[str, Any]) -> Figure:
+    """How many steps `auto` goes on before it computes again, along the run; and what each image took."""
+    runs = sorted(result["runs"], key=lambda run: run["computed"])
+    share = max(1, len(runs) // 4)
+    figure = Figure(figsize=(10.5, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for kind, colour, of in (("easiest", _EASY, runs[:share]), ("hardest", _HARD, runs[-share:])):
+        steps = len(of[0]["mask"])
+        by_image = [gaps_of(run["mask"]) for run in of]
+        means = [fmean(image[step] for image in by_image) for step in range(steps)]
+        low, high = ([pick(image[step] for image in by_image) for step in range(steps)] for pick in (min, max))
+        left.step(range(steps), means, where="mid", color=colour, label=f"the {len(of)} {kind} images")
+        left.fill_between(range(steps), low, high, step="mid", color=colour, alpha=0.15, linewidth=0)
+    left.set(xlabel="step", ylabel="steps from one computed to the next", ylim=(0, None))
+    left.legend()
+    shades = [_EASY if n < share else _HARD if n >= len(runs) - share else "#b0bec5" for n in range(len(runs))]
+    right.bar(range(len(runs)), [run["computed"] for run in runs], 0.8, color=shades)
+    right.set(xlabel="images, the easiest first", ylabel=f"computed of {len(runs[0]['mask'])} steps", xticks=[])
+    return figure
+
+
+def gaps_of(mask: str) -> list[int]:
+    """At each step, the length of the gap that it is in: from the last computed step to the next, or to the end."""
+    starts = [step for step, sign in enumerate(mask) if sign == "#"]
+    found: list[int] = []
+    for start, end in itertools.pairwise([*starts, len(mask)]):
+        found += [end - start] * (end - start)
+    return found
+
+
+def section(_: str) -> str:
+    """What a page shows of the regimes: the plots and the table, where they are measured."""
+    if not (RESULTS / "regimes.json").is_file():
+        return "*Not measured in this checkout: `python benchmarks/regimes.py` makes the table.*"
+    parts = [f"![PSNR over computed steps in every regime]({IMAGES}/plot-regimes.svg)", markdown(read("regimes"))]
+    if (RESULTS / "regimes_gaps.json").is_file():
+        parts.insert(1, f"![The gap over the run, for easy and for hard images]({IMAGES}/plot-gaps.svg)")
+    return "\n\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("regimes", type=Path)
+    parser.add_argument("gaps", type=Path, nargs="?")
+    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    from matplotlib import rc_context
+
+    from docs.generate.plots import STYLE
+
+    for file, draw in ((options.regimes, regimes), (options.gaps, gaps)):
+        if file is not None:
+            with rc_context(STYLE):
+                figure = draw(json.loads(file.read_text(encoding="utf-8")))
+                figure.savefig(options.output / f"plot-{draw.__name__}.svg", facecolor="white")
+
+
+if __name__ == "__main__":
+    main()

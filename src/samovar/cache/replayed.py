@@ -1,0 +1,123 @@
+"""How is a step of a model taken whose forwards are replayed? In two parts, with the decision between them.
+
+A decision needs the host, and a replay does not wait for it. So a step that is left to its signal is first skipped,
+which gives the signal as well, and computed only if the signal says so. What is replayed has the gates' answers in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..hooks import HookRegistry, Recorder
+from ..trace.forward import Given, Tensors
+from ..trace.passes import Mode, Outlook, StepPass
+from .decision import Signal
+from .inputs import Inputs
+from .model import BlockModel, Forward, Instruction, Outcome, TracedForm
+
+
+class _Taken(NamedTuple):
+    """What a forward gave, in a form that can be replayed."""
+
+    output: Any
+    parts: Tensors | None
+    signal: torch.Tensor | None
+    lost: str | None
+
+
+class ReplayedBlocks(BlockModel):
+    """A model that is built of blocks, whose forwards are replayed while there is a recorder."""
+
+    def forget(self) -> None:
+        if self._recorder() is None:  # What was recorded reads the shadows.
+            super().forget()
+
+    def _recorder(self) -> Recorder | None:
+        return HookRegistry.get_or_create(self._model).recorder
+
+    def _next(self, form: TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+        recorder = self._recorder()
+        run = super()._next
+        reads = form.reader is not None and _is_settled(form)  # Also where nobody asks: one recording serves both.
+        if recorder is None or (wanted.decide is not None and not (reads or form.is_blind)):
+            return run(form, inputs, wanted, forward)
+        reads = reads or wanted.decide is not None
+        signal: Signal | None = None
+        if wanted.mode != "compute":
+            stored, name = _stored(form, wanted), ("skip", form.token, reads, wanted.keeps)
+            if stored is None or recorder.refuses(name):
+                return run(form, inputs, wanted, forward)
+            skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored))
+            if skipped.lost is not None:
+                return run(form, inputs, wanted, forward)
+            signal = _signal(form, skipped.signal, wanted)
+            if wanted.decide is None or (signal is not None and wanted.decide(signal)):
+                if wanted.outlook is None or wanted.outlook.as_stored is not None:
+                    return Outcome(skipped.output, False, None, signal)
+                return run(form, inputs, wanted._replace(mode="skip", decide=None), forward)._replace(signal=signal)
+        name = ("compute", form.token, reads, wanted.keeps)
+        if recorder.refuses(name):
+            decided = wanted if signal is None else wanted._replace(mode="compute", decide=None)
+            taken = run(form, inputs, decided, forward)
+            return taken if signal is None else taken._replace(signal=signal)
+        computed = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, []))
+        if computed.lost is not None:
+            self._lose(inputs.signature, computed.lost)
+        signal = signal or _signal(form, computed.signal, wanted)
+        return Outcome(computed.output, True, computed.parts, signal, computed.lost)
+
+    def _taken(
+        self, recorder: Recorder, name: Any, form: TracedForm, wanted: Instruction, forward: Forward, given: Any
+    ) -> _Taken:
+        """A forward in which the blocks compute, or are answered for with what is stored."""
+        mode, _, reads, *_ = name
+        kept = None if wanted.keeps else form.trace.early_segments
+
+        def run(given: Any) -> _Taken:
+            args, kwargs, stored = given
+            signal: torch.Tensor | None = None
+
+            def choose(leading: Given) -> Mode:
+                nonlocal signal
+                signal = form.read(leading).value
+                chosen: Mode = mode
+                return chosen
+
+            outlook = Outlook([1], [stored]) if stored else None
+            step = StepPass(form.trace, mode, outlook, choose if reads else None, keeps=kept)
+            output = self._forward(step, (args, kwargs), forward)
+            return _Taken(output, step.residuals if mode == "compute" else None, signal, step.lost)
+
+        if form.idle is None:
+            leader = form.trace.leader.gate
+            leading = () if leader.stack is None else leader.stack.modules(self._model)[leader.index].modules()
+            form.idle = frozenset(self._inside.difference(leading))  # The signal is read from the leader's parts.
+        taken: _Taken = recorder(name, run, given, form.idle if mode == "skip" else ())
+        return taken
+
+
+def _is_settled(form: TracedForm) -> bool:
+    """Whether the signal is read in the same way each time."""
+    reader = form.reader
+    if form.is_blind or reader is None:
+        return form.is_blind
+    return (reader.is_checked or reader.attention is None) and reader.is_current()
+
+
+def _signal(form: TracedForm, value: torch.Tensor | None, wanted: Instruction) -> Signal | None:
+    if value is None or wanted.decide is None:
+        return None
+    return Signal(value, None if form.is_blind or form.reader is None else (form.reader.path, form.generation))
+
+
+def _stored(form: TracedForm, wanted: Instruction) -> list[Any] | None:
+    """The residuals with which a step is skipped or its signal read; None if they are not what is stored."""
+    if wanted.outlook is not None and wanted.outlook.as_stored is not None:
+        return list(wanted.outlook.as_stored)
+    if wanted.mode == "skip":
+        return None
+    if not form.trace.early_segments:  # Nothing that the signal depends on is skipped.
+        return []
+    return None if wanted.early is None or wanted.outlook is not None else list(wanted.early)

@@ -1,0 +1,7 @@
+"""May a computed forward be replayed? As a CUDA graph, with the bits of the model."""
+
+from .apply import GraphsHook, apply_graphs
+from .config import GraphsConfig
+from .replayer import ReplayStats
+
+__all__ = ["GraphsConfig", "GraphsHook", "ReplayStats", "apply_graphs"]

@@ -1,0 +1,63 @@
+"""How are graphs put on a denoiser, and taken off?"""
+
+from __future__ import annotations
+
+import torch
+
+from ..arch.modules import unwrapped
+from ..errors import SettingError
+from ..hooks import Handle, HookRegistry, ModelHook
+from .config import GraphsConfig
+from .replayer import Replayer, ReplayStats
+
+HOOK_NAME = "graphs"
+
+
+class GraphsHook(ModelHook, Handle):
+    """Graphs on a denoiser, and the handle that takes them off."""
+
+    def __init__(self, config: GraphsConfig) -> None:
+        Handle.__init__(self)
+        self.config = config
+        self._replayer: Replayer | None = None
+        self._final: ReplayStats | None = None
+
+    def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._replayer = Replayer(module, self.config)
+        HookRegistry.get_or_create(module).recorder = self._replayer
+        return module
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        HookRegistry.get_or_create(module).recorder = None
+        if self._replayer is not None:
+            self._final = self._replayer.stats()
+            self._replayer.forget()
+            self._replayer = None
+        return module
+
+    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
+        if self._replayer is not None:
+            self._replayer.forget()
+        return module
+
+    def stats(self) -> ReplayStats:
+        """What was replayed."""
+        found = self._final if self._replayer is None else self._replayer.stats()
+        assert found is not None
+        return found
+
+
+def apply_graphs(module: torch.nn.Module, config: GraphsConfig | None = None) -> GraphsHook:
+    """Replay the computed forwards of a denoiser as CUDA graphs. Skipped steps of a cache stay outside."""
+    module = unwrapped(module)
+    registry = HookRegistry.get_or_create(module)
+    if HOOK_NAME in registry:
+        raise SettingError(
+            f"This {type(module).__name__} has graphs already, perhaps from attach() on a pipeline that shares it. "
+            "Take those off first: samovar.detach(that pipeline).",
+            param="compile",
+        )
+    hook = GraphsHook(config or GraphsConfig())
+    registry.register_hook(HOOK_NAME, hook)
+    hook._undo.callback(registry.remove_hook, HOOK_NAME)
+    return hook

@@ -1,0 +1,138 @@
+"""How is a function recorded, and replayed? As a CUDA graph; `simulated` has what stands for one in tests."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .forms import Unsuitable
+
+Function = Callable[[], Any]
+
+
+class Recording(NamedTuple):
+    """A function that was recorded."""
+
+    replay: Callable[[], None]
+    """Does it again, with what its inputs hold now, and overwrites the output."""
+    output: Any
+    num_bytes: int
+    """Memory that it took."""
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Inside, nothing on the device is freed by chance."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Recorder(Protocol):
+    """Records functions on one device."""
+
+    lock: threading.RLock
+    """Held while a recording is in use: all of them share memory."""
+
+    def record(self, function: Function) -> Recording:
+        """Unsuitable if it cannot be recorded; everything else goes on then as before."""
+
+
+class CudaRecorder:
+    """CUDA graphs of one GPU, in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._last_used: Any = None
+
+    def record(self, function: Function) -> Recording:
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with failing_as(Unsuitable, "capturing it failed"):
+                output = self._capture(graph, function)
+        except Unsuitable:
+            self._recover()
+            raise
+        taken = torch.cuda.memory_reserved(self._device) - before
+        return Recording(functools.partial(self._replay, graph), output, max(taken, 0))
+
+    def _capture(self, graph: Any, function: Function) -> Any:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
+            # Only what this thread does may not disturb it: a server has others.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = function()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # It says that it failed, which is known.
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
+        return output
+
+    def _recover(self) -> None:
+        """After a failed capture torch still takes its random generator to be captured; a capture that succeeds ends
+        that."""
+        torch.cuda.synchronize(self._device)
+        with contextlib.suppress(RuntimeError):
+            self._capture(torch.cuda.CUDAGraph(), functools.partial(torch.zeros, 1, device=self._device))
+        torch.cuda.empty_cache()
+
+    def _replay(self, graph: Any) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if self._last_used is not None and self._last_used != current:
+            current.wait_stream(self._last_used)
+        self._last_used = current
+        graph.replay()
+
+
+@contextlib.contextmanager
+def failing_as(kind: type[Exception], what: str) -> Iterator[None]:
+    """Whatever is raised inside comes out as this kind; Ctrl-C does not."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, kind) or not isinstance(error, Exception):
+            raise
+        text = str(error).strip().partition("\n")[0]
+        raise kind(f"{what} ({type(error).__name__}: {text})") from error
+
+
+_recorders: dict[torch.device, Recorder] = {}
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """The recorder of a device; None if nothing can be recorded there."""
+    if device not in _recorders and device.type == "cuda":
+        with torch.inference_mode(False):
+            _recorders[device] = CudaRecorder(device)
+    return _recorders.get(device)
+
+
+@contextlib.contextmanager
+def recording_by(recorder: Recorder, device: torch.device) -> Iterator[None]:
+    """Inside, this one records on a device."""
+    before = _recorders.get(device)
+    _recorders[device] = recorder
+    try:
+        yield
+    finally:
+        _recorders.pop(device, None)
+        if before is not None:
+            _recorders[device] = before

@@ -1,0 +1,285 @@
+"""Is this call run, recorded or replayed?
+
+The first call of a form runs. The second runs too; then the same is run once more to see what it does, recorded, and
+replayed: only if that gives the bits of the run are later calls replays. A replay is launched first and its reasons are
+checked while the device computes; where they no longer hold, its result is dropped and the call runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..arch.modules import unwrapped
+from ..hooks import watched
+from ..other_libraries import kernel_settings, num_dispatch_modes
+from ..trace.shadow import TrialFailed, trial
+from .audit import Audit
+from .config import GraphsConfig
+from .forms import Places, Unsuitable, copied, has_same_bits, read_form
+from .recorders import Recorder, Recording, recorder_for
+from .snapshot import Snapshot, obstacle
+
+Function = Callable[[Any], Any]
+
+_MOST_SEEN = 256
+"""Forms that are remembered before they are recorded."""
+_MOST_VARIANTS = 4
+"""Recordings of one form that are kept for different adapters."""
+_MOST_SHORT_LIVES = 3
+"""How often in a row a form may be recorded in vain."""
+_LONG_LIFE = 2
+"""Number of replays after which it was not in vain."""
+_logger = logging.getLogger(__name__)
+
+
+class Recorded(NamedTuple):
+    """A form that can be replayed."""
+
+    places: Places
+    recording: Recording
+    snapshot: Snapshot
+    constants: list[torch.Tensor]
+    """Held, since a replay reads them."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.places.num_bytes + self.recording.num_bytes
+
+
+@dataclass
+class _Form:
+    """A form of calls, and what is known about it."""
+
+    misses: int = 0
+    """Calls in a row that were not replayed."""
+    variants: list[Recorded] = field(default_factory=list)
+    """The one used last first; others are for other adapters."""
+    replays: int = 0
+    """Since it was recorded last."""
+    short_lives: int = 0
+    """How often in a row it was recorded in vain."""
+    is_refused: bool = False
+    is_final: bool = False
+    """Whether it is not tried again."""
+
+
+@dataclass(frozen=True)
+class ReplayStats:
+    """What was replayed."""
+
+    replayed: int
+    run: int
+    """Calls that were not replayed."""
+    recorded: int
+    """Forms that can be replayed."""
+    num_bytes: int
+    """Memory that they take: inputs, and what is computed on the way."""
+    reasons: tuple[str, ...]
+    """Why calls were not replayed that might have been."""
+
+    def __str__(self) -> str:
+        size = f"{self.num_bytes / 2**20:.1f} MiB"
+        lines = [f"{self.replayed} calls replayed, {self.run} run; {self.recorded} graphs, {size}"]
+        return "\n".join((*lines, *(f"  not replayed: {why}" for why in self.reasons)))
+
+
+class Replayer:
+    """Replays the forwards of one model, and parts of them that a cache asks for."""
+
+    def __init__(self, model: torch.nn.Module, config: GraphsConfig) -> None:
+        self._model = unwrapped(model)
+        self._config = config
+        self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
+        self._lock = threading.RLock()
+        self._replayed = self._run = 0
+        self._reasons: dict[str, None] = {}
+        self._refused: OrderedDict[Hashable, int] = OrderedDict()
+        """By function: how often it was not replayed for a reason that may stay."""
+
+    def stats(self) -> ReplayStats:
+        kept = [one for form in list(self._forms.values()) for one in form.variants]
+        return ReplayStats(self._replayed, self._run, len(kept), sum(one.num_bytes for one in kept), (*self._reasons,))
+
+    def forget(self) -> None:
+        """Free all recordings."""
+        self._forms.clear()
+
+    def refuses(self, what: Hashable) -> bool:
+        if what not in self._refused:
+            return False
+        self._refused[what] += 1
+        return not _is_power_of_two(self._refused[what])  # Reasons may go.
+
+    def __call__(self, what: Hashable, function: Function, given: Any, idle: Collection[torch.nn.Module] = ()) -> Any:
+        try:
+            key, tensors = read_form(given)
+            recorder = self._recorder(tensors)
+        except Unsuitable as why:
+            self._refuse(what, str(why))
+            return self._plainly(function, given)
+        form = self._form((what, key, *_surroundings(tensors[0].device)))
+        if form.variants and (replayed := self._replay(form, recorder, tensors)) is not None:
+            return replayed.output
+        form.misses += 1
+        is_due = form.misses > 1 and not form.is_final and (not form.is_refused or _is_power_of_two(form.misses))
+        if not is_due or not self._lock.acquire(blocking=False):
+            return self._plainly(function, given)
+        try:
+            return self._record(what, form, recorder, function, _Given(given, tensors, idle))
+        finally:
+            self._lock.release()
+
+    def _recorder(self, tensors: list[torch.Tensor]) -> Recorder:
+        """Unsuitable if this call cannot be replayed, whatever was recorded."""
+        if not tensors:
+            raise Unsuitable("it takes no tensors")
+        if torch.is_grad_enabled():
+            raise Unsuitable("gradients are recorded; call it under torch.no_grad()")
+        if num_dispatch_modes():
+            raise Unsuitable("a mode of torch, such as a profiler's, wants to see every operation")
+        device = tensors[0].device
+        recorder = recorder_for(device)
+        if recorder is None:
+            raise Unsuitable(f"there are no graphs on {device.type}")
+        return recorder
+
+    def _form(self, key: Hashable) -> _Form:
+        with self._lock:
+            form = self._forms.setdefault(key, _Form())
+            self._forms.move_to_end(key)
+            if len(self._forms) > _MOST_SEEN:
+                oldest = next((k for k, one in self._forms.items() if not one.variants), next(iter(self._forms)))
+                del self._forms[oldest]
+            return form
+
+    def _plainly(self, function: Function, given: Any) -> Any:
+        self._run += 1
+        return function(given)
+
+    def _refuse(self, what: Hashable, why: str) -> None:
+        self._refused.setdefault(what, 0)
+        if len(self._refused) > _MOST_SEEN:
+            self._refused.popitem(last=False)
+        if why not in self._reasons:
+            self._reasons[why] = None
+            _logger.warning("%s runs without graphs: %s.", type(self._model).__name__, why)
+
+    # ------------------------------------------------------------------------------------------ replaying
+
+    def _replay(self, form: _Form, recorder: Recorder, tensors: list[torch.Tensor]) -> _Replayed | None:
+        with recorder.lock:
+            for number, one in enumerate(form.variants):
+                if not one.snapshot.is_in_place() or (number and not one.snapshot.is_current()):
+                    continue
+                one.places.fill(tensors)
+                one.recording.replay()
+                output = copied(one.recording.output)
+                if number or one.snapshot.is_current():  # Seen while the device computes.
+                    form.variants.insert(0, form.variants.pop(number))
+                    form.misses, form.replays = 0, form.replays + 1
+                    self._replayed += 1
+                    return _Replayed(output)
+            form.variants = [one for one in form.variants if one.snapshot.is_in_place()]
+        return None
+
+    # ------------------------------------------------------------------------------------------ recording
+
+    def _record(self, what: Hashable, form: _Form, recorder: Recorder, function: Function, call: _Given) -> Any:
+        """Run a call, and record it."""
+        try:
+            self._check(form)
+            places = Places(call.given, call.tensors)
+        except Unsuitable as why:
+            form.is_refused = True
+            self._refuse(what, str(why))
+            return self._plainly(function, call.given)
+        output = self._plainly(function, call.given)
+        try:
+            with watched(), recorder.lock, _casting_each_time():
+                recorded = self._recorded(places, recorder, function, output, Snapshot(self._model, call.idle))
+        except Unsuitable as why:
+            form.is_refused, form.is_final = True, isinstance(why, _Never)
+            self._refuse(what, str(why))
+        else:
+            form.variants = [recorded, *form.variants][:_MOST_VARIANTS]
+            form.misses, form.replays, form.is_refused = 0, 0, False
+            self._refused.pop(what, None)
+        return output
+
+    def _check(self, form: _Form) -> None:
+        form.short_lives = form.short_lives + 1 if form.variants and form.replays < _LONG_LIFE else 0
+        if form.short_lives >= _MOST_SHORT_LIVES:
+            form.variants, form.is_final = [], True
+            raise Unsuitable("what it depends on changes from call to call")
+        others = sum(len(one.variants) for one in self._forms.values() if one is not form)
+        if others >= self._config.max_graphs:
+            raise Unsuitable(f"there are {others} graphs already (max_graphs={self._config.max_graphs})")
+        del form.variants[self._config.max_graphs - others - 1 :]
+        problem = obstacle(self._model)
+        if problem is not None:
+            raise Unsuitable(problem)
+
+    def _recorded(
+        self, places: Places, recorder: Recorder, function: Function, expected: Any, snapshot: Snapshot
+    ) -> Recorded:
+        audit = Audit(places.tensors, snapshot.weights)
+        try:
+            with trial(places.tensors), audit:
+                function(places.given())
+        except TrialFailed as error:
+            raise Unsuitable(f"trying it failed ({error})") from error
+        if audit.problem is not None:
+            raise _Never(audit.problem)
+        recording = recorder.record(lambda: function(places.given()))
+        if not (snapshot.is_in_place() and snapshot.is_current()):
+            raise Unsuitable(f"its forward changes what it depends on: {snapshot.changed()}")
+        recording.replay()
+        if not has_same_bits(recording.output, expected):
+            raise _Never("a replay gives other bits than its forward")
+        return Recorded(places, recording, snapshot, audit.constants)
+
+
+class _Given(NamedTuple):
+    """A call that is to be recorded."""
+
+    given: Any
+    tensors: list[torch.Tensor]
+    idle: Collection[torch.nn.Module]
+
+
+class _Never(Unsuitable):
+    """The same for a reason that stays."""
+
+
+@contextlib.contextmanager
+def _casting_each_time() -> Iterator[None]:
+    """Inside, autocast casts weights where they are used: what it has cast before would be all that a replay reads."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+class _Replayed(NamedTuple):
+    output: Any
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _surroundings(device: torch.device) -> tuple[Hashable, ...]:
+    """What else decides which kernels run."""
+    kind = device.type
+    casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return casts, torch.is_inference_mode_enabled(), torch.get_default_dtype(), *kernel_settings()

@@ -1,0 +1,65 @@
+"""What stands for a CUDA graph where there is none? A list of operations with the memory that they used.
+
+As a graph it knows nothing of Python: it does again what was done, where it was done, whatever has changed since. So
+on a CPU everything above runs the same, and a missing check gives the same wrong result. It gains nothing: it is for
+tests.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..other_libraries import memory_of
+from ..tensors import is_plain
+from .forms import Unsuitable
+from .recorders import Function, Recording, failing_as
+
+
+class SimulatedRecorder:
+    """Records operations on a CPU."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def record(self, function: Function) -> Recording:
+        operations = _Operations()
+        with failing_as(Unsuitable, "capturing it failed"), operations:
+            output = function()
+        return Recording(operations.replay, output, operations.num_bytes)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._done: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self._made: set[int] = set()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self._fixed, (args, kwargs or {}))
+        output = func(*args, **kwargs)
+        made = [tensor for tensor in pytree.tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+        self._done.append((func, args, kwargs, made))
+        self._made.update(map(id, made))
+        self.num_bytes += sum(tensor.nbytes for tensor in made)
+        return output
+
+    def _fixed(self, value: Any) -> Any:
+        """Weights where they are now: others may give them other memory, which a graph would not see."""
+        if not isinstance(value, torch.Tensor) or id(value) in self._made or not is_plain(value):
+            return value
+        return value.detach()
+
+    def replay(self) -> None:
+        for func, args, kwargs, made in self._done:
+            tensors = [leaf for leaf in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            for place, tensor in zip(made, tensors, strict=True):
+                if memory_of(place) != memory_of(tensor):  # A view has changed with what it is a view of.
+                    place.copy_(tensor)

@@ -1,0 +1,106 @@
+"""Steps of a cache that are replayed in two parts: the same decisions, the same bits, whatever is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from driving import case, stepped
+
+import zoo
+from samovar.cache import TeaCacheConfig, apply_teacache_hook
+from samovar.graphs import apply_graphs
+from samovar.graphs.recorders import recording_by
+from samovar.graphs.simulated import SimulatedRecorder
+from samovar.hooks import HookRegistry, call_context
+
+NAMES = (
+    "FluxTransformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "Lumina2Transformer2DModel",
+    "LTXVideoTransformer3DModel",
+)
+"""The second and third have blocks before the one that leads."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "reuse": {}, "linear": {"forecast": "linear"}, "output": {"forecast": "linear", "forecast_of": "output"},
+    "schedule": {"schedule": "##.#..#.##.#"},
+}  # fmt: skip
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with recording_by(SimulatedRecorder(), torch.device("cpu")):
+        yield
+
+
+def drive(model: torch.nn.Module, which: zoo.Case, settings: dict[str, Any], runs: int = 2) -> tuple[Any, list[str]]:
+    guards = {} if "schedule" in settings else {"rel_l1_thresh": 0.15, "min_steps": 0, "coefficients": (0, 0, 0, 1, 0)}
+    hook = apply_teacache_hook(model, TeaCacheConfig(**guards, **settings))
+    outputs, masks = [], []
+    for _ in range(runs):
+        hook.reset_state(model)
+        with stepped(model, STEPS) as loop, call_context(branch="only"):
+            outputs += [loop.call(lambda step=step: which.run(model, step)) for step in range(STEPS)]  # type: ignore[misc]
+        masks.append(hook.stats().branches["only"].mask)
+    hook.detach()
+    return outputs, masks
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_same_decisions_and_bits(name: str, settings: str) -> None:
+    which = case(name)
+    model = which.build()
+    expected, masks = drive(model, which, SETTINGS[settings])
+    assert all("." in mask for mask in masks)
+    with apply_graphs(model) as graphs:
+        found, their_masks = drive(model, which, SETTINGS[settings])
+    assert their_masks == masks
+    assert [zoo.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert graphs.stats().replayed > 0
+    assert not graphs.stats().reasons
+
+
+class Refuses:
+    """A recorder that replays nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def __call__(self, what: Any, function: Any, given: Any, idle: Any = ()) -> Any:
+        self.asked.append(what)
+        return function(given)
+
+    def refuses(self, what: Any) -> bool:
+        return what in self.asked
+
+
+def test_what_is_refused_is_taken_as_without_graphs() -> None:
+    which = case("FluxTransformer2DModel")
+    model = which.build()
+    expected, masks = drive(model, which, SETTINGS["reuse"])
+    hooked = apply_graphs(model)
+    recorder = HookRegistry.get_or_create(model).recorder = Refuses()
+    found, their_masks = drive(model, which, SETTINGS["reuse"])
+    assert their_masks == masks
+    assert [zoo.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert len(recorder.asked) == len(set(recorder.asked)) == 2, "each is asked for once"
+    hooked.detach()
+
+
+def test_changed_weights_end_a_history() -> None:
+    which = case("FluxTransformer2DModel")
+    model = which.build()
+    with apply_graphs(model):
+        hook = apply_teacache_hook(model, TeaCacheConfig(rel_l1_thresh=1e9, min_steps=0, max_skips=None, last_steps=0))
+        with stepped(model, STEPS) as loop, call_context(branch="only"):
+            for step in range(8):
+                if step == 6:
+                    with torch.no_grad():
+                        model.transformer_blocks[0].norm1.linear.weight.mul_(2)
+                loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
+        assert hook.stats().branches["only"].mask == "#.....#."
+        hook.detach()

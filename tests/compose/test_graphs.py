@@ -1,0 +1,156 @@
+"""Graphs on pipelines: the bits of the same run without them, with every cache, and every change is seen.
+
+On a CPU a list of operations stands for a graph (`samovar.graphs.simulated`). The tests marked `gpu` run the
+real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from compose.matrix import footprint, num_hooks
+from pipelines import PIPELINES, TinyPipeline
+from samovar import attach
+from samovar.errors import SettingError
+from samovar.graphs import recorders
+from samovar.graphs.recorders import recording_by
+from samovar.graphs.simulated import SimulatedRecorder
+
+STEPS = 10
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CACHES: dict[str, Any] = {
+    "none": None,
+    "signal": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1},
+    "linear": {"backend": "tea_cache", "forecast": "linear", "min_steps": 1},
+    "schedule": {"backend": "tea_cache", "schedule": "##.##.#.##"},
+    "forecast": {"backend": "forecast", "min_steps": 1},
+    "auto": {"backend": "auto", "tolerance": 1e6},
+}
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with recording_by(SimulatedRecorder(), torch.device("cpu")):
+        yield
+
+
+def built(name: str, device: str) -> tuple[TinyPipeline, Any]:
+    tiny = PIPELINES[name]
+    return tiny, tiny.build(0).to(device)
+
+
+def masks(attached: Any) -> list[str]:
+    stats = attached.stats().cache
+    return [] if stats is None else [b.mask for one in stats.denoisers.values() for b in one.branches.values()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "cache"), [
+    *(("flux", cache) for cache in CACHES), *(("qwen-image", cache) for cache in ("signal", "auto")),
+    *(("sd3", cache) for cache in ("none", "signal", "forecast")), *(("wan", cache) for cache in ("signal", "linear")),
+    ("flux-controlnet", "signal"), ("z-image", "schedule"), ("ltx", "signal"), ("flux2-klein", "none"),
+])  # fmt: skip
+def test_bits_of_the_same_run_without_graphs(name: str, cache: str, device: str) -> None:
+    tiny, pipe = built(name, device)
+    tiny.run(pipe, 1)
+    before = footprint(pipe)
+    with attach(pipe, cache=CACHES[cache]) as attached:
+        expected = [tiny.run(pipe, STEPS, seed) for seed in (0, 1)]
+        computed = masks(attached)
+    attached = attach(pipe, cache=CACHES[cache], compile="graphs")
+    found = [tiny.run(pipe, STEPS, seed) for seed in (0, 1)]
+    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True, True]
+    assert masks(attached) == computed
+    stats = attached.stats().graphs
+    assert all(one.replayed > 1 and not one.reasons for one in stats.values()), stats
+    attached.detach()
+    assert footprint(pipe) == before
+    assert num_hooks(pipe) == 0
+    assert attached.stats().graphs == stats, "the figures stay"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_callback_holds_is_not_overwritten(device: str) -> None:
+    tiny, pipe = built("flux", device)
+    held: list[tuple[Any, Any]] = []
+    with attach(pipe, compile="graphs"):
+        original = pipe.scheduler.step
+
+        def step(output: Any, *args: Any, **kwargs: Any) -> Any:
+            held.append((output, output.clone()))
+            return original(output, *args, **kwargs)
+
+        pipe.scheduler.step = step
+        tiny.run(pipe, 6, true_cfg_scale=1.0)
+    assert len(held) == 6
+    assert all(torch.equal(one, copy) for one, copy in held)
+    assert len({one.data_ptr() for one, _ in held}) == 6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_sizes_and_batches_are_other_graphs(device: str) -> None:
+    tiny, pipe = built("sd3", device)
+    sizes = [{}, {"height": 32}, {"prompt": ["a cat", "a dog"], "negative_prompt": ["x", "y"]}]
+    expected = [tiny.run(pipe, 4, **size) for size in sizes]
+    with attach(pipe, compile="graphs") as attached:
+        for _ in range(2):
+            assert [torch.equal(tiny.run(pipe, 4, **s), e) for s, e in zip(sizes, expected, strict=True)] == [True] * 3
+        stats = attached.stats().graphs["transformer"]
+    assert (stats.recorded, stats.run, stats.replayed) == (3, 6, 18)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_beyond_the_limit_it_runs_and_says_so(device: str) -> None:
+    tiny, pipe = built("sd3", device)
+    sizes = [{}, {"height": 32}]
+    expected = [tiny.run(pipe, 4, **size) for size in sizes]
+    with attach(pipe, compile={"backend": "graphs", "max_graphs": 1}) as attached:
+        assert [torch.equal(tiny.run(pipe, 4, **s), e) for s, e in zip(sizes, expected, strict=True)] == [True] * 2
+        stats = attached.stats().graphs["transformer"]
+        assert (stats.recorded, stats.replayed) == (1, 2)
+        assert "there are 1 graphs already (max_graphs=1)" in str(attached.explain())
+
+
+def test_streamed_blocks_run_with_the_reason() -> None:
+    tiny, pipe = built("flux", "cpu")
+    expected = tiny.run(pipe, 4)
+    with attach(pipe, compile="graphs", offload={"mode": "layerwise", "device": "cpu"}) as attached:
+        assert torch.equal(tiny.run(pipe, 4), expected)
+        assert attached.stats().graphs["transformer"].replayed == 0
+        assert "its weights are streamed" in str(attached.explain())
+
+
+def test_components_that_take_turns_are_recorded_where_they_are() -> None:
+    tiny, pipe = built("flux", "cpu")
+    expected = tiny.run(pipe, 6)
+    with attach(pipe, compile="graphs", offload={"mode": "model", "device": "cpu"}) as attached:
+        assert [torch.equal(tiny.run(pipe, 6), expected) for _ in range(3)] == [True] * 3
+        stats = attached.stats().graphs["transformer"]
+    assert stats.replayed >= 24
+    assert not stats.reasons
+
+
+def test_unknown_settings_are_refused() -> None:
+    _, pipe = built("sd3", "cpu")
+    with pytest.raises(SettingError, match="max_graphs=0; expected a whole number"):
+        attach(pipe, compile={"backend": "graphs", "max_graphs": 0})
+    with pytest.raises(SettingError, match="max_graph"):
+        attach(pipe, compile={"backend": "graphs", "max_graph": 3})
+    with pytest.raises(SettingError, match="expected settings of graphs"):
+        attach(pipe, compile={"max_graphs": 3})
+    with pytest.raises(SettingError, match="Did you mean 'graphs'"):
+        attach(pipe, compile="graph")
+    attach(pipe, compile="graphs").detach()
+
+
+def test_without_a_gpu_it_says_that_there_is_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(recorders._recorders, torch.device("cpu"))
+    tiny, pipe = built("sd3", "cpu")
+    expected = tiny.run(pipe, 3)
+    with attach(pipe, compile="graphs") as attached:
+        assert torch.equal(tiny.run(pipe, 3), expected)
+        assert "not replayed: there are no graphs on cpu" in str(attached.explain())

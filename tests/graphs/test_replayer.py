@@ -1,0 +1,432 @@
+"""What is replayed, what is recorded again, and what runs: on models of every kind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from samovar import tree
+from samovar.graphs import GraphsConfig, apply_graphs, recorders
+from samovar.graphs.forms import Unsuitable
+from samovar.hooks import HookOrder, HookRegistry, ModelHook
+
+CASES = {case.model: case for case in zoo.load()}
+WAITS: dict[str, str] = {
+    "GlmImageTransformer2DModel": "index with a mask",
+    "HiDreamImageTransformer2DModel": "bincount",
+    "HunyuanVideo15Transformer3DModel": "_local_scalar_dense",
+    "HunyuanVideoFramepackTransformer3DModel": "_local_scalar_dense",
+    "MochiTransformer3DModel": "nonzero",
+    "OmniGenTransformer2DModel": "_local_scalar_dense",
+    "QwenImage21Transformer2DModel": "repeat_interleave",
+    "RFD4ProteinaTransformer": "_local_scalar_dense",
+    "SanaWMTransformer3DModel": "index_put_ with a mask",
+    "WanAnimate2Transformer3DModel": "_local_scalar_dense",
+}
+"""Classes whose forward waits for a number from the device, and for which one."""
+
+
+def run(case: zoo.Case, model: torch.nn.Module, step: int, device: str) -> Any:
+    if device == "cpu":
+        return case.run(model, step)
+    moved = tree.map_tensors(lambda tensor: tensor.to(device), case.inputs(step))
+    with torch.no_grad():
+        return model(**moved)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.id)
+def test_every_class(case: zoo.Case, device: str, record_property: Callable[[str, Any], None]) -> None:
+    if case.model not in zoo.exported_classes():
+        pytest.skip(f"the installed diffusers has no {case.model}")
+    model = case.build().to(device)
+    exact = [run(case, model, step, device) for step in range(4)]
+    with apply_graphs(model) as hook:
+        found = [run(case, model, step, device) for step in range(4)]
+    assert [tree.equal(one, other) for one, other in zip(found, exact, strict=True)] == [True] * 4
+    stats = hook.stats()
+    if device != "cpu":
+        record_property("count", f"{case.model}: {stats.replayed} replayed {'; '.join(stats.reasons)}")
+    elif case.model in WAITS:
+        assert stats.replayed == 0
+        assert f"waits for the device ({WAITS[case.model]})" in stats.reasons[0]
+    else:
+        assert not stats.reasons
+        assert stats.replayed >= 1
+
+
+# ------------------------------------------------------------------------------------------------ a model of our own
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.scale = 1.0
+        self.table = {"gain": 1.0}
+        self.shift = torch.zeros(8)
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, bias: float = 0.0, extra: Any = None) -> Any:
+        out = self.drop(self.inner(x)) * self.scale * self.table["gain"] + self.shift + bias
+        return {"out": out, "extra": [out.sum(), None]} if extra is None else {"out": out + extra["y"][0], "extra": []}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, **more: Any) -> Any:
+        for layer in self.layers:
+            returned = layer(x, **more)
+            x = returned["out"]
+        return returned
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(device: str) -> Model:
+    torch.manual_seed(0)
+    made = Model().eval().to(device)
+    for layer in made.layers:
+        layer.shift = layer.shift.to(device)
+    return made
+
+
+def x(device: str, seed: int = 0, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 8)), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@torch.no_grad()
+def call(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda m: setattr(m.layers[1], "scale", 2.0),
+    "a number in a table": lambda m: m.layers[1].table.update(gain=3.0),
+    "an entry of a table": lambda m: setattr(m.layers[1], "table", {"gain": 0.5}),
+    "a tensor": lambda m: setattr(m.layers[1], "shift", m.layers[1].shift + 1.0),
+    "a weight": lambda m: setattr(m.layers[1].inner, "weight", torch.nn.Parameter(m.layers[1].inner.weight * 2)),
+    "a weight's memory": lambda m: setattr(m.layers[1].inner.weight, "data", m.layers[1].inner.weight.data * 2),
+    "a weight's contents": lambda m: m.layers[1].inner.weight.data.mul_(2),
+    "a module": lambda m: setattr(m.layers[1], "inner", torch.nn.Identity()),
+    "no module": lambda m: m.layers.__delitem__(1),
+    "another forward": lambda m: setattr(m.layers[1], "forward", lambda x, **more: {"out": x - 1.0}),
+    "another class": lambda m: setattr(m.layers[1], "__class__", type("Other", (Layer,), {"forward": _other})),
+    "a method of the class": lambda m: setattr(Layer, "forward", _other),
+    "a hook": lambda m: m.layers[1].register_forward_hook(lambda *_: {"out": torch.zeros_like(_[1][0])}),
+    "a hook before": lambda m: m.layers[1].inner.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
+    "a dtype": lambda m: m.double(),
+}
+
+
+def _other(self: Any, x: torch.Tensor, **more: Any) -> Any:
+    return {"out": x * 7.0}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_at_the_next_call(model: Model, device: str, change: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Layer, "forward", Layer.forward)  # It is put back.
+    with apply_graphs(model) as hook:
+        before = [call(model, x(device, seed))["out"] for seed in range(4)][-1]
+        assert hook.stats().replayed == 2
+        CHANGES[change](model)
+        given = x(device, 3).double() if change == "a dtype" else x(device, 3)
+        found = [call(model, given) for _ in range(4)]
+    expected = call(model, given)
+    assert not torch.equal(expected["out"].float(), before)
+    assert [tree.equal(one, expected) for one in found] == [True] * 4
+
+
+def test_recorded_again_after_a_change(model: Model, device: str) -> None:
+    with apply_graphs(model) as hook:
+        for scale in (1.0, 2.0, 1.0, 2.0):
+            model.layers[1].scale = scale
+            for seed in range(4):
+                call(model, x(device, seed))
+        stats = hook.stats()
+    assert stats.recorded == 2, "one for each value, used again when it comes back"
+    assert stats.replayed == 2 + 2 + 4 + 4
+
+
+def test_training_mode_runs(model: Model, device: str) -> None:
+    with apply_graphs(model) as hook:
+        for seed in range(3):
+            call(model, x(device, seed))
+        model.train()
+        torch.manual_seed(5)
+        found = [call(model, x(device))["out"] for _ in range(3)]
+        stats = hook.stats()
+    torch.manual_seed(5)
+    expected = [call(model, x(device))["out"] for _ in range(3)]
+    assert stats.replayed == 1
+    assert all(map(torch.equal, found, expected))
+    assert "Dropout draws random numbers" in stats.reasons[0]
+
+
+def test_arguments_of_other_values_are_other_forms(model: Model, device: str) -> None:
+    calls: list[dict[str, Any]] = [{}, {"bias": 1.0}, {"bias": 2.0}, {"extra": {"y": (x(device, 9),)}},
+                                   {"extra": {"y": (x(device, 9).t().contiguous().t(),)}}]  # fmt: skip
+    expected = [call(model, x(device), **more) for more in calls]
+    with apply_graphs(model) as hook:
+        for _ in range(3):
+            found = [call(model, x(device), **more) for more in calls]
+            assert all(map(tree.equal, found, expected))
+    assert hook.stats().recorded == 5
+
+
+def test_modes_and_settings_of_torch_are_other_forms(model: Model, device: str) -> None:
+    def settings() -> list[Any]:
+        found = [call(model, x(device))]
+        with torch.autocast(device, torch.bfloat16):
+            found.append(call(model, x(device)))
+        with torch.inference_mode():
+            found.append(model(x(device)))
+        torch.backends.cudnn.deterministic = True
+        found.append(call(model, x(device)))
+        torch.backends.cudnn.deterministic = False
+        return found
+
+    expected = settings()
+    with apply_graphs(model) as hook:
+        for _ in range(3):
+            assert all(map(tree.equal, settings(), expected))
+    assert hook.stats().recorded == 4
+
+
+def test_autocast_casts_what_a_weight_holds_now(model: Model, device: str) -> None:
+    def cast() -> Any:
+        with torch.autocast(device, torch.bfloat16):  # It forgets what it has cast when it ends.
+            return [call(model, x(device)) for _ in range(3)][-1]
+
+    with apply_graphs(model) as hook:
+        before = cast()
+        with torch.no_grad():
+            model.layers[1].inner.weight.mul_(3)
+        found = cast()
+        assert hook.stats().replayed == 4
+    assert tree.equal(found, cast())
+    assert not tree.equal(found, before)
+
+
+def test_gradients_are_not_lost(model: Model, device: str) -> None:
+    with apply_graphs(model) as hook:
+        for _ in range(3):
+            model(x(device))["out"].sum().backward()
+        assert hook.stats().reasons == ("gradients are recorded; call it under torch.no_grad()",)
+    assert model.layers[0].inner.weight.grad is not None
+
+
+class Strange(torch.nn.Module):
+    """Does one thing that cannot be replayed."""
+
+    def __init__(self, strangely: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self._strangely, self.count = torch.nn.Linear(8, 8), strangely, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._strangely(self, self.inner(x))
+
+
+def _counts(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module.count += 1
+    return x + module.count
+
+
+def _remembers(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module.seen += 1
+    return x + module.seen
+
+
+STRANGE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "a number": (lambda m, x: x * 2 if x.sum().item() > 0 else x, "Strange waits for the device (_local_scalar_dense)"),
+    "a truth": (lambda m, x: x * 2 if (x > 0).any() else x, "Strange waits for the device"),
+    "a mask": (lambda m, x: x[x > 0].sum(), "Strange waits for the device (index with a mask)"),
+    "random": (lambda m, x: x + torch.randn_like(x), "Strange draws random numbers (randn_like)"),
+    "a count": (_counts, "its forward changes what it depends on: the attribute 'count'"),
+    "a buffer": (_remembers, "Strange writes into a tensor that outlives it (add_)"),
+    "an object": (lambda m, x: (x, threading.Lock()), "a replay gives other bits than its forward"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_cannot_be_replayed_runs_with_the_reason(kind: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    def outputs(model: Any) -> list[Any]:
+        torch.manual_seed(3)
+        found = [call(model, x(device, seed)) for seed in range(8)]
+        return [one[0] if isinstance(one, tuple) else one for one in found]
+
+    torch.manual_seed(1)
+    bare = Strange(STRANGE[kind][0]).to(device)
+    torch.manual_seed(1)
+    graphed = Strange(STRANGE[kind][0]).to(device)
+    with apply_graphs(graphed) as hook:
+        found = outputs(graphed)
+    if kind not in ("a count", "a buffer"):
+        assert all(map(torch.equal, found, outputs(bare)))
+    assert hook.stats().replayed == 0
+    assert STRANGE[kind][1] in hook.stats().reasons[0]
+    assert caplog.text.count("runs without graphs") == 1
+
+
+def test_inputs_that_it_writes_into(device: str) -> None:
+    class Writes(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+    model, given = Writes(), [x(device) for _ in range(4)]
+    with apply_graphs(model) as hook:
+        for one in given:
+            call(model, one)
+    assert all(torch.equal(one, 2 * x(device)) for one in given)
+    assert hook.stats().reasons == ("Writes writes into its inputs (mul_)",)
+
+
+def test_a_tensor_that_the_model_drops_is_kept(device: str) -> None:
+    """What a forward finds in a table of its own is read by every replay."""
+
+    class Tables(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if "one" not in TABLES:
+                TABLES["one"] = torch.arange(8.0, device=x.device)
+            return self.inner(x) * TABLES["one"]
+
+    TABLES: dict[str, torch.Tensor] = {}
+    model = Tables().to(device)
+    with apply_graphs(model) as hook:
+        expected, *_ = [call(model, x(device)) for _ in range(3)]
+        TABLES.clear()
+        filler = [torch.full((8,), 5.0, device=device) for _ in range(64)]
+        assert torch.equal(call(model, x(device)), expected)
+        assert hook.stats().replayed == 2
+    assert len(filler) == 64
+
+
+def test_hooks_of_others_are_called(model: Model, device: str) -> None:
+    seen: list[int] = []
+    handle = model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    with apply_graphs(model) as hook:
+        for _ in range(5):
+            call(model, x(device))
+        assert len(seen) == 5
+        assert "forward hooks of its user" in hook.stats().reasons[0]
+        handle.remove()
+        for _ in range(8):
+            call(model, x(device))
+        assert hook.stats().replayed > 0, "they are gone"
+
+
+def test_own_hooks_inside_are_not_left_out(model: Model, device: str) -> None:
+    class Counts(ModelHook):
+        order = HookOrder.OTHER
+        calls = 0
+
+        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            self.calls += 1
+            return args, kwargs
+
+    inside, outside = Counts(), Counts()
+    HookRegistry.get_or_create(model).register_hook("outside", outside)
+    with apply_graphs(model) as hook:
+        for _ in range(4):
+            call(model, x(device))
+        assert (hook.stats().replayed, outside.calls) == (2, 4)
+        HookRegistry.get_or_create(model.layers[1]).register_hook("inside", inside)
+        for _ in range(4):
+            call(model, x(device))
+        assert inside.calls == 4
+        assert "layers.1 has what a replay would leave out: the hook 'inside'" in hook.stats().reasons
+
+
+def test_a_failed_capture_leaves_everything_working(model: Model, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorders.recorder_for(x(device).device)
+    assert recorder is not None
+    fails = True
+    real = recorder.record
+
+    def record(function: Callable[[], Any]) -> Any:
+        def out_of_memory() -> Any:
+            function()
+            raise torch.OutOfMemoryError("no room")
+
+        return real(out_of_memory if fails else function)
+
+    monkeypatch.setattr(recorder, "record", record)
+    with apply_graphs(model) as hook:
+        expected = call(model, x(device))
+        for _ in range(3):
+            assert tree.equal(call(model, x(device)), expected)
+        assert "no room" in hook.stats().reasons[0]
+        torch.randn(4, device=device)  # The generator is not taken to be captured.
+        fails = False
+        for _ in range(8):
+            assert tree.equal(call(model, x(device)), expected)
+        assert hook.stats().replayed > 0, "it is tried again"
+
+
+def test_what_changes_at_every_call_is_given_up(model: Model, device: str) -> None:
+    with apply_graphs(model) as hook:
+        for number in range(24):
+            model.layers[1].scale = float(number // 2)
+            found = call(model, x(device))
+        stats = hook.stats()
+    assert tree.equal(found, call(model, x(device)))
+    assert stats.reasons == ("what it depends on changes from call to call",)
+    assert stats.recorded == 0
+
+
+def test_many_forms_are_not_remembered_forever(model: Model, device: str) -> None:
+    with apply_graphs(model, GraphsConfig(max_graphs=2)) as hook:
+        for length in range(1, 300):
+            call(model, x(device, 0, length, 8))
+        assert len(hook._replayer._forms) <= 256  # type: ignore[union-attr]
+        assert hook.stats().recorded == 0
+
+
+def test_two_threads(model: Model, device: str) -> None:
+    given = [x(device, seed) for seed in range(4)]
+    expected = [call(model, one) for one in given]
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for _ in range(30):
+            if not tree.equal(call(model, given[number]), expected[number]):
+                wrong.append(number)
+
+    with apply_graphs(model) as hook:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert hook.stats().replayed > 0
+
+
+def test_a_kind_of_argument_that_cannot_be_compared(model: Model, device: str) -> None:
+    with apply_graphs(model) as hook:
+        for _ in range(3):
+            call(model, x(device), extra={"y": (x(device),), "odd": threading.Lock()})
+        assert "cannot be compared" in hook.stats().reasons[0]
+
+
+def test_it_is_put_on_once(model: Model) -> None:
+    with apply_graphs(model), pytest.raises(Exception, match="has graphs already"):
+        apply_graphs(model)
+    assert issubclass(Unsuitable, Exception)
