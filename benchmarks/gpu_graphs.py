@@ -260,7 +260,7 @@ def measure_builtin(device: str, tiny: bool) -> dict[str, Any]:
 
     def timed(omni: Any, seed: int) -> float:
         start = time.perf_counter()
-        pictures[name] = omni.generate("a grinning cat, 3d style", seed=seed, num_inference_steps=steps)[0]
+        pictures[name] = omni.generate("a grinning cat, 3d style", seed=seed, num_inference_steps=steps)[0].images[0]
         return round((time.perf_counter() - start) * 1e3, 1)
 
     for name, given in settings.items():

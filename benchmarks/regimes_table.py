@@ -124,12 +124,14 @@ def lines_of(cells: Mapping[str, Sequence[Row]]) -> list[Line]:
     lines = []
     for cell, rows in cells.items():
         found = curves(rows)
-        for share in SHARES:
-            computed = share * steps_of(cell)
+        counts = [share * steps_of(cell) for share in SHARES]
+        auto = found.get(AUTO, [])
+        if auto and not any(at(auto, count) for count in counts):  # It skips less here, and is compared where it ends.
+            counts.append(auto[0]["computed"])
+        for computed in counts:
             best = best_of_others(found, computed)
             if best is not None:
-                ours = (at(found.get(family, []), computed) for family in (AUTO, TUNED))
-                lines.append(Line(cell, computed, best, *ours))
+                lines.append(Line(cell, computed, best, at(auto, computed), at(found.get(TUNED, []), computed)))
     return lines
 
 

@@ -260,6 +260,11 @@ class AsyncOmni:
         return self._supervisor.facts.defaults
 
     @property
+    def facts(self) -> PipelineFacts:
+        """What the model takes and makes."""
+        return self._supervisor.facts
+
+    @property
     def can_edit(self) -> bool:
         """Whether the model takes an image to start from."""
         return self._supervisor.facts.can_edit
@@ -283,21 +288,13 @@ class AsyncOmni:
         """How weights are quantised, what is attached where, and why, in the worker."""
         return _explained(self._supervisor.facts)
 
-    def check(
-        self,
-        prompt: str,
-        params: OmniDiffusionSamplingParams | None = None,
-        *,
-        image: Image | Sequence[Image] | None = None,
-        inputs: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Raise SettingError if the model cannot serve this request."""
-        request = Request(prompt, params or OmniDiffusionSamplingParams(), image, inputs=inputs or {})
-        self._supervisor.facts.check(request)
+    def check(self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any) -> None:
+        """Raise SettingError if the model cannot serve this request; `how` is what else a `Request` has."""
+        self._supervisor.facts.check(Request(prompt, params or OmniDiffusionSamplingParams(), **how))
 
     def submit(
         self,
-        prompt: str,
+        prompt: str | Request,
         params: OmniDiffusionSamplingParams | None = None,
         *,
         image: Image | Sequence[Image] | None = None,
@@ -309,12 +306,13 @@ class AsyncOmni:
         lora: Any = None,
         tolerance: float | str | None = None,
     ) -> Job:
-        """Queue a request, with `inputs` such as mask, video or audio by name. A higher priority goes first; a request
-        that has not started within `deadline_s` fails with QueueTimeoutError. Refused at once: parameters that the
-        model does not take, a full queue, an engine that is closing or down."""
-        params = params or OmniDiffusionSamplingParams()
-        request = Request(prompt, params, image, num_previews, exact, lora, tolerance, inputs or {})
-        return self._supervisor.submit(request, priority=priority, deadline_s=deadline_s)
+        """Queue a request, with `inputs` such as mask, video or audio by name, or all of it as a `Request`. A higher
+        priority goes first; one that has not started within `deadline_s` fails with QueueTimeoutError. Refused at once:
+        parameters that the model does not take, a full queue, an engine that is closing or down."""
+        if not isinstance(prompt, Request):
+            params = params or OmniDiffusionSamplingParams()
+            prompt = Request(prompt, params, image, num_previews, exact, lora, tolerance, inputs or {})
+        return self._supervisor.submit(prompt, priority=priority, deadline_s=deadline_s)
 
     async def generate(
         self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any

@@ -112,7 +112,7 @@ class Replica:
     async def __init__(  # type: ignore[misc, unused-ignore]
         self, engine: OmniDiffusionConfig, config: ServerConfig
     ) -> None:
-        self._state = AppState(AsyncOmni(od_config=engine), config)
+        self._state = AppState(AsyncOmni(od_config=engine), config, keeps_jobs=False)
         await self._state.omni.start()
         self._state.open()
         # Ray sends this class by value, with a copy of everything that it names; `_Front` reads the module's.
@@ -126,7 +126,7 @@ class Replica:
 
     async def __del__(self) -> None:
         self._state.drain()
-        await self._state.omni.close(self._state.config.shutdown_timeout_s)
+        await self._state.close()
 
 
 def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:

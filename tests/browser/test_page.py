@@ -160,11 +160,18 @@ def test_a_image_outlives_its_exact_half(visit: Visit, how: str) -> None:
     assert visit.page.locator(".timeline").count() == 1
 
 
-def test_errors_are_shown_in_words(visit: Visit) -> None:
+def test_errors_are_shown_in_words_and_leave_what_is_there(visit: Visit) -> None:
+    visit.ask(steps=3)
+    visit.wait_done()
+    shown, figures = visit.page.get_attribute("#first", "src"), visit.page.inner_text("#figures")
     visit.page.fill("#width", "130")
     visit.ask()
     visit.page.wait_for_selector("#problem:not([hidden])")
     assert "width must be a multiple of 8" in visit.page.inner_text("#problem")
+    visit.wait_done()
+    assert visit.page.is_visible("#first")
+    assert (visit.page.get_attribute("#first", "src"), visit.page.inner_text("#figures")) == (shown, figures)
+    assert visit.page.locator(".cells .cell").count() == 3
 
 
 def test_history_outlives_a_reload_and_brings_a_image_back(visit: Visit) -> None:

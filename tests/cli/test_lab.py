@@ -12,47 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipelines import tiny_flux_pipeline
-from samovar import cli
+from cli.calling import IMAGE, compare, run
 from samovar.cache import CacheChoice
-
-IMAGE = [
-    "--height",
-    "16",
-    "--width",
-    "24",
-    "--true-cfg-scale",
-    "2",
-    "--negative-prompt",
-    "",
-    "--max-sequence-length",
-    "8",
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_flux_pipeline().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> tuple[str, str]:
-    for name, words in (("mine", "a cat\na dog\na hat\n"), ("others", "a tree\na house\n")):
-        (tmp_path / f"{name}.txt").write_text(words)
-    return str(tmp_path / "mine.txt"), str(tmp_path / "others.txt")
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(arguments)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def compare(model: str, prompts: str, num_steps: int, output: Path) -> list[str]:
-    tasks = ["--prompts", prompts, "--num-prompts", "2", "--steps", str(num_steps)]
-    return ["compare", model, *tasks, "-o", str(output), *IMAGE]
 
 
 def test_compare_writes_sheet_page_and_figures(
@@ -123,7 +84,10 @@ def test_tune_writes_a_setting_that_generate_takes(
     setting = json.loads((output / "setting.json").read_text())
     assert setting["num_inference_steps"] == 8
     assert "samovar tune of" in setting["origin"]
-    assert CacheChoice.read(setting["cache"]) is not None
+    choice = CacheChoice.read(output / "setting.json")
+    assert choice is not None
+    assert choice.tuned_for is not None
+    assert list(choice.tuned_for.denoisers) == ["transformer"]
     report = json.loads((output / "tune.json").read_text())
     assert report["setting"] == setting
     assert report["held_out"]["share_met"] == 1.0
@@ -199,25 +163,6 @@ def test_nonsense_is_refused_by_name(
 def test_a_bench_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     assert run(capsys, "bench", "--plot-from", str(tmp_path / "a.json"))[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("compare", "--prompts FILE, with"),
-        ("calibrate", "--prompts FILE, with"),
-        ("tune", "--prompts FILE and --test-prompts FILE, with"),
-        ("bench", "--prompts FILE and --test-prompts FILE, with"),
-    ],
-)
-def test_emoji_captions_are_not_for_other_models(
-    model: str, command: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = ["--target-speedup", "2"] if command == "tune" else []
-    code, out, err = run(capsys, command, model, *target, "-o", str(tmp_path / "out"))
-    assert (code, out) == (2, "")
-    assert f"needs prompts of its own kind, and the shipped ones are captions of emoji. Give {options}" in err
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

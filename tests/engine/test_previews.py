@@ -41,6 +41,22 @@ def test_the_last_latents_are_the_image(name: str) -> None:
     assert apart[0] < apart[1], "where it is heading is nearer to the end than where it is"
 
 
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_the_preview_of_a_video_is_decoded_from_its_first_latents(name: str) -> None:
+    """After the last step, from those that the pipeline gives to the VAE."""
+    tiny, given = PIPELINES[name], []
+    pipe, latents, _ = run(name)
+    decode = pipe.vae.decode
+    pipe.vae.decode = lambda latents, *args, **more: given.append(latents) or decode(latents, *args, **more)
+    tiny.run(pipe, output_type="np")
+    height, width = tiny.settings["height"], tiny.settings["width"]
+    (preview,) = decode_latents(pipe, latents[-1], height, width)
+    assert preview.size == (width, height)
+    whole, first = given
+    assert whole.shape[2] > 1
+    assert torch.allclose(whole[:, :, :1], first, atol=1e-5)
+
+
 def test_latents_of_an_unknown_kind_have_no_preview() -> None:
     pipe, latents, _ = run("flux")
     assert decode_latents(pipe, latents[0], 16, 16) == [], "of another size"

@@ -30,8 +30,10 @@ def make_runner(pipeline: Any) -> MakeRunner:
 
 @pytest.fixture
 def make_session(make_runner: MakeRunner, tmp_path: Path) -> MakeSession:
-    def make(steps: int = 10, batch: int = 2, tasks: list[Task] | None = None, name: str = "") -> Session:
+    def make(
+        steps: int = 10, batch: int = 2, tasks: list[Task] | None = None, name: str = "", timed: int = 0
+    ) -> Session:
         journal = Journal(tmp_path / f"state-{name}", {"steps": steps})
-        return Session(make_runner(steps, batch), TASKS if tasks is None else tasks, journal, name)
+        return Session(make_runner(steps, batch), TASKS if tasks is None else tasks, journal, name, timed=timed)
 
     return make

@@ -53,7 +53,7 @@ def test_it_is_nearer_than_reuse(make_session: MakeSession) -> None:
 def test_what_was_fitted_is_kept(make_session: MakeSession) -> None:
     session = make_session(tasks=TASKS, batch=3)
     first = ClosedLoop(session).fit(MASK)
-    session.runner.pipeline = None  # Nothing is run again.
+    session.runner._worker.pipeline = None  # Nothing is run again.
     assert ClosedLoop(session).fit(MASK) == first
 
 
@@ -64,7 +64,7 @@ def test_a_schedule_is_found_on_the_way(make_session: MakeSession) -> None:
         assert len(mask) == session.runner.steps
         assert mask.startswith("###")
         assert computed - 2 <= mask.count("#") <= computed
-    session.runner.pipeline = None  # Nothing is run again.
+    session.runner._worker.pipeline = None  # Nothing is run again.
     assert ClosedLoop(session).seek(6) == masks[1]
 
 

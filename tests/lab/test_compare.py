@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.tiny import MakeSession
+from lab.tiny import TASKS, MakeSession
+from pipelines import PIPELINES
+from samovar.engine import OmniDiffusionSamplingParams
 from samovar.errors import SettingError
 from samovar.lab.compare import Comparison, compare, contact_sheet, figures, page, same_time_steps
-from samovar.lab.image_runner import Task
+from samovar.lab.image_runner import ImageRunner, Task
 from samovar.lab.methods import Method, cached, plain
-from samovar.lab.metrics import Quality
-from samovar.lab.session import Row, save_images
+from samovar.lab.metrics import Quality, measure
+from samovar.lab.session import Journal, Row, Session, save_images
+from samovar.media import read_media
 
 
 def test_each_setting_is_followed_by_its_baseline(make_session: MakeSession, tmp_path: Path) -> None:
-    session = make_session(steps=8)
+    session = make_session(steps=8, timed=1)
     methods = [cached("tea_cache", {"schedule": "##.#.#.#"}), cached("tea_cache", {"schedule": "##......"})]
     found = compare(session, methods, tmp_path)
     assert found.rows[0].family == "exact"
@@ -44,16 +47,28 @@ def test_each_setting_is_followed_by_its_baseline(make_session: MakeSession, tmp
 def test_plain_steps_of_the_same_time(seconds: float, steps: int) -> None:
     """Twenty steps take 2.9 s; text encoders and VAE one second, which no setting saves."""
     exact, one = (timed(steps, 0.9 + 0.1 * steps) for steps in (20, 1))
-    assert same_time_steps(exact, one, timed(20, seconds)) == steps
+    assert same_time_steps(exact, one, timed(20, seconds, computed=1)) == steps
 
 
-def test_plain_steps_that_take_no_time() -> None:
-    assert same_time_steps(timed(20, 1.0), timed(1, 1.0), timed(20, 0.5)) == 10
+def test_plain_steps_are_never_fewer_than_a_setting_computes() -> None:
+    """`compare` once put 7 plain steps beside a setting that computed 14, as something else slowed the exact images."""
+    exact, one = timed(50, 6.0), timed(1, 1.0)
+    assert same_time_steps(exact, one, timed(50, 1.5, computed=14)) == 14
+    assert same_time_steps(timed(20, 1.0), timed(1, 1.0), timed(20, 0.5, computed=10)) == 10, "steps that take no time"
+    assert same_time_steps(timed(20, None), timed(1, None), timed(20, None, computed=8)) == 8, "nothing was timed"
 
 
-def timed(steps: int, seconds: float) -> Row:
+def test_a_speedup_that_counts_do_not_explain_is_marked(comparison: Comparison) -> None:
+    rows = [replace(comparison.rows[1], speedup=speedup, explained=2.5) for speedup in (2.6, 12.05)]
+    assert [figures(row.to_dict())["speedup"] for row in rows] == ["2.60x", "12.05x?"]
+    text = page(replace(comparison, rows=[comparison.rows[0], rows[1]]), "a title")
+    assert "2.50x at most is what its computed steps explain" in text
+    assert "at most is what" not in page(comparison, "a title")
+
+
+def timed(steps: int, seconds: float | None, computed: float | None = None) -> Row:
     quality = Quality(40, 1, 0)
-    return Row("a", "a", {}, steps, steps, seconds, 1.0 / seconds, quality, (quality,))
+    return Row("a", "a", {}, steps, computed or steps, seconds, None, quality, (quality,))
 
 
 def test_a_setting_given_twice_is_refused(make_session: MakeSession, tmp_path: Path) -> None:
@@ -147,3 +162,29 @@ def test_large_images_are_made_smaller_on_the_sheet(tmp_path: Path) -> None:
     save_images(torch.zeros(1, 3, 600, 300), tmp_path)
     row = Row("exact", "exact", {}, 1, 1, 1.0, 1.0, quality, (quality,))
     assert contact_sheet(Comparison([Task("a", 0)], [row], [tmp_path])).height < 300
+
+
+def test_videos_are_compared_by_frames_and_motion(tmp_path: Path) -> None:
+    """A tiny Wan, whose second denoiser takes the last steps."""
+    video = {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 3.0, "negative_prompt": "a dog"}
+    params = OmniDiffusionSamplingParams(num_inference_steps=6, max_sequence_length=16, **video)
+    runner = ImageRunner(params=params, pipeline=PIPELINES["wan"].build(0), batch=2)
+    session = Session(runner, TASKS[:2], Journal(tmp_path / "state", {}), timed=1)
+    found = compare(session, [cached("tea_cache", {"schedule": "##.#.#"}), cached("auto", {})], tmp_path)
+    exact, skipping = found.rows[:2]
+    assert (exact.computed, skipping.computed) == (6, 4)
+    assert session.exact_images().shape == (2, 5, 3, 16, 16)
+    with runner.under(plain(3)) as make:
+        three = make(TASKS[:1]).images
+    (quality,) = measure(three, session.exact_images()[:1])
+    assert quality.motion is not None
+    assert 5 < quality.psnr < 100 > quality.motion > 5
+    assert skipping.quality.motion is not None
+    assert "motion dB" in figures(skipping.to_dict())
+    assert skipping.to_dict()["each"]["motion"] == [round(q.motion or 0, 7) for q in skipping.images]
+    for folder in found.folders:
+        names = sorted(file.name for file in folder.iterdir())
+        assert names == ["0.mp4", "0.png", "1.mp4", "1.png"]
+    assert len(read_media(found.folders[1] / "0.mp4", "a test")) == 5
+    assert contact_sheet(found).width > 2 * 4 * 16, "four frames of each"
+    assert '"figures": [[' in page(found, "videos")

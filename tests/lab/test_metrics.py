@@ -99,3 +99,18 @@ def test_small_images_are_enlarged() -> None:
     small = sample("ex_ref")[:, :, :16, :24]
     assert lpips(small, small).item() == 0
     assert lpips(small, 1 - small).item() > 0.1
+
+
+def test_a_video_is_the_mean_of_its_frames_and_how_they_change() -> None:
+    """A constant shift leaves motion alone, and flicker leaves each frame as close as that."""
+    exact = torch.rand(1, 20, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
+    signs = torch.tensor([1.0, -1.0]).repeat(10).view(1, 20, 1, 1, 1)
+    (shifted,), (flickers,) = measure(exact + 0.05, exact), measure(exact + 0.05 * signs, exact)
+    assert shifted.psnr == pytest.approx(flickers.psnr, abs=1e-3) == pytest.approx(26.02, abs=0.01)
+    assert shifted.motion == HIGHEST_PSNR
+    assert flickers.motion == pytest.approx(20.0, abs=0.01), "each change is off by 0.1"
+    frames = measure((exact + 0.05 * signs)[0], exact[0])
+    assert flickers[:3] == pytest.approx(average(frames)[:3])
+    assert frames[0].motion is None
+    assert measure(exact[:, :1], exact[:, :1])[0].motion is None, "one frame does not move"
+    assert average([flickers, shifted]).motion == pytest.approx((20.0 + HIGHEST_PSNR) / 2, abs=0.01)

@@ -11,6 +11,7 @@ from PIL import Image
 
 from lab.tiny import TASKS, MakeSession
 from samovar.errors import SettingError
+from samovar.lab.image_runner import Task
 from samovar.lab.methods import cached, plain
 from samovar.lab.metrics import HIGHEST_PSNR, measure
 from samovar.lab.session import Journal, Session
@@ -24,7 +25,7 @@ def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) 
     assert (exact.computed, exact.speedup, exact.quality.psnr) == (8, 1.0, HIGHEST_PSNR)
     assert (half.computed, half.steps) == (4, 4)
     assert (skipping.computed, skipping.steps) == (5, 8)
-    assert skipping.speedup == pytest.approx(exact.seconds / skipping.seconds)
+    assert (skipping.seconds, skipping.speedup) == (None, None), "nothing was timed"
     assert set(skipping.notes.values()) == {"##.#.#.#"}
     assert len(skipping.images) == len(TASKS)
     assert skipping.to_dict()["each"]["psnr"] == [round(quality.psnr, 7) for quality in skipping.images]
@@ -91,17 +92,43 @@ def test_a_method_comes_off_when_a_image_fails(make_session: MakeSession, monkey
     assert type(session.runner.pipeline.transformer) is before
 
 
-def test_speed_is_not_compared_with_a_watched_run(make_session: MakeSession) -> None:
-    session = make_session(steps=4, tasks=TASKS[:1])
+def test_a_watched_run_is_not_timed(make_session: MakeSession) -> None:
+    session = make_session(steps=4, tasks=TASKS[:1], timed=2)
     session.exact(WATCHED)
     images = session.exact_images()
     assert "exact 0" not in session.journal, "the images are known, so they are not made again"
     half = session.measure(plain(2))
-    bare = session.journal["exact 0"]["seconds"]
-    assert half.speedup == pytest.approx(bare / half.seconds)
+    bare = session.journal["exact times"]["seconds"]
     session.exact(WATCHED)
-    assert session.exact().seconds == bare
+    assert session.exact().seconds == sum(bare) / 2
     assert np.array_equal(images, session.exact_images())
+    assert half.explained == 2.0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_methods_are_timed_alone_between_exact_images(make_session: MakeSession, batch: int) -> None:
+    session = make_session(steps=8, batch=batch, timed=2)
+    made: list[tuple[int, int]] = []
+    call = session.runner._call
+
+    def note(tasks: list[Task], steps: int) -> torch.Tensor:
+        made.append((len(tasks), steps))
+        return call(tasks, steps)
+
+    vars(session.runner)["_call"] = note
+    row = session.measure(plain(4))
+    del vars(session.runner)["_call"]
+    if batch == 1:
+        expected = [(1, 2), *[(1, 8)] * 3, *[(1, 4)] * 3, (1, 8)]
+    else:
+        expected = [(3, 2), (3, 8), *[(1, 8)] * 3, (3, 4), *[(1, 4)] * 3, (1, 8)]
+    assert made == expected, "warm-up; exact, alone; four steps, alone; an exact one beside"
+    times, exact = session.journal[session._key(plain(4), "times")], session.journal["exact times"]
+    assert len(times["seconds"]) == len(exact["seconds"]) == len(times["exact"]) == 2
+    assert row.explained == 2.0
+    assert row.seconds == sum(times["seconds"]) / 2
+    beside = sorted([*times["exact"], sum(exact["seconds"]) / 2])[1]
+    assert row.speedup == pytest.approx(beside / row.seconds)
 
 
 # ------------------------------------------------------------------------------------------------ journal

@@ -98,3 +98,22 @@ def test_without_pyav_it_says_what_to_install(tmp_path: Path, monkeypatch: pytes
 def test_several_files_get_numbers() -> None:
     assert numbered("a/cat.png", 1) == [Path("a/cat.png")]
     assert numbered("a/cat.png", 2) == [Path("a/cat-1.png"), Path("a/cat-2.png")]
+
+
+@pytest.mark.parametrize("suffix", [".opus", ".aac"])
+def test_sound_keeps_its_length_in_other_containers(suffix: str, tmp_path: Path) -> None:
+    tone = Audio(np.sin(np.arange(8000) / 10, dtype=np.float32)[None], 16_000)
+    assert read_audio(save(tone, tmp_path / f"a{suffix}")).seconds == pytest.approx(0.5, abs=0.1)
+
+
+def test_bare_samples_are_those_of_a_wave_file(tmp_path: Path) -> None:
+    tone = Audio(np.linspace(-1, 1, 20, dtype=np.float32).reshape(2, 10), 8000)
+    levels = save(tone, tmp_path / "a.pcm").read_bytes()
+    assert len(levels) == 40
+    assert (save(tone, tmp_path / "a.wav").read_bytes()).endswith(levels)
+
+
+def test_a_sound_that_is_too_short_for_a_format_is_no_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"is too short for .mp3. Save it as .wav"):
+        save(Audio(np.zeros((1, 2), np.float32), 8), tmp_path / "a.mp3")
+    assert not (tmp_path / "a.mp3").exists()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelines import PIPELINES
-from samovar.engine import OmniDiffusionSamplingParams, OutputKind
+from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
 from samovar.errors import EngineError, ModelError, SettingError
 from samovar.omni import AsyncOmni, Omni
 from samovar.server import AppState, Limits, ServerConfig
@@ -132,7 +132,8 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
 def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
     defaults = OmniDiffusionSamplingParams(width=40, height=30, num_inference_steps=5, num_outputs_per_prompt=2)
     config = AsyncOmni("emoji", device="cpu").config
-    omni: Any = SimpleNamespace(defaults=defaults, can_edit=False, config=config, output=OutputKind())
+    facts = PipelineFacts("Tiny", frozenset(), 1, defaults)
+    omni: Any = SimpleNamespace(defaults=defaults, can_edit=False, config=config, output=OutputKind(), facts=facts)
     with pytest.raises(SettingError, match=says):
         AppState(omni, ServerConfig(limits=limits)).open()
     opened = AppState(omni, ServerConfig())
@@ -140,13 +141,24 @@ def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
     assert (opened.phase, opened.is_loaded) == ("serving", True)
 
 
-async def make_video(folder: Path) -> None:
-    """A video comes out of a worker process as it was made; the server does not open for its model."""
+async def make_video(folder: Path, jobs: Path) -> None:
+    """A video comes out of a worker process as it was made, and the server opens for its model."""
     call: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "seed": 2}
     async with AsyncOmni(str(folder), device="cpu") as omni:
-        with pytest.raises(ModelError, match="makes video, and the server serves images"):
-            AppState(omni, ServerConfig()).open()
+        few = Limits(max_frames=160)
+        with pytest.raises(
+            SettingError, match=r"defaults are above a limit. The video has 161 frames; the limit is 160"
+        ):
+            AppState(omni, ServerConfig(limits=few, jobs=jobs)).open()
+        state = AppState(omni, ServerConfig(jobs=jobs))
+        state.open()
+        with pytest.raises(SettingError, match=r"Another server keeps its jobs in .* Give this one its own: --jobs"):
+            AppState(omni, ServerConfig(jobs=jobs)).open()
+        with pytest.raises(ApiError, match=r"makes video. Ask for it at /v1/videos"):
+            state.check_kind("image")
         result = await omni.generate("a cat", OmniDiffusionSamplingParams(**call, max_sequence_length=16))
+        state.drain()
+        await state.close()
     tiny = PIPELINES["ltx"].build(0)
     with Omni(tiny) as here:
         (same,) = here.generate("a cat", max_sequence_length=16, **call)
@@ -154,6 +166,6 @@ async def make_video(folder: Path) -> None:
     assert (len(result.videos[0]), result.videos[0].fps) == (9, 25.0)
 
 
-def test_a_model_that_makes_videos_is_not_served_as_one_that_makes_images(tmp_path: Path) -> None:
-    PIPELINES["ltx"].build(0).save_pretrained(tmp_path)
-    asyncio.run(make_video(tmp_path))
+def test_a_model_that_makes_videos_is_served(tmp_path: Path) -> None:
+    PIPELINES["ltx"].build(0).save_pretrained(tmp_path / "ltx")
+    asyncio.run(make_video(tmp_path / "ltx", tmp_path / "jobs"))

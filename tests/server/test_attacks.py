@@ -201,7 +201,7 @@ def test_memory_has_a_limit_and_it_is_reached(attacked: RunningServer) -> None:
     assert edit(attacked, SMALL).status_code == 200
 
 
-STATED = 1216 * MIB
+STATED = 1280 * MIB
 """What docs/guides/server.md says that clients can make a server with default settings hold."""
 
 

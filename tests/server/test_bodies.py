@@ -9,7 +9,7 @@ import pytest
 
 from samovar.server import Limits
 from samovar.server.api_errors import ApiError
-from samovar.server.bodies import EditBody, GenerationBody, read_body, read_form, request_schema
+from samovar.server.bodies import EditBody, GenerationBody, read_body, read_texts, request_schema
 from samovar.server.body_reader import Refused, read_object
 
 LIMITS = Limits(max_pixels=1_000_000, max_steps=50)
@@ -17,6 +17,10 @@ LIMITS = Limits(max_pixels=1_000_000, max_steps=50)
 
 def read(**values: Any) -> GenerationBody:
     return read_body(GenerationBody, {"prompt": "a cat", **values}, LIMITS)
+
+
+def read_form(texts: dict[str, str], limits: Limits) -> EditBody:
+    return read_body(EditBody, read_texts(EditBody, texts, {}), limits)
 
 
 def test_everything_arrives() -> None:
@@ -42,7 +46,7 @@ def test_null_is_the_same_as_nothing() -> None:
 @pytest.mark.parametrize(
     ("values", "param", "code", "message"),
     [
-        ({"prompt": " \n"}, "prompt", "invalid_value", "prompt is empty. Describe the image"),
+        ({"prompt": " \n"}, "prompt", "invalid_value", "prompt is empty. Say what to make"),
         ({"prompt": None}, "prompt", "invalid_type", "prompt should be a valid string, not None"),
         ({"prompt": "x" * 32_001}, "prompt", "string_above_max_length", "32001 characters; the limit is 32000"),
         ({"prompt": ["a cat"]}, "prompt", "invalid_type", "prompt should be a valid string, not ['a cat']"),
@@ -125,7 +129,7 @@ def test_the_schema_says_what_is_checked() -> None:
     assert set(schema["properties"]) == set(GenerationBody.model_fields)
     steps = schema["properties"]["num_inference_steps"]
     assert steps["anyOf"] == [{"type": "integer", "minimum": 1, "maximum": 50}, {"type": "null"}]
-    assert request_schema(EditBody, LIMITS)["required"] == ["prompt", "image"]
+    assert request_schema(EditBody, LIMITS, {"image": True, "mask": False})["required"] == ["prompt", "image"]
 
 
 BAD = {

@@ -114,8 +114,8 @@ def test_quotes_and_brackets_within_a_prompt_do_not_count() -> None:
 
 def test_a_form_is_read_as_it_was_written() -> None:
     task = Task(FORM_TYPE, 0, 1000, 1000, 1.0)
-    texts, image = read_form(task, form(SMALL, {b"user": "Zoë 😀".encode()}))
-    assert (texts, image.size) == ({"prompt": "a cat", "user": "Zoë 😀"}, (24, 16))
+    texts, files = read_form(task, form(SMALL, {b"user": "Zoë 😀".encode()}))
+    assert (texts, files) == ({"prompt": "a cat", "user": "Zoë 😀"}, [("image", SMALL)])
     with_charset = task._replace(content_type=f"{FORM_TYPE}; charset=UTF-8")
     assert read_form(with_charset, form(SMALL, name=b"image[]"))[0] == {"prompt": "a cat"}
 
@@ -125,7 +125,7 @@ def test_no_disk_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TemporaryFile", "NamedTemporaryFile", "mkstemp"):
         monkeypatch.setattr(tempfile, name, lambda *_, **__: pytest.fail("a file was made"))
     large = png_of(24, 16, zlib.compress(bytes(4 * 16)), before=png_chunk(b"teXt", bytes(5_000_000)))
-    assert read_form(Task(FORM_TYPE, 0, 1000, 1000, 1.0), form(large))[1].size == (24, 16)
+    assert read_form(Task(FORM_TYPE, 0, 1000, 1000, 1.0), form(large))[1] == [("image", large)]
 
 
 @pytest.mark.parametrize("charset", ["latin-1", "utf-7", "unicode_escape", "undefined", "idna", "\xff", "utf-16"])
@@ -147,9 +147,36 @@ def test_forms_have_limits() -> None:
     assert "more than 40 texts" in refusal(form(SMALL, many))[2]
     twice = form(None).removesuffix(b"--BOUNDARY--\r\n") + form(SMALL)
     assert refusal(twice)[:2] == ("prompt", "invalid_form")
-    assert refusal(form(SMALL, name=b"mask"))[:2] == ("mask", "unsupported_value")
     assert refusal(form(SMALL, name=b"x"))[:2] == ("x", "unknown_field")
-    assert refusal(form(None))[2] == "0 images were sent; expected one."
+    assert refusal(form(SMALL, name=b"mask"))[:2] == ("mask", "unknown_field"), "unless the task has it"
+
+
+def joined(*forms: bytes) -> bytes:
+    """One form of all parts; only the first has a prompt."""
+    end, prompt = b"--BOUNDARY--\r\n", form(None).removesuffix(b"--BOUNDARY--\r\n")
+    return (
+        b"".join(each.removesuffix(end).removeprefix(prompt if number else b"") for number, each in enumerate(forms))
+        + end
+    )
+
+
+def test_an_image_may_come_more_than_once_and_a_mask_may_not() -> None:
+    task = Task(FORM_TYPE, 0, 1000, 1000, 1.0, ("image", "image[]", "mask"))
+    images = [form(SMALL), form(SMALL), form(SMALL, name=b"image[]"), form(SMALL, name=b"mask")]
+    assert [name for name, _ in read_form(task, joined(*images))[1]] == ["image", "image", "image[]", "mask"]
+    with pytest.raises(Refused, match="'mask' is given twice"):
+        read_form(task, joined(*images, form(SMALL, name=b"mask")))
+    with pytest.raises(Refused, match="more than 16 files"):
+        read_form(task, joined(*[form(SMALL)] * 17))
+
+
+def test_images_have_a_limit_together() -> None:
+    """Twice that of one: an image and its mask."""
+    square, sink = encoded(PIL.Image.new("RGB", (30, 30)), "PNG"), io.BytesIO()
+    task = Task(FORM_TYPE, 0, 900, 1000, 1.0)
+    assert body_reader._read(task, joined(form(square), form(square)), sink) == {"prompt": "a cat"}
+    with pytest.raises(Refused, match="All images together have more than 1,800 pixels"):
+        body_reader._read(task, joined(form(square), form(square), form(SMALL)), io.BytesIO())
 
 
 @pytest.mark.parametrize(

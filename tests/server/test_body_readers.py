@@ -41,7 +41,7 @@ def processes() -> set[int]:
 
 async def ask(readers: BodyReaders, body: bytes) -> tuple[int, int] | ApiError:
     try:
-        return (await readers.read_form(FORM_TYPE, [body[:1000], body[1000:]]))[1].size
+        return (await readers.read_form(FORM_TYPE, [body[:1000], body[1000:]]))[1]["image"][0].size
     except ApiError as error:
         return error
 

@@ -22,15 +22,16 @@ import pytest
 import torch
 from starlette.requests import ClientDisconnect, Request
 
+from pipelines import tiny_flux_pipeline
 from samovar.engine import Job, OmniDiffusionSamplingParams
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
 from samovar.server.api_errors import ApiError
-from samovar.server.images import _unless_gone
+from samovar.server.asking import unless_gone
 
 from .attacks import png_of
 from .conftest import KEY
-from .running import PATIENCE_S, PROMPT, RunningServer, until
+from .running import PATIENCE_S, PROMPT, RunningServer, running, until
 
 GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
 LONG = 50_000
@@ -270,7 +271,9 @@ def test_bad_forms_are_refused(guarded: RunningServer) -> None:
             ({"prompt": PROMPT}, {"image": ("a.png", png_of(50_000, 50_000, bytes(1000)), "image/png")}, "image"),
             ({"prompt": PROMPT, "n": "1_0"}, good, "n"),
             ({"prompt": PROMPT, "url": "http://169.254.169.254/"}, good, "url"),
-            ({"prompt": PROMPT, "image": "file:///etc/passwd"}, {"mask": png()}, "mask"),
+            ({"prompt": PROMPT, "image": "file:///etc/passwd"}, {"mask": png()}, "image"),
+            ({"prompt": PROMPT}, {"mask": png()}, "image"),
+            ({"prompt": PROMPT}, {"pose": png()}, "pose"),
             ({"prompt": PROMPT, "mask": "file:///etc/passwd"}, good, "mask"),
             ({"prompt": PROMPT}, {**good, "mask": png()}, "mask"),
             ({}, good, "prompt"),
@@ -280,6 +283,82 @@ def test_bad_forms_are_refused(guarded: RunningServer) -> None:
         assert http.post(EDIT, json={"prompt": PROMPT}).status_code == 415
         broken = {"Content-Type": "multipart/form-data; boundary=x"}
         assert http.post(EDIT, content=b"--y\r\nnonsense", headers=broken).status_code == 400
+
+
+def test_a_mask_says_what_is_redrawn(tmp_path: Path) -> None:
+    """Given as a file, it is the same as the transparent part of the image, and as what diffusers makes with it."""
+    from diffusers import FluxInpaintPipeline
+
+    pipe = FluxInpaintPipeline(**tiny_flux_pipeline().components)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(tmp_path / "painter")
+    size, settings = (32, 16), {"num_inference_steps": 2, "max_sequence_length": 8, "strength": 1.0}
+    image, mask = PIL.Image.linear_gradient("L").resize(size).convert("RGB"), PIL.Image.new("L", size)
+    mask.paste(255, (0, 0, 16, 16))
+    see_through = image.copy()
+    see_through.putalpha(mask.point(lambda level: 255 - level))
+    generator = torch.Generator().manual_seed(3)
+    call = {"image": image, "mask_image": mask, "width": 32, "height": 16, "generator": generator, **settings}
+    expected = pipe(PROMPT, **call).images[0].tobytes()
+    with running(tmp_path / "painter") as server:
+        images = client(server).images
+        for given in ({"image": as_file(image), "mask": as_file(mask)}, {"image": as_file(see_through)}):
+            made = images.edit(prompt=PROMPT, extra_body={"seed": 3, **settings}, **given)
+            assert made.data is not None
+            assert picture(made.data[0].b64_json).tobytes() == expected
+        with pytest.raises(openai.BadRequestError, match="needs a mask, or an image with an alpha channel"):
+            images.edit(prompt=PROMPT, image=as_file(image))
+        with pytest.raises(openai.BadRequestError, match="image must be an image, not several images"):
+            images.edit(prompt=PROMPT, image=[as_file(image)] * 2, mask=as_file(mask))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_several_images_are_edited_together(tmp_path: Path) -> None:
+    import diffusers
+
+    from pipelines.builder import Recipe, build
+    from pipelines.recipes import RECIPES
+
+    name = "Flux2KleinPipeline"
+    build(getattr(diffusers, name), RECIPES.get(name, Recipe())).save_pretrained(tmp_path)
+    one, two = (as_file(PIL.Image.new("RGB", (64, 64), colour)) for colour in ("red", "blue"))
+    extra = {"seed": 3, "num_inference_steps": 2, "max_sequence_length": 16}
+    with running(tmp_path) as server:
+        made = [
+            client(server).images.edit(prompt=PROMPT, image=given, size="64x64", extra_body=extra)  # type: ignore[call-overload]
+            for given in ([one, two], [one], one, [two, one], [one, two])
+        ]
+    contents = [each.data[0].b64_json for each in made]
+    assert contents[0] == contents[4]
+    assert contents[1] == contents[2]
+    assert len(set(contents)) == 3
+
+
+def as_file(image: PIL.Image.Image) -> tuple[str, bytes, str]:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "a.png", file.getvalue(), "image/png"
+
+
+def test_other_arguments_of_the_pipeline_can_be_set(server: RunningServer) -> None:
+    """Within limits: what says how much is computed has names of its own."""
+    body = {"prompt": PROMPT, "seed": 3, "cache": False}
+    with server.client() as http:
+        plain, other, steps = (
+            http.post(GENERATE, json={**body, **more})
+            for more in ({}, {"prompt_2": "a dog"}, {"sigmas": [1.0, 0.5], "num_inference_steps": 2})
+        )
+        assert [answer.status_code for answer in (plain, other, steps)] == [200] * 3, steps.text
+        assert len({answer.json()["data"][0]["b64_json"] for answer in (plain, other, steps)}) == 3
+        for more, message in (
+            ({"prompt_3": "a"}, "Did you mean 'prompt_2'?"),
+            ({"num_frames": 5}, "'num_frames' is not a known field"),
+            ({"num_images_per_prompt": 100}, "is an argument of the pipeline that requests cannot set"),
+        ):
+            refused = http.post(GENERATE, json={**body, **more})
+            assert refused.status_code == 400
+            assert message in refused.json()["error"]["message"]
 
 
 def test_a_bomb_takes_no_memory(guarded: RunningServer) -> None:
@@ -370,7 +449,7 @@ def test_work_that_fails_when_its_client_has_left_is_not_logged() -> None:
         said: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
         with pytest.raises(ClientDisconnect):
-            await _unless_gone(Request({"type": "http"}, left), fail())
+            await unless_gone(Request({"type": "http"}, left), fail())
         await asyncio.sleep(0)
         gc.collect()
         return said

@@ -17,6 +17,7 @@ from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
 from .state import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
 from .teacache import TeaCacheHook, apply_teacache_hook
+from .tuned import TunedFor
 
 __all__ = [
     "CACHE_BACKENDS",
@@ -36,6 +37,7 @@ __all__ = [
     "TeaCacheConfig",
     "TeaCacheHook",
     "TeaCacheState",
+    "TunedFor",
     "apply_teacache_hook",
     "cache_names",
     "make_cache_backend",

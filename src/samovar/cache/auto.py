@@ -27,7 +27,8 @@ from .forecast import take_apart
 from .inputs import Inputs, changes
 from .model import About, CacheableModel, Forward, Instruction, Outcome, side_effect
 from .pace import LEAST_KNOWN, Judged, numbers_in
-from .rows import chosen
+from .rows import Tensors, chosen
+from .some_rows import SomeRows
 from .stats import StepRecord
 from .step import AGAIN, Call, Plan, computed_alone, stray, times_on_device
 
@@ -92,6 +93,7 @@ class AutoSteps(NamedTuple):
     agree: Agree | None
     whole_samples: Callable[[], list[torch.Tensor]]
     """Those of the running call, before ranks split them."""
+    some_rows: SomeRows
 
     @property
     def tolerance(self) -> float:
@@ -187,7 +189,17 @@ class AutoSteps(NamedTuple):
         record = StepRecord(call.clock.index, is_computed, plan.verdict.reason, call.clock.pace.drift, error)
         if not is_computed:
             return record, Outcome(None, computed=False)
+        some = self._some(call, plan)
+        if some is not None and call.state.form is not None:
+            return record, Outcome(call.state.form.rebuild(Outlook([1.0], [some])), computed=True)
         return record, self.model.run(call.inputs, Instruction("compute"), call.forward)
+
+    def _some(self, call: Call, plan: Plan) -> Tensors | None:
+        """What a step gives of which some images are not due, if it can be computed for the others alone."""
+        if plan.outlook is None or self.agree is not None:  # Ranks compute the same images.
+            return None
+        pace, history = call.clock.pace, call.state.rows
+        return self.some_rows.compute(call.inputs, call.forward, history, plan.outlook, pace.due)
 
     def record(self, call: Call, plan: Plan, record: StepRecord, outcome: Outcome) -> tuple[StepRecord, Any]:
         """Store what later steps are made from; return the record and the output."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ from .decision import Agree
 from .extractors import extractor_for
 from .stats import CacheStats
 from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
+from .tuned import TunedFor
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
@@ -234,6 +235,8 @@ class CacheChoice:
 
     backend: str
     settings: CacheConfig | Mapping[str, Any]
+    tuned_for: TunedFor | None = None
+    """The model that it was tuned for, if it is from a file that says so."""
 
     @classmethod
     def read(cls, cache: CacheSetting) -> CacheChoice | None:
@@ -247,7 +250,8 @@ class CacheChoice:
             cache = AUTO if cache else "none"
         if is_file_name(cache):
             with naming(cache):
-                return cls.read(read_settings(cache, "cache"))  # type: ignore[arg-type]
+                choice = cls.read(read_settings(cache, "cache"))  # type: ignore[arg-type]
+            return None if choice is None else replace(choice, tuned_for=TunedFor.read(cache))
         if isinstance(cache, str):
             cache = {"backend": cache}
         if not isinstance(cache, Mapping):

@@ -4,8 +4,8 @@ Each image of a batch has its own gaps. Of several forecasts that could have tak
 the one that came nearest makes the next ones.
 
 The constants were chosen on the built-in model, on captions that no table of results is made from. Gaps that grow by
-one step, and forecasts that go half the way of a line instead of repeating the last output, gain most: 1 to 4 dB with as
-many computed steps, and twice that in the worst images.
+one step, and forecasts that go half the way of a line instead of repeating the last output, gain most: 1 to 4 dB with
+as many computed steps, and twice that in the worst images.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
 from .model import About, CacheableModel
 from .replayed import ReplayedBlocks
+from .some_rows import SomeRows
 from .state import Clock, TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
 from .step import NEVER, NEW_RUN, Call, Steps
@@ -91,7 +92,7 @@ class TeaCacheHook(ModelHook, Handle):
         self._names = parameter_names(module)
         if isinstance(self.config, AutoConfig):
             self._model = WholeModel(module)
-            self._steps = AutoSteps(self.config, self._model, self._agree, lambda: self.branches.samples())
+            self._steps = AutoSteps(self.config, self._model, self._agree, lambda: self.branches.samples(), SomeRows())
         else:
             self._prepare(module, self.config)
         return module

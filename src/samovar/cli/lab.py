@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import date
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import SettingError
 from ..files import read_json, reading
 from . import arguments
-from .terminal import Status, aligned
-
-if TYPE_CHECKING:
-    from ..lab.image_runner import Task
-    from ..lab.methods import Method
-    from ..lab.session import Session
+from .experiment import disjoint_tasks, experiment, methods_of, table, tasks_of
 
 _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
 
@@ -71,9 +64,13 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_qua
     arguments.add_output_options(parser)
     group = parser.add_argument_group("images")
     arguments.add_image_options(group)
+    group.add_argument("--frames", type=int, dest="num_frames", metavar="N", help="frames of a video")
     arguments.add_device_options(group)
     group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
     group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
+    if name != "calibrate":
+        group.add_argument("--timed", type=int, default=3, metavar="N",
+                           help="images made alone to time each setting; 0 times nothing (3)")  # fmt: skip
     group = parser.add_argument_group("speed and memory", "As in generate. Offload leaves images bit for bit the same.")
     arguments.add_memory_options(group)
     if is_quantised:
@@ -117,23 +114,25 @@ def _compare(options: argparse.Namespace) -> int:
     from ..engine.settings import OmniDiffusionConfig
     from ..lab.compare import compare, contact_sheet, figures, page
     from ..lab.methods import cached, quantised
+    from ..lab.times import footnote
 
     device = OmniDiffusionConfig(device=options.device).execution_device()
     settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
     for setting in settings:
         Quantization.read(setting, device)  # Refused before anything is loaded.
-    methods = [*map(quantised, settings), *_methods(options)] or [cached("forecast", {}), cached("tea_cache", {})]
-    tasks = _tasks(options)
+    methods = [*map(quantised, settings), *methods_of(options)] or [cached("forecast", {}), cached("tea_cache", {})]
+    tasks = tasks_of(options)
     # Images of methods are in folders by number, so other methods are another run.
-    with _experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:
-        found = compare(lab.session(tasks), methods, lab.folder / "images")
+    with experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:
+        found = compare(lab.session(tasks, timed=options.timed), methods, lab.folder / "images")
         contact_sheet(found).save(lab.folder / "sheet.png")
         title = f"{lab.runner.model}: {len(tasks)} images, {lab.runner.steps} steps"
         (lab.folder / "compare.html").write_text(page(found, title), encoding="utf-8")
         lab.finish("compare.json", found.to_dict())
-    lines = [figures(row.to_dict()) for row in found.rows]
-    table = _table([list(lines[0]), *(list(line.values()) for line in lines)])
-    lab.say(*table, f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
+    rows = [row.to_dict() for row in found.rows]
+    lines = [figures(row) for row in rows]
+    shown = table([list(lines[0]), *(list(line.values()) for line in lines)])
+    lab.say(*shown, *footnote(rows), f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
     return 0
 
 
@@ -148,9 +147,9 @@ def _calibrate(options: argparse.Namespace) -> int:
     """
     from ..lab.calibrate import calibrate, check_tasks
 
-    tasks = _tasks(options)
+    tasks = tasks_of(options)
     check_tasks(tasks)
-    with _experiment(options, tasks=tasks) as lab:
+    with experiment(options, tasks=tasks) as lab:
         found = calibrate(lab.session(tasks))
         lab.finish("calibration.json", found.to_dict(lab.origin(tasks)))
     fit = found.fit
@@ -173,16 +172,20 @@ def _tune(options: argparse.Namespace) -> int:
       samovar tune --target-psnr 30 --steps 50
       samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt --gpu-memory 12GiB
     """
+    from ..cache.tuned import KEY, describe
+    from ..lab.times import footnote, shown
     from ..lab.tune import Target, tune
 
     ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
     target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
-    tasks, test_tasks = _disjoint_tasks(options)
+    tasks, test_tasks = disjoint_tasks(options)
     target.check_tasks(tasks)
-    with _experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
-        tuning, testing = lab.session(tasks, "tuning"), lab.session(test_tasks, "testing")
+    with experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
+        tuning = lab.session(tasks, "tuning")
+        testing = lab.session(test_tasks, "testing", timed=options.timed)
         found = tune(tuning, testing, target, refinements=options.refine)
-        setting = {"model": lab.runner.model, **found.setting(lab.origin(tasks), lab.runner.params.given())}
+        made_for = {"model": lab.runner.model, KEY: describe(lab.runner.pipeline)}
+        setting = made_for | found.setting(lab.origin(tasks), lab.runner.params.given())
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})
@@ -191,13 +194,15 @@ def _tune(options: argparse.Namespace) -> int:
             for r in found.tried]  # fmt: skip
     held_out, plain = found.held_out, found.plain
     lab.say(
-        *_table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "meets it"), *rows]),
+        *table([("tried", "computed", "PSNR dB", "LPIPS", "95 of 100 reach", "meets it"), *rows]),
         f"\nchosen: {found.row.method}",
         f"on {len(held_out.images)} held-out images: {held_out.computed:g} of {held_out.steps} steps computed, "
-        f"{held_out.speedup:.2f}x, {held_out.quality.psnr:.2f} dB, LPIPS {held_out.quality.lpips:.5f}; {target}: met "
-        f"by {found.share_met:.1%}{'' if found.is_met else ', WHICH IS TOO FEW'}",
+        f"{shown(held_out.speedup, held_out.explained)}, {held_out.quality.psnr:.2f} dB, LPIPS "
+        f"{held_out.quality.lpips:.5f}; {target}: met by {found.share_met:.1%}"
+        f"{'' if found.is_met else ', WHICH IS TOO FEW'}",
         f"{plain.steps} plain steps: {plain.quality.psnr:.2f} dB, LPIPS {plain.quality.lpips:.5f}"
         f"{'' if found.is_worth_it else ': use these and no cache'}",
+        *footnote([held_out.to_dict()]),
         str(file),
     )
     return 0 if found.is_met else 1
@@ -216,24 +221,26 @@ def _bench(options: argparse.Namespace) -> int:
     """
     from ..lab.bench import all_methods, bench
     from ..lab.compare import figures
+    from ..lab.times import footnote
 
     if options.plot_from is not None:
         image = _plot(options.plot_from, options.output or options.plot_from.parent)
         print(json.dumps({"file": str(image)}) if options.json else image)
         return 0
-    extra = _methods(options)
-    tasks, test_tasks = _disjoint_tasks(options)
-    settings = {"alone": options.alone, "refine": options.refine}
-    with _experiment(options, tasks=tasks, test_tasks=test_tasks, **settings) as lab:
-        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine, options.only)
+    extra = methods_of(options)
+    tasks, test_tasks = disjoint_tasks(options)
+    settings = {"alone": options.alone, "refine": options.refine, "timed": options.timed}
+    with experiment(options, tasks=tasks, test_tasks=test_tasks, **settings) as lab:
+        testing = lab.session(test_tasks, timed=options.timed)
+        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine, options.only, testing)
         alone = None
         if options.alone and lab.runner.batch > 1:
             alone = lab.session(test_tasks[: options.alone], "alone", batch=1)
-        rows = bench(lab.session(test_tasks), methods, alone)
+        rows = bench(testing, methods, alone)
         lab.finish("bench.json", {"tasks": [task._asdict() for task in test_tasks], "rows": rows})
     best = [", ".join(name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")) for row in rows]
     lines = [[*figures(row).values(), row.get("problem", text)] for row, text in zip(rows, best, strict=True)]
-    lab.say(*_table([[*figures(rows[0]), "best by"], *lines]), str(lab.folder / "bench.json"))
+    lab.say(*table([[*figures(rows[0]), "best by"], *lines]), *footnote(rows), str(lab.folder / "bench.json"))
     if find_spec("matplotlib") is not None:  # Otherwise it can be plotted elsewhere, from the file.
         _plot(lab.folder / "bench.json", lab.folder)
     return 0
@@ -256,112 +263,3 @@ def _plot(file: Path, folder: Path) -> Path:
         words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
         draw(report["rows"], image, f"{words}, batch {about['batch']}")
     return image
-
-
-# ------------------------------------------------------------------------------------------------ shared
-
-
-class _Experiment:
-    """A loaded model, an output folder, and the journal of an interrupted run."""
-
-    def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
-        from ..engine import OmniDiffusionSamplingParams
-        from ..lab.image_runner import ENGINE_SETTINGS, ImageRunner
-        from ..lab.session import Journal
-
-        params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
-        # What is compared with the exact images is no setting of theirs.
-        names = [name for name in ENGINE_SETTINGS if (options.command, name) != ("compare", "quantization")]
-        settings = arguments.given(options, ("batch", "dtype", "device")) | arguments.engine_settings(options, names)
-        self.runner = ImageRunner(arguments.model_of(options) or "emoji", params, **settings)
-        self.folder: Path = options.output or Path(options.command)
-        self._options, self._status = options, status
-        self._about = self.runner.about() | {"date": date.today().isoformat()}
-        self._journal = Journal(self.folder / "state", self.runner.about() | depends)
-        if len(self._journal):
-            status.note(f"resuming with {len(self._journal)} measurements from {self._journal.folder}")
-
-    def session(self, tasks: Sequence[Task], name: str = "", batch: int | None = None) -> Session:
-        from ..lab.session import Session
-
-        runner = self.runner if batch is None else self.runner.one_at_a_time()
-        return Session(runner, tasks, self._journal, name, self._status.update)
-
-    def origin(self, tasks: Sequence[Task]) -> str:
-        about = self._about
-        return (
-            f"samovar {self._options.command} of {about['model']}, {len(tasks)} images of {self.runner.steps} steps, "
-            f"{about['dtype']}, {about['date']}, samovar {about['samovar']}, diffusers {about['diffusers']}"
-        )
-
-    def finish(self, name: str, result: dict[str, Any]) -> None:
-        """Write the result, and only then delete the journal."""
-        self._result = json.dumps({"about": self._about, **result})
-        (self.folder / name).write_text(self._result + "\n", encoding="utf-8")
-        self._journal.delete()
-
-    def say(self, *lines: str) -> None:
-        """Print the result for programs, or these lines for people."""
-        if self._options.json or not self._options.quiet:
-            print(self._result if self._options.json else "\n".join(lines))
-
-
-@contextmanager
-def _experiment(options: argparse.Namespace, **depends: Any) -> Iterator[_Experiment]:
-    """`depends` are all settings that the figures depend on, besides the model's."""
-    with Status("loading the model", options.quiet) as status:
-        experiment = _Experiment(options, status, depends)
-        try:
-            yield experiment
-        finally:
-            experiment.runner.close()
-
-
-def _methods(options: argparse.Namespace) -> list[Method]:
-    from ..lab.methods import read_method
-
-    caches = options.cache or []
-    arguments.use_saved_steps(options, caches)
-    return [read_method(arguments.read_setting("cache", text)) for text in caches]
-
-
-def _tasks(options: argparse.Namespace, which: str = "") -> list[Task]:
-    from ..lab.image_runner import make_tasks, read_prompts
-
-    _check_prompts(options)
-    count = getattr(options, f"num_{which}prompts")
-    prompts = read_prompts(getattr(options, f"{which}prompts"), count)
-    if count is None:
-        prompts = prompts[: getattr(options, f"most_{which}prompts")]
-    first = options.first_seed + (100_000 if which else 0)  # Held-out images have their own noise too.
-    return make_tasks(prompts, getattr(options, f"{which}seeds"), first)
-
-
-def _check_prompts(options: argparse.Namespace) -> None:
-    """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
-    from ..builtin import BUILTIN_MODELS
-    from ..engine.models import find_model
-    from ..lab.image_runner import SHIPPED
-
-    model = arguments.model_of(options) or "emoji"
-    missing = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
-    if missing and find_model(model) != BUILTIN_MODELS["emoji"]:
-        asked = " and ".join(f"--{name.replace('_', '-')} FILE" for name in missing)
-        raise SettingError(
-            f"{model!r} needs prompts of its own kind, and the shipped ones are captions of emoji. Give {asked}, with "
-            "one prompt per line.",
-            param=missing[0],
-        )
-
-
-def _disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
-    """Tasks for tuning, and others for testing."""
-    from ..lab.image_runner import check_disjoint
-
-    tasks, test_tasks = _tasks(options), _tasks(options, "test_")
-    check_disjoint(tasks, test_tasks)
-    return tasks, test_tasks
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    return aligned(rows, right=range(1, 6))

@@ -25,6 +25,7 @@ def add_serve(commands: Any) -> None:
     _add_address_options(parser.add_argument_group("address"))
     _add_default_options(parser.add_argument_group("defaults of requests"))
     _add_limit_options(parser.add_argument_group("limits"))
+    _add_job_options(parser.add_argument_group("videos"))
     arguments.add_engine_options(parser)
     group = parser.add_argument_group("start")
     group.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=None,
@@ -60,6 +61,9 @@ def _add_limit_options(group: Any) -> None:
     group.add_argument("--max-steps", type=int, metavar="N", help="per image (200)")
     group.add_argument("--max-tolerance", type=float, metavar="X", help="that requests may ask of the cache auto")
     group.add_argument("--max-images", type=int, metavar="N", help="per request (10)")
+    group.add_argument("--max-frames", type=int, metavar="N", help="per video (513)")
+    group.add_argument("--max-seconds", type=int, metavar="S", help="per video or sound (300)")
+    group.add_argument("--max-video-pixels", type=int, metavar="N", help="per video, in all frames (134217728)")
     group.add_argument("--max-connections", type=int, metavar="N", help="in all (512)")
     group.add_argument("--max-connections-per-address", type=int, metavar="N",
                        help="of one client, or of a proxy (half of all)")  # fmt: skip
@@ -75,11 +79,19 @@ def _add_limit_options(group: Any) -> None:
         )
 
 
-def _serve(options: argparse.Namespace) -> int:
-    """Serve images over HTTP, with OpenAI's API and a page to try it.
+def _add_job_options(group: Any) -> None:
+    group.add_argument("--jobs", metavar="DIR",
+                       help="where videos and their requests are kept (~/.local/state/samovar/jobs/MODEL)")  # fmt: skip
+    group.add_argument("--job-expiry", type=float, dest="job_expiry_s", metavar="S",
+                       help="seconds for which a video is kept (86400)")  # fmt: skip
+    group.add_argument("--max-job-disk", metavar="SIZE", help="of all videos that are kept, such as 50GiB (10GiB)")
 
-    Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /health, /ready, /metrics, and a
-    page at /. Only this machine can reach it unless --host says otherwise.
+
+def _serve(options: argparse.Namespace) -> int:
+    """Serve images, videos or sound over HTTP, with OpenAI's API and a page to try it.
+
+    Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /v1/videos or /v1/audio/speech,
+    /health, /ready, /metrics, and a page at /. Only this machine can reach it unless --host says otherwise.
 
     examples:
       samovar serve
@@ -152,11 +164,17 @@ def _defaults(options: argparse.Namespace) -> dict[str, Any]:
 def _announce(address: str, state: Any) -> None:
     """Print where the server is and how to ask it, ready to paste."""
     key = "" if state.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+    path, body = {
+        "image": ("/v1/images/generations", '{"prompt": "a grinning cat, 3d style"}'),
+        "video": ("/v1/videos", '{"prompt": "a kettle that boils"}'),
+        "audio": ("/v1/audio/generate", '{"input": "rain on a tin roof"}'),
+    }[state.omni.output.kind]
+    jobs = f"  jobs   {state.video_jobs.store.folder}\n" if state.has_jobs else ""
     print(
         f"samovar serves {state.model_name!r} at {address}\n"
         f"  page   {address}/\n"
-        f"  try    curl -s {address}/v1/images/generations -H 'Content-Type: application/json'{key} "
-        '-d \'{"prompt": "a grinning cat, 3d style"}\'\n'
+        f"  try    curl -s {address}{path} -H 'Content-Type: application/json'{key} -d '{body}'\n"
+        f"{jobs}"
         "  stop   Ctrl-C lets running requests finish; a second Ctrl-C stops at once",
         flush=True,
     )

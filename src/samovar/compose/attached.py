@@ -117,6 +117,8 @@ class Attached(Handle):
         if config.num_ranks > 1:
             self.mesh = make_mesh(config.parallel)
         if config.cache is not None:
+            if config.cache.tuned_for is not None:
+                config.cache.tuned_for.check(self.pipe)
             self.cache = config.cache.build(None if self.mesh is None else agreement(self.mesh))
         if config.compiles:
             self.regions = find_regions(self.denoisers)

@@ -53,6 +53,8 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
     if latents.ndim == 3:
         unpack = pipeline._unpack_latents
         names = tuple(inspect.signature(unpack).parameters)
+        if names[:4] == ("latents", "num_frames", "height", "width"):
+            return _first_frame(pipeline, latents, size)
         if names != ("latents", "height", "width", "vae_scale_factor"):
             raise ValueError(f"_unpack_latents takes {names}, which is an unknown layout")
         latents = unpack(latents, *size, pipeline.vae_scale_factor)
@@ -67,6 +69,19 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
         mean, deviation = (latents.new_tensor(config[name]).view(shape) for name in ("latents_mean", "latents_std"))
         return latents * deviation / (config.get("scaling_factor") or 1.0) + mean
     return latents / (config.get("scaling_factor") or 1.0) + (config.get("shift_factor") or 0.0)
+
+
+def _first_frame(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """The same for LTX and others whose tokens are those of all frames, and whose VAE has its scale as tensors."""
+    vae, patch = pipeline.vae, pipeline.transformer_spatial_patch_size
+    if patch != 1:
+        raise ValueError(f"patches of {patch} latents are an unknown layout")
+    rows, columns = (side // pipeline.vae_spatial_compression_ratio for side in size)
+    times = pipeline.transformer_temporal_patch_size
+    frames = pipeline._unpack_latents(latents, latents.shape[1] // (rows * columns), rows, columns, patch, times)
+    mean, deviation = (each.view(1, -1, 1, 1, 1).to(latents) for each in (vae.latents_mean, vae.latents_std))
+    first: torch.Tensor = frames[:, :, :1] * deviation / vae.config.scaling_factor + mean
+    return first
 
 
 def _unpatched(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -319,7 +319,7 @@ class Supervisor:
                 self._patience.note(batch.pixels, batch.longest_s, batch.shape)
                 self._status.note_request(outcome.seconds)
                 if not job.is_over:
-                    self._status.images += len(outcome.images)
+                    self._status.images += len(outcome.outputs)
                     job.end(Done(outcome))
             elif outcome is not None:
                 self._fail([job], outcome)

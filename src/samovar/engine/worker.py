@@ -24,7 +24,7 @@ from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .outputs import output_fields, take_outputs
 from .planning import choose_quantization
 from .quantize import Quantization
-from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request
+from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ Outcome = GenerationResult | SamovarError
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED",
               "Storage size calculation overflowed", "overflow")  # fmt: skip
+_TUNED_WITH = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "height", "width", "num_frames")
 RAISED_BY_ALL_RANKS = (CancelledRequestError, NanLatentsError, SettingError)
 """All ranks raise these at the same place. After other errors, the other ranks may wait for the one that failed."""
 
@@ -82,6 +83,17 @@ def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
         )
 
 
+def _folder_of(config: OmniDiffusionConfig) -> Path:
+    """Where the model is. A cache that was tuned for another is refused now, before weights are loaded."""
+    from ..cache import TunedFor
+
+    folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
+    tuned = TunedFor.read(config.cache)
+    if tuned is not None:
+        tuned.check_folder(folder)
+    return folder
+
+
 class Worker:
     """A pipeline with features attached, which serves one batch of requests at a time."""
 
@@ -94,11 +106,12 @@ class Worker:
         from ..cache import AutoConfig
         from ..compose import Attached
 
+        self._tuned = saved_defaults(config.cache)
         self.device = config.execution_device()
         defaults, why = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
-            folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
+            folder = _folder_of(config)
             defaults = config.sampling_defaults(folder)
             loader = find_loader(folder, trust_remote_code=config.trust_remote_code, task=config.task)
             if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
@@ -125,12 +138,11 @@ class Worker:
             part = getattr(pipeline, name, None)  # A name that is none is refused below.
             if isinstance(part, torch.nn.Module):
                 part.to(self.device)
-        self.facts = replace(self.facts, scheduled_steps=config.scheduled_steps)
         if self._adapters is not None:
             self.facts = replace(self.facts, adapters=dict(self._adapters.bytes), lora_bytes=config.lora_bytes)
         cache = config.attach_config.cache
         is_auto = cache is not None and isinstance(cache.settings, AutoConfig)
-        self.facts = replace(self.facts, has_tolerance=is_auto)
+        self.facts = replace(self.facts, has_tolerance=is_auto, scheduled_steps=config.scheduled_steps)
         # Another cache decides for a batch as a whole, so an output would depend on those beside it.
         is_batched = self.facts.takes_prompt and (cache is None or is_auto)
         self.max_batch = config.max_batch if is_batched else 1
@@ -314,7 +326,7 @@ class Worker:
         return int(shared.item())
 
     def _with_notes(self, request: Request, outcome: Outcome) -> Outcome:
-        """Add notes on a prompt that was truncated and on guidance without effect."""
+        """Add notes on a prompt that was truncated, on guidance without effect, and on a cache tuned for another."""
         if not isinstance(outcome, GenerationResult):
             return outcome
         notes = []
@@ -331,6 +343,13 @@ class Worker:
         for video in outcome.videos:
             if request.params.num_frames not in (None, len(video)):
                 notes.append(f"{asked} frames were asked for, and the model makes {len(video)}")
+        if not request.exact:
+            tuned, used = self._tuned.given(), outcome.params.given()
+            notes += [
+                f"the cache was tuned with {name}={tuned[name]}; with {used[name]}, how near it stays is unknown"
+                for name in _TUNED_WITH
+                if name in tuned and used.get(name, tuned[name]) != tuned[name]
+            ]
         return replace(outcome, notes=(*notes, *self.facts.output.notes))
 
 

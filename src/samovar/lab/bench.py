@@ -7,13 +7,13 @@ rounding. Curves show counted steps, which are the same on every machine and for
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
-from .methods import Method, cached, plain
+from .closed_loop import PASSES
+from .methods import EXACT, Method, cached, plain
 from .peers import PeerGuard, peers
 from .schedules import SchedulePlanner, choose_planner, refine
 from .session import Row, Session
@@ -28,10 +28,15 @@ _LOWEST_LPIPS = 5e-6
 
 
 def all_methods(
-    tuning: Session, extra: Sequence[Method] = (), refinements: int = 0, only: Sequence[str] = ()
+    tuning: Session,
+    extra: Sequence[Method] = (),
+    refinements: int = 0,
+    only: Sequence[str] = (),
+    testing: Session | None = None,
 ) -> list[Method]:
     """Everything that the bench compares, or only methods whose names contain one of some words. Schedules and figures
-    of the model are taken from the tuning prompts; `refinements` is the number of changes of each schedule to try."""
+    of the model are taken from the tuning prompts; `refinements` is the number of changes of each schedule to try, and
+    `testing` will measure the methods, for an estimate of the time."""
     runner = tuning.runner
     methods = [
         *(plain(max(1, round(share * runner.steps))) for share in PLAIN_SHARES),
@@ -47,7 +52,13 @@ def all_methods(
     for word in only:
         if not any(word.lower() in name.lower() for name in found):
             raise SettingError(f"only={word!r} matches no method. Methods: {', '.join(found)}.", param="only")
-    chosen = [m for name, m in found.items() if not only or any(word.lower() in name.lower() for word in only)]
+    chosen: list[Method | int] = [
+        m for name, m in found.items() if not only or any(word.lower() in name.lower() for word in only)
+    ]
+    fitted = (2 * PASSES + refinements + 3) * len(tuning.tasks)  # For two schedules in closed loop.
+    planning = fitted * sum(isinstance(method, int) for method in chosen)
+    if testing is not None:
+        tuning.progress.expect(planning=planning, measuring=testing.work([EXACT] * len(chosen)))
     return [method if isinstance(method, Method) else _planned(tuning, method, refinements) for method in chosen]
 
 
@@ -61,13 +72,14 @@ def _planned(tuning: Session, count: int, refinements: int) -> Method:
 def bench(session: Session, methods: Sequence[Method], alone: Session | None = None) -> list[dict[str, Any]]:
     """One row per method, for JSON. If a peer fails, or images are not finite, the row says so; errors of our own are
     raised. `alone` makes some of the images again one at a time, with adaptive methods."""
+    session.progress.expect(all=session.work([plain(session.runner.steps), *methods]))
     rows: list[dict[str, Any]] = [session.exact().to_dict()]
     for method in methods:
         with PeerGuard(method) as guard:
             row = session.measure(method)
             single = alone.measure(method) if alone is not None and method.is_adaptive else None
             qualities = [*row.images, *(single.images if single is not None else ())]
-            bad = sum(not all(map(math.isfinite, quality)) for quality in qualities)
+            bad = sum(not quality.is_finite for quality in qualities)
         problem = guard.problem or (f"{bad} images are not finite, so they cannot be compared" if bad else None)
         if problem is not None:
             rows.append({"method": method.name, "family": method.family, "problem": problem})
@@ -84,7 +96,6 @@ def _beside(alone: Row, together: Row) -> dict[str, Any]:
     return {
         "images": count,
         "computed": alone.computed,
-        "speedup": round(alone.speedup, 3),
         "psnr": round(alone.quality.psnr, 3),
         "lpips": round(alone.quality.lpips, 7),
         "psnr_in_batch": round(sum(quality.psnr for quality in same) / count, 3),

@@ -99,6 +99,7 @@ def calibrate(session: Session) -> Calibration:
             f"There are several denoisers ({', '.join(runner.denoisers)}), and coefficients belong to one. Use a "
             "schedule instead: samovar tune."
         )
+    session.progress.expect(all=len(session.tasks))
     session.exact(WITH_SIGNALS)
     (denoiser,) = runner.denoisers.values()
     return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(WITH_SIGNALS)))

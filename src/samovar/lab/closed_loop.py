@@ -218,9 +218,10 @@ class ClosedLoop:
         batches = runner.batches(self._session.tasks)[:count]
         with runner.under(Method(name, EXACT.family, attached=self._loop.on)) as make:
             for number, tasks in enumerate(batches):
-                self._session.report(f"{name}: {number * runner.batch} of {len(self._session.tasks)} images")
+                self._session.progress.say(f"{name}: {number * runner.batch} of {len(self._session.tasks)} images")
                 self._loop.begin(number)
                 make(tasks)
+                self._session.progress.add(len(tasks))
         return len(batches)
 
 

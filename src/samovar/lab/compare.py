@@ -21,6 +21,7 @@ from ..errors import SettingError
 from .image_runner import Task
 from .methods import QUANTISED, Method, plain
 from .session import Row, Session, save_images
+from .times import footnote, shown
 
 _WIDEST_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
 _INK, _PAPER, _DIM = (20, 20, 20), (255, 255, 255), (110, 110, 110)
@@ -56,8 +57,10 @@ def compare(session: Session, methods: Sequence[Method], folder: Path) -> Compar
     for method in methods:
         if keys.count(method.key) > 1:
             raise SettingError(f"{method.name!r} is given twice. Give each setting once.")
+    pairs = [each for method in methods for each in (method, *([method] if method.family != QUANTISED else []))]
+    session.progress.expect(all=session.work([plain(session.runner.steps), plain(1), *pairs]))
     exact = session.exact()
-    save_images(session.exact_images(), folder / "exact")
+    save_images(session.exact_images(), folder / "exact", fps=session.runner.fps)
     one = session.measure(plain(1), folder / "plain-1")
     rows, folders = [exact], [folder / "exact"]
     for number, method in enumerate(methods, start=1):
@@ -77,10 +80,13 @@ def compare(session: Session, methods: Sequence[Method], folder: Path) -> Compar
 
 def same_time_steps(exact: Row, one: Row, row: Row) -> int:
     """Number of plain steps that take as long as a setting. `one` is a run of one plain step, which shows the time of
-    text encoders and VAE: they take the same time whatever is skipped."""
-    each = (exact.seconds - one.seconds) / max(1, exact.steps - 1)
-    steps = 1 + (row.seconds - one.seconds) / each if each > 0 else exact.steps / row.speedup
-    return max(1, min(exact.steps - 1, round(steps)))
+    text encoders and VAE: they take the same time whatever is skipped. As many steps as it computes take no longer."""
+    least = exact.steps / (row.explained or row.saving)
+    steps = least
+    if row.seconds is not None and exact.seconds is not None and one.seconds is not None:
+        each = (exact.seconds - one.seconds) / max(1, exact.steps - 1)
+        steps = 1 + (row.seconds - one.seconds) / each if each > 0 else least
+    return max(1, min(exact.steps - 1, round(max(least, steps))))
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, str]:
@@ -88,13 +94,15 @@ def figures(row: Mapping[str, Any]) -> dict[str, str]:
     if "problem" in row:
         return {"method": row["method"], **dict.fromkeys(("computed", "speedup", "PSNR dB", "SSIM", "LPIPS"), "-")}
     is_exact = row["family"] == "exact"
+    motion = {"motion dB": "" if is_exact else f"{row['motion']:.2f}"} if "motion" in row else {}
     return {
         "method": row["method"],
         "computed": f"{row['computed']:g}",
-        "speedup": f"{row['speedup']:.2f}x",
+        "speedup": shown(row["speedup"], row.get("explained")),
         "PSNR dB": "" if is_exact else f"{row['psnr']:.2f}",
         "SSIM": "" if is_exact else f"{row['ssim']:.4f}",
         "LPIPS": "" if is_exact else f"{row['lpips']:.5f}",
+        **motion,
     }
 
 
@@ -133,7 +141,10 @@ def page(comparison: Comparison, title: str) -> str:
             {
                 "name": row.method,
                 # JSON knows no NaN, and one would leave the page empty.
-                "figures": [[round(v, 5) if math.isfinite(v) else None for v in quality] for quality in row.images],
+                "figures": [
+                    [round(v, 5) if math.isfinite(v) else None for v in quality if v is not None]
+                    for quality in row.images
+                ],
                 "images": [
                     f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
                     for file in comparison.files(number)
@@ -145,10 +156,12 @@ def page(comparison: Comparison, title: str) -> str:
     lines = [figures(row.to_dict()) for row in comparison.rows]
     head = "".join(f"<th>{name}</th>" for name in lines[0])
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in line.values())}</tr>" for line in lines)
+    marks = "<br>".join(map(html.escape, footnote([row.to_dict() for row in comparison.rows])))
+    notes = f'<tfoot><tr><td colspan="{len(lines[0])}">{marks}</td></tr></tfoot>' if marks else ""
     text = (resources.files(__package__) / "data" / "compare.html").read_text(encoding="utf-8")
     filled = {
         "TITLE": html.escape(title),
-        "TABLE": f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>",
+        "TABLE": f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>{notes}",
         # No "<" at all: "</script>" would end the script, and "<!--<script>" would keep it from ending.
         "DATA": json.dumps(data).replace("<", "\\u003c"),
     }
@@ -157,12 +170,13 @@ def page(comparison: Comparison, title: str) -> str:
 
 def _label(row: Row) -> list[str]:
     if row.family == "exact":
-        return [f"exact, {row.steps} steps", f"{row.seconds / len(row.images):.2f} s per image"]
+        return [f"exact, {row.steps} steps", *([] if row.seconds is None else [f"{row.seconds:.2f} s per image"])]
+    moves = "" if row.quality.motion is None else f", motion {row.quality.motion:.1f} dB"
     return [
         row.method,
-        f"{row.computed:g} computed, {row.speedup:.2f}x",
+        f"{row.computed:g} computed, {shown(row.speedup, row.explained)}",
         f"PSNR {row.quality.psnr:.1f} dB, SSIM {row.quality.ssim:.3f}",
-        f"LPIPS {row.quality.lpips:.5f}",
+        f"LPIPS {row.quality.lpips:.5f}{moves}",
     ]
 
 

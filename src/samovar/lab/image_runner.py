@@ -12,6 +12,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..arch import find_anatomy, find_denoisers
@@ -85,7 +86,8 @@ class Batch(NamedTuple):
     """The images of one call."""
 
     images: torch.Tensor
-    """(N, 3, height, width) with values from 0 to 1, as float32, not rounded."""
+    """(N, 3, height, width), or (N, frames, 3, height, width) of videos, with values from 0 to 1, as float32, not
+    rounded."""
     seconds: float
     forwards: float
     """Computed forwards of the denoisers, for an image on average."""
@@ -123,9 +125,9 @@ class ImageRunner:
         self.model, self.batch, self.device = model, batch, self._worker.device
         self.pipeline.set_progress_bar_config(disable=True)
         self._facts = self._worker.facts
-        if self._facts.output.kind != "image":
-            message = f"{self._facts.class_name} makes {self._facts.output}; the lab compares images."
-            raise ModelError(f"{message} Use a model that makes images.")
+        if self._facts.output.kind == "audio":
+            message = f"{self._facts.class_name} makes {self._facts.output}; the lab compares images and videos."
+            raise ModelError(f"{message} Use a model that makes these.")
         self.params = self._facts.completed(Request("", params))
         if self.params.num_inference_steps is None:
             takes = inspect.signature(self.pipeline.__call__).parameters
@@ -228,12 +230,23 @@ class ImageRunner:
         """Make everything load that the first call of this size would wait for."""
         self._call(tasks, min(2, self.steps))
 
+    @property
+    def fps(self) -> float | None:
+        """Frames per second of its videos."""
+        return self._facts.fps(self.params)
+
     def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
-        call = self._facts.check(Request("", self.params)) | {"num_inference_steps": steps, "output_type": "pt"}
+        is_video = self._facts.output.kind == "video"
+        how = {"num_inference_steps": steps, "output_type": "np" if is_video else "pt"}
+        call = self._facts.check(Request("", self.params)) | how
         output = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
         images = getattr(output, self._facts.output.field)
-        if not isinstance(images, torch.Tensor) or images.ndim != 4:
-            raise ModelError(f"{type(self.pipeline).__name__} makes no images, so there is nothing to compare.")
+        if is_video and len(images):  # (N, frames, height, width, 3), or a list of videos.
+            images = torch.stack([torch.as_tensor(np.asarray(video)) for video in images]).movedim(-1, -3)
+        if not isinstance(images, torch.Tensor) or images.ndim != (5 if is_video else 4):
+            raise ModelError(
+                f"{type(self.pipeline).__name__} makes no {'videos' if is_video else 'images'} to compare."
+            )
         return images.detach().float()
 
     def _now(self) -> float:

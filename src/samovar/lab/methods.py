@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cache import CacheChoice, PipelineStats
+from ..cache import CacheChoice, PipelineStats, TunedFor
 from ..compose import attach
 from ..engine.quantize import QuantizationSetting
 from ..errors import SettingError
@@ -73,11 +73,19 @@ def quantised(setting: QuantizationSetting) -> Method:
     return Method(f"{words} weights", QUANTISED, {"quantization": plain_setting}, quantization=setting)
 
 
-def cached(backend: str, settings: Mapping[str, Any], name: str | None = None, family: str | None = None) -> Method:
+def cached(
+    backend: str,
+    settings: Mapping[str, Any],
+    name: str | None = None,
+    family: str | None = None,
+    tuned_for: TunedFor | None = None,
+) -> Method:
     """One of Samovar's caches."""
 
     @contextlib.contextmanager
     def attached(pipeline: Any) -> Iterator[Notes]:
+        if tuned_for is not None:
+            tuned_for.check(pipeline)
         with attach(pipeline, cache={"backend": backend, **settings}) as handle:
             yield lambda: _notes(handle.stats().cache)
 
@@ -106,6 +114,7 @@ def _notes(stats: Any) -> dict[str, Any] | None:
 
 def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
     """The method of a setting for `attach(cache=...)`."""
+    tuned_for = TunedFor.read(cache)
     if is_file_name(cache):
         cache = read_settings(cache, "cache")  # type: ignore[arg-type]
     choice = CacheChoice.read(cache)
@@ -114,4 +123,5 @@ def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
             f"cache={cache!r} means no cache: exact images are always made. Leave it out.", param="cache"
         )
     settings = cache.items() if isinstance(cache, Mapping) else ()
-    return cached(choice.backend, {name: value for name, value in settings if name != "backend"})
+    own = {name: value for name, value in settings if name != "backend"}
+    return cached(choice.backend, own, tuned_for=tuned_for)

@@ -1,4 +1,4 @@
-"""How close is an image to the exact one? PSNR, SSIM and LPIPS."""
+"""How close is an image or a video to the exact one? PSNR, SSIM and LPIPS, and of a video how it moves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ..errors import SettingError
 
 HIGHEST_PSNR = 100.0
 """In dB. Closer images, and equal ones, count as this, so that averages stay finite."""
+_FRAMES = 16
+"""Frames of a video that are looked at together."""
 _WINDOW, _SIGMA = 11, 1.5
 _K1, _K2 = 0.01, 0.03
 
 
 class Quality(NamedTuple):
-    """One image compared with the exact one."""
+    """One image compared with the exact one; of a video, the mean over its frames."""
 
     psnr: float
     """In dB; higher is closer."""
@@ -28,24 +30,48 @@ class Quality(NamedTuple):
     """At most 1; higher is closer."""
     lpips: float
     """At least 0; lower is closer."""
+    motion: float | None = None
+    """PSNR of the differences from frame to frame in dB, of a video: it is low where things flicker or move otherwise,
+    even if each frame is close."""
+
+    @property
+    def is_finite(self) -> bool:
+        return all(value is None or math.isfinite(value) for value in self)
 
 
 def measure(images: torch.Tensor, exact: torch.Tensor) -> list[Quality]:
-    """The quality of each image; both tensors are (N, 3, height, width) with values from 0 to 1."""
-    if images.shape != exact.shape or images.ndim != 4 or images.shape[1] != 3:
+    """The quality of each image or video; both tensors are (N, 3, height, width), or of videos (N, frames, 3, height,
+    width), with values from 0 to 1."""
+    if images.shape != exact.shape or images.ndim not in (4, 5) or images.shape[-3] != 3:
         raise SettingError(
             f"Images of shape {tuple(images.shape)} and {tuple(exact.shape)} cannot be compared; expected two equal "
-            "shapes (N, 3, height, width)."
+            "shapes (N, 3, height, width) or (N, frames, 3, height, width)."
         )
     with torch.no_grad():
         images, exact = images.float(), exact.to(images.device).float()
+        if images.ndim == 5:
+            return [_measure_video(*pair) for pair in zip(images, exact, strict=True)]
         columns = [metric(images, exact).tolist() for metric in (psnr, ssim, lpips)]
     return [Quality(*row) for row in zip(*columns, strict=True)]
 
 
+def _measure_video(frames: torch.Tensor, exact: torch.Tensor) -> Quality:
+    parts = [slice(first, first + _FRAMES) for first in range(0, len(frames), _FRAMES)]
+    mean = average([quality for part in parts for quality in measure(frames[part], exact[part])])
+    changes = psnr(frames.diff(dim=0).flatten(0, 1)[None], exact.diff(dim=0).flatten(0, 1)[None])
+    return mean._replace(motion=changes.item() if len(frames) > 1 else None)
+
+
 def average(qualities: Sequence[Quality]) -> Quality:
     """The mean of each metric."""
-    return Quality(*(sum(column) / len(column) for column in zip(*qualities, strict=True)))
+    columns = zip(*qualities, strict=True)
+    return Quality(*(None if None in column else sum(column) / len(column) for column in columns))  # type: ignore[arg-type]
+
+
+def exactly_equal(images: torch.Tensor) -> list[Quality]:
+    """The quality of the exact images or videos themselves."""
+    moves = images.ndim == 5 and images.shape[1] > 1
+    return [Quality(HIGHEST_PSNR, 1.0, 0.0, HIGHEST_PSNR if moves else None)] * len(images)
 
 
 def psnr_of_mean_error(qualities: Sequence[Quality]) -> float:

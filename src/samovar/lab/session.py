@@ -9,17 +9,26 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import SettingError
 from ..files import read_json, reading
+from ..media import Video, save
 from . import metrics
 from .image_runner import Batch, ImageRunner, Task
 from .methods import EXACT, Method
 from .metrics import Quality
+from .times import Progress, speed_of, time_alone
+
+_STRIP = 4
+"""Frames on the picture of a video."""
+_USUAL_SHARE = 0.5
+"""Of steps that a cache computes, for an estimate of the time."""
 
 
 class Journal:
@@ -111,10 +120,10 @@ class Row:
     """Number of steps of the sampler."""
     computed: float
     """How many of them were computed, averaged over branches and images."""
-    seconds: float
-    """For all images, including text encoders and VAE."""
-    speedup: float
-    """Measured, relative to the exact images."""
+    seconds: float | None
+    """Of an image made alone, with text encoders and VAE: the median. None if nothing was timed."""
+    speedup: float | None
+    """Measured, relative to exact images made beside it."""
     quality: Quality
     """The average."""
     images: tuple[Quality, ...]
@@ -123,6 +132,8 @@ class Row:
     """The method's notes on the first batch; for one of our caches, which steps it computed."""
     exact_steps: int | None = None
     """Number of steps of the exact images, if other than `steps`."""
+    explained: float | None = None
+    """The highest speed-up that the computed forwards of the timed images explain; None if they do not tell."""
 
     @property
     def saving(self) -> float:
@@ -137,8 +148,8 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `each` holds the figures of the images, one list per metric."""
         rest = {name: value for name, value in asdict(self).items() if name not in ("quality", "images")}
-        columns = zip(Quality._fields, zip(*self.images, strict=True), strict=True)
-        means = {name: round(value, 7) for name, value in self.quality._asdict().items()}
+        means = {name: round(value, 7) for name, value in self.quality._asdict().items() if value is not None}
+        columns = zip(means, zip(*self.images, strict=True), strict=False)
         return {**rest, **means, "each": {name: [round(v, 7) for v in column] for name, column in columns}}
 
 
@@ -152,17 +163,27 @@ class Session:
         journal: Journal,
         name: str = "",
         report: Callable[[str], None] = lambda text: None,
+        *,
+        timed: int = 0,
+        progress: Progress | None = None,
     ) -> None:
-        """`name` distinguishes sessions that share a journal. `report` receives lines about the progress."""
+        """`name` distinguishes sessions that share a journal. `report` receives lines about the progress; or give the
+        progress that several sessions share. `timed` is the number of images by which methods are timed."""
+        if type(timed) is not int or timed < 0:
+            raise SettingError(f"timed={timed!r}; expected a number of images, 0 or more.", param="timed")
         self.runner, self.tasks, self.journal = runner, list(tasks), journal
-        self._name, self.report = name, report
+        self.progress = progress or Progress(report)
+        self.timed = timed
+        self._name = name
         self._exact: Row | None = None
         self._exact_forwards = 0
+        self._exact_seconds: float | None = None
+        """Of the exact image that was timed last."""
         self._is_warm = False
 
     def exact(self, watched: Method | None = None) -> Row:
         """The exact images, with which all others are compared: made when first needed, and again to be watched.
-        Watching takes time, so the time of a watched run is not compared with any other."""
+        Watching takes time, so a watched run is not timed."""
         if watched is None and self._exact is not None:
             return self._exact
         method = watched or EXACT
@@ -188,7 +209,16 @@ class Session:
             self.exact()
         return torch.cat([self._reference(number) for number in range(len(self.runner.batches(self.tasks)))])
 
-    def _key(self, method: Method, number: int) -> str:
+    def work(self, methods: Sequence[Method]) -> float:
+        """About how much it is to measure these, in exact images."""
+        alone = 0 if self._times_batches() or not self.timed else self.timed + 1
+        return sum(self._share(method) * (len(self.tasks) + alone) + bool(self.timed) for method in methods)
+
+    def _share(self, method: Method) -> float:
+        """About how much of an exact image a method computes."""
+        return _USUAL_SHARE if method.steps is None else method.steps / self.runner.steps
+
+    def _key(self, method: Method, number: int | str) -> str:
         return f"{self._name} {method.key} {number}".strip()
 
     def _reference(self, number: int) -> torch.Tensor:
@@ -197,54 +227,104 @@ class Session:
     def _batches(self, method: Method, is_exact: bool, folder: Path | None = None) -> list[dict[str, Any]]:
         batches = self.runner.batches(self.tasks)
         keys = [self._key(method, number) for number in range(len(batches))]
-        if not all(key in self.journal for key in keys):
+        times = self._key(method, "times") if self.timed and (not is_exact or method is EXACT) else ""
+        known = [key for key in keys if key in self.journal]
+        self.progress.add(self._share(method) * len(known) * self.runner.batch, is_made=False)
+        if len(known) < len(keys) or (times and times not in self.journal):
             if not self._is_warm:
-                self.report("warming up")
+                self.progress.say("warming up")
                 self.runner.warm_up(batches[0])
                 self._is_warm = True
+            before = self._exact_seconds or (self._time_exact() if times and not is_exact else None)
             with self.runner.under(method) as make:
                 for number, (key, tasks) in enumerate(zip(keys, batches, strict=True)):
-                    self.report(f"{method.name}: {number * self.runner.batch} of {len(self.tasks)} images")
+                    self.progress.say(f"{method.name}: {number * self.runner.batch} of {len(self.tasks)} images")
                     if key not in self.journal:
                         self._record(number, key, make(tasks), is_exact, folder)
+                found = self._alone(method, make, keys) if times else {}
+            if times and is_exact:
+                self._exact_seconds = found["seconds"][-1]
+            if times:
+                self.journal.record(times, {**found, "exact": [] if is_exact else [before, self._time_exact()]})
         return [self.journal[key] for key in keys]
+
+    def _times_batches(self) -> bool:
+        """Whether each image is made alone anyway, and enough of them after the first."""
+        return self.runner.batch == 1 and len(self.tasks) > self.timed
+
+    def _alone(
+        self, method: Method, make: Callable[[Sequence[Task]], Batch], keys: Sequence[str]
+    ) -> dict[str, list[float]]:
+        """The times of images made alone under a method that is on."""
+        if self._times_batches():
+            made = [self.journal[key] for key in keys[1 : 1 + self.timed]]
+            return {name: [one[name] for one in made] for name in ("seconds", "forwards")}
+        self.progress.say(f"{method.name}: timing {self.timed} images")
+        found = time_alone(make, self.tasks, self.timed)
+        self.progress.add((self.timed + 1) * self._share(method))
+        return found
+
+    def _time_exact(self) -> float:
+        """The seconds of an exact image made alone now."""
+        with self.runner.under(EXACT) as make:
+            self._exact_seconds = make(self.tasks[:1]).seconds
+        self.progress.add(1)
+        return self._exact_seconds
 
     def _record(self, number: int, key: str, made: Batch, is_exact: bool, folder: Path | None) -> None:
         if is_exact:
             if self._exact is None:  # Otherwise other methods were already compared with the saved ones.
                 self.journal.save_images(f"{self._name or 'exact'}-{number}", made.images)
-            qualities = [Quality(metrics.HIGHEST_PSNR, 1.0, 0.0)] * len(made.images)
+            qualities = metrics.exactly_equal(made.images)
         else:
             qualities = metrics.measure(made.images, self._reference(number))
         if folder is not None:
-            save_images(made.images, folder, number * self.runner.batch)
+            save_images(made.images, folder, number * self.runner.batch, self.runner.fps)
         value = {"seconds": made.seconds, "forwards": made.forwards, "notes": made.notes}
         self.journal.record(key, {**value, "qualities": [list(quality) for quality in qualities]})
+        each = self._exact_forwards / len(self.runner.batches(self.tasks))
+        self.progress.add(len(made.images) * (1.0 if is_exact else made.forwards / each))
 
     def _row(self, method: Method, batches: list[dict[str, Any]], exact: Row | None) -> Row:
         qualities = [Quality(*values) for batch in batches for values in batch["qualities"]]
-        seconds = sum(batch["seconds"] for batch in batches)
         forwards = sum(batch["forwards"] for batch in batches)
+        speed: tuple[float | None, float | None, float | None] = (None, None if exact else 1.0, None)
+        if self.timed and (exact is not None or method is EXACT):
+            own, all_exact = (self.journal[self._key(one, "times")] for one in (method, EXACT))
+            speed = speed_of(own, all_exact)
+            if exact is None:
+                speed = speed[0], 1.0, 1.0
+            elif method.quantization is not None:  # Its forwards are not those of the exact weights.
+                speed = *speed[:2], None
         return Row(
             method.name if exact else EXACT.name,
             method.family,
             dict(method.settings),
             method.steps or self.runner.steps,
             round(self.runner.steps * forwards / self._exact_forwards, 2),
-            seconds,
-            exact.seconds / seconds if exact else 1.0,
+            speed[0],
+            speed[1],
             metrics.average(qualities),
             tuple(qualities),
             batches[0]["notes"] if exact else None,
             self.runner.steps,
+            speed[2],
         )
 
 
-def save_images(images: torch.Tensor, folder: Path, first: int = 0) -> None:
-    """Write images (N, 3, height, width) with values from 0 to 1 as numbered PNG files."""
+def save_images(images: torch.Tensor, folder: Path, first: int = 0, fps: float | None = None) -> None:
+    """Write images (N, 3, height, width) with values from 0 to 1 as numbered PNG files; of videos (N, frames, 3,
+    height, width) a strip of frames, and beside it the video."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
-    pixels = (images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    pixels = (images.clamp(0, 1) * 255).round().byte().movedim(-3, -1).cpu().numpy()
     for number, image in enumerate(pixels, start=first):
+        if image.ndim == 4:
+            suffix = (
+                ".mp4" if find_spec("av") is not None and not any(side % 2 for side in image.shape[1:3]) else ".gif"
+            )
+            save(Video(image, fps or 16.0), folder / f"{number}{suffix}")
+            places = [round(place * (len(image) - 1) / (_STRIP - 1)) for place in range(_STRIP)]
+            image = np.concatenate([image[place] for place in dict.fromkeys(places)], axis=1)
         Image.fromarray(image).save(folder / f"{number}.png")

@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, get_args
 
 from ..errors import SettingError, nearest
+from .closed_loop import PASSES
 from .image_runner import Task, check_disjoint
 from .methods import PLAIN, Method, cached, plain
 from .metrics import Quality
@@ -209,17 +210,42 @@ def tune(tuning: Session, testing: Session, target: Target, refinements: int = 0
     schedule to try on images."""
     check_disjoint(tuning.tasks, testing.tasks)
     target.check_steps(tuning.runner.steps)
+    progress = tuning.progress
+    progress.expect(**_expected(tuning, testing, target, refinements))
     search = _Search(tuning, target)
+    tuning.exact()
+    progress.begin("thresholds")
     search.try_thresholds()
+    progress.begin("rhythms")
     search.try_rhythms()
+    progress.begin("schedules")
     planner = search.try_schedules()
+    progress.begin("refinements")
     if refinements and "schedule" in search.best().settings:
         search.refine(planner, refinements)
+    progress.begin("plain")
     search.try_plain()
+    progress.begin("testing")
     best = search.best()
     held_out = testing.measure(search.methods[best.method])
     baseline = testing.measure(plain(max(1, round(best.computed))))
     return Tuned(target, best, held_out, baseline, list(search.tried.values()), tuning.runner.steps)
+
+
+def _expected(tuning: Session, testing: Session, target: Target, refinements: int) -> dict[str, float]:
+    """About how much each stage has to make, in exact images. A stage may end early, and then the next begins."""
+    exact, usual = float(len(tuning.tasks)), tuning.work([cached("auto", {})])
+    fitted = PASSES * exact + usual  # Weights fitted in closed loop, and images made with them.
+    searched = 0.0 if target.metric == "speedup" else math.log2(tuning.runner.steps)
+    return {
+        "exact": exact,
+        "thresholds": sum(map(len, THRESHOLDS.values())) * usual,
+        "rhythms": len(INTERVALS) * usual,
+        "schedules": 2 * (exact + usual) + (2 + searched) * fitted,
+        "refinements": refinements * fitted,
+        "plain": usual,
+        "testing": testing.work([plain(tuning.runner.steps), *[cached("auto", {})] * 2]),
+    }
 
 
 class _Search:

@@ -1,6 +1,7 @@
 """What is a video or a sound, and how is it read from a file and written to one?"""
 
 from .reading import read_audio, read_image, read_media, read_video, upright, upright_size
+from .stills import spritesheet, thumbnail, webp
 from .values import Audio, Video
 from .writing import SUFFIXES, check_suffix, encode, numbered, save
 
@@ -16,6 +17,9 @@ __all__ = [
     "read_media",
     "read_video",
     "save",
+    "spritesheet",
+    "thumbnail",
     "upright",
     "upright_size",
+    "webp",
 ]

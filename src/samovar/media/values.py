@@ -35,7 +35,7 @@ class Audio:
         return float(self.samples.shape[1] / self.rate)
 
     def save(self, file: str | Path) -> Path:
-        """Write it as .wav, .flac, .mp3 or .ogg."""
+        """Write it as .wav, .flac, .mp3, .ogg, .opus, .aac, or .pcm: bare samples of 16 bits."""
         from .writing import save
 
         return save(self, file)

@@ -15,7 +15,7 @@ from .values import Audio, Video
 SUFFIXES = {
     "image": (".png", ".jpg", ".jpeg", ".webp"),
     "video": (".mp4", ".webm", ".gif"),
-    "audio": (".wav", ".flac", ".mp3", ".ogg"),
+    "audio": (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aac", ".pcm"),
 }
 """What each kind of output can be saved as; the first is the usual one."""
 
@@ -25,8 +25,12 @@ _CODECS = {
     ".flac": ("", {}, "flac"),
     ".mp3": ("", {}, "libmp3lame"),
     ".ogg": ("", {}, "libopus"),
+    ".opus": ("", {}, "libopus"),
+    ".aac": ("", {}, "aac"),
 }  # fmt: skip
 """Of the frames, with its options, and of the sound."""
+_CONTAINERS = {".opus": "ogg", ".aac": "adts"}
+"""Those that have another name than the suffix."""
 _WITHOUT = "Without it, videos can be saved as .gif and sounds as .wav."
 _FULL_SCALE = 2**15 - 1
 
@@ -77,6 +81,8 @@ def encode(output: Any, suffix: str) -> bytes:
     content = io.BytesIO()
     if isinstance(output, Audio) and suffix == ".wav":
         _write_wav(output, content)
+    elif isinstance(output, Audio) and suffix == ".pcm":
+        content.write(_levels(output))
     elif isinstance(output, Video) and suffix == ".gif":
         _write_gif(output, content)
     elif isinstance(output, (Audio, Video)):
@@ -84,6 +90,8 @@ def encode(output: Any, suffix: str) -> bytes:
     else:
         image = output if suffix in (".png", ".webp") else output.convert("RGB")
         image.save(content, {".jpg": "JPEG"}.get(suffix, suffix[1:].upper()))
+    if not content.tell():
+        raise SettingError(f"{output!r} is too short for {suffix}. Save it as .wav.", param="output")
     return content.getvalue()
 
 
@@ -92,8 +100,12 @@ def _write_wav(audio: Audio, content: io.BytesIO) -> None:
         file.setnchannels(len(audio.samples))
         file.setsampwidth(2)
         file.setframerate(audio.rate)
-        levels = (audio.samples.clip(-1, 1) * _FULL_SCALE).round().astype("<i2")
-        file.writeframes(levels.T.tobytes())
+        file.writeframes(_levels(audio))
+
+
+def _levels(audio: Audio) -> bytes:
+    """Of 16 bits, with those of all channels in turn."""
+    return (audio.samples.clip(-1, 1) * _FULL_SCALE).round().astype("<i2").T.tobytes()
 
 
 def _write_gif(video: Video, content: io.BytesIO) -> None:
@@ -107,7 +119,7 @@ def _write_gif(video: Video, content: io.BytesIO) -> None:
 def _write_container(output: Audio | Video, content: io.BytesIO, suffix: str) -> None:
     av = load_av(f"To write {suffix} files", _WITHOUT)
     codec, options, sound_codec = _CODECS[suffix]
-    with av.open(content, "w", format=suffix[1:]) as container:
+    with av.open(content, "w", format=_CONTAINERS.get(suffix, suffix[1:])) as container:
         audio = output if isinstance(output, Audio) else output.audio
         pictures = None
         if isinstance(output, Video):

@@ -1,4 +1,4 @@
-"""Which addresses does the server answer? OpenAI's for images, probes and metrics, and the page."""
+"""Which addresses does the server answer? OpenAI's for images, videos and sound, probes and metrics, and the page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from starlette.types import ASGIApp
 from .. import __version__
 from .api_errors import ApiError, ErrorBody
 from .app_state import AppState
-from .bodies import EditBody, GenerationBody, request_schema
+from .asking import FORM, JSON
+from .audio import TYPES, Sounds
+from .bodies import AudioBody, EditBody, GenerationBody, RemixBody, SpeechBody, VideoBody, request_schema
 from .guard import Guard
 from .images import Images
 from .metrics import Metrics
 from .responses import EventBody, ImagesBody
+from .video_jobs import VARIANTS
+from .videos import DeletedVideo, VideoData, VideoList, Videos
 
 _PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _STARTED = int(time.time())
+_Answers = dict[int | str, dict[str, Any]]
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -32,6 +37,8 @@ def create_app(state: AppState) -> ASGIApp:
     metrics = Metrics(state.omni.status)
     app = FastAPI(title="Samovar", version=__version__, docs_url=None, redoc_url=None)
     _add_images(app, state)
+    _add_videos(app, state)
+    _add_sounds(app, state)
     _add_models(app, state)
     _add_probes(app, state, metrics)
     _add_page(app)
@@ -43,27 +50,60 @@ def create_app(state: AppState) -> ASGIApp:
 def _add_images(app: FastAPI, state: AppState) -> None:
     images = Images(state)
     stream = {"content": {"text/event-stream": {"schema": EventBody.model_json_schema()}}}
-    for path, handler, media_type, body in (
-        ("generations", images.generate, "application/json", GenerationBody),
-        ("edits", images.edit, "multipart/form-data", EditBody),
+    answer: _Answers = {200: {"model": ImagesBody, **stream}}
+    forms = {"image": True, **dict.fromkeys(("mask", "control_image"), False)}
+    limits = state.config.limits
+    for path, handler, content in (
+        ("generations", images.generate, {JSON: request_schema(GenerationBody, limits)}),
+        ("edits", images.edit, {FORM: request_schema(EditBody, limits, forms)}),
     ):
-        schema = request_schema(body, state.config.limits)
-        app.add_api_route(
-            f"/v1/images/{path}",
-            handler,
-            methods=["POST"],
-            openapi_extra={"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}},
-            responses={
-                200: {"model": ImagesBody, **stream},
-                **_errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504, 507),
-            },
-            response_model=None,
-        )
+        _add_post(app, f"/v1/images/{path}", handler, content, answer)
+
+
+def _add_videos(app: FastAPI, state: AppState) -> None:
+    videos, limits = Videos(state), state.config.limits
+    schema = request_schema(VideoBody, limits)
+    files = dict.fromkeys(("input_reference", "last_image", "mask", "control_image"), False)
+    both = {JSON: schema, FORM: request_schema(VideoBody, limits, files)}
+    made: _Answers = {200: {"content": {"video/mp4": {}}}}
+    _add_post(app, "/v1/videos", videos.create, both, {200: {"model": VideoData}})
+    _add_post(app, "/v1/videos/sync", videos.create_now, both, made)
+    remix = {JSON: RemixBody.model_json_schema()}
+    _add_post(app, "/v1/videos/{video_id}/remix", videos.remix, remix, {200: {"model": VideoData}})
+    images: _Answers = {200: {"content": {kind: {} for _, kind in VARIANTS.values()}}}
+    routes: tuple[tuple[str, str, Callable[..., Any], _Answers], ...] = (
+        ("/v1/videos", "GET", videos.page, {200: {"model": VideoList}}),
+        ("/v1/videos/{video_id}", "GET", videos.retrieve, {200: {"model": VideoData}}),
+        ("/v1/videos/{video_id}", "DELETE", videos.delete, {200: {"model": DeletedVideo}}),
+        ("/v1/videos/{video_id}/content", "GET", videos.content, images),
+    )
+    for path, method, handler, answer in routes:
+        errors = _errors(400, 401, 403, 404, 503)
+        app.add_api_route(path, handler, methods=[method], responses={**answer, **errors}, response_model=None)
+
+
+def _add_sounds(app: FastAPI, state: AppState) -> None:
+    sounds = Sounds(state)
+    answer: _Answers = {200: {"content": {kind: {} for kind in TYPES.values()}}}
+    for path, handler, body in (("generate", sounds.generate, AudioBody), ("speech", sounds.speak, SpeechBody)):
+        _add_post(app, f"/v1/audio/{path}", handler, {JSON: request_schema(body, state.config.limits)}, answer)
+
+
+def _add_post(app: FastAPI, path: str, handler: Callable[..., Any], content: dict[str, Any], answers: _Answers) -> None:
+    bodies = {media_type: {"schema": schema} for media_type, schema in content.items()}
+    app.add_api_route(
+        path,
+        handler,
+        methods=["POST"],
+        openapi_extra={"requestBody": {"required": True, "content": bodies}},
+        responses={**answers, **_errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504, 507)},
+        response_model=None,
+    )
 
 
 def _add_models(app: FastAPI, state: AppState) -> None:
     def described(name: str) -> dict[str, Any]:
-        model = {"id": name, "object": "model", "created": _STARTED, "owned_by": "samovar"}
+        model = {"id": name, "object": "model", "created": _STARTED, "owned_by": "samovar", **_made(state)}
         return model | {"parent": state.model_name} if name in state.adapters else model
 
     @app.get("/v1/models", responses=_errors(401, 403))
@@ -83,7 +123,8 @@ def _add_models(app: FastAPI, state: AppState) -> None:
 
 def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
     def report(problem: str | None, *, is_well: bool) -> Response:
-        body = {"status": problem or "ok", "model": state.model_name, "restarts": state.omni.status().restarts}
+        restarts = state.omni.status().restarts
+        body = {"status": problem or "ok", "model": state.model_name, "restarts": restarts, **_made(state)}
         return JSONResponse(body, 200 if is_well else 503)
 
     async def live() -> dict[str, str]:
@@ -155,6 +196,11 @@ def _errors(*codes: int) -> dict[int | str, Any]:
     return {code: {"model": ErrorBody} for code in codes}
 
 
+def _made(state: AppState) -> dict[str, str]:
+    """What the model makes, once it is known."""
+    return {"output": str(state.omni.output)} if state.is_loaded else {}
+
+
 def _status(state: AppState) -> dict[str, Any]:
     """What the page shows: the model, its limits, and how busy it is."""
     return {
@@ -164,6 +210,8 @@ def _status(state: AppState) -> dict[str, Any]:
         "problem": state.problem(),
         "defaults": state.omni.defaults.given() if state.is_loaded else {},
         "can_edit": state.omni.can_edit if state.is_loaded else False,
+        "output": state.omni.output.kind if state.is_loaded else None,
+        "inputs": state.omni.facts.inputs.takes if state.is_loaded else (),
         "is_cached": state.is_cached,
         "adapters": state.adapters,
         "limits": asdict(state.config.limits),

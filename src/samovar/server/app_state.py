@@ -6,18 +6,26 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ModelError, SamovarError, SettingError, nearest
+from ..engine import Request
+from ..errors import SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
 from ..tolerances import read_tolerance
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders
-from .memory import Ledger
+from .extents import check_extent, extent_of
+from .memory import BYTES_PER_PIXEL, Ledger
+from .options import find_options
 from .settings import ServerConfig
+
+if TYPE_CHECKING:
+    from .video_jobs import VideoJobs
 
 _TOLERANCES = {"high": "high", "hd": "high", "low": "fast"}
 """What OpenAI's qualities stand for; "auto", "medium" and "standard" are what the server was started with."""
+
+_ADDRESSES = {"image": "/v1/images/generations", "video": "/v1/videos", "audio": "/v1/audio/generate"}
 
 log = logging.getLogger("samovar.server")
 
@@ -29,15 +37,11 @@ class AppState:
     phase: Literal["loading", "serving", "draining"] = "loading"
     is_loaded: bool = False
     """Whether the model's facts are known. A server may drain before it has loaded."""
+    keeps_jobs: bool = True
+    """Whether videos can be asked for as jobs: by all clients of one server, so not by those of many replicas."""
 
     def open(self) -> None:
-        """Take requests, once the engine has started. Refused if the model makes no images, or if its own defaults
-        exceed the limits."""
-        if self.omni.output.kind != "image":
-            raise ModelError(
-                f"{self.omni.config.model!r} makes {self.omni.output}, and the server serves images. Use samovar "
-                "generate or Omni for it."
-            )
+        """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
         defaults, limits = self.omni.defaults, self.config.limits
         pixels = (defaults.width or 0) * (defaults.height or 0)
         steps, images = defaults.num_inference_steps or 0, defaults.num_outputs_per_prompt or 0
@@ -53,17 +57,41 @@ class AppState:
                     f"smaller default: {remedy}.",
                     param=option,
                 )
+        try:
+            check_extent(extent_of(self.omni.facts, Request("")), self.omni.facts, limits)
+        except SettingError as error:
+            raise SettingError(f"The model's defaults are above a limit. {error}", param=error.param) from error
         for name in set(self.adapters) & set(self.model_names):
             message = f"The adapter {name!r} has the name of the model. Rename it, or give another --served-model-name."
             raise SettingError(message, param="lora")
-        self.is_loaded, self.phase = True, "serving"
-        if self.omni.can_edit:
+        self.is_loaded = True
+        if self.has_jobs:
+            self.video_jobs.open()
+        self.phase = "serving"
+        if self.omni.can_edit or self.omni.output.kind == "video":
             self.body_readers.warm()
 
     def drain(self) -> None:
         """Take no more requests, and end those that are not in the queue yet."""
         self.phase = "draining"
         self.body_readers.close()
+
+    async def close(self) -> None:
+        """Let what runs finish within `shutdown_timeout_s`, refuse what waits, and end the engine. Videos that were not
+        made stay in their folder, for the next server."""
+        await self.omni.close(self.config.shutdown_timeout_s)
+        if self.is_loaded and self.has_jobs:
+            await self.video_jobs.close()
+
+    @property
+    def has_jobs(self) -> bool:
+        return self.keeps_jobs and self.omni.output.kind == "video"
+
+    @cached_property
+    def video_jobs(self) -> VideoJobs:
+        from .video_jobs import VideoJobs  # It needs this file.
+
+        return VideoJobs(self)
 
     @cached_property
     def bodies(self) -> Ledger:
@@ -72,8 +100,20 @@ class AppState:
 
     @cached_property
     def images(self) -> Ledger:
-        """Images that wait to be edited, or were made and are not sent yet."""
-        return Ledger(self.config.memory_bytes - self.bodies.most, "images")
+        """Images that wait to be edited, and what was made and is not sent or stored yet."""
+        most = self.config.memory_bytes - self.bodies.most
+        if self.is_loaded and self.omni.output.kind == "video" and self.config.max_memory is None:
+            most = max(most, BYTES_PER_PIXEL * self.config.limits.max_video_pixels)
+        return Ledger(most, "images")
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Other arguments of the pipeline that a request may set, and whether each is text."""
+        return self._options if self.is_loaded else {}
+
+    @cached_property
+    def _options(self) -> dict[str, bool]:
+        return find_options(self.omni.facts)
 
     @cached_property
     def body_readers(self) -> BodyReaders:
@@ -154,8 +194,16 @@ class AppState:
             message = "The server is shutting down before its model was loaded."
             raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
 
+    def check_kind(self, kind: str) -> None:
+        """Refuse a request for something else than the model makes."""
+        made = self.omni.output.kind if self.is_loaded else kind
+        if made != kind:
+            message = f"The model {self.model_name!r} makes {self.omni.output}. Ask for it at {_ADDRESSES[made]}."
+            raise ApiError(400, message, param="model", code="unsupported_model")
+
     def check_can_edit(self) -> None:
         """Refuse edits early, before the body is read. The queue has the last word on its length."""
+        self.check_kind("image")
         if self.phase == "serving" and not self.omni.can_edit:
             message = f"The model {self.model_name!r} only makes images from text; it cannot edit."
             raise ApiError(400, message, param="image", code="unsupported_model")

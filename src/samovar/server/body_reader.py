@@ -23,7 +23,9 @@ from python_multipart.multipart import create_form_parser, parse_options_header
 
 MAX_SCANS = 100
 """Of a JPEG, as in libjpeg's own tools. Each passes over all pixels, and an empty one takes 16 bytes."""
-MAX_TEXTS, MAX_FILES = 40, 4
+MAX_TEXTS, MAX_FILES = 40, 16
+SEVERAL = ("image", "image[]")
+"""Files that may be given more than once."""
 JSON = "application/json"
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _LONG, _MAX_OUTSIDE = 1000, 2**14
@@ -50,6 +52,8 @@ class Task(NamedTuple):
     """Of one text."""
     cpu_s: float
     """Time to compute. Above it the process ends."""
+    files: tuple[str, ...] = ("image", "image[]")
+    """Names that files may have."""
 
 
 def read_object(content: bytes) -> dict[str, Any]:
@@ -100,34 +104,29 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_form(task: Task, body: bytes) -> tuple[dict[str, str], PIL.Image.Image]:
-    """The texts and the image of a form."""
+def read_form(task: Task, body: bytes) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
+    """The texts and the files of a form."""
     texts, files = _parts(task, body)
     check_long(texts, task.max_characters)
-    for name in files:
-        if name == "mask":
-            message = "A separate mask is not supported. Instead, make the area to redraw transparent in the image."
-            raise Refused(message, "mask", "unsupported_value")
-        if name not in ("image", "image[]"):
-            raise Refused(f"{name[:50]!r} is not a known file.", name[:100], "unknown_field")
-    if len(files) != 1:
-        raise Refused(f"{len(files)} images were sent; expected one.", "image", "invalid_value")
-    (content,) = files.values()
-    return texts, read_image(content, task.max_pixels)
+    for name, _ in files:
+        if name not in task.files:
+            known = ", ".join(each for each in task.files if not each.endswith("[]"))
+            raise Refused(f"{name[:50]!r} is not a known file. Expected {known}.", name[:100], "unknown_field")
+    return texts, files
 
 
-def read_image(content: bytes, max_pixels: int) -> PIL.Image.Image:
+def read_image(content: bytes, max_pixels: int, name: str = "image") -> PIL.Image.Image:
     """The pixels of an image; transparency is kept, as some models redraw what is transparent."""
     try:
         image = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
     except (OSError, ValueError, SyntaxError, LookupError) as error:
-        raise _bad_image("image is not a readable PNG, JPEG or WebP file.") from error
+        raise _bad_image(f"{name} is not a readable PNG, JPEG or WebP file.", name) from error
     if image.width * image.height > max_pixels:
-        message = f"image is {image.width}x{image.height}; the limit is {max_pixels:,} pixels. Send a smaller one."
-        raise Refused(message, "image", "image_above_limit")
+        message = f"{name} is {image.width}x{image.height}; the limit is {max_pixels:,} pixels. Send a smaller one."
+        raise Refused(message, name, "image_above_limit")
     # In the data of a scan no byte FF is followed by DA, so each pair begins one, but for a few within metadata.
     if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > MAX_SCANS:
-        raise _bad_image(f"image has more than {MAX_SCANS} scans. Save it as an ordinary JPEG.")
+        raise _bad_image(f"{name} has more than {MAX_SCANS} scans. Save it as an ordinary JPEG.", name)
     try:
         is_transparent = "A" in image.getbands() or "transparency" in image.info
         turned = _turned(image)
@@ -135,9 +134,10 @@ def read_image(content: bytes, max_pixels: int) -> PIL.Image.Image:
             turned = turned.convert("I").point(lambda level: level * (255 / 65535)).convert("L")
         return turned.convert("RGBA" if is_transparent else "RGB")
     except MemoryError as error:
-        raise _bad_image("image needs more memory than is allowed. Save it without metadata, or smaller.") from error
+        message = f"{name} needs more memory than is allowed. Save it without metadata, or smaller."
+        raise _bad_image(message, name) from error
     except (OSError, ValueError, SyntaxError, LookupError) as error:
-        raise _bad_image("image is damaged: its pixels cannot be decoded.") from error
+        raise _bad_image(f"{name} is damaged: its pixels cannot be decoded.", name) from error
 
 
 def _turned(image: PIL.Image.Image) -> PIL.Image.Image:
@@ -148,32 +148,36 @@ def _turned(image: PIL.Image.Image) -> PIL.Image.Image:
         return image
 
 
-def _bad_image(message: str) -> Refused:
-    return Refused(message, "image", "invalid_image")
+def _bad_image(message: str, name: str) -> Refused:
+    return Refused(message, name, "invalid_image")
 
 
-def _parts(task: Task, body: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Everything in a form, by name."""
+def _parts(task: Task, body: bytes) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
+    """Everything in a form, with its name."""
     charset = parse_options_header(task.content_type)[1].get(b"charset", b"utf-8")
     if charset.lower() not in (b"utf-8", b"utf8"):
         raise Refused(f"The form is in the charset {charset[:40].decode('latin-1')!r}. Send UTF-8.")
     texts: dict[str, str] = {}
-    files: dict[str, bytes] = {}
+    files: list[tuple[str, bytes]] = []
 
-    def note(found: dict[str, Any], most: int, name: str, value: Any) -> None:
-        if name in texts or name in files:
+    def check(name: str, *, is_file: bool = False) -> None:
+        is_there = name in texts or any(name == other for other, _ in files)
+        if is_there and not (is_file and name in SEVERAL and name not in texts):
             raise Refused(f"The field {name[:50]!r} is given twice.", name[:100])
-        if len(found) == most:
-            raise Refused(f"The form has more than {most} {'texts' if found is texts else 'files'}.")
-        found[name] = value
+        for found, most, what in ((texts, MAX_TEXTS, "texts"), (files, MAX_FILES, "files")):
+            if len(found) == most and is_file == (found is files):
+                raise Refused(f"The form has more than {most} {what}.")
 
     def on_text(field: Any) -> None:
         name = _text(field.field_name, "The name of a field")
-        note(texts, MAX_TEXTS, name, _text(field.value or b"", f"The field {name[:50]!r}"))
+        check(name)
+        texts[name] = _text(field.value or b"", f"The field {name[:50]!r}")
 
     def on_file(file: Any) -> None:
+        name = _text(file.field_name, "The name of a file")
+        check(name, is_file=True)
         file.file_object.seek(0)
-        note(files, MAX_FILES, _text(file.field_name, "The name of a file"), file.file_object.read())
+        files.append((name, file.file_object.read()))
 
     try:  # In memory, as there is a limit on that; a disk may be full.
         parser = create_form_parser(
@@ -198,27 +202,43 @@ def _text(value: bytes, what: str) -> str:
 
 
 def serve_bodies(source: BinaryIO, sink: BinaryIO) -> None:
-    """Read tasks until there are no more."""
+    """Read tasks until there are no more. The answer to one is a frame for each image, which its pixels follow, and a
+    last one with the values, or with what is wrong."""
     while frame := source.read(FRAME.size):
         task = Task(*json.loads(source.read(*FRAME.unpack(frame))))
-        body, pixels = source.read(task.num_bytes), b""
+        body = source.read(task.num_bytes)
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s)  # SIGPROF ends the process.
         try:
-            if task.content_type == JSON:
-                answer: dict[str, Any] = {"values": check_long(read_object(check_flat(body)), task.max_characters)}
-            else:
-                texts, image = read_form(task, body)
-                answer = {"values": texts, "mode": image.mode, "size": image.size}
-                pixels = image.tobytes()
-                del image
+            answer: dict[str, Any] = {"values": _read(task, body, sink)}
         except Refused as error:
             answer = {"message": error.message, "param": error.param, "code": error.code}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        header = json.dumps(answer).encode()
-        sink.write(FRAME.pack(len(header)) + header)
-        sink.write(pixels)
+        _write(sink, answer)
         sink.flush()
-        del body, pixels  # Not while waiting for the next one.
+        del body  # Not while waiting for the next one.
+
+
+def _read(task: Task, body: bytes, sink: BinaryIO) -> dict[str, Any]:
+    """The values of a body, after its images have been written."""
+    if task.content_type == JSON:
+        return check_long(read_object(check_flat(body)), task.max_characters)
+    texts, files = read_form(task, body)
+    left = 2 * task.max_pixels  # Of all together: an image and its mask.
+    while files:
+        name, content = files.pop(0)
+        image = read_image(content, task.max_pixels, name)
+        left -= image.width * image.height
+        if left < 0:
+            message = f"All images together have more than {2 * task.max_pixels:,} pixels. Send fewer or smaller ones."
+            raise Refused(message, name, "image_above_limit")
+        _write(sink, {"name": name, "mode": image.mode, "size": image.size}, image.tobytes())
+    return texts
+
+
+def _write(sink: BinaryIO, answer: dict[str, Any], pixels: bytes = b"") -> None:
+    header = json.dumps(answer).encode()
+    sink.write(FRAME.pack(len(header)) + header)
+    sink.write(pixels)
 
 
 def limit_memory(allowed: int) -> None:

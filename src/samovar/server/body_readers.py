@@ -29,7 +29,9 @@ _LONG_OBJECT = 2**15
 """Bytes of JSON that take two milliseconds to parse, whatever they are."""
 _WALL_S = 30.0
 """The limit is on computing; a process that waits for the processor for this long has other troubles."""
-Answer = tuple[dict[str, Any], Image | None] | ApiError
+Files = dict[str, list[Image]]
+"""The images of a form, by name."""
+Answer = tuple[dict[str, Any], Files] | ApiError
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
@@ -60,18 +62,19 @@ class BodyReaders:
         except Refused as error:
             raise _refusal(error.message, error.param, error.code) from error
 
-    async def read_form(self, content_type: str, parts: list[bytes]) -> tuple[dict[str, str], Image]:
-        """The texts and the image of a form."""
-        texts, image = await self._read(content_type, parts)
-        assert image is not None
-        return texts, image
+    async def read_form(
+        self, content_type: str, parts: list[bytes], names: tuple[str, ...] = Task._field_defaults["files"]
+    ) -> tuple[dict[str, str], Files]:
+        """The texts and the images of a form, whose files may have these names."""
+        return await self._read(content_type, parts, names)
 
-    async def _read(self, content_type: str, parts: list[bytes]) -> tuple[dict[str, Any], Image | None]:
+    async def _read(
+        self, content_type: str, parts: list[bytes], names: tuple[str, ...] = ()
+    ) -> tuple[dict[str, Any], Files]:
         """What a body holds; its parts are released. Cancelling the caller ends the reading too."""
-        limits = self._limits
-        task = Task(
-            content_type, sum(map(len, parts)), limits.max_pixels, limits.max_prompt_characters, limits.max_body_s
-        )
+        limits, size = self._limits, sum(map(len, parts))
+        most = limits.max_pixels, limits.max_prompt_characters, limits.max_body_s
+        task = Task(content_type, size, *most, names)
         async with self._place(task.num_bytes > (_LARGE_OBJECT if content_type == JSON else _LARGE)):
             self._check_open()
             self.warm()
@@ -149,17 +152,19 @@ class _Reader:
             for part in _emptied(parts):
                 sink.write(part)
             sink.flush()
-            (length,) = FRAME.unpack(_exactly(source, FRAME.size))
-            answer: dict[str, Any] = json.loads(_exactly(source, length))
-            if "message" in answer:
-                return _refusal(answer["message"], answer["param"], answer["code"])
-            if "mode" not in answer:
-                return answer["values"], None
-            mode, (width, height) = answer["mode"], answer["size"]
-            if mode not in ("RGB", "RGBA") or width * height > task.max_pixels:
-                raise ValueError(f"{mode} {width}x{height}")
-            pixels = _exactly(source, width * height * len(mode))
-            return answer["values"], PIL.Image.frombytes(mode, (width, height), pixels)
+            files: Files = {}
+            while True:
+                (length,) = FRAME.unpack(_exactly(source, FRAME.size))
+                answer: dict[str, Any] = json.loads(_exactly(source, length))
+                if "message" in answer:
+                    return _refusal(answer["message"], answer["param"], answer["code"])
+                if "values" in answer:
+                    return answer["values"], files
+                mode, (width, height) = answer["mode"], answer["size"]
+                if mode not in ("RGB", "RGBA") or width * height > task.max_pixels:
+                    raise ValueError(f"{mode} {width}x{height}")
+                pixels = _exactly(source, width * height * len(mode))
+                files.setdefault(answer["name"], []).append(PIL.Image.frombytes(mode, (width, height), pixels))
         except (OSError, ValueError, LookupError) as error:
             raise self._end_error(self.join()) from error
 
@@ -180,7 +185,7 @@ class _Reader:
         if code == -signal.SIGPROF:
             return ApiError(400, _too_slow(self._limits), code="body_too_slow")
         if code > 0 or -code in _CRASHES:
-            message = "image is damaged, or needs too much memory: its pixels cannot be decoded."
+            message = "An image is damaged, or needs too much memory: its pixels cannot be decoded."
             return ApiError(400, message, param="image", code="invalid_image")
         message = "The process that read the body was ended. Try again."
         return ApiError(503, message, code="worker_restarted", headers={"Retry-After": "1"})

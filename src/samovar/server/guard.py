@@ -21,8 +21,9 @@ OPEN_PATHS = ("/live", "/health", "/ready", "/")
 """No key is needed for probes, and for the page, which asks for the key itself."""
 
 _HEADERS = {
-    # The page neither loads nor sends anything elsewhere; images come as data.
+    # The page neither loads nor sends anything elsewhere; images come as data, videos and sounds as blobs.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "media-src 'self' blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -45,7 +46,7 @@ class Guard:
             self._inner = CORSMiddleware(
                 self._check_key,
                 allow_origins=list(config.cors_origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],  # OpenAI's client sends a dozen of its own.
                 expose_headers=["x-request-id", "retry-after"],
             )

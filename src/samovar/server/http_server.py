@@ -41,7 +41,7 @@ async def serve(state: AppState, on_listening: Callable[[str], None], on_ready: 
                 await _ended_before(answering, stop)
             state.drain()
             # What waits is refused, and what runs may finish.
-            await state.omni.close(state.config.shutdown_timeout_s)
+            await state.close()
             return 0
     finally:
         state.body_readers.close()

@@ -30,7 +30,7 @@ class Metrics(Collector):
 
     def count(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a response. Only known methods and routes become labels, so clients cannot invent them without end."""
-        known = method if method in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+        known = method if method in ("GET", "POST", "DELETE", "HEAD", "OPTIONS") else "other"
         self._requests.labels(known, route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
@@ -40,7 +40,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         gauges = {
-            "samovar_ready": ("Whether images can be made now", float(status.is_ready)),
+            "samovar_ready": ("Whether requests are taken now", float(status.is_ready)),
             "samovar_requests_queued": ("Requests in the queue", status.queued),
             "samovar_requests_running": ("Requests that run", status.running),
             "samovar_memory_bytes": ("Memory of the workers", status.memory_bytes),
@@ -52,7 +52,7 @@ class Metrics(Collector):
             "samovar_step_seconds": ("Time in denoising steps; divide by samovar_steps", status.step_seconds),
             "samovar_steps": ("Denoising steps", status.step_count),
             "samovar_bytes_moved": ("Bytes of weights moved by offload", status.bytes_moved),
-            "samovar_images": ("Images made", status.images),
+            "samovar_images": ("Images, videos and sounds made", status.images),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)

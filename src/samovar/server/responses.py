@@ -18,7 +18,7 @@ from ..engine import GenerationResult, Preview, Progress, Started
 from .bodies import ImageBody
 
 _PIXELS_PER_TOKEN = 16 * 16
-_PIECE = 3 * 2**16
+PIECE = 3 * 2**16
 """Bytes of a file that are sent at once; a multiple of three, so that base64 goes on."""
 
 
@@ -54,7 +54,7 @@ def images_pieces(body: ImageBody, result: GenerationResult, extra: dict[str, An
         "output_format": body.format,
         "size": _size(result.images[0]),
         "usage": _usage(body, result),
-        "samovar": _details(result) | extra,
+        "samovar": details_of(result) | extra,
     }
     yield to_json(shared, inf_nan_mode="null")[:-1] + b', "data": ['
     for index, (image, seed) in enumerate(zip(result.images, result.seeds, strict=True)):
@@ -76,7 +76,7 @@ def preview_event(prefix: str, body: ImageBody, preview: Preview, index: int) ->
 
 def completed_events(prefix: str, body: ImageBody, result: GenerationResult, extra: dict[str, Any]) -> Iterator[bytes]:
     """One event for each image, in pieces. Slow: use a thread."""
-    shared = {"usage": _usage(body, result), "samovar": _details(result) | extra}
+    shared = {"usage": _usage(body, result), "samovar": details_of(result) | extra}
     for index, (image, seed) in enumerate(zip(result.images, result.seeds, strict=True)):
         yield from _image_event(f"{prefix}.completed", body, image, {"seed": seed, "image_index": index} | shared)
 
@@ -86,7 +86,7 @@ def gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
     small: list[bytes] = []
     for piece in pieces:
         small.append(piece)
-        if sum(map(len, small)) >= _PIECE:
+        if sum(map(len, small)) >= PIECE:
             yield b"".join(small)
             small.clear()
     if small:
@@ -102,7 +102,7 @@ def _size(image: Image) -> str:
     return f"{image.width}x{image.height}"
 
 
-def _details(result: GenerationResult) -> dict[str, Any]:
+def details_of(result: GenerationResult) -> dict[str, Any]:
     """What OpenAI's form has no place for."""
     return {
         "seconds": round(result.seconds, 4),
@@ -150,6 +150,6 @@ def _image_pieces(image: Image, body: ImageBody) -> Iterator[bytes]:
         image.convert("RGB").save(file, body.format.upper(), quality=quality)
     content = file.getbuffer()
     yield b', "b64_json": "'
-    for first in range(0, len(content), _PIECE):
-        yield base64.b64encode(content[first : first + _PIECE])
+    for first in range(0, len(content), PIECE):
+        yield base64.b64encode(content[first : first + PIECE])
     yield b'"}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -27,11 +28,17 @@ class Limits:
     """Of one image, made or sent."""
     max_steps: int = 200
     max_images: int = 10
+    max_frames: int = 513
+    """Of one video."""
+    max_seconds: int = 300
+    """Of one video or sound."""
+    max_video_pixels: int = 2**27
+    """Of one video, in all its frames: 145 of 1280x720."""
     max_prompt_characters: int = 32_000
     max_json_bytes: int = 2**20
     """Of a JSON body: the longest prompt fits, even with every character escaped."""
     max_upload_bytes: int = 32 * 2**20
-    """Of a form with an image."""
+    """Of a form with images."""
     max_body_s: int = 3
     """Seconds of processor time for reading a body and decoding its image."""
 
@@ -78,6 +85,13 @@ class ServerConfig:
     max_memory: str | int | None = None
     """What bodies (a quarter) and images may take in memory, such as "2GiB"; by default 1 GiB, or what the largest
     allowed request needs. Above it, requests get 503."""
+    jobs: str | Path | None = None
+    """The folder of videos and of the requests for them, which outlives the server; by default one for each model in
+    ~/.local/state/samovar/jobs, or where XDG_STATE_HOME says."""
+    job_expiry_s: float = 86_400.0
+    """How long a video is kept after it was made."""
+    max_job_disk: str | int = "10GiB"
+    """What all videos in that folder may take together."""
 
     @classmethod
     def read(cls, settings: Mapping[str, Any], file: str | Path | None = None) -> ServerConfig:
@@ -125,7 +139,12 @@ class ServerConfig:
             message = f"max_memory={self.max_memory!r} is too little for the largest allowed request, which needs"
             remedy = "Raise it, or lower max_pixels, max_images or max_upload_bytes."
             raise SettingError(f"{message} {self._least_memory:,} bytes. {remedy}", param="max_memory")
-        for name, least in (("request_timeout_s", "more than 0"), ("shutdown_timeout_s", "0 or more")):
+        parse_bytes(self.max_job_disk, "max_job_disk")
+        for name, least in (
+            ("request_timeout_s", "more than 0"),
+            ("shutdown_timeout_s", "0 or more"),
+            ("job_expiry_s", "more than 0"),
+        ):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and 0 <= value < float("inf")
             if not is_number or (value == 0 and least == "more than 0"):
@@ -141,6 +160,13 @@ class ServerConfig:
         """For one request: its body in three quarters of a quarter, and its images, with one to edit, in the rest."""
         images = BYTES_PER_PIXEL * self.limits.max_pixels * (self.limits.max_images + 1)
         return max(16 * (self.limits.max_upload_bytes + 2**20) // 3, -(-4 * images // 3))
+
+    def jobs_folder(self, model_name: str) -> Path:
+        """`jobs`, or the usual one of a model."""
+        if self.jobs is not None:
+            return Path(self.jobs).expanduser()
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        return state / "samovar" / "jobs" / re.sub(r"[^\w.-]", "_", model_name)
 
     def known_hosts(self) -> frozenset[str] | None:
         """The hosts a request may name; None for any. On a local server another name may be a page's DNS rebinding."""

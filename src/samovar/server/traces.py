@@ -32,7 +32,7 @@ def account_of(job: Job) -> dict[str, Any]:
         if isinstance(event, Started):
             account["queue_s"] = round(event.seconds_queued, 4)
         elif isinstance(event, Done):
-            account |= {"generate_s": round(event.result.seconds, 4), "images": len(event.result.images)}
+            account |= {"generate_s": round(event.result.seconds, 4), "images": len(event.result.outputs)}
             if event.result.lora:
                 account["lora"] = ",".join(adapter.name for adapter in event.result.lora)
         elif isinstance(event, Failed):

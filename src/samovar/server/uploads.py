@@ -14,12 +14,13 @@ _STALL_S = 1.0
 """How long a sender may pause while memory is short."""
 
 
-def check_type(request: Request, expected: str) -> None:
-    """Refuse another kind of body. A page of another site could send some kinds without a preflight."""
+def check_type(request: Request, *expected: str) -> str:
+    """The kind of a body; others are refused. A page of another site could send some kinds without a preflight."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != expected:
-        message = f"Content-Type must be {expected}, not {kind[:80]!r}."
+    if kind not in expected:
+        message = f"Content-Type must be {' or '.join(expected)}, not {kind[:80]!r}."
         raise ApiError(415, message, code="unsupported_media_type")
+    return kind
 
 
 async def receive_body(request: Request, max_bytes: int, hold: Hold) -> list[bytes]:

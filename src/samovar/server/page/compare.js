@@ -2,7 +2,7 @@
 
 export class Compare {
   constructor() {
-    for (const id of ["canvas", "first", "second", "split", "tag-left", "tag-right"]) {
+    for (const id of ["canvas", "first", "second", "split", "tag-left", "tag-right", "film", "sound"]) {
       this[id] = document.getElementById(id);
     }
     this.split.addEventListener("input", () => this.place());
@@ -10,7 +10,24 @@ export class Compare {
 
   clear() {
     this.canvas.classList.add("is-empty");
-    for (const id of ["first", "second", "split", "tag-left", "tag-right"]) this[id].hidden = true;
+    for (const id of ["first", "second", "split", "tag-left", "tag-right", "film", "sound"]) this[id].hidden = true;
+    for (const player of [this.film, this.sound]) {
+      player.pause();
+      URL.revokeObjectURL(player.src);
+      player.removeAttribute("src");
+    }
+  }
+
+  // A video or a sound, from its file.
+  play(blob, alt) {
+    this.clear();
+    const player = blob.type.startsWith("video/") ? this.film : this.sound;
+    this.canvas.classList.remove("is-empty");
+    player.src = URL.createObjectURL(blob);
+    player.setAttribute("aria-label", alt);
+    player.hidden = false;
+    this.film.onloadedmetadata = () => this.canvas.style.setProperty("aspect-ratio", `${this.film.videoWidth} / ${this.film.videoHeight}`);
+    if (player === this.film) player.play().catch(() => {}); // A browser may want a click first.
   }
 
   working(is) { this.canvas.classList.toggle("is-working", is); }

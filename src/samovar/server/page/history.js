@@ -1,4 +1,6 @@
-// What was made before? Kept in this browser (IndexedDB), never on the server.
+// What was made before? Images and sounds are kept in this browser (IndexedDB); videos are jobs of the server.
+
+import { listVideos, readContent } from "./api.js";
 
 const MOST = 60;
 
@@ -30,6 +32,19 @@ export class History {
     this.forget.addEventListener("click", () => this.clear());
   }
 
+  // The server's videos, with those of other clients. Each thumbnail is fetched once.
+  async loadJobs() {
+    const known = new Map(this.entries.map((entry) => [entry.id, entry]));
+    this.forget.hidden = true;
+    this.entries = await Promise.all((await listVideos()).map(async (job) => {
+      const before = known.get(job.id);
+      const image = before?.cached.image ?? (job.status === "completed" ? URL.createObjectURL(await readContent(job.id, "thumbnail")) : null);
+      return { id: job.id, job, request: { prompt: job.prompt, ...job.samovar.request }, cached: { image, word: job.status.replace("_", " ") } };
+    }));
+    this.draw(this.current);
+    this.forget.hidden = true;
+  }
+
   async load() {
     this.entries = ((await act("readonly", (store) => store.getAll())) || []).sort((a, b) => b.id - a.id);
     this.draw();
@@ -49,15 +64,15 @@ export class History {
   }
 
   draw(current) {
+    this.current = current;
     this.empty.hidden = this.entries.length > 0;
     this.forget.hidden = this.entries.length === 0;
     this.list.replaceChildren(...this.entries.map((entry) => {
       const item = document.createElement("li");
       const button = document.createElement("button");
-      const image = document.createElement("img");
-      image.src = entry.cached.image;
-      image.alt = entry.request.prompt;
-      image.loading = "lazy";
+      const image = document.createElement(entry.cached.image ? "img" : "span");
+      if (entry.cached.image) Object.assign(image, { src: entry.cached.image, alt: entry.request.prompt, loading: "lazy" });
+      else Object.assign(image, { className: "word", textContent: entry.cached.word });
       button.type = "button";
       button.title = entry.request.prompt;
       button.setAttribute("aria-current", String(entry.id === current));

@@ -1,8 +1,9 @@
 // What happens when something is pressed? The form, the stage and the request, put together.
 
-import { ServerError, apiKey, generate, readStatus, setApiKey } from "./api.js";
+import { ServerError, apiKey, deleteVideo, generate, readContent, readStatus, setApiKey } from "./api.js";
 import { Compare, psnr } from "./compare.js";
 import { History } from "./history.js";
+import { makeSound, makeVideo } from "./making.js";
 import { curl, python } from "./snippets.js";
 import { Timeline } from "./timeline.js";
 
@@ -12,6 +13,8 @@ const history = new History(recall);
 let server = null;
 let running = null;
 let language = "curl";
+let isShown = false;
+let shownJob = null;
 
 // ---------------------------------------------------------------------------------------------- the server
 
@@ -44,10 +47,21 @@ function showServer() {
   if ($("lora").options.length !== server.adapters.length + 1) {
     $("lora").replaceChildren(new Option("none", ""), ...server.adapters.map((name) => new Option(name, name)));
   }
-  const canCompare = server.is_cached;
+  const isVideo = server.output === "video";
+  if (!isShown && server.output) {
+    isShown = true;
+    $("length").hidden = server.output === "image";
+    for (const side of document.querySelectorAll(".side")) side.hidden = server.output === "audio";
+    $("compare-row").hidden = server.output !== "image";
+    $("upload").hidden = !server.can_edit || server.output === "audio";
+    $("mask-row").hidden = !server.inputs.includes("mask_image");
+    if (isVideo) $("history-empty").textContent = "Videos that this server makes are here until they expire.";
+    (isVideo ? history.loadJobs() : history.load()).catch(showError);
+  }
+  const canCompare = server.is_cached && server.output === "image";
   $("compare").disabled = !canCompare;
   if (!canCompare) $("compare").checked = false;
-  $("compare-hint").hidden = canCompare;
+  $("compare-hint").hidden = canCompare || server.output !== "image";
   $("compare-hint").textContent = "This server runs without a cache, so every image is exact.";
   drawSnippet();
 }
@@ -79,7 +93,7 @@ function readRequest() {
   const request = { prompt: $("prompt").value.trim() };
   const [width, height] = ["width", "height"].map((id) => $(id).value || $(id).placeholder);
   if (($("width").value || $("height").value) && width && height) request.size = `${width}x${height}`;
-  for (const id of ["steps", "seed", "true-cfg", "guidance"]) {
+  for (const id of ["steps", "seed", "true-cfg", "guidance", "seconds"]) {
     if ($(id).value !== "") request[$(id).name] = Number($(id).value);
   }
   if ($("lora").value) {
@@ -97,14 +111,14 @@ function fillForm(request) {
   $("height").value = height;
   $("lora").value = request.lora?.name ?? "";
   $("lora-scale").value = request.lora?.scale ?? "";
-  for (const id of ["steps", "seed", "true-cfg", "guidance", "negative"]) $(id).value = request[$(id).name] ?? "";
+  for (const id of ["steps", "seed", "true-cfg", "guidance", "negative", "seconds"]) $(id).value = request[$(id).name] ?? "";
 }
 
 function drawSnippet() {
   const request = readRequest();
   if (!request.prompt) request.prompt = $("prompt").placeholder;
   const write = language === "curl" ? curl : python;
-  $("snippet").textContent = write(request, location.origin, Boolean(apiKey()));
+  $("snippet").textContent = write(request, location.origin, Boolean(apiKey()), server?.output ?? "image");
 }
 
 function chooseLanguage(name) {
@@ -139,13 +153,18 @@ $("copy").addEventListener("click", async () => {
 
 // ---------------------------------------------------------------------------------------------- a run
 
-// One image; its events move the stage. Resolves to what is kept of it.
+// One image; its events move the stage, which keeps what it shows until the first one. Resolves to what is kept.
 async function run(request, name, signal) {
   const steps = request.num_inference_steps || server?.defaults.num_inference_steps || 1;
-  const timeline = new Timeline($("timelines"), name, steps);
-  const made = { states: timeline.states, image: null, seconds: null, memory: null, seed: null, notes: [] };
+  const made = { states: [], image: null, seconds: null, memory: null, seed: null, notes: [] };
   const asked = { ...request, stream: true, partial_images: 3, progress: true };
-  await generate(asked, signal, (event) => {
+  let timeline = null;
+  await generate(asked, files(), signal, (event) => {
+    if (!timeline) {
+      if (name !== "exact") clearStage();
+      timeline = new Timeline($("timelines"), name, steps);
+      made.states = timeline.states;
+    }
     if (event.type === "samovar.progress") {
       timeline.add(event);
       $("go").textContent = `${name} ${event.step} / ${event.num_steps}`;
@@ -171,6 +190,8 @@ async function start() {
   const isCompared = $("compare").checked;
   prepare();
   try {
+    if (server?.output === "video") return await startVideo(request);
+    if (server?.output === "audio") return await startSound(request);
     const cached = await run(request, server?.is_cached ? "cached" : "steps", running.signal);
     const entry = { id: Date.now(), request: { ...request, seed: cached.seed }, cached, exact: null, psnr: null };
     showFigures(entry);
@@ -187,7 +208,86 @@ async function start() {
     $("stop").hidden = true;
     refresh();
   }
+  return undefined;
 }
+
+async function startVideo(request) {
+  let isNew = true;
+  const onJob = (job) => {
+    if (isNew) clearStage();
+    isNew = false;
+    $("legend").hidden = true;
+    $("go").textContent = job.status === "queued" ? "Waiting" : `${job.progress} %`;
+    if (history.current !== job.id) history.draw(job.id);
+  };
+  const onPreview = (image) => compare.showOne(URL.createObjectURL(image), `${request.prompt} (on its way)`);
+  try {
+    const { job, file } = await makeVideo(request, files(), running.signal, onJob, onPreview);
+    showJob(job, file);
+    $("spoken").textContent = `Done in ${job.samovar.seconds.toFixed(1)} seconds.`;
+  } finally {
+    await history.loadJobs();
+  }
+}
+
+function showJob(job, file) {
+  shownJob = job;
+  $("delete").hidden = false;
+  compare.play(file, job.prompt);
+  const { seconds, num_frames: frames, fps, notes, request } = job.samovar;
+  showRows([["time", `${seconds.toFixed(2)} s`], ["size", job.size], ["frames", `${frames} at ${fps}/s`], ["seed", String(request.seed)]]);
+  $("notes").textContent = notes.join(" · ");
+}
+
+async function startSound(request) {
+  const began = performance.now();
+  const file = await makeSound(request, running.signal);
+  clearStage();
+  const cached = { file, word: request.prompt, seconds: (performance.now() - began) / 1000, states: [], notes: [], seed: request.seed ?? "by chance" };
+  const entry = { id: Date.now(), request, cached, exact: null, psnr: null };
+  recall(entry, true);
+  await history.add(entry);
+}
+
+// What a client sends beside its words: an image, or several, and a mask.
+function files() {
+  if ($("upload").hidden) return [];
+  const name = server.output === "video" ? "input_reference" : $("image").files.length > 1 ? "image[]" : "image";
+  const images = [...$("image").files].map((file) => [name.replace("input_reference", $("image").files.length > 1 ? "image[]" : "input_reference"), file]);
+  return [...images, ...[...$("mask").files].map((file) => ["mask", file])];
+}
+
+function showGiven() {
+  for (const image of $("given").querySelectorAll("img")) URL.revokeObjectURL(image.src);
+  $("given").replaceChildren(...[...$("image").files, ...$("mask").files].map((file) => {
+    const item = document.createElement("li");
+    item.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: file.name }));
+    return item;
+  }));
+}
+
+for (const id of ["image", "mask"]) $(id).addEventListener("change", showGiven);
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  $("form").addEventListener(kind, (event) => {
+    if ($("upload").hidden || !event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    $("upload").classList.toggle("is-over", kind === "dragover");
+    if (kind === "drop") {
+      $("image").files = event.dataTransfer.files;
+      showGiven();
+    }
+  });
+}
+
+$("delete").addEventListener("click", async () => {
+  try {
+    await deleteVideo(shownJob.id);
+    clearStage();
+    await history.loadJobs();
+  } catch (error) {
+    showError(error);
+  }
+});
 
 // The other half of a comparison. If it fails or is cancelled, the image that is there stays.
 async function addExact(entry) {
@@ -206,15 +306,20 @@ async function addExact(entry) {
 
 function prepare() {
   $("problem").hidden = true;
+  $("go").disabled = true;
+  $("go").textContent = "Waiting";
+  $("stop").hidden = false;
+  compare.working(true);
+}
+
+// Only when something new is on its way: a request that is refused leaves what is there.
+function clearStage() {
   $("timelines").replaceChildren();
   $("figures").replaceChildren();
   $("notes").textContent = "";
   $("legend").hidden = false;
-  $("go").disabled = true;
-  $("go").textContent = "Waiting";
-  $("stop").hidden = false;
+  $("delete").hidden = true;
   compare.clear();
-  compare.working(true);
 }
 
 function showError(error) {
@@ -227,9 +332,26 @@ function showError(error) {
   $("problem").hidden = false;
 }
 
-function recall(entry) {
-  if (running) return;
+async function recall(entry, isNew = false) {
+  if (running && !isNew) return;
   fillForm(entry.request);
+  if (entry.job || entry.cached.file) {
+    clearStage();
+    $("legend").hidden = true;
+    $("problem").hidden = true;
+    drawSnippet();
+    try {
+      if (entry.cached.file) {
+        compare.play(entry.cached.file, entry.request.prompt);
+        showFigures(entry);
+      } else if (entry.job.status === "completed") showJob(entry.job, await readContent(entry.job.id, "video"));
+      else if (entry.job.error) showError(new ServerError(200, entry.job.error));
+    } catch (error) {
+      showError(error);
+    }
+    return;
+  }
+  compare.clear();
   $("timelines").replaceChildren();
   $("legend").hidden = false;
   $("problem").hidden = true;
@@ -250,6 +372,11 @@ function showFigures({ cached, exact, psnr: decibels }) {
   if (exact) rows.push(["likeness", decibels === Infinity ? "same bits" : `${decibels.toFixed(1)} dB`]);
   if (cached.memory) rows.push(["memory", bytes(cached.memory)]);
   rows.push(["seed", String(cached.seed)]);
+  showRows(rows);
+  $("notes").textContent = cached.notes.join(" · ");
+}
+
+function showRows(rows) {
   $("figures").replaceChildren(...rows.map(([name, value]) => {
     const box = document.createElement("div");
     const term = document.createElement("dt");
@@ -259,7 +386,6 @@ function showFigures({ cached, exact, psnr: decibels }) {
     box.append(term, text);
     return box;
   }));
-  $("notes").textContent = cached.notes.join(" · ");
 }
 
 const bytes = (count) => (count >= 2 ** 30 ? `${(count / 2 ** 30).toFixed(2)} GiB` : `${(count / 2 ** 20).toFixed(0)} MiB`);
@@ -274,6 +400,5 @@ addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running) running.abort();
 });
 
-history.load();
 refresh();
 setInterval(() => { if (!document.hidden && !$("key-dialog").open) refresh(); }, 3000);

@@ -1,14 +1,28 @@
 // How would a program ask for this? As curl and in Python, ready to be copied.
 
-const OPENAI = ["prompt", "model", "n", "size"];
+const OPENAI = ["prompt", "model", "n", "size", "input"];
+const CALLS = {
+  image: ["import base64", "answer = client.images.generate(", 'with open("out.png", "wb") as file:\n    file.write(base64.b64decode(answer.data[0].b64_json))'],
+  video: ["", "video = client.videos.create_and_poll(", 'client.videos.download_content(video.id).write_to_file("out.mp4")'],
+  audio: ["", 'answer = client.audio.speech.create(\n    model="", voice="auto", response_format="wav",', 'answer.write_to_file("out.wav")'],
+};
 
 // Within single quotes a shell reads all but the quote itself.
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-export function curl(request, origin, hasKey) {
-  const lines = [`curl -s ${origin}/v1/images/generations`, "-H 'Content-Type: application/json'"];
+const PATHS = { image: "/v1/images/generations", video: "/v1/videos/sync", audio: "/v1/audio/generate" };
+
+// A sound has other words for the same.
+const worded = ({ prompt, seconds, ...rest }, kind) => {
+  if (kind !== "audio") return { prompt, ...(seconds === undefined ? {} : { seconds }), ...rest };
+  return { input: prompt, ...(seconds === undefined ? {} : { audio_length: seconds }), ...rest };
+};
+
+export function curl(request, origin, hasKey, kind) {
+  const lines = [`curl -s ${origin}${PATHS[kind]}`, "-H 'Content-Type: application/json'"];
   if (hasKey) lines.push('-H "Authorization: Bearer $SAMOVAR_API_KEY"');
-  lines.push(`-d ${quoted(JSON.stringify(request))}`);
+  lines.push(`-d ${quoted(JSON.stringify(worded(request, kind)))}`);
+  if (kind !== "image") return [...lines, kind === "video" ? "-o out.mp4" : "-o out.wav"].join(" \\\n  ");
   const save = `python3 -c 'import base64, json, sys; open("out.png", "wb").write(base64.b64decode(json.load(sys.stdin)["data"][0]["b64_json"]))'`;
   return `${lines.join(" \\\n  ")} \\\n  | ${save}`;
 }
@@ -19,23 +33,24 @@ const literal = (value) => {
   return value === null ? "None" : JSON.stringify(value);
 };
 
-export function python(request, origin, hasKey) {
+export function python(asked, origin, hasKey, kind) {
+  const request = worded(asked, kind);
+  const [start, begin, save] = CALLS[kind];
   const own = Object.entries(request).filter(([name]) => !OPENAI.includes(name));
   const plain = Object.entries(request).filter(([name]) => OPENAI.includes(name));
   const call = plain.map(([name, value]) => `    ${name}=${literal(value)},`);
   if (own.length) call.push(`    extra_body={${own.map(([name, value]) => `"${name}": ${literal(value)}`).join(", ")}},`);
   const key = hasKey ? 'os.environ["SAMOVAR_API_KEY"]' : '"none"';
   return [
-    "import base64",
+    ...(start ? [start] : []),
     ...(hasKey ? ["import os"] : []),
-    "",
+    ...(start || hasKey ? [""] : []),
     "from openai import OpenAI",
     "",
     `client = OpenAI(base_url="${origin}/v1", api_key=${key})`,
-    "answer = client.images.generate(",
+    begin,
     ...call,
     ")",
-    'with open("out.png", "wb") as file:',
-    "    file.write(base64.b64decode(answer.data[0].b64_json))",
+    save,
   ].join("\n");
 }

@@ -1,0 +1,158 @@
+"""What do the lab's commands share? The model, the folder, the prompts, and the settings to measure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingError
+from ..files import is_file_name
+from . import arguments
+from .terminal import Status, aligned
+
+if TYPE_CHECKING:
+    from ..lab.image_runner import Task
+    from ..lab.methods import Method
+    from ..lab.session import Session
+
+
+class Experiment:
+    """A loaded model, an output folder, and the journal of an interrupted run."""
+
+    def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
+        from ..engine import OmniDiffusionSamplingParams
+        from ..lab.image_runner import ENGINE_SETTINGS, ImageRunner
+        from ..lab.session import Journal
+        from ..lab.times import Progress
+
+        params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
+        # What is compared with the exact images is no setting of theirs.
+        names = [name for name in ENGINE_SETTINGS if (options.command, name) != ("compare", "quantization")]
+        settings = arguments.given(options, ("batch", "dtype", "device")) | arguments.engine_settings(options, names)
+        self.runner = ImageRunner(arguments.model_of(options) or "emoji", params, **settings)
+        self.folder: Path = options.output or Path(options.command)
+        self._options, self._status = options, status
+        self._about = self.runner.about() | {"date": date.today().isoformat()}
+        self._journal = Journal(self.folder / "state", self.runner.about() | depends)
+        self._progress = Progress(status.update)
+        if len(self._journal):
+            status.note(f"resuming with {len(self._journal)} measurements from {self._journal.folder}")
+
+    def session(self, tasks: Sequence[Task], name: str = "", batch: int | None = None, timed: int = 0) -> Session:
+        from ..lab.session import Session
+
+        runner = self.runner if batch is None else self.runner.one_at_a_time()
+        return Session(runner, tasks, self._journal, name, timed=timed, progress=self._progress)
+
+    def origin(self, tasks: Sequence[Task]) -> str:
+        about = self._about
+        return (
+            f"samovar {self._options.command} of {about['model']}, {len(tasks)} images of {self.runner.steps} steps, "
+            f"{about['dtype']}, {about['date']}, samovar {about['samovar']}, diffusers {about['diffusers']}"
+        )
+
+    def finish(self, name: str, result: dict[str, Any]) -> None:
+        """Write the result, and only then delete the journal."""
+        self._result = json.dumps({"about": self._about, **result})
+        (self.folder / name).write_text(self._result + "\n", encoding="utf-8")
+        self._journal.delete()
+
+    def say(self, *lines: str) -> None:
+        """Print the result for programs, or these lines for people."""
+        if self._options.json or not self._options.quiet:
+            print(self._result if self._options.json else "\n".join(lines))
+
+
+@contextmanager
+def experiment(options: argparse.Namespace, **depends: Any) -> Iterator[Experiment]:
+    """`depends` are all settings that the figures depend on, besides the model's."""
+    with Status("loading the model", options.quiet) as status:
+        experiment = Experiment(options, status, depends)
+        try:
+            yield experiment
+        finally:
+            experiment.runner.close()
+
+
+def methods_of(options: argparse.Namespace) -> list[Method]:
+    from ..lab.methods import read_method
+
+    caches = options.cache or []
+    arguments.use_saved_steps(options, caches)
+    _use_saved_params(options, caches)
+    return [read_method(arguments.read_setting("cache", text)) for text in caches]
+
+
+def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> None:
+    """Take the guidance, the size and the rest from saved settings, unless they are given. Refuse those of another
+    model now, before it is loaded."""
+    from ..cache import TunedFor
+    from ..engine.models import fetch_model
+    from ..engine.request import saved_defaults
+
+    origins: dict[str, str] = {}
+    for file in filter(is_file_name, caches):
+        tuned_for = TunedFor.read(file)
+        if tuned_for is not None:
+            tuned_for.check_folder(fetch_model(arguments.model_of(options) or "emoji"))
+        for name, value in saved_defaults(file).given().items():
+            if name in origins and getattr(options, name) != value:
+                raise SettingError(
+                    f"{origins[name]!r} was tuned with {name}={getattr(options, name)!r} and {file!r} with {value!r}. "
+                    f"Say which: {name}.",
+                    param=name,
+                )
+            if getattr(options, name, value) is None:
+                setattr(options, name, value)
+                origins[name] = file
+    if origins and not options.quiet:
+        taken = ", ".join(f"{name}={getattr(options, name)!r}" for name in origins)
+        print(f"samovar: {taken}, as saved in {' and '.join(dict.fromkeys(origins.values()))}", file=sys.stderr)
+
+
+def tasks_of(options: argparse.Namespace, which: str = "") -> list[Task]:
+    from ..lab.image_runner import make_tasks, read_prompts
+
+    _check_prompts(options)
+    count = getattr(options, f"num_{which}prompts")
+    prompts = read_prompts(getattr(options, f"{which}prompts"), count)
+    if count is None:
+        prompts = prompts[: getattr(options, f"most_{which}prompts")]
+    first = options.first_seed + (100_000 if which else 0)  # Held-out images have their own noise too.
+    return make_tasks(prompts, getattr(options, f"{which}seeds"), first)
+
+
+def _check_prompts(options: argparse.Namespace) -> None:
+    """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
+    from ..builtin import BUILTIN_MODELS
+    from ..engine.models import find_model
+    from ..lab.image_runner import SHIPPED
+
+    model = arguments.model_of(options) or "emoji"
+    missing = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
+    if missing and find_model(model) != BUILTIN_MODELS["emoji"]:
+        asked = " and ".join(f"--{name.replace('_', '-')} FILE" for name in missing)
+        raise SettingError(
+            f"{model!r} needs prompts of its own kind, and the shipped ones are captions of emoji. Give {asked}, with "
+            "one prompt per line.",
+            param=missing[0],
+        )
+
+
+def disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
+    """Tasks for tuning, and others for testing."""
+    from ..lab.image_runner import check_disjoint
+
+    tasks, test_tasks = tasks_of(options), tasks_of(options, "test_")
+    check_disjoint(tasks, test_tasks)
+    return tasks, test_tasks
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return aligned(rows, right=range(1, 6))
