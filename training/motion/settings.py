@@ -27,7 +27,7 @@ class MotionConfig:
     vae_kl: float = 3e-5
     vae_noise: float = 0.2
     """Largest extra noise on the latents, in their own deviations: a decoder that forgives."""
-    flow_batch: int = 256
+    flow_batch: int = 512
     lr: float = 1e-3
     muon_lr: float = 2e-3
     warmup: int = 200

@@ -165,7 +165,7 @@ class ClipFlow(FlowStage):
         """Logit-normal times, one from each of `count` equally likely slices."""
         u = (torch.randperm(count, **draw) + torch.rand(count, **draw)) / count
         normal = math.sqrt(2) * torch.erfinv((2 * u - 1).clamp(-0.99999, 0.99999))
-        return torch.sigmoid(0.7 + 1.2 * normal)
+        return torch.sigmoid(0.4 + 1.2 * normal)
 
     def predict(self, w: dict[str, Tensor], batch: Batch) -> Tensor:
         noisy, t, ids, bias, _ = batch
