@@ -79,7 +79,7 @@ def under(cache: Callable[[torch.nn.Module, bool], None], skips: bool, then: Att
     return attach_it
 
 
-SIGNAL = gpu_cache.samovar().attach
+SIGNAL = gpu_cache.samovar(3).attach
 SCHEDULE = gpu_cache.samovar(scheduled=True).attach
 OUTPUT_SCHEDULE = gpu_cache.samovar(2, scheduled=True, forecast="linear", forecast_of="output").attach
 COMPUTE: dict[str, Attach] = {

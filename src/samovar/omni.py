@@ -103,7 +103,7 @@ class Omni:
 
     def explain(self) -> Explanation:
         """How weights are quantised, what is attached where, and why. Print it, or take `to_dict()`."""
-        return _explained(self._open().facts)
+        return self._open().explain()
 
     @overload
     def generate(

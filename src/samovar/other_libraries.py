@@ -5,10 +5,11 @@ Their marks are not part of any type and can only be read by name. The names sta
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,12 @@ def weak_memory(tensor: torch.Tensor) -> Any:
 
     refer: Any = reductions.StorageWeakRef
     return refer(tensor.untyped_storage())
+
+
+def end_pool(device: torch.device, pool: Any) -> None:
+    """Have torch no longer allocate in the memory pool of a capture that failed."""
+    with contextlib.suppress(RuntimeError):  # It does not.
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def num_dispatch_modes() -> int:
@@ -137,6 +144,41 @@ def attention_backend(module: torch.nn.Module) -> str | None:
     """The attention that was chosen by diffusers' `set_attention_backend`."""
     backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
     return None if backend is None else str(getattr(backend, "value", backend))
+
+
+def attention_backends() -> frozenset[str]:
+    """The names of diffusers' attention backends."""
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    return frozenset(backend.value for backend in AttentionBackendName)
+
+
+def use_attention(model: Any, name: str | None) -> Callable[[], None]:
+    """Use a backend of diffusers in one model, or its default; returns what restores it. RuntimeError, ImportError or
+    ValueError if it cannot be used here. diffusers would also make it the default of all other models."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    if not hasattr(model, "set_attention_backend"):
+        raise ValueError(f"a {type(model).__name__} is no model of diffusers, and has no choice of attention")
+    processors = [vars(module).get("processor") for module in model.modules()]
+    before = [(one, one._attention_backend) for one in processors if hasattr(one, "_attention_backend")]
+    if not before:
+        raise ValueError(f"{type(model).__name__} computes attention itself, and leaves no choice")
+    active = registry._active_backend
+
+    def restore() -> None:
+        for processor, backend in before:
+            processor._attention_backend = backend
+
+    if name is None:
+        for processor, _ in before:
+            processor._attention_backend = None
+        return restore
+    try:
+        model.set_attention_backend(name)
+    finally:
+        registry.set_active_backend(active)
+    return restore
 
 
 def declared_plans(model: Any) -> dict[str, Any]:

@@ -21,6 +21,15 @@ from .test_page import Visit, browser  # noqa: F401
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore")]
 
+KEEP_MASK = """() => {
+  const append = FormData.prototype.append;
+  FormData.prototype.append = function (name, value) {
+    if (name === "mask") window.sentMask = value;
+    return append.apply(this, arguments);
+  };
+}"""
+"""The browser does not tell what is in a form with files."""
+
 
 @pytest.fixture(scope="module")
 def films(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
@@ -132,6 +141,29 @@ def test_an_image_and_its_mask_are_sent(browser: Any, tmp_path: Path) -> None:  
         visit.wait_done()
         assert visit.page.is_hidden("#problem"), visit.page.inner_text("#problem")
         assert visit.page.locator("#history button").count() == 1
+        redrawn = visit.page.get_attribute("#first", "src")
+        visit.page.set_input_files("#mask", [])
+        visit.page.wait_for_selector("#paint:not([hidden])")
+        box = visit.page.locator("#paint").bounding_box()
+        assert box is not None
+        visit.page.mouse.move(box["x"] + 2, box["y"] + box["height"] / 2)
+        visit.page.mouse.down()
+        visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=5)
+        visit.page.mouse.up()
+        assert all(part in visit.page.inner_text("#snippet") for part in ("/v1/images/edits", "image=@", "mask=@"))
+        visit.page.evaluate(KEEP_MASK)
+        visit.ask("a door", steps=3)
+        visit.page.wait_for_selector("#history li:nth-child(2)")
+        mask = visit.page.evaluate("async () => [...new Uint8Array(await window.sentMask.arrayBuffer())]")
+        assert painted_part(bytes(mask)) == [True, False]
+        assert visit.page.get_attribute("#first", "src") != redrawn
         assert visit.complaints == []
         visit.shot("edit")
         visit.context.close()
+
+
+def painted_part(content: bytes) -> list[bool]:
+    """Whether a mask is white left and right of the middle."""
+    mask = PIL.Image.open(io.BytesIO(content)).convert("L")
+    assert mask.size == (24, 16)
+    return [mask.getpixel((x, 8)) > 200 for x in (4, 20)]

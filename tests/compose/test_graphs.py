@@ -48,12 +48,22 @@ def masks(attached: Any) -> list[str]:
     return [] if stats is None else [b.mask for one in stats.denoisers.values() for b in one.branches.values()]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "cache"), [
+COMBINED = [
     *(("flux", cache) for cache in CACHES), *(("qwen-image", cache) for cache in ("signal", "auto")),
     *(("sd3", cache) for cache in ("none", "signal", "forecast")), *(("wan", cache) for cache in ("signal", "linear")),
     ("flux-controlnet", "signal"), ("z-image", "schedule"), ("ltx", "signal"), ("flux2-klein", "none"),
-])  # fmt: skip
+]  # fmt: skip
+AT_ONCE = (*(("flux", cache) for cache in CACHES), ("sd3", "signal"), ("wan", "signal"))
+
+
+def on_devices() -> Iterator[Any]:
+    for name, cache in COMBINED:
+        yield pytest.param(name, cache, "cpu", id=f"{name}-{cache}")
+        marks = [pytest.mark.gpu] if (name, cache) in AT_ONCE else [pytest.mark.gpu, pytest.mark.slow]
+        yield pytest.param(name, cache, "cuda", id=f"{name}-{cache}-cuda", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "cache", "device"), list(on_devices()))
 def test_bits_of_the_same_run_without_graphs(name: str, cache: str, device: str) -> None:
     tiny, pipe = built(name, device)
     tiny.run(pipe, 1)

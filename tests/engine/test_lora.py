@@ -21,6 +21,8 @@ from samovar.engine import OmniDiffusionConfig, PipelineFacts, Request
 from samovar.engine.lora import Adapter, Adapters, fetch_adapter, read_choice
 from samovar.engine.models import load_pipeline
 from samovar.errors import ModelError, SettingError
+from samovar.graphs.recorders import recording_by
+from samovar.graphs.simulated import SimulatedRecorder
 
 CALL: dict[str, Any] = {"height": 16, "width": 32, "num_inference_steps": 10, "max_sequence_length": 8}
 BOTH = [{"name": "ink", "scale": 0.7}, {"name": "pixel", "scale": -0.2}]
@@ -319,6 +321,14 @@ def test_compiled_blocks_follow_a_switch(lora: dict[str, str], expected: Mapping
     with Omni(tiny_flux_pipeline(), lora=lora, device="cpu", compile="eager") as omni:
         for order in ("pixel", None, "ink", "pixel"):
             assert np.array_equal(made_by(omni, order), expected[str(order)]), order
+
+
+def test_replayed_forwards_follow_a_switch(lora: dict[str, str], expected: Mapping[str, Any]) -> None:
+    simulated = recording_by(SimulatedRecorder(), torch.device("cpu"))
+    with simulated, Omni(tiny_flux_pipeline(), lora=lora, device="cpu", compile="graphs") as omni:
+        for order in ORDERS:
+            assert np.array_equal(made_by(omni, order), expected[str(order)]), order
+        assert "48 calls replayed, 12 run" in str(omni.explain())
 
 
 def test_what_cannot_be_attached_leaves_no_adapters(lora: dict[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +16,6 @@ from samovar.graphs.forms import Unsuitable
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 
 CASES = {case.model: case for case in zoo.load()}
-WAITS: dict[str, str] = {
-    "GlmImageTransformer2DModel": "index with a mask",
-    "HiDreamImageTransformer2DModel": "bincount",
-    "HunyuanVideo15Transformer3DModel": "_local_scalar_dense",
-    "HunyuanVideoFramepackTransformer3DModel": "_local_scalar_dense",
-    "MochiTransformer3DModel": "nonzero",
-    "OmniGenTransformer2DModel": "_local_scalar_dense",
-    "QwenImage21Transformer2DModel": "repeat_interleave",
-    "RFD4ProteinaTransformer": "_local_scalar_dense",
-    "SanaWMTransformer3DModel": "index_put_ with a mask",
-    "WanAnimate2Transformer3DModel": "_local_scalar_dense",
-}
-"""Classes whose forward waits for a number from the device, and for which one."""
 
 
 def run(case: zoo.Case, model: torch.nn.Module, step: int, device: str) -> Any:
@@ -39,8 +26,17 @@ def run(case: zoo.Case, model: torch.nn.Module, step: int, device: str) -> Any:
         return model(**moved)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.id)
+def on_devices() -> Iterator[Any]:
+    """Every class on a CPU, and on a GPU: those that people use most at once, the others when there is time."""
+    common = ("Flux", "QwenImage", "SD3", "Wan", "LTXVideo", "HunyuanVideo")
+    for case in CASES.values():
+        yield pytest.param(case, "cpu", id=case.id)
+        is_common = case.model in [f"{name}Transformer{kind}DModel" for name in common for kind in ("2", "3")]
+        marks = [pytest.mark.gpu] if is_common else [pytest.mark.gpu, pytest.mark.slow]
+        yield pytest.param(case, "cuda", id=f"{case.id}-cuda", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "device"), list(on_devices()))
 def test_every_class(case: zoo.Case, device: str, record_property: Callable[[str, Any], None]) -> None:
     if case.model not in zoo.exported_classes():
         pytest.skip(f"the installed diffusers has no {case.model}")
@@ -52,9 +48,9 @@ def test_every_class(case: zoo.Case, device: str, record_property: Callable[[str
     stats = hook.stats()
     if device != "cpu":
         record_property("count", f"{case.model}: {stats.replayed} replayed {'; '.join(stats.reasons)}")
-    elif case.model in WAITS:
+    elif case.model in zoo.UNREPLAYED:
         assert stats.replayed == 0
-        assert f"waits for the device ({WAITS[case.model]})" in stats.reasons[0]
+        assert f"waits for the device ({zoo.UNREPLAYED[case.model]})" in stats.reasons[0]
     else:
         assert not stats.reasons
         assert stats.replayed >= 1

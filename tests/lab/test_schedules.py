@@ -11,9 +11,10 @@ from lab.tiny import TASKS, MakeSession
 from samovar.cache import TeaCacheConfig
 from samovar.errors import SettingError
 from samovar.lab import schedules
+from samovar.lab.closed_loop import ClosedLoop, settings_of
 from samovar.lab.fitting import Products, Vector
 from samovar.lab.methods import cached
-from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
+from samovar.lab.schedules import ClosedPlanner, SchedulePlanner, choose_planner, refine
 from samovar.lab.session import Session
 from samovar.lab.trajectory import WATCHED, early_products, read_products
 
@@ -88,6 +89,25 @@ def test_outliers_have_a_plan_that_the_others_pay_for(make_session: MakeSession)
     assert TeaCacheConfig.read(settings).outlier_plan is not None
 
 
+def test_outliers_are_fitted_in_closed_loop_too(make_session: MakeSession) -> None:
+    session = make_session(steps=16, batch=1, tasks=TASKS[:2])
+    products, early = watched_run(session)
+    loop = ClosedLoop(session)
+    planner = ClosedPlanner(loop, products, "exact", early)
+    mask = planner.plan(8)
+    settings = planner.settings(mask)
+    more = settings["outliers"]["schedule"]
+    assert (mask.count("#"), more.count("#")) == (7, 14)
+    assert settings["forecast_weights"] == settings_of(mask, loop.fit(mask))["forecast_weights"]
+    assert settings["outliers"]["forecast_weights"] == settings_of(more, loop.fit(more))["forecast_weights"]
+    rows = [
+        session.measure(cached("tea_cache", {**settings, "outliers": {**settings["outliers"], "error": error}}))
+        for error in (1e9, 0.0)
+    ]
+    assert [row.computed for row in rows] == [7, 14]
+    assert rows[1].closeness > rows[0].closeness
+
+
 def test_a_single_branch_goes_by_any_name() -> None:
     rows = np.random.default_rng(0).normal(size=(12, 40))
     products = Products(("only",), (1.0,), (1.0,) * 12, rows @ rows.T)
@@ -117,7 +137,8 @@ def test_the_best_way_of_planning_is_the_one_with_the_best_images(
     assert session.measure(worst.method(worst.plan(8))).closeness == min(row.closeness for _, row in tried.values())
     closed = [name for name in tried if "closed loop" in name]
     assert len(tried) - len(closed) == 2, "fitted to exact runs, without and with more for outliers"
-    assert 1 < len(closed) <= 3, "two ways to find a schedule may find the same"
+    assert 2 < len(closed) <= 4, "two ways to find a schedule may find the same"
+    assert sum("closed loop, more for outliers" in name for name in closed) == 1
     assert type(worst) is not type(best) or worst != best
 
 

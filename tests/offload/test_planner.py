@@ -54,6 +54,21 @@ def test_where_everything_fits_nothing_is_offloaded() -> None:
         assert found.slow_down == 1.0
 
 
+def test_graphs_take_as_much_as_activations_once_more_or_there_are_none() -> None:
+    def graphed(budget: float) -> OffloadPlan:
+        given = {"transformer": GIB // 2, "vae": 2 * GIB, "text_encoder": GIB // 4}
+        return planned(PIPELINE, gpu_memory=int(budget * GIB), activations=given, timing=MACHINE, graphs=True)
+
+    assert graphed(40).peak_bytes == plan(40).peak_bytes + GIB // 2
+    assert graphed(40).component("transformer").graph_bytes == GIB // 2
+    assert "more for graphs" in str(graphed(40))
+    assert placements(graphed(23)) == placements(plan(23))
+    tight = graphed(20.9)
+    assert placements(tight) == placements(plan(20.9)), "weights that stay gain more than graphs"
+    assert tight.component("transformer").graph_bytes == 0
+    assert "there is no room for graphs beside the weights" in str(tight)
+
+
 def test_turns_come_before_streams() -> None:
     assert placements(plan(23)) == {"transformer": "turns", "text_encoder": "turns", "vae": "resident"}
     # Beside the denoiser there is no room for what the VAE needs, so that it takes turns as well.

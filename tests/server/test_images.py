@@ -22,7 +22,7 @@ import pytest
 import torch
 from starlette.requests import ClientDisconnect, Request
 
-from pipelines import tiny_flux_pipeline
+from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar.engine import Job, OmniDiffusionSamplingParams
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
@@ -285,6 +285,7 @@ def test_bad_forms_are_refused(guarded: RunningServer) -> None:
         assert http.post(EDIT, content=b"--y\r\nnonsense", headers=broken).status_code == 400
 
 
+@pytest.mark.slow
 def test_a_mask_says_what_is_redrawn(tmp_path: Path) -> None:
     """Given as a file, it is the same as the transparent part of the image, and as what diffusers makes with it."""
     from diffusers import FluxInpaintPipeline
@@ -315,13 +316,11 @@ def test_a_mask_says_what_is_redrawn(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_several_images_are_edited_together(tmp_path: Path) -> None:
-    import diffusers
-
-    from pipelines.builder import Recipe, build
-    from pipelines.recipes import RECIPES
-
-    name = "Flux2KleinPipeline"
-    build(getattr(diffusers, name), RECIPES.get(name, Recipe())).save_pretrained(tmp_path)
+    """By a tiny FLUX.2: which layers of its text encoder are used is a default of the model."""
+    klein = PIPELINES["flux2-klein"]
+    klein.build(0).save_pretrained(tmp_path)
+    options = {"text_encoder_out_layers": klein.settings["text_encoder_out_layers"]}
+    (tmp_path / "samovar.json").write_text(json.dumps({"options": options}))
     one, two = (as_file(PIL.Image.new("RGB", (64, 64), colour)) for colour in ("red", "blue"))
     extra = {"seed": 3, "num_inference_steps": 2, "max_sequence_length": 16}
     with running(tmp_path) as server:

@@ -24,6 +24,21 @@ UNSERVED: dict[str, str] = {}
 """Classes that cannot be served, each with the reason. They are listed in docs/reference/models.md. May only shrink."""
 
 
+UNREPLAYED: dict[str, str] = {
+    "GlmImageTransformer2DModel": "index with a mask",
+    "HiDreamImageTransformer2DModel": "bincount",
+    "HunyuanVideo15Transformer3DModel": "_local_scalar_dense",
+    "HunyuanVideoFramepackTransformer3DModel": "_local_scalar_dense",
+    "MochiTransformer3DModel": "nonzero",
+    "OmniGenTransformer2DModel": "_local_scalar_dense",
+    "QwenImage21Transformer2DModel": "repeat_interleave",
+    "RFD4ProteinaTransformer": "_local_scalar_dense",
+    "SanaWMTransformer3DModel": "index_put_ with a mask",
+    "WanAnimate2Transformer3DModel": "_local_scalar_dense",
+}
+"""Classes whose forward waits for a number from the device, and in which operation: no graph can replay it."""
+
+
 def exported_classes() -> set[str]:
     """The transformer classes of the installed diffusers."""
     import diffusers.models.transformers as transformers

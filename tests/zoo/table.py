@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from . import UNSERVED, Case, Stack, load
+from . import UNREPLAYED, UNSERVED, Case, Stack, load
 
 HEAD = """# Models
 
@@ -24,6 +24,7 @@ and compare what is found with this table, which `make models-table` writes from
 - *Sees time alone* is the share of the weights that is computed ahead of the steps under
   [offload](../guides/offload.md#layers-that-see-time-alone), of the model that the class makes by default; "?" where it
   makes none. A model that is loaded is looked at by itself.
+- *Graphs* says whether its forwards can be [replayed](../guides/graphs.md), or what it waits for.
 """
 TIME_ONLY = Path(__file__).with_name("time_only.json")
 """Written by `python -m arch.time_shares`."""
@@ -52,7 +53,7 @@ def page(cases: Iterable[Case]) -> str:
     groups = [(name, list(group)) for name, group in groupby(cases, key=lambda case: case.model)]
     count = sum(len(group) for _, group in groups)
     lines = [HEAD, f"{len(groups)} classes, {count} cases.", ""]
-    head = ["class", "also tested", "stacks", "between blocks", "sees time alone", "to know"]
+    head = ["class", "also tested", "stacks", "between blocks", "sees time alone", "graphs", "to know"]
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     shares = json.loads(TIME_ONLY.read_text(encoding="utf-8"))
     lines += [_row(name, group, shares.get(name, {}).get("share")) for name, group in groups]
@@ -68,7 +69,8 @@ def _row(name: str, cases: list[Case], time_only: float | None) -> str:
     stacks = "<br>".join(map(_stack, plain.stacks))
     side = ", ".join(f"`{path}`" for path in plain.side)
     share = "?" if time_only is None else f"{time_only:.0%}"
-    return f"| {name} | {variants} | {stacks} | {side} | {share} | {plain.notes} |"
+    graphs = f"waits: {UNREPLAYED[name]}" if name in UNREPLAYED else "yes"
+    return f"| {name} | {variants} | {stacks} | {side} | {share} | {graphs} | {plain.notes} |"
 
 
 def _stack(stack: Stack) -> str:

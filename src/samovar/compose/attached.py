@@ -30,6 +30,7 @@ from ..parallel import (
     make_mesh,
     sharding_of,
 )
+from .attention import AttentionHook, apply_attention
 from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
 from .explain import Explanation, explain
 from .peers import Peer, check_peers
@@ -83,6 +84,7 @@ class Attached(Handle):
         self.denoisers: dict[str, torch.nn.Module] = {}
         self.regions: Regions = {}
         self.graphs: dict[str, GraphsHook] = {}
+        self.attention: dict[str, AttentionHook] = {}
         self.peers: list[Peer] = []
         self.pipe = pipe
         self._cache_handle = Handle()
@@ -101,6 +103,7 @@ class Attached(Handle):
             "offload": config.offload is not None,
             "parallel": config.num_ranks > 1,
             "compile": config.compiles or config.graphs is not None,
+            "attention": config.attention is not None,
         }
         return tuple(name for name, is_there in there.items() if is_there)
 
@@ -133,6 +136,9 @@ class Attached(Handle):
             for denoiser in self.denoisers.values():
                 undo.enter_context(apply_cfg_parallel(denoiser, self.mesh))
                 undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh))
+        if config.attention is not None:
+            for name, denoiser in self.denoisers.items():
+                self.attention[name] = undo.enter_context(apply_attention(denoiser, config.attention))
         if self.cache is not None:
             self._enable_cache(self.cache)
             undo.callback(lambda: self._cache_handle.detach())
@@ -140,13 +146,20 @@ class Attached(Handle):
             undo.callback(compile_regions(self.regions, config.compiler))
         if config.graphs is not None:
             for name, denoiser in self.denoisers.items():
-                self.graphs[name] = undo.enter_context(apply_graphs(denoiser, config.graphs))
+                self.graphs[name] = undo.enter_context(apply_graphs(denoiser, config.graphs, self._no_graphs(name)))
         if self.offloaded is not None:
             self.offloaded.start()
             undo.callback(self.offloaded.detach)
         if self.features:
             vars(self.pipe)[_ENTRY] = _Handles((*_handles(self.pipe), self))
             undo.callback(self._forget)
+
+    def _no_graphs(self, name: str) -> str | None:
+        """Why there is no room for the graphs of a denoiser, if there is none."""
+        plan = None if self.offloaded is None else self.offloaded.plan
+        known = {} if plan is None or plan.budget_bytes is None else {one.name: one for one in plan.components}
+        has_room = name not in known or known[name].placement == "streams" or known[name].graph_bytes
+        return None if has_room else "gpu_memory has no room for graphs beside its weights"
 
     def _forget(self) -> None:
         vars(self.pipe)[_ENTRY] = _Handles(handle for handle in _handles(self.pipe) if handle is not self)
@@ -216,6 +229,7 @@ def attach(
     offload: OffloadSetting = None,
     parallel: ParallelSetting = None,
     compile: CompileSetting = False,
+    attention: str | None = None,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     exclude: str | Sequence[str] | None = None,
@@ -239,6 +253,8 @@ def attach(
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
         compile: "graphs" replays computed forwards as CUDA graphs, with the model's bits. True, or a backend's name or
             function, compiles the blocks with torch.compile.
+        attention: Computes attention with other kernels: "cudnn", "flash", "flash3", "sage" or another backend of
+            diffusers. The first forward compares it with the default, which stays where they do not agree.
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
         host_memory: The budget for host memory that holds weights; the rest is read from the model's files. Alone, it
             means offload="auto" too.
@@ -246,8 +262,9 @@ def attach(
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
-    settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "gpu_memory": gpu_memory,
-                "host_memory": host_memory, "exclude": exclude, "tolerance": tolerance}  # fmt: skip
+    settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "attention": attention,
+                "gpu_memory": gpu_memory, "host_memory": host_memory, "exclude": exclude,
+                "tolerance": tolerance}  # fmt: skip
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
     config = AttachConfig.read(**resolve({**given, **aliases}))
@@ -257,8 +274,11 @@ def attach(
             "samovar.Omni(model) do it.",
             param="pipe",
         )
-    if not replace:
-        return Attached(pipe, config)
+    return _replacing(pipe, config) if replace else Attached(pipe, config)
+
+
+def _replacing(pipe: Any, config: AttachConfig) -> Attached:
+    """Attach in place of what is attached, which comes back if that fails."""
     before = [handle.config for handle in _handles(pipe)]
     detach(pipe)
     with contextlib.ExitStack() as restore:

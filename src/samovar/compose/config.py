@@ -18,6 +18,7 @@ from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
 from ..parallel.mesh import StrategyName
+from .attention import read_attention
 
 OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False] | None
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
@@ -33,6 +34,8 @@ class AttachConfig:
     offload: OffloadConfig | None = None
     parallel: SequenceParallelConfig = field(default_factory=SequenceParallelConfig)
     compile: CompileSetting = False
+    attention: str | None = None
+    """A backend of diffusers' attention, by our name or theirs."""
 
     @classmethod
     def read(
@@ -41,6 +44,7 @@ class AttachConfig:
         offload: OffloadSetting = None,
         parallel: ParallelSetting = None,
         compile: CompileSetting = False,
+        attention: str | None = None,
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -54,11 +58,20 @@ class AttachConfig:
         if moves is not None:
             shares = degrees.num_ranks > 1 if moves.share is None else moves.share
             skipped = moves.skipped or skipped_share(choice) or 0.0
-            moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares)
-        return cls(choice, moves, degrees, compile)
+            graphs = graphs_of(compile) is not None
+            moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares, graphs=graphs)
+        return cls(choice, moves, degrees, compile, attention)
 
     def __post_init__(self) -> None:
         _check_compile(self.compile, offloads=self.offload is not None)
+        if self.attention is not None:
+            read_attention(self.attention)
+            if self.num_ranks > 1:
+                raise SettingError(
+                    f"attention={self.attention!r} cannot be used on {self.num_ranks} ranks, which have an attention "
+                    "of their own. Leave out one of the two.",
+                    param="attention",
+                )
         if self.cache is None or self.num_ranks == 1:
             return
         config = self.cache.settings
@@ -96,10 +109,7 @@ class AttachConfig:
     @functools.cached_property
     def graphs(self) -> GraphsConfig | None:
         """How forwards are replayed; None if they are not."""
-        value = self.compile
-        if isinstance(value, str):
-            return GraphsConfig() if value == GRAPHS else None
-        return read_graphs(value) if isinstance(value, (GraphsConfig, Mapping)) else None
+        return graphs_of(self.compile)
 
     @property
     def num_ranks(self) -> int:
@@ -186,10 +196,12 @@ def _world_size(name: str) -> int:
     return size
 
 
-def read_graphs(value: GraphsConfig | Mapping[str, Any]) -> GraphsConfig:
-    """The settings of graphs, such as {"backend": "graphs", "max_graphs": 8}."""
+def graphs_of(value: CompileSetting) -> GraphsConfig | None:
+    """The settings of graphs, such as {"backend": "graphs", "max_graphs": 8}; None if something else is asked for."""
     if isinstance(value, GraphsConfig):
         return value
+    if not isinstance(value, Mapping):
+        return GraphsConfig() if isinstance(value, str) and value == GRAPHS else None
     settings = dict(value)
     if settings.pop("backend", None) != GRAPHS:
         raise SettingError(
@@ -201,7 +213,7 @@ def read_graphs(value: GraphsConfig | Mapping[str, Any]) -> GraphsConfig:
 
 def _check_compile(value: Any, *, offloads: bool) -> None:
     if isinstance(value, (GraphsConfig, Mapping)):
-        read_graphs(value)
+        graphs_of(value)
     elif isinstance(value, str) and value != GRAPHS:
         known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
         names = known(exclude_tags=())

@@ -146,6 +146,9 @@ def _features(attached: Attached) -> Iterator[Feature]:
         compiler = "torch's default compiler" if attached.config.compile is True else f"{attached.config.compile}"
         why = "blocks of a class share a graph; all hooks are outside it"
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
+    if attached.attention:
+        states = "\n".join(f"{name}: {hook.state}" for name, hook in attached.attention.items())
+        yield Feature("attention", f"{attached.config.attention}\n{states}", "other kernels for the same attention")
     yield from _graphs(attached)
     if offloaded is not None:
         where = f"{offloaded.config.mode}, computing on {offloaded.execution_device}"

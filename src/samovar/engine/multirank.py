@@ -7,7 +7,7 @@ import queue
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SamovarError, SettingError
 from .job import Job
@@ -15,6 +15,9 @@ from .request import SILENT, Done, Event, Failed, Listener, Request, Started
 from .settings import OmniDiffusionConfig
 from .supervisor import Supervisor
 from .worker import Outcome, Worker
+
+if TYPE_CHECKING:
+    from ..compose import Explanation
 
 _POLL_S = 0.1
 """How often cancellation is checked while no event arrives."""
@@ -31,6 +34,11 @@ class MultirankWorker:
         self.facts = supervisor.facts
         self.load_seconds = supervisor.load_seconds
         self.max_batch = supervisor.max_batch
+
+    def explain(self) -> Explanation:
+        """What was attached when they were started."""
+        assert self.facts.explanation is not None, "a worker explains what it has loaded"
+        return self.facts.explanation
 
     @property
     def process_ids(self) -> tuple[int, ...]:

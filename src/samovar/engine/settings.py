@@ -81,6 +81,9 @@ class OmniDiffusionConfig:
     compile: bool | str = False
     """"graphs" replays the denoiser's forwards as CUDA graphs, with the same bits. True, or the name of a backend of
     torch.compile, compiles its blocks. The first image of a size takes longer."""
+    attention: str | None = None
+    """Other kernels for attention: "cudnn", "flash", "flash3", "sage" or another backend of diffusers. The first
+    forward compares them with the default, which stays where they do not agree."""
     warm_up: bool | None = None
     """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
     does so with `compile`."""
@@ -184,6 +187,7 @@ class OmniDiffusionConfig:
             offload=self.offload,
             parallel=self.parallel,
             compile=self.compile,
+            attention=self.attention,
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             exclude=self.exclude,

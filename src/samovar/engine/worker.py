@@ -29,7 +29,7 @@ from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
     from ..cache import CacheBackend
-    from ..compose import AttachConfig
+    from ..compose import AttachConfig, Explanation
     from .steps import Slot
 
 Outcome = GenerationResult | SamovarError
@@ -108,7 +108,7 @@ class Worker:
 
         self._tuned = saved_defaults(config.cache)
         self.device = config.execution_device()
-        defaults, why = config.sampling_defaults(None), ""
+        defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
             folder = _folder_of(config)
@@ -118,7 +118,7 @@ class Worker:
                 output_fields(loader)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self.device)
-            quantised, why = self._quantization(config, folder, dtype, defaults)
+            quantised, self._why_quantised = self._quantization(config, folder, dtype, defaults)
             how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, "task": config.task}
             pipeline = load_pipeline(folder, dtype, components=components, **how)  # type: ignore[arg-type]
             # A bar is shown on a terminal (None), not in a file.
@@ -153,10 +153,14 @@ class Worker:
         except BaseException:
             self._unload_adapters()
             raise
-        self.facts = replace(self.facts, explanation=self._attached.explain().because(why))
+        self.facts = replace(self.facts, explanation=self.explain())
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
         """One call at a time: they share the scheduler, which counts the steps."""
+
+    def explain(self) -> Explanation:
+        """What is attached now, and what it has done."""
+        return self._attached.explain().because(self._why_quantised)
 
     def _with_room(self, config: AttachConfig) -> AttachConfig:
         """The same, with room within a memory budget for adapters that may be loaded later in place of smaller ones."""

@@ -16,14 +16,14 @@ HOOK_NAME = "graphs"
 class GraphsHook(ModelHook, Handle):
     """Graphs on a denoiser, and the handle that takes them off."""
 
-    def __init__(self, config: GraphsConfig) -> None:
+    def __init__(self, config: GraphsConfig, refused: str | None = None) -> None:
         Handle.__init__(self)
-        self.config = config
+        self.config, self._refused = config, refused
         self._replayer: Replayer | None = None
         self._final: ReplayStats | None = None
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        self._replayer = Replayer(module, self.config)
+        self._replayer = Replayer(module, self.config, self._refused)
         HookRegistry.get_or_create(module).recorder = self._replayer
         return module
 
@@ -47,8 +47,9 @@ class GraphsHook(ModelHook, Handle):
         return found
 
 
-def apply_graphs(module: torch.nn.Module, config: GraphsConfig | None = None) -> GraphsHook:
-    """Replay the computed forwards of a denoiser as CUDA graphs. Skipped steps of a cache stay outside."""
+def apply_graphs(module: torch.nn.Module, config: GraphsConfig | None = None, refused: str | None = None) -> GraphsHook:
+    """Replay the computed forwards of a denoiser as CUDA graphs. Skipped steps of a cache stay outside. `refused`: why
+    none can be, if that is known already."""
     module = unwrapped(module)
     registry = HookRegistry.get_or_create(module)
     if HOOK_NAME in registry:
@@ -57,7 +58,7 @@ def apply_graphs(module: torch.nn.Module, config: GraphsConfig | None = None) ->
             "Take those off first: samovar.detach(that pipeline).",
             param="compile",
         )
-    hook = GraphsHook(config or GraphsConfig())
+    hook = GraphsHook(config or GraphsConfig(), refused)
     registry.register_hook(HOOK_NAME, hook)
     hook._undo.callback(registry.remove_hook, HOOK_NAME)
     return hook

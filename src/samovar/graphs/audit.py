@@ -42,7 +42,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = list(_plain((args, kwargs)))
+        read = [*_plain(args), *_plain(list(kwargs.values()))]
         if self.problem is None:
             problem = self._problem(func, args, kwargs, read)
             self.problem = None if problem is None else f"{_where()}{problem}"
@@ -83,8 +83,14 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-def _plain(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and is_plain(leaf))
+def _plain(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operation, and in their lists. There are thousands of them."""
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, torch.Tensor):
+            if is_plain(value):
+                yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _plain(value)
 
 
 @functools.cache

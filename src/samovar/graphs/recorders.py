@@ -6,11 +6,13 @@ import contextlib
 import functools
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..other_libraries import end_pool
 from .forms import Unsuitable
 
 Function = Callable[[], Any]
@@ -54,12 +56,17 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
         self._device = device
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that live in the pool. With the last of them the pool goes, and its memory is given back."""
+        self._pool: Any = None
+        self._stream: Any = None
         self._last_used: Any = None
 
     def record(self, function: Function) -> Recording:
         before = torch.cuda.memory_reserved(self._device)
+        living = list(self._graphs)  # None of them may go while the pool is in use.
+        if not living:
+            self._begin_pool()
         graph = torch.cuda.CUDAGraph()
         try:
             with failing_as(Unsuitable, "capturing it failed"):
@@ -67,8 +74,15 @@ class CudaRecorder:
         except Unsuitable:
             self._recover()
             raise
+        self._graphs.add(graph)
+        del living
         taken = torch.cuda.memory_reserved(self._device) - before
         return Recording(functools.partial(self._replay, graph), output, max(taken, 0))
+
+    def _begin_pool(self) -> None:
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def _capture(self, graph: Any, function: Function) -> Any:
         current = torch.cuda.current_stream(self._device)
@@ -87,11 +101,15 @@ class CudaRecorder:
         return output
 
     def _recover(self) -> None:
-        """After a failed capture torch still takes its random generator to be captured; a capture that succeeds ends
-        that."""
-        torch.cuda.synchronize(self._device)
+        """After a failed capture torch still takes its pool to be in use and its random generator to be captured. So
+        the pool is left to the graphs that are in it, and a capture that succeeds frees the generator."""
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+        end_pool(self._device, self._pool)
+        self._begin_pool()
         with contextlib.suppress(RuntimeError):
             self._capture(torch.cuda.CUDAGraph(), functools.partial(torch.zeros, 1, device=self._device))
+        self._begin_pool()
         torch.cuda.empty_cache()
 
     def _replay(self, graph: Any) -> None:

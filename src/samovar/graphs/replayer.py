@@ -94,8 +94,9 @@ class ReplayStats:
 class Replayer:
     """Replays the forwards of one model, and parts of them that a cache asks for."""
 
-    def __init__(self, model: torch.nn.Module, config: GraphsConfig) -> None:
-        self._model = unwrapped(model)
+    def __init__(self, model: torch.nn.Module, config: GraphsConfig, refused: str | None = None) -> None:
+        """`refused`: why nothing can be replayed, if that is known already."""
+        self._model, self._refused_for = unwrapped(model), refused
         self._config = config
         self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
         self._lock = threading.RLock()
@@ -139,6 +140,8 @@ class Replayer:
 
     def _recorder(self, tensors: list[torch.Tensor]) -> Recorder:
         """Unsuitable if this call cannot be replayed, whatever was recorded."""
+        if self._refused_for is not None:
+            raise Unsuitable(self._refused_for)
         if not tensors:
             raise Unsuitable("it takes no tensors")
         if torch.is_grad_enabled():

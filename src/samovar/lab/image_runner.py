@@ -247,7 +247,8 @@ class ImageRunner:
             raise ModelError(
                 f"{type(self.pipeline).__name__} makes no {'videos' if is_video else 'images'} to compare."
             )
-        return images.detach().float()
+        # Within a memory budget there may be no room to compare them beside the model.
+        return images.detach().float().to("cpu" if self._config.attach_config.offload is not None else images.device)
 
     def _now(self) -> float:
         if self.device.type == "cuda":

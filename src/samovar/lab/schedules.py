@@ -84,22 +84,33 @@ class ClosedPlanner:
     products: Products
     where: Where
     """Steps are computed where exact runs say, at even distances, or where the cached run itself says."""
+    early: Mapping[str, Vector] | None = None
+    """As in `SchedulePlanner`, where exact runs say."""
     fewest = SchedulePlanner.fewest
 
     def plan(self, computed: int) -> str:
         """A mask with this many computed steps; where the cached run says, it may have a few less."""
         if self.where == "exact":
-            return SchedulePlanner(self.products).plan(computed)
+            return SchedulePlanner(self.products, self.early).plan(computed)
         return self.loop.seek(computed) if self.where == "loop" else even_mask(len(self.products.sizes), computed)
 
     def settings(self, mask: str) -> dict[str, Any]:
-        """A cache's settings for a mask."""
-        return settings_of(mask, self.loop.fit(mask))
+        """A cache's settings for a mask. How outliers are recognised follows from exact runs, as all images begin like
+        these; the weights of their schedule are fitted on the way that it makes."""
+        settings = settings_of(mask, self.loop.fit(mask))
+        found = SchedulePlanner(self.products, self.early).settings(mask).get(OUTLIERS) if self.early else None
+        if found is not None:
+            schedule = found["schedule"]
+            more = schedule if isinstance(schedule, str) else next(iter(schedule.values()))
+            weights = settings_of(more, self.loop.fit(more))["forecast_weights"]
+            settings[OUTLIERS] = {**found, "schedule": more, "forecast_weights": weights}
+        return settings
 
     def method(self, mask: str) -> Method:
         """A cache with this mask, named after it."""
-        name = f"schedule {mask} (fitted in closed loop)"
-        return cached("tea_cache", self.settings(mask), name, family="samovar schedule")
+        settings = self.settings(mask)
+        name = f"schedule {mask} (fitted in closed loop{', more for outliers' if OUTLIERS in settings else ''})"
+        return cached("tea_cache", settings, name, family="samovar schedule")
 
 
 Planner = SchedulePlanner | ClosedPlanner
@@ -112,11 +123,11 @@ def choose_planner(
     session.exact(WATCHED)
     images = read_products(session.notes(WATCHED))
     products, early = Products.mean(images), early_products(images)
-    planners: list[Planner] = [SchedulePlanner(products)]
-    if early is not None and len(session.tasks) >= ENOUGH_IMAGES:
-        planners.append(SchedulePlanner(products, early))
     loop = ClosedLoop(session)
+    planners: list[Planner] = [SchedulePlanner(products)]
     planners += [ClosedPlanner(loop, products, where) for where in get_args(Where)]
+    if early is not None and len(session.tasks) >= ENOUGH_IMAGES:
+        planners += [SchedulePlanner(products, early), ClosedPlanner(loop, products, "exact", early)]
     count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}

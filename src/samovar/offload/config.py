@@ -64,6 +64,9 @@ class OffloadConfig:
     precompute: bool | None = None
     """Whether layers that depend on time alone are computed ahead of the steps and kept off the device. By default they
     are where not everything fits."""
+    graphs: bool = False
+    """Whether forwards of denoisers whose blocks do not stream are recorded as graphs, which takes as much memory as
+    their activations once more. `attach(compile="graphs")` says so."""
     skipped: float = 0.0
     """The expected share of denoiser forwards that a cache skips. These load nothing."""
 

@@ -7,7 +7,7 @@ and time comes out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from ..errors import ModelError, SettingError
@@ -55,6 +55,8 @@ class ComponentPlan:
     """Bytes of layers that depend on time alone. They are computed ahead of the steps, and neither stay nor stream."""
     is_coded: bool = False
     """Whether what streams crosses the bus compressed, without loss."""
+    graph_bytes: int = 0
+    """Memory of its graphs, where its forwards are recorded; always taken."""
     in_groups: bool = False
     """Whether compressed weights are sent several at a time, because the host has no time to spare."""
 
@@ -66,6 +68,8 @@ class ComponentPlan:
             how += ", compressed on the way"
         if self.ahead_bytes:
             how += f"; {format_bytes(self.ahead_bytes)} of layers that see time alone are computed ahead"
+        if self.graph_bytes:
+            how += f"; {format_bytes(self.graph_bytes)} more for graphs"
         return self.name, self.class_name, format_bytes(self.num_bytes), format_bytes(self.device_bytes), how
 
 
@@ -148,7 +152,12 @@ def plan_offload(
             "declares (_dit_modules, _encoder_modules, _vae_modules), what diffusers lists as its components, and "
             "well-known names such as transformer, text_encoder and vae."
         )
-    return _Planner(tuple(sizes), config, activations).plan()
+    plan = _Planner(tuple(sizes), config, activations).plan()
+    if config.graphs and any(one.role == "denoiser" and one.placement == "streams" for one in plan.components):
+        # Weights that stay gain more than graphs, which streamed blocks do not have anyway.
+        plan = _Planner(tuple(sizes), replace(config, graphs=False), activations).plan()
+        plan = replace(plan, notes=(*plan.notes, "there is no room for graphs beside the weights"))
+    return plan
 
 
 class _Planner:
@@ -273,6 +282,7 @@ class _Planner:
         peaks = [plan.device_bytes + plan.activation_bytes for plan in moving]
         peaks += [largest + plan.activation_bytes for plan in staying]
         peak = sum(plan.device_bytes for plan in staying) + max(peaks, default=0)
+        peak += sum(plan.graph_bytes for plan in plans)
         if self.budget is not None and peak > self.budget:
             return None
         return OffloadPlan(plans, peak, self.budget, self.timing.bus_bytes_s, self._notes, self.config.skipped)
@@ -297,8 +307,13 @@ class _Planner:
             resident_s=resident_s,
             ahead_bytes=size.ahead_bytes,
             is_coded=choice.area_bytes > 0,
+            graph_bytes=self._graph_bytes(size) if streaming is None else 0,
             in_groups=self.timing.is_host_bound(size),
         )
+
+    def _graph_bytes(self, size: ComponentSize) -> int:
+        """A graph computes in memory of its own, and all graphs in the same."""
+        return self.activations[size.name] if self.config.graphs and size.role == "denoiser" else 0
 
     def _refuse(self, least: Callable[[ComponentSize], int]) -> NoReturn:
         always = sum(size.num_bytes for size in self.sizes if size.role == "resident")

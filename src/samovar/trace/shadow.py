@@ -18,6 +18,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -315,21 +316,29 @@ class Fingerprint:
             self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
             if "processor" in vars(module):  # Of diffusers' attentions.
                 self._processors.append((module, vars(module)["processor"], _settings(vars(module)["processor"])))
-        self._held = [(held, parts) for held, parts in self._held if parts]
+        tables = [held for held, parts in self._held if parts]
+        self._tables, self._lengths = tables, list(map(len, tables))
+        self._parts = [part for _, parts in self._held for part in parts]
+        self._hook_tables = [hooks for hooks, _ in self._hooks]
+        self._has_hooks = any(count for _, count in self._hooks)
         self._versions = [tensor._version for tensor in self._tensors]
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return (
-            all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
+            list(map(len, self._tables)) == self._lengths
+            and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._parts))
             and [tensor._version for tensor in self._tensors] == self._versions
             and all(adapter_settings(module) == adapter for module, adapter in self._adapters)
-            and all((_count(hooks) if hooks else 0) == count for hooks, count in self._hooks)
+            and (not (self._has_hooks or any(self._hook_tables)) or self._have_same_hooks())
             and all(
                 vars(module).get("processor") is processor and _settings(processor) == settings
                 for module, processor, settings in self._processors
             )
         )
+
+    def _have_same_hooks(self) -> bool:
+        return all((_count(hooks) if hooks else 0) == count for hooks, count in self._hooks)
 
 
 class Generation:

@@ -4,12 +4,14 @@ import { ServerError, apiKey, deleteVideo, generate, readContent, readStatus, se
 import { Compare, psnr } from "./compare.js";
 import { History } from "./history.js";
 import { makeSound, makeVideo } from "./making.js";
+import { MaskPainter } from "./mask.js";
 import { curl, python } from "./snippets.js";
 import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
 const compare = new Compare();
 const history = new History(recall);
+const painter = new MaskPainter($("paint"));
 let server = null;
 let running = null;
 let language = "curl";
@@ -118,7 +120,7 @@ function drawSnippet() {
   const request = readRequest();
   if (!request.prompt) request.prompt = $("prompt").placeholder;
   const write = language === "curl" ? curl : python;
-  $("snippet").textContent = write(request, location.origin, Boolean(apiKey()), server?.output ?? "image");
+  $("snippet").textContent = write(request, location.origin, Boolean(apiKey()), server?.output ?? "image", given());
 }
 
 function chooseLanguage(name) {
@@ -159,7 +161,7 @@ async function run(request, name, signal) {
   const made = { states: [], image: null, seconds: null, memory: null, seed: null, notes: [] };
   const asked = { ...request, stream: true, partial_images: 3, progress: true };
   let timeline = null;
-  await generate(asked, files(), signal, (event) => {
+  await generate(asked, await files(), signal, (event) => {
     if (!timeline) {
       if (name !== "exact") clearStage();
       timeline = new Timeline($("timelines"), name, steps);
@@ -222,7 +224,7 @@ async function startVideo(request) {
   };
   const onPreview = (image) => compare.showOne(URL.createObjectURL(image), `${request.prompt} (on its way)`);
   try {
-    const { job, file } = await makeVideo(request, files(), running.signal, onJob, onPreview);
+    const { job, file } = await makeVideo(request, await files(), running.signal, onJob, onPreview);
     showJob(job, file);
     $("spoken").textContent = `Done in ${job.samovar.seconds.toFixed(1)} seconds.`;
   } finally {
@@ -249,24 +251,39 @@ async function startSound(request) {
   await history.add(entry);
 }
 
-// What a client sends beside its words: an image, or several, and a mask.
-function files() {
-  if ($("upload").hidden) return [];
-  const name = server.output === "video" ? "input_reference" : $("image").files.length > 1 ? "image[]" : "image";
-  const images = [...$("image").files].map((file) => [name.replace("input_reference", $("image").files.length > 1 ? "image[]" : "input_reference"), file]);
-  return [...images, ...[...$("mask").files].map((file) => ["mask", file])];
+// What a client sends beside its words: an image, or several, and a mask that was chosen or painted.
+async function files() {
+  const painted = painter.isPainted ? await painter.file() : null;
+  return chosen((file) => file, painted);
 }
 
-function showGiven() {
+const given = () => chosen((file) => file.name, painter.isPainted ? "mask.png" : null);
+
+function chosen(of, painted) {
+  if ($("upload").hidden) return [];
+  const images = [...$("image").files];
+  const name = images.length > 1 ? "image[]" : server.output === "video" ? "input_reference" : "image";
+  const masks = $("mask").files.length || !painted ? [...$("mask").files].map(of) : [painted];
+  return [...images.map((file) => [name, of(file)]), ...masks.map((mask) => ["mask", mask])];
+}
+
+async function showGiven() {
+  const images = [...$("image").files];
+  const isPaintable = !$("mask-row").hidden && images.length === 1 && !$("mask").files.length;
   for (const image of $("given").querySelectorAll("img")) URL.revokeObjectURL(image.src);
-  $("given").replaceChildren(...[...$("image").files, ...$("mask").files].map((file) => {
+  $("given").replaceChildren(...[...(isPaintable ? [] : images), ...$("mask").files].map((file) => {
     const item = document.createElement("li");
     item.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: file.name }));
     return item;
   }));
+  $("unpaint").hidden = !isPaintable;
+  drawSnippet();
+  await painter.open(isPaintable ? images[0] : null).catch(() => { $("unpaint").hidden = true; }); // The server says why.
 }
 
 for (const id of ["image", "mask"]) $(id).addEventListener("change", showGiven);
+$("unpaint").addEventListener("click", () => { painter.clear(); drawSnippet(); });
+$("paint").addEventListener("pointerup", drawSnippet);
 for (const kind of ["dragover", "dragleave", "drop"]) {
   $("form").addEventListener(kind, (event) => {
     if ($("upload").hidden || !event.dataTransfer?.types.includes("Files")) return;
