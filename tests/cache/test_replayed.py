@@ -49,8 +49,15 @@ def drive(model: torch.nn.Module, which: zoo.Case, settings: dict[str, Any], run
     return outputs, masks
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("settings", SETTINGS)
+def combined() -> list[Any]:
+    """All of them; those that add least when there is time."""
+    pairs = [(name, settings) for name in NAMES for settings in SETTINGS]
+    plain = ("linear", "schedule")
+    marks = {pair: [pytest.mark.slow] if pair[0] != NAMES[0] and pair[1] in plain else [] for pair in pairs}
+    return [pytest.param(*pair, marks=marks[pair]) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "settings"), combined())
 def test_the_same_decisions_and_bits(name: str, settings: str) -> None:
     which = case(name)
     model = which.build()

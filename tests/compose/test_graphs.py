@@ -58,7 +58,8 @@ AT_ONCE = (*(("flux", cache) for cache in CACHES), ("sd3", "signal"), ("wan", "s
 
 def on_devices() -> Iterator[Any]:
     for name, cache in COMBINED:
-        yield pytest.param(name, cache, "cpu", id=f"{name}-{cache}")
+        is_fast = (name, cache) in AT_ONCE or name in ("qwen-image", "flux-controlnet", "ltx")
+        yield pytest.param(name, cache, "cpu", id=f"{name}-{cache}", marks=[] if is_fast else [pytest.mark.slow])
         marks = [pytest.mark.gpu] if (name, cache) in AT_ONCE else [pytest.mark.gpu, pytest.mark.slow]
         yield pytest.param(name, cache, "cuda", id=f"{name}-{cache}-cuda", marks=marks)
 
@@ -123,6 +124,23 @@ def test_beyond_the_limit_it_runs_and_says_so(device: str) -> None:
         stats = attached.stats().graphs["transformer"]
         assert (stats.recorded, stats.replayed) == (1, 2)
         assert "there are 1 graphs already (max_graphs=1)" in str(attached.explain())
+
+
+@pytest.mark.parametrize("cache", ["none", pytest.param("signal", marks=pytest.mark.slow)])
+def test_graphs_of_compiled_blocks(cache: str) -> None:
+    tiny, pipe = built("flux", "cpu")
+    tiny.run(pipe, 1)
+    before = footprint(pipe)
+    with attach(pipe, cache=CACHES[cache], compile="aot_eager"):
+        expected = tiny.run(pipe, 6)
+    with attach(pipe, cache=CACHES[cache], compile={"backend": "graphs", "blocks": "aot_eager"}) as attached:
+        assert [torch.equal(tiny.run(pipe, 6), expected) for _ in range(2)] == [True, True]
+        assert attached.stats().graphs["transformer"].replayed > 6
+        assert "5 blocks" in str(attached.explain())
+        assert "by aot_eager" in str(attached.explain())
+    assert footprint(pipe) == before
+    with pytest.raises(SettingError, match=r"'inductr' is not a backend of torch.compile"):
+        attach(pipe, compile={"backend": "graphs", "blocks": "inductr"})
 
 
 def test_streamed_blocks_run_with_the_reason() -> None:

@@ -47,6 +47,7 @@ def test_graphs_share_memory_and_streams_wait() -> None:
     recorder = recorders.recorder_for(device)
     assert recorder is not None
     given = torch.ones(1024, 1024, device=device)
+    assert (given @ given).sum() > 0  # cuBLAS cannot begin in a capture; a forward has run before it is recorded.
     made = [recorder.record(lambda n=n: (given @ given) * n + given) for n in range(4)]  # type: ignore[misc]
     for number, recording in enumerate(made):
         stream = torch.cuda.Stream()

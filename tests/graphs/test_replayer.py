@@ -314,6 +314,26 @@ def test_a_tensor_that_the_model_drops_is_kept(device: str) -> None:
     assert len(filler) == 64
 
 
+def test_numbers_that_become_tensors_on_the_way(device: str) -> None:
+    """On a GPU each of them is a copy from the host, which no graph can do."""
+
+    class Makes(torch.nn.Module):
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            most = torch.as_tensor(factor, device=x.device) * torch.tensor([1.0, 2.0] * 4, device=x.device)
+            return torch.where(x > 0, x * most.add_(1), x.new_tensor(3.0)) + torch.tensor(0.5)
+
+    model = Makes()
+    with apply_graphs(model) as hook:
+        for factor in (2.0, 3.0):
+            for seed in range(4):
+                given = x(device, seed)
+                numbers = factor * torch.tensor([1.0, 2.0] * 4, device=device) + 1
+                expected = torch.where(given > 0, given * numbers, torch.full_like(given, 3.0)) + 0.5
+                assert torch.equal(call(model, given, factor), expected)
+    assert not hook.stats().reasons
+    assert hook.stats().replayed == 4
+
+
 def test_hooks_of_others_are_called(model: Model, device: str) -> None:
     seen: list[int] = []
     handle = model.layers[0].register_forward_hook(lambda *_: seen.append(1))
@@ -395,6 +415,7 @@ def test_many_forms_are_not_remembered_forever(model: Model, device: str) -> Non
         assert hook.stats().recorded == 0
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # Torch says so in each new thread.
 def test_two_threads(model: Model, device: str) -> None:
     given = [x(device, seed) for seed in range(4)]
     expected = [call(model, one) for one in given]

@@ -35,6 +35,7 @@ from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSettin
 from .explain import Explanation, explain
 from .peers import Peer, check_peers
 from .regional import Regions, compile_regions, find_regions
+from .vae import divide_vaes, find_vaes
 
 _ENTRY = "_samovar_attached"
 """Where a pipeline keeps what `attach` put on it, so that `detach(pipe)` finds it."""
@@ -85,6 +86,7 @@ class Attached(Handle):
         self.regions: Regions = {}
         self.graphs: dict[str, GraphsHook] = {}
         self.attention: dict[str, AttentionHook] = {}
+        self.vaes: list[torch.nn.Module] = []
         self.peers: list[Peer] = []
         self.pipe = pipe
         self._cache_handle = Handle()
@@ -104,6 +106,8 @@ class Attached(Handle):
             "parallel": config.num_ranks > 1,
             "compile": config.compiles or config.graphs is not None,
             "attention": config.attention is not None,
+            "vae_tiling": config.vae_tiling,
+            "vae_slicing": config.vae_slicing,
         }
         return tuple(name for name, is_there in there.items() if is_there)
 
@@ -114,7 +118,9 @@ class Attached(Handle):
         """All checks and decisions that change nothing."""
         config = self.config
         _check_twice(self.pipe, self.features)
-        if set(self.features) - {"offload"}:
+        if config.vae_tiling or config.vae_slicing:
+            self.vaes = find_vaes(self.pipe, config.vae_tiling, config.vae_slicing)
+        if set(self.features) - {"offload", "vae_tiling", "vae_slicing"}:
             self.denoisers = find_denoisers(self.pipe)
             self.peers = check_peers(self.denoisers, config)
         if config.num_ranks > 1:
@@ -136,6 +142,7 @@ class Attached(Handle):
             for denoiser in self.denoisers.values():
                 undo.enter_context(apply_cfg_parallel(denoiser, self.mesh))
                 undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh))
+        undo.enter_context(divide_vaes(self.vaes, config.vae_tiling, config.vae_slicing))
         if config.attention is not None:
             for name, denoiser in self.denoisers.items():
                 self.attention[name] = undo.enter_context(apply_attention(denoiser, config.attention))
@@ -230,6 +237,8 @@ def attach(
     parallel: ParallelSetting = None,
     compile: CompileSetting = False,
     attention: str | None = None,
+    vae_tiling: bool = False,
+    vae_slicing: bool = False,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     exclude: str | Sequence[str] | None = None,
@@ -255,6 +264,8 @@ def attach(
             function, compiles the blocks with torch.compile.
         attention: Computes attention with other kernels: "cudnn", "flash", "flash3", "sage" or another backend of
             diffusers. The first forward compares it with the default, which stays where they do not agree.
+        vae_tiling: VAEs decode in tiles, which are blended, with less memory.
+        vae_slicing: VAEs decode the images of a batch one after the other, with less memory.
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
         host_memory: The budget for host memory that holds weights; the rest is read from the model's files. Alone, it
             means offload="auto" too.
@@ -263,6 +274,7 @@ def attach(
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
     settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "attention": attention,
+                "vae_tiling": vae_tiling, "vae_slicing": vae_slicing,
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "exclude": exclude,
                 "tolerance": tolerance}  # fmt: skip
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")

@@ -36,6 +36,10 @@ class AttachConfig:
     compile: CompileSetting = False
     attention: str | None = None
     """A backend of diffusers' attention, by our name or theirs."""
+    vae_tiling: bool = False
+    """Whether VAEs decode in tiles."""
+    vae_slicing: bool = False
+    """Whether VAEs decode the images of a batch one after the other."""
 
     @classmethod
     def read(
@@ -45,6 +49,8 @@ class AttachConfig:
         parallel: ParallelSetting = None,
         compile: CompileSetting = False,
         attention: str | None = None,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -61,10 +67,13 @@ class AttachConfig:
             skipped = moves.skipped or skipped_share(choice) or 0.0
             graphs = graphs_of(compile) is not None
             moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares, graphs=graphs)
-        return cls(choice, moves, degrees, compile, attention)
+        return cls(choice, moves, degrees, compile, attention, vae_tiling, vae_slicing)
 
     def __post_init__(self) -> None:
         _check_compile(self.compile, offloads=self.offload is not None)
+        for name in ("vae_tiling", "vae_slicing"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name}={getattr(self, name)!r}; expected True or False.", param=name)
         if self.attention is not None:
             read_attention(self.attention)
             if self.num_ranks > 1:
@@ -100,12 +109,13 @@ class AttachConfig:
     @property
     def compiles(self) -> bool:
         """Whether blocks are compiled."""
-        return self.compile is not False and self.graphs is None
+        return (self.compile if self.graphs is None else self.graphs.blocks) is not False
 
     @property
     def compiler(self) -> str | Callable[..., Any] | None:
         """The backend that compiles blocks; None for torch's default."""
-        return self.compile if isinstance(self.compile, str) or callable(self.compile) else None
+        value: Any = self.compile if self.graphs is None else self.graphs.blocks
+        return None if isinstance(value, bool) else value
 
     @functools.cached_property
     def graphs(self) -> GraphsConfig | None:
@@ -213,8 +223,10 @@ def graphs_of(value: CompileSetting) -> GraphsConfig | None:
 
 
 def _check_compile(value: Any, *, offloads: bool) -> None:
-    if isinstance(value, (GraphsConfig, Mapping)):
-        graphs_of(value)
+    graphs = graphs_of(value)
+    if graphs is not None:
+        if isinstance(graphs.blocks, str):
+            _check_compile(graphs.blocks, offloads=offloads)
     elif isinstance(value, str) and value != GRAPHS:
         known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
         names = known(exclude_tags=())

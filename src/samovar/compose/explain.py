@@ -143,9 +143,13 @@ def _features(attached: Attached) -> Iterator[Feature]:
         yield _cache(cache, attached.denoisers)
     if attached.regions:
         classes = sorted({type(block).__name__ for block in attached.regions.values()})
-        compiler = "torch's default compiler" if attached.config.compile is True else f"{attached.config.compile}"
+        compiler = attached.config.compiler or "torch's default compiler"
         why = "blocks of a class share a graph; all hooks are outside it"
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
+    if attached.vaes:
+        ways = [name for name in ("vae_tiling", "vae_slicing") if getattr(attached.config, name)]
+        names = ", ".join(type(vae).__name__ for vae in attached.vaes)
+        yield Feature("VAE", f"{', '.join(ways)}: {names}", "decoding takes less memory in parts")
     if attached.attention:
         states = "\n".join(f"{name}: {hook.state}" for name, hook in attached.attention.items())
         yield Feature("attention", f"{attached.config.attention}\n{states}", "other kernels for the same attention")

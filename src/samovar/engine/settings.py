@@ -91,6 +91,10 @@ class OmniDiffusionConfig:
     attention: str | None = None
     """Other kernels for attention: "cudnn", "flash", "flash3", "sage" or another backend of diffusers. The first
     forward compares them with the default, which stays where they do not agree."""
+    vae_tiling: bool = False
+    """Decode in tiles, which are blended: less memory for large images, and slightly other pixels."""
+    vae_slicing: bool = False
+    """Decode the images of a batch one after the other: less memory."""
     warm_up: bool | None = None
     """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
     does so with `compile`."""
@@ -196,6 +200,8 @@ class OmniDiffusionConfig:
             parallel=self.parallel,
             compile=self.compile,
             attention=self.attention,
+            vae_tiling=self.vae_tiling,
+            vae_slicing=self.vae_slicing,
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             exclude=self.exclude,

@@ -93,7 +93,7 @@ class CudaRecorder:
             try:
                 output = function()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # It says that it failed, which is known.
+                with contextlib.suppress(RuntimeError, UserWarning):  # It says that it failed, which is known.
                     graph.capture_end()
                 raise
             graph.capture_end()

@@ -23,6 +23,7 @@ from ..other_libraries import kernel_settings, num_dispatch_modes
 from ..trace.shadow import TrialFailed, trial
 from .audit import Audit
 from .config import GraphsConfig
+from .constants import Constants
 from .forms import Places, Unsuitable, copied, has_same_bits, read_form
 from .recorders import Recorder, Recording, recorder_for
 from .snapshot import Snapshot, obstacle
@@ -233,21 +234,22 @@ class Replayer:
     def _recorded(
         self, places: Places, recorder: Recorder, function: Function, expected: Any, snapshot: Snapshot
     ) -> Recorded:
-        audit = Audit(places.tensors, snapshot.weights)
+        audit, constants = Audit(places.tensors, snapshot.weights), Constants(places.tensors[0].device)
         try:
-            with trial(places.tensors), audit:
+            with trial(places.tensors), constants, audit:
                 function(places.given())
         except TrialFailed as error:
             raise Unsuitable(f"trying it failed ({error})") from error
         if audit.problem is not None:
             raise _Never(audit.problem)
-        recording = recorder.record(lambda: function(places.given()))
+        with constants if len(constants) else contextlib.nullcontext():
+            recording = recorder.record(lambda: function(places.given()))
         if not (snapshot.is_in_place() and snapshot.is_current()):
             raise Unsuitable(f"its forward changes what it depends on: {snapshot.changed()}")
         recording.replay()
         if not has_same_bits(recording.output, expected):
             raise _Never("a replay gives other bits than its forward")
-        return Recorded(places, recording, snapshot, audit.constants)
+        return Recorded(places, recording, snapshot, [*audit.constants, *constants.tensors()])
 
 
 class _Given(NamedTuple):

@@ -11,8 +11,11 @@ tensor, which costs no wait for the device. Writes through `tensor.data` are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +77,9 @@ class WeightGroup:
         self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
         self._cast: Collection[int] = ()
         self._entries: list[_Entry] = []
+        self._tensors: list[torch.Tensor] = []
+        self._hosts: list[torch.Tensor] = []
+        """Of the entries."""
         self._wrappers: list[Wrapper] = []
         self._left: dict[int, _Place] = {}
         """By tensor id, where its data is as we left it."""
@@ -122,6 +128,7 @@ class WeightGroup:
             for start in [min(tensor.data_ptr() for tensor in span.tensors)]
             for tensor in span.tensors
         ]
+        self._tensors, self._hosts = [entry.tensor for entry in self._entries], [entry.host for entry in self._entries]
         self.pieces = [piece.num_bytes for piece in pieces]
         self._starts = [piece.start for piece in pieces]
         self._found, self._cast = found, self._find_cast()
@@ -179,7 +186,8 @@ class WeightGroup:
             return False
         found, left = self._find(), self._left
         if found is self._found and self._entries and self._buffer is None:  # The usual case, quickly.
-            return all(t.is_set_to(host) and t.dtype is host.dtype for t, host, *_ in self._entries)
+            is_set = all(map(torch.Tensor.is_set_to, self._tensors, self._hosts))
+            return is_set and all(map(is_, map(_dtype, self._tensors), map(_dtype, self._hosts)))
         tensors = take_apart(found).plain
         return len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
 
@@ -208,7 +216,7 @@ class WeightGroup:
 
     def _edits(self) -> int:
         # A change of a wrapper is counted there, and not of what it is made of.
-        return sum(version_of(t.tensor) for t in self._entries) + sum(version_of(w.tensor) for w in self._wrappers)
+        return sum(_versions(self._tensors)) + sum(_versions([wrapper.tensor for wrapper in self._wrappers]))
 
     @plainly
     def fingerprint(self) -> Any:
@@ -248,7 +256,8 @@ class WeightGroup:
         for span in spans_of(ours):
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
-        self.sources, self.copies, self._entries, self._left, self._phases = [], [], [], {}, {}
+        self.sources, self.copies, self._left, self._phases = [], [], {}, {}
+        self._entries, self._tensors, self._hosts = [], [], []
         self._found, self._wrappers = [], []
 
     def _phase_before(self, span: Span) -> int:
@@ -275,11 +284,9 @@ class WeightGroup:
         if views is None:
             views = [memory.view(host, offsets[piece] + offset) for _, host, piece, offset, _ in self._entries]
             self._views[tuple(offsets)] = views
-        self._lent = []
-        for entry, view in zip(self._entries, views, strict=True):
-            entry.tensor.data = view
-            self._lent.append((view, version_of(entry.tensor)))
+        _set_data(self._tensors, views)
         self._tell_wrappers()
+        self._lent = list(zip(views, _versions(self._tensors), strict=True))
         self._lent_edits = self._edits()
 
     def forget_views(self) -> None:
@@ -291,6 +298,9 @@ class WeightGroup:
         """Point the tensors at the host copy, if they are lent. What the call has changed is copied back."""
         lent = list(zip(self._entries, self._lent, strict=False))
         is_counted = bool(lent) and self._edits() != self._lent_edits
+        if not is_counted and all(map(torch.Tensor.is_set_to, self._tensors, (view for view, _ in self._lent))):
+            _set_data(self._tensors if lent else (), self._hosts)  # The usual case, quickly.
+            lent = []
         for (tensor, host, piece, *_), (view, version) in lent:
             is_set = not tensor.is_set_to(view)
             if is_set and _place(tensor)[1:] != _place(host)[1:]:
@@ -324,7 +334,8 @@ class WeightGroup:
         self._tell_wrappers()
         self._remember()
         if not self.keeps_host:
-            self.sources, self.copies, self._entries = [], [], []
+            self.sources, self.copies = [], []
+            self._entries, self._tensors, self._hosts = [], [], []
 
     def checksum(self) -> torch.Tensor:
         """A number on the device that tells whether its device memory changed. This does not wait for the device."""
@@ -347,6 +358,23 @@ class WeightGroup:
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
         self._stage.free(self._buffer)
         self._buffer = None
+
+
+_dtype = attrgetter("dtype")
+_version = attrgetter("_version")
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was changed, as far as torch counts."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # One was made in inference mode.
+        return list(map(version_of, tensors))
+
+
+def _set_data(tensors: Iterable[torch.Tensor], data: Iterable[torch.Tensor]) -> None:
+    """In a loop that Python does not run: a quantised block has a hundred tensors."""
+    deque(map(setattr, tensors, repeat("data"), data), maxlen=0)
 
 
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
