@@ -282,11 +282,15 @@ def test_one_that_cannot_load_the_model_is_raised_by_start(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(puppets, "end", lambda self, wait_s=0.0: ended.append(self.replica))
-    monkeypatch.setattr(
-        puppets,
-        "does",
-        lambda self, order: self.say(READY if self.replica == 0 else Fatal(ModelError("does not fit on this GPU"))),
-    )
+    fatal = Fatal(ModelError("does not fit on this GPU"))
+
+    def load(self: Puppet, order: Run | Cancel | None) -> None:
+        if self.replica == 0:
+            self.say(READY)
+        else:
+            threading.Timer(0.2, self.say, (fatal,)).start()
+
+    monkeypatch.setattr(puppets, "does", load)
     supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu", replicas=2))
     with pytest.raises(ModelError, match="does not fit on this GPU"):
         supervisor.start()
