@@ -429,7 +429,7 @@ def test_a_gpu_that_no_longer_obeys_is_noticed(tiny: Worker, monkeypatch: pytest
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     assert tiny.is_healthy()
-    monkeypatch.setattr(tiny, "_device", torch.device("cuda"))
+    monkeypatch.setattr(tiny, "device", torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.synchronize", fail)
     assert not tiny.is_healthy()
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)

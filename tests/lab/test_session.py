@@ -40,7 +40,7 @@ def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) 
 def test_the_same_setting_gives_the_same_figures_and_the_exact_one_the_highest(make_session: MakeSession) -> None:
     session = make_session(steps=8)
     row = session.measure(cached("tea_cache", {"rel_l1_thresh": 0.0}))
-    assert row.quality == (HIGHEST_PSNR, pytest.approx(1.0), pytest.approx(0, abs=1e-9)), (
+    assert row.quality == (HIGHEST_PSNR, pytest.approx(1.0), pytest.approx(0, abs=1e-9), None), (
         "neutral settings give the bits of the bare model"
     )
 

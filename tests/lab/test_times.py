@@ -63,7 +63,7 @@ def test_durations_in_words() -> None:
     assert [in_words(s) for s in (0, 44, 600, 9000)] == ["5 s", "45 s", "10 min", "2.5 h"]
 
 
-@pytest.mark.parametrize("command", ["calibrate", "bench", "tune"])
+@pytest.mark.parametrize("command", ["calibrate", "bench", pytest.param("tune", marks=pytest.mark.slow)])
 def test_commands_tell_how_long_they_take(make_session: MakeSession, command: str) -> None:
     said: list[str] = []
     progress = Progress(said.append)

@@ -91,6 +91,14 @@ def test_parts_of_a_video_can_be_asked_for(films: RunningServer, client: openai.
     assert (part.status_code, part.content) == (206, whole.content[10:20])
 
 
+def test_a_file_that_is_gone_is_told(films: RunningServer, client: openai.OpenAI) -> None:
+    video = made(client)
+    (folder,) = Path(films.process.args[films.process.args.index("--jobs") + 1]).glob(video.id)  # type: ignore[index, union-attr]
+    (folder / "video.mp4").unlink()
+    with pytest.raises(openai.NotFoundError, match="was removed from the server's folder"):
+        client.videos.download_content(video.id)
+
+
 def test_videos_are_listed_by_age(client: openai.OpenAI) -> None:
     for old in client.videos.list(limit=100):
         client.videos.delete(old.id)
@@ -100,7 +108,7 @@ def test_videos_are_listed_by_age(client: openai.OpenAI) -> None:
     assert ([video.id for video in page.data], page.has_more, page.last_id) == (ids[:0:-1], True, ids[1])
     rest = client.videos.list(limit=2, after=ids[1])
     assert ([video.id for video in rest.data], rest.has_more) == (ids[:1], False)
-    for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}):
+    for query in ({"limit": 0}, {"limit": 101}, {"limit": "0001000"}, {"limit": "\u0665"}, {"order": "up"}):
         with pytest.raises(openai.BadRequestError):
             client.videos.list(**query)  # type: ignore[arg-type]
     with pytest.raises(openai.NotFoundError):

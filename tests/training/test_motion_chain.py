@@ -82,7 +82,8 @@ def test_a_caption_leads_to_its_clip(data: Path, tmp_path: Path) -> None:
     """Two cases with latents of their own; after training, the exported pipeline gives each caption's."""
     from diffusers import WanPipeline
 
-    options = SimpleNamespace(seconds=60.0, out=tmp_path, work=None, mode="eager", tiny=True, names=None, data=data)
+    options = SimpleNamespace(seconds=60.0, out=tmp_path, work=None, mode="eager", tiny=True, names=None, data=data,
+                              start=None, vae_share=None)  # fmt: skip
     run = train.Run(options)  # type: ignore[arg-type]
     run.config = replace(TINY, flow_batch=12, blocks=1, lr=4e-3, muon_lr=8e-3, warmup=10, ema=0.9)
     vae = stages.ClipVae(run.config, run.pictures)

@@ -104,9 +104,16 @@ def _resample(self: Any, x: Tensor, feat_cache: None = None, feat_idx: Any = Non
     return x
 
 
+def _rms_norm(self: Any, x: Tensor) -> Tensor:
+    """WanRMS_norm in one kernel, in the type of its input."""
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.rms_norm(x.movedim(1, -1), (x.shape[1],), self.gamma.flatten().to(x.dtype), 1e-12)
+    return y.movedim(-1, 1)
+
+
 def over_whole_clips(vae: Any) -> None:
     """Let the autoencoder's own layers read whole clips; `vae.encode` and `vae.decode` no longer work on it."""
-    forwards = {"WanResample": _resample, "WanCausalConv3d": _causal}
+    forwards = {"WanResample": _resample, "WanCausalConv3d": _causal, "WanRMS_norm": _rms_norm}
     for module in vae.modules():
         if type(module).__name__ in forwards:
             module.forward = types.MethodType(forwards[type(module).__name__], module)

@@ -18,7 +18,7 @@ from training.flat import make_layout
 from training.flow import FlowStage
 from training.forward import t5_buckets
 from training.loop import Batch
-from training.models import named_weights, part_weights
+from training.models import named_weights, part_weights, set_weights
 from training.motion import forward, models
 from training.motion.clips import KINDS, draw
 from training.motion.settings import MotionConfig
@@ -26,17 +26,21 @@ from training.optim import Optimiser
 from training.vae import VaeStage, edges
 
 LONG_TEXT = 512
+SETTLE = 0.7  # from this share of the autoencoder's time on, little noise and no edges: sharper clips
 WHITE_WEIGHT = 0.15  # of the error where a clip is white and still: most of a clip is
 
 
 class ClipVae(VaeStage):
     """The autoencoder, trained on clips drawn on the device."""
 
-    def __init__(self, config: MotionConfig, pictures: Tensor) -> None:
+    def __init__(self, config: MotionConfig, pictures: Tensor, start: dict[str, Tensor] | None = None) -> None:
         torch.manual_seed(config.seed)
         self.motion, self.rate, self.pictures, self.device = config, 1.0, pictures, pictures.device
         self.batch_size = config.vae_batch
         self.vae: Any = models.build_vae(config).to(self.device).train()
+        if start:
+            set_weights(self.vae, start)
+            self.rate = 0.6  # it need not find its way again
         models.over_whole_clips(self.vae)
         self.parameters = named_weights(self.vae)
         self.layout = make_layout({n: tuple(p.shape) for n, p in self.parameters.items()}, lambda name, shape: False)
@@ -61,7 +65,7 @@ class ClipVae(VaeStage):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=x.is_cuda):
             mean, logvar = models.encode(self.vae, x)
             logvar = logvar.clamp(-12, 4)
-            extra = self.motion.vae_noise * amount * mean.detach().std()
+            extra = self.motion.vae_noise * (0.3 if fraction >= SETTLE else 1.0) * amount * mean.detach().std()
             latents = mean + ((0.5 * logvar).exp() + extra) * torch.randn_like(mean)
             rebuilt = models.decode(self.vae, latents)
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
@@ -69,10 +73,15 @@ class ClipVae(VaeStage):
         weight = WHITE_WEIGHT + (1 - WHITE_WEIGHT) * drawn
         error = (rebuilt - x) * weight
         loss = error.abs().mean() + 6 * error.square().mean() + self.motion.vae_kl * kl
-        return loss + 0.5 * edges(rebuilt, x) if fraction < 0.7 else loss
+        return loss + 0.5 * edges(rebuilt, x) if fraction < SETTLE else loss
 
     def set_rates(self, step: int, fraction: float) -> None:
-        lr = self.motion.vae_lr * min(1.0, (step + 1) / 60) * (0.5 + 0.5 * math.cos(math.pi * min(1, fraction)))
+        lr = (
+            self.rate
+            * self.motion.vae_lr
+            * min(1.0, (step + 1) / 60)
+            * (0.5 + 0.5 * math.cos(math.pi * min(1, fraction)))
+        )
         self.optimiser.set_numbers(step, lr + 1e-7, 0.0, 0.995)
 
 

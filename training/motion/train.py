@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from training import loop, pictures
 from training.checkpoint import Progress
-from training.models import named_weights
+from training.models import named_weights, set_weights
 from training.motion import models, stages
 from training.motion.clips import KINDS, all_captions, caption
 from training.motion.evaluate import Sampler, cases, evaluate, judge_figures, write_strips
@@ -34,7 +35,7 @@ from training.motion.settings import TINY, MotionConfig
 MODES = ("graph-compiled", "graph", "eager")
 VAE_STEPS, VAE_SHARE = 2000, (0.14, 0.27)  # so many steps if they fit into so much of the time
 JUDGE, BANK = 0.07, 0.035  # shares of the time after that
-HALF, FLOW, END = 0.62, 0.88, 0.98  # when they end
+FLOW, END = 0.88, 0.98  # when they end
 
 
 class Run:
@@ -57,6 +58,13 @@ class Run:
         from transformers import T5TokenizerFast
 
         self.tokenizer = T5TokenizerFast.from_pretrained(args.data / "tokenizer")
+        self.start: dict[str, dict[str, Tensor]] = {}
+        if args.start:
+            folders = {part: sorted((args.start / part).glob("*.safetensors")) for part in ("vae", *models.PARTS)}
+            self.start = {
+                part: {k: v.float() for f in files for k, v in load_file(f).items()} for part, files in folders.items()
+            }
+        self.share = args.vae_share
         self.metrics: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU", "torch": torch.__version__,
             "settings": json.loads(self.config.to_json()), "names": len(numbers), "pictures": len(self.rows),
@@ -95,6 +103,9 @@ def flow_stage(run: Run, latents: Tensor) -> stages.ClipFlow:
     torch.manual_seed(run.config.seed)
     parts = {"transformer": models.build_transformer(run.config),
              "text_encoder": models.build_text_encoder(run.config, run.tokenizer)}  # fmt: skip
+    for part in models.PARTS:
+        if run.start:
+            set_weights(parts[part], run.start[part])
     weights = {f"{p}.{n}": w.detach().clone() for p in models.PARTS for n, w in named_weights(parts[p]).items()}
     sample = latents[:1].float()
     mean, std = sample.mean((0, 1, 2)), sample.flatten(0, 2).std(0)
@@ -117,13 +128,15 @@ def vae_share(run: Run, stage: stages.ClipVae) -> float:
     pace = (time.monotonic() - began) / 5
     wanted = (time.monotonic() - run.began + VAE_STEPS * pace) / run.seconds
     run.log(f"vae: {1000 * pace:.0f} ms a step")
+    if run.share is not None:
+        return run.share
     return min(max(wanted, VAE_SHARE[0]), VAE_SHARE[1])
 
 
 def train_all(run: Run) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    vae_stage = stages.ClipVae(run.config, run.pictures)
+    vae_stage = stages.ClipVae(run.config, run.pictures, run.start.get("vae"))
     spent = vae_share(run, vae_stage)
     end = run.at(spent)
     progress = loop.run(vae_stage, loop.Until(end), run.work / "vae.safetensors", run.config, "eager", end, run.log)
@@ -137,7 +150,7 @@ def train_all(run: Run) -> None:
     stage = flow_stage(run, latents)
     run.log(f"latents: {tuple(latents.shape)}, mean deviation {stage.std.mean().item():.3f}")
     folder, budget = run.work / "motion", loop.Until(run.at(FLOW))
-    for end in (HALF, FLOW):
+    for end in ((time.monotonic() - run.began) / run.seconds / 2 + FLOW / 2, FLOW):
         progress = run.train(stage, run.at(end), budget, run.work / "flow.safetensors")
         size = export(
             folder, run.config, vae_weights, stage.averaged(), (stage.mean, stage.std), run.tokenizer, run.sources
@@ -179,6 +192,8 @@ def main() -> None:
     add("--out", type=Path, default=Path("out/motion"), help="the folder for the results")
     add("--work", type=Path, help="the folder for checkpoints; default: OUT/work")
     add("--seconds", type=float, default=480.0, help="wall time of the whole command")
+    add("--start", type=Path, help="a pipeline folder of an earlier run, to go on from its weights")
+    add("--vae-share", type=float, help="when the autoencoder's time ends, as a share of all (by its speed)")
     add("--names", type=int, help="only the first so many emoji")
     add("--mode", choices=MODES, default=MODES[0], help="how the transformer is trained; simpler ones follow")
     add("--tiny", action="store_true", help="tiny networks, for a look at the whole chain")

@@ -6,5 +6,5 @@ from pathlib import Path
 
 __all__ = ["BUILTIN_MODELS"]
 
-BUILTIN_MODELS = {"emoji": Path(__file__).parent / "emoji"}
-"""The folder of each model, in diffusers format, with its own defaults in `samovar.json`."""
+BUILTIN_MODELS = {name: Path(__file__).parent / name for name in ("emoji", "motion")}
+"""The folder of each model, in diffusers format, with its own defaults in `samovar.json`: images and video."""

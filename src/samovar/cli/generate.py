@@ -52,14 +52,15 @@ def add_generate(commands: Any) -> None:
 def _generate(options: argparse.Namespace) -> int:
     """Make images, videos or sound.
 
-    Make images, videos or sound from text, images and more with the built-in model, or with any model in diffusers
-    format. The built-in one knows emoji by name, in three styles: noto, 3d and flat. Settings that are not given take
-    the model's defaults.
+    Make images, videos or sound from text, images and more with a built-in model, or with any model in diffusers
+    format. The built-in `emoji` (the default) knows emoji by name, in three styles: noto, 3d and flat; `motion` lets
+    them move. Settings that are not given take the model's defaults.
 
     examples:
       samovar generate "a grinning cat, 3d style" -o cat.png
       samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png      (rocket-1.png, rocket-2.png ...)
       samovar generate "pizza, noto style" --steps 50 --cache forecast
+      samovar generate "rocket flying up" --model motion -o rocket.mp4
       samovar generate "a samovar" ./flux --gpu-memory 12GiB
       samovar generate "at night" ./flux --task img2img --image day.png --strength 0.6
       samovar generate "a kettle that boils" ./wan --seconds 3 --option guidance_scale_2=3.5 -o kettle.mp4

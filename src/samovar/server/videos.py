@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -91,7 +92,7 @@ class Videos:
 
     async def page(self, after: str | None = None, limit: str = "20", order: str = "desc") -> Response:
         """Videos by age, the newest first."""
-        if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MAX_PAGE:
+        if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MAX_PAGE:
             raise _bad("limit", f"limit must be a number from 1 to {_MAX_PAGE}, not {limit[:40]!r}.")
         if order not in ("asc", "desc"):
             raise _bad("order", f"order must be asc or desc, not {order[:40]!r}.")
@@ -106,8 +107,12 @@ class Videos:
             raise _bad("variant", f"variant must be {', '.join(VARIANTS)}, not {variant[:40]!r}.")
         job = self._jobs.find(video_id)
         name, media_type = VARIANTS[variant]
+        file = self._jobs.store.file(job.id, name)
+        if job.status == "completed" and not file.is_file():
+            message = "The file of this video was removed from the server's folder. Delete the video, or remix it."
+            raise ApiError(404, message, param="id", code="video_not_found")
         if job.status == "completed":
-            return FileResponse(self._jobs.store.file(job.id, name), media_type=media_type)
+            return FileResponse(file, media_type=media_type)
         if variant == "thumbnail" and job.id in self._jobs.previews:
             return Response(self._jobs.previews[job.id], media_type="image/webp", headers={"Cache-Control": "no-store"})
         message = f"The video is {job.status.replace('_', ' ')}. Ask again when it is completed."
