@@ -12,8 +12,11 @@ import torch
 from diffusers import QwenImagePipeline
 
 from pipelines import PIPELINES
+from samovar import attach
 from samovar.cache import CacheBackend, make_cache_backend
 from samovar.errors import SettingError
+from samovar.graphs.recorders import recording_by
+from samovar.graphs.simulated import SimulatedRecorder
 from samovar.hooks import PipelineHook, hook_pipeline
 
 STEPS = 8
@@ -191,3 +194,17 @@ def test_where_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SettingError, match=r"not installed: pip install cache-dit.*cache='tea_cache'"):
         make_cache_backend("cache_dit")
     assert make_cache_backend("tea_cache") is not None
+
+
+@needs_package
+def test_graphs_leave_its_decisions_to_it() -> None:
+    pipe = QWEN.build(0)
+    settings = {"backend": "cache_dit", **FAST}
+    with attach(pipe, cache=settings):
+        expected = QWEN.run(pipe, STEPS)
+    simulated = recording_by(SimulatedRecorder(), torch.device("cpu"))
+    with simulated, attach(pipe, cache=settings, compile="graphs") as attached:
+        assert [torch.equal(QWEN.run(pipe, STEPS), expected) for _ in range(2)] == [True, True]
+        stats = attached.stats().graphs["transformer"]
+    assert stats.replayed == 0
+    assert stats.reasons == ("cache-dit decides inside its forward what runs",)
