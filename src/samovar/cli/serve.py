@@ -94,7 +94,7 @@ def _add_job_options(group: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Serve images, videos or sound over HTTP, with OpenAI's API and a page to try it.
+    """Serve a model over HTTP with OpenAI's API, and a page to try it.
 
     Serve a model over HTTP: OpenAI's /v1/images/generations and /v1/images/edits, /v1/videos or /v1/audio/speech,
     /health, /ready, /metrics, and a page at /. Only this machine can reach it unless --host says otherwise.
