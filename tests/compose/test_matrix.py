@@ -91,7 +91,7 @@ def test_auto_with_branches_on_two_ranks(guidance: str, ranks: Ranks) -> None:
     (first,), (second,) = ranks.call(draw_all, [case], limit_s=600.0)
     assert torch.equal(first.picture, second.picture)
     whole = {mask for drawn in (first, second) for mask in drawn.masks if len(mask) > 1}
-    assert whole == {"###..#"}
+    assert whole == {"###.##"}, "the first gap is of one step"
     assert difference(first.picture, draw(case._replace(cache="none", ranks="1 rank")).picture) < 0.1
 
 

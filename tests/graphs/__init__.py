@@ -1,0 +1,1 @@
+"""Graphs, real and simulated."""
