@@ -182,7 +182,6 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: p
     assert process.returncode == -signal.SIGKILL, error
     before = known(state)
     assert 2 <= before < 24, "killed in the middle of 24 images at most"
-    first = [json.loads(file.read_text()) for file in state.glob("value-*.json")]
     refused = run(capsys, *command, "--seeds", "2")
     assert refused[0] == 2
     assert "holds an unfinished run with other settings (tasks: 6 before, 12 now" in refused[2]
@@ -193,8 +192,6 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: p
     assert (code, err) == (0, f"samovar: resuming with {before} measurements from {output / 'state'}\n")
     report = json.loads((output / "compare.json").read_text())
     assert len(report["tasks"]) == 6
-    (seconds,) = [entry["value"]["seconds"] for entry in first if entry["name"] == "exact 0"]
-    assert report["rows"][0]["seconds"] > seconds, "its time counts, and it was not made again"
 
 
 def known(state: Path) -> int:
