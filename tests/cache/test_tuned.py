@@ -11,6 +11,7 @@ import pytest
 
 import samovar
 from pipelines import PIPELINES, tiny_flux_pipeline
+from samovar.cache import CacheChoice
 from samovar.cache.tuned import KEY, TunedFor, describe
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.engine.models import load_pipeline
@@ -34,8 +35,10 @@ def test_its_own_model_takes_it_however_it_is_loaded(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for same in (pipe, tiny_flux_pipeline(seed=1), load_pipeline(tmp_path / "model", pipe.dtype)):
-            samovar.attach(same, cache_config=file).detach()
-        samovar.attach(pipe.transformer, cache=file).detach()
+            with samovar.attach(same, cache_config=file) as attached:
+                assert attached.config.cache == CacheChoice.read(file)
+        with samovar.attach(pipe.transformer, cache=file) as attached:
+            assert attached.config.cache == CacheChoice.read(file)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
