@@ -76,15 +76,18 @@ def build_t5(config: ModelConfig, tokenizer: Any) -> Any:
     """The token-wise text encoder."""
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(tokenizer), d_model=config.text_dim, d_kv=config.text_head_dim,
-            d_ff=3 * config.text_dim, num_layers=config.text_layers,
-            num_heads=config.text_dim // config.text_head_dim, dropout_rate=0.0,
-            feed_forward_proj="gated-gelu", is_encoder_decoder=False, use_cache=False,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        )
-    )  # fmt: skip
+    return T5EncoderModel(T5Config(**t5_settings(config, tokenizer)))
+
+
+def t5_settings(config: Any, tokenizer: Any) -> dict[str, Any]:
+    """The settings of a small T5 encoder, or of one of its kin."""
+    return {
+        "vocab_size": len(tokenizer), "d_model": config.text_dim, "d_kv": config.text_head_dim,
+        "d_ff": 3 * config.text_dim, "num_layers": config.text_layers,
+        "num_heads": config.text_dim // config.text_head_dim, "dropout_rate": 0.0,
+        "feed_forward_proj": "gated-gelu", "is_encoder_decoder": False, "use_cache": False,
+        "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
 
 
 def load_tokenizers(folder: Path) -> tuple[Any, Any]:

@@ -30,14 +30,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # a test this small is slower on more, far slower on a busy machine
-    yield
-    torch.set_num_threads(before)
-
-
 def draw() -> Dataset:
     """Eight shapes in three styles: filled, outlined and shaded, on white."""
     rows, drawn = [], []

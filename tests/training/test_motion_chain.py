@@ -21,14 +21,6 @@ from training.pictures import Dataset, Row
 SOURCE = {"author": "the test", "licence": "MIT", "package": "none", "version": "0", "notice": "emojibase.txt"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # a test this small is slower on more, far slower on a busy machine
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two emoji, a red arrow to the right and a blue bar, and a tokenizer of their captions."""

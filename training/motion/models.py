@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.models import t5_settings
 from training.motion.settings import MotionConfig
 
 PARTS = ("transformer", "text_encoder")
@@ -55,15 +56,7 @@ def build_transformer(config: MotionConfig) -> Any:
 def build_text_encoder(config: MotionConfig, tokenizer: Any) -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=len(tokenizer), d_model=config.text_dim, d_kv=config.text_head_dim,
-            d_ff=3 * config.text_dim, num_layers=config.text_layers,
-            num_heads=config.text_dim // config.text_head_dim, dropout_rate=0.0,
-            feed_forward_proj="gated-gelu", is_encoder_decoder=False, use_cache=False,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        )
-    )  # fmt: skip
+    return UMT5EncoderModel(UMT5Config(**t5_settings(config, tokenizer)))
 
 
 # -- the autoencoder over whole clips: what encode and decode compute chunk by chunk, in one go
