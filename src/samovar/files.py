@@ -92,11 +92,11 @@ def read_config(cls: type[Config], value: Any, param: str) -> Config:
 
 @contextlib.contextmanager
 def naming(file: Any) -> Iterator[None]:
-    """Name the file in errors about settings that were read from it."""
+    """Name the file, if there is one, in errors about settings that were read from it."""
     try:
         yield
     except SettingError as error:
-        if str(file) in str(error):
+        if file is None or str(file) in str(error):
             raise
         raise SettingError(f"In {str(file)!r}: {error}", param=error.param) from error
 

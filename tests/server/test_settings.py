@@ -48,6 +48,11 @@ def test_limits_are_whole_numbers_from_one_on() -> None:
             Limits(max_steps=value)  # type: ignore[arg-type]
 
 
+def test_without_a_file_none_is_named() -> None:
+    with pytest.raises(SettingError, match="^max_frames must be a whole number, 1 or more, not 0"):
+        ServerConfig.read({"max_frames": 0})
+
+
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(ServerConfig(api_key="secret"))
 
