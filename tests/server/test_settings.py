@@ -49,7 +49,7 @@ def test_limits_are_whole_numbers_from_one_on() -> None:
 
 
 def test_without_a_file_none_is_named() -> None:
-    with pytest.raises(SettingError, match="^max_frames must be a whole number, 1 or more, not 0"):
+    with pytest.raises(SettingError, match=r"^max_frames must be a whole number, 1 or more, not 0"):
         ServerConfig.read({"max_frames": 0})
 
 

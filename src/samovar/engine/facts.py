@@ -191,7 +191,8 @@ class PipelineFacts:
         if name in _OURS or name not in self.takes:
             raise SettingError(f"{self.class_name} does not take {name}. {self._nearest(name)}", param=name)
         if name in call:
-            raise SettingError(f"{name}={value!r} is already set by another parameter. Give it once.", param=name)
+            message = f"{name}={value!r} was given as an option, and is set by a parameter of its own. Give that one."
+            raise SettingError(message, param=name)
         allowed = self.types.get(name)
         if allowed is None or value is None:
             return
