@@ -75,7 +75,10 @@ def _component_here(file: Path, name: str, where: dict[str, Any]) -> Any:
             f"{file}: {name!r} is in {brief(where.get('subfolder') or '')} of {brief(source)}, and only what is in the "
             f"model's folder is loaded. Download it to {file.parent / name}, and say so in the file."
         )
-    return where.get("type_hint")
+    hint = where.get("type_hint")
+    if not isinstance(hint, list) or None in hint:  # diffusers would take any class that the files name.
+        raise ModelError(f"{file}: the type_hint of {name!r} is {brief(hint)}; expected a library and a class of it.")
+    return hint
 
 
 def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -109,15 +112,15 @@ def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
         or cls is diffusers.DiffusionPipeline
     ):
         raise ModelError(
-            f"{index_file(folder)} names the class {brief(name)}, which diffusers {diffusers.__version__} does not have. "
-            "Upgrade diffusers, or check the file."
+            f"{index_file(folder)} names the class {brief(name)}, which diffusers {diffusers.__version__} does not "
+            "have. Upgrade diffusers, or check the file."
         )
     for parameter in inspect.signature(cls).parameters.values():
         is_needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if is_needed and not isinstance(index.get(parameter.name), list):
             raise ModelError(
-                f"{index_file(folder)}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library and a "
-                f"class of it, because {name} needs this component."
+                f"{index_file(folder)}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library and "
+                f"a class of it, because {name} needs this component."
             )
     return modular_class(cls, folder, index.get("_blocks_class_name")) if is_modular(cls) else cls
 
@@ -136,8 +139,8 @@ def library_of(folder: Path, name: str, library: str, class_name: str) -> Module
     own = folder / name / f"{library}.py"
     what = f"code that comes with the model: {own}" if own.is_file() else f"code of another library: {brief(library)}"
     raise ModelError(
-        f"{index_file(folder)} asks for {what}. {name!r} is a {brief(f'{library}.{class_name}')}, which is not run; only "
-        f"components of diffusers and transformers are read. {_TRUST}"
+        f"{index_file(folder)} asks for {what}. {name!r} is a {brief(f'{library}.{class_name}')}, which is not run; "
+        f"only components of diffusers and transformers are read. {_TRUST}"
     )
 
 

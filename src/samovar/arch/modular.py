@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ from ..files import brief
 
 _GUIDERS = {"guidance_scale": "guider", "guidance_scale_2": "guider_2"}
 """Arguments of other pipelines that are settings of a component here."""
+_OF_ANY_CALL = frozenset(("prompt", "generator", "output_type", "height", "width", "max_area", "_auto_resize"))
+"""What the caller may not have given itself."""
 _OWN_BLOCKS = "modular_config.json"
 
 
@@ -43,21 +46,27 @@ class ModularCall:
 
 def is_modular(cls: Any) -> bool:
     """Whether this is a class of modular pipelines."""
-    import diffusers
+    library = sys.modules.get("diffusers.modular_pipelines.modular_pipeline")  # Of the other classes, none needs it.
+    return library is not None and inspect.isclass(cls) and issubclass(cls, library.ModularPipeline)
 
-    base = getattr(diffusers, "ModularPipeline", None)
-    return base is not None and inspect.isclass(cls) and issubclass(cls, base)
+
+def called_as(pipeline: Any) -> Any:
+    """A pipeline's class, as it is without our hooks; of a modular one, the class that says how it is called."""
+    cls: Any = pipeline.__class__
+    is_bare = is_modular(cls) and not issubclass(cls, ModularCall)
+    return _described(cls, pipeline.blocks, pipeline) if is_bare else cls
 
 
 def adapt(pipeline: Any) -> Callable[[], None]:
     """Give a loaded pipeline such a call, if it is modular. Returns what takes it away again."""
-    cls = type(pipeline)
-    if not is_modular(cls) or issubclass(cls, ModularCall):
-        return lambda: None
-    pipeline.__class__ = _described(cls, pipeline.blocks, pipeline)
+    before = pipeline.__class__
+    called = called_as(pipeline)
+    if called is not before:
+        pipeline.__class__ = called
 
     def restore() -> None:
-        pipeline.__class__ = cls
+        if called is not before:
+            pipeline.__class__ = before
 
     return restore
 
@@ -66,7 +75,7 @@ def modular_class(cls: Any, folder: Path, blocks_name: Any) -> Any:
     """The class of the modular pipeline in a folder. It is built of components or loaded, as others are."""
     import diffusers
 
-    blocks = getattr(diffusers, blocks_name, None) if isinstance(blocks_name, str) else None
+    blocks: Any = getattr(diffusers, blocks_name, None) if isinstance(blocks_name, str) else None
     own = folder / _OWN_BLOCKS
     if own.is_file() or not getattr(blocks, "block_classes", None):
         what = f"comes with blocks of its own ({own})" if own.is_file() else f"was made of {brief(blocks_name)}"
@@ -84,7 +93,7 @@ def modular_class(cls: Any, folder: Path, blocks_name: Any) -> Any:
         self.register_components(**known)
         self.__class__ = _described(cls, self.blocks, self)
 
-    def load(made: Any, source: Any, **settings: Any) -> Any:
+    def load(made: Any, source: Any, /, **settings: Any) -> Any:
         empty = cls(pretrained_model_name_or_path=str(folder), local_files_only=True)
         return made(**_loaded(empty, folder, settings))
 
@@ -104,14 +113,12 @@ def _loaded(empty: Any, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
         elif spec.pretrained_model_name_or_path is not None and (folder / name).is_dir():
             given: dict[str, Any] = {"local_files_only": True, "variant": None}
             if inspect.isclass(spec.type_hint) and issubclass(spec.type_hint, torch.nn.Module):
-                given |= {"torch_dtype": settings.get("torch_dtype"), "use_safetensors": True}
+                given |= {"dtype": settings.get("torch_dtype"), "use_safetensors": True}
                 variant = settings.get("variant")
                 given["variant"] = variant if any((folder / name).glob(f"*.{variant}[.-]*")) else None
             if name in quantised:
                 given["quantization_config"] = quantised[name]
-            found[name] = spec.load(
-                pretrained_model_name_or_path=str(folder), subfolder=name, revision=None, **given
-            )
+            found[name] = spec.load(pretrained_model_name_or_path=str(folder), subfolder=name, revision=None, **given)
     return found
 
 
@@ -164,6 +171,7 @@ def _call(cls: Any, taken: list[inspect.Parameter], made: list[str], scales: Map
         if "state" in given or "output" in given:  # Its owner, who knows what it is.
             return cls.__call__(self, **given)
         signature.bind(self, **given)
+        _check_read(self._blocks, {name: value for name, value in given.items() if name not in scales})
         chosen = {part: given.pop(name) for name, part in scales.items() if given.get(name) is not None}
         with _guided(self, chosen), _errors_said_once():
             state = cls.__call__(self, **given)
@@ -216,6 +224,15 @@ def _running(blocks: Any, given: Mapping[str, Any]) -> Any:
     """The blocks that run for a prompt and these inputs. What all blocks together call required may be made by one of
     them, so it is asked of these."""
     return blocks.get_execution_blocks(**{"prompt": "", **given}) if hasattr(blocks, "sub_blocks") else blocks
+
+
+def _check_read(blocks: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what no block would read: diffusers ignores it."""
+    running = _running(blocks, {name: value for name, value in given.items() if value is not None})
+    read = {each.name for each in running.inputs}
+    for name, value in given.items():
+        if value is not None and name not in read | _OF_ANY_CALL:
+            raise ValueError(f"{name} has no effect beside what else is given. Leave it out.")
 
 
 def _needs(blocks: Any, given: Mapping[str, Any]) -> tuple[str, ...]:

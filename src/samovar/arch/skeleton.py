@@ -194,8 +194,8 @@ def _library_class(folder: Path, name: str, library: str, class_name: str) -> ty
     if not inspect.isclass(cls) or not hasattr(cls, "from_pretrained"):
         version = getattr(package, "__version__", "")
         raise ModelError(
-            f"{index_file(folder)}: {name!r} is a {brief(f'{library}.{class_name}')}, which {library} {version} does not "
-            f"have. Upgrade {library}, or check the name."
+            f"{index_file(folder)}: {name!r} is a {brief(f'{library}.{class_name}')}, which {library} {version} does "
+            f"not have. Upgrade {library}, or check the name."
         )
     return cls
 

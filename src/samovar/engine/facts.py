@@ -257,7 +257,7 @@ def _size_multiple(pipeline: Any) -> int:
 
 
 def _packs(pipeline: Any) -> bool:
-    """Whether four latents are one token, by the channels of both sides: modular pipelines pack them in their blocks."""
+    """Whether four latents are one token, by the channels of both: modular pipelines pack them in their blocks."""
     wide, narrow = (getattr(getattr(pipeline, name, None), "config", {}) for name in ("transformer", "vae"))
     channels = narrow.get("latent_channels") or narrow.get("z_dim")
     return isinstance(channels, int) and wide.get("in_channels") == 4 * channels
