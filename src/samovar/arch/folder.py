@@ -119,8 +119,8 @@ def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
         is_needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if is_needed and not isinstance(index.get(parameter.name), list):
             raise ModelError(
-                f"{index_file(folder)}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library and "
-                f"a class of it, because {name} needs this component."
+                f"{index_file(folder)}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library "
+                f"and a class of it, because {name} needs this component."
             )
     return modular_class(cls, folder, index.get("_blocks_class_name")) if is_modular(cls) else cls
 

@@ -9,15 +9,14 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from PIL import Image
-
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from ..offload.sizes import parse_bytes
+from .controlnet import controlnet_bytes, read_controlnets
 from .facts import facts_of
 from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
@@ -63,11 +62,25 @@ def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], a
     if not any(prompts) and "prompt" not in inspect.signature(pipeline.__call__).parameters:
         del call["prompt"]
     try:
-        return pipeline(**call)
+        with _drawn_by(seeds[0]):
+            return pipeline(**call)
     except SettingError:
         raise
     except ValueError as error:  # How diffusers pipelines refuse a setting.
         raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}") from error
+
+
+@contextlib.contextmanager
+def _drawn_by(seed: int) -> Iterator[None]:
+    """Draw what a pipeline draws without its generator by the seed, too: some encode their images so."""
+    import torch
+
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
@@ -75,6 +88,8 @@ def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
     name = type(pipeline).__name__
     if config.task is not None:
         raise SettingError(f"This {name} is loaded, so its task is decided. Leave out task.", param="task")
+    if config.controlnet is not None:
+        raise SettingError(f"This {name} is loaded. Load it with its ControlNet.", param="controlnet")
     if config.quantised() is not None or config.loss not in (None, "exact"):
         raise SettingError(
             f"Weights are quantised while they are loaded, and this {name} is loaded. Give the model's name or folder, "
@@ -110,13 +125,14 @@ class Worker:
         if pipeline is None:
             folder = _folder_of(config)
             defaults = config.sampling_defaults(folder)
-            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, task=config.task)
+            which = {"task": config.task, "controlnets": read_controlnets(config.controlnet)}
+            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, **which)  # type: ignore[arg-type]
             if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
                 output_fields(loader)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self.device)
             quantised, self._why_quantised = self._quantization(config, folder, dtype, defaults)
-            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, "task": config.task}
+            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, **which}
             pipeline = load_pipeline(folder, dtype, components=components, **how)  # type: ignore[arg-type]
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
@@ -192,6 +208,10 @@ class Worker:
             return config.quantised(), "asked for" if config.quantization else ""
         size = {"height": defaults.height, "width": defaults.width, "batch": config.max_batch}
         is_alone = config.num_ranks == 1
+        if config.controlnet is not None and offload.gpu_memory is not None:
+            beside = controlnet_bytes(read_controlnets(config.controlnet))
+            budget = parse_bytes(offload.gpu_memory, "gpu_memory") or 0
+            offload = replace(offload, gpu_memory=max(1, budget - beside))
         return choose_quantization(folder, dtype, self.device, offload, size, config.loss, is_alone=is_alone)
 
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
@@ -205,10 +225,10 @@ class Worker:
         cache learns from all of them."""
         started = time.perf_counter()
         steps = None if self._attached.cache is not None or "num_inference_steps" not in self.facts.takes else 2
-        params, image = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps), None
-        if self.facts.can_edit:
-            image = Image.new("RGBA", (self.facts.defaults.width or 512, self.facts.defaults.height or 512))
-        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image)])
+        params = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps)
+        inputs = self.facts.inputs.blanks(self.facts.defaults.width or 512, self.facts.defaults.height or 512)
+        image = inputs.pop("image", None)
+        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image, inputs=inputs)])
         if isinstance(outcome, SamovarError):
             raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
         return time.perf_counter() - started
