@@ -135,8 +135,8 @@ def test_with_an_image_and_with_a_mask(models: Models) -> None:
         one, other = (pixels(omni, image=OTHER, strength=1.0, control_image=each) for each in (CONTROL, MASK))
         assert not np.array_equal(one, other)
     size = {"height": 32, "width": 48, "max_sequence_length": 16}
-    how: dict[str, Any] = {"task": "inpaint", "controlnet": net, "defaults": size, "warm_up": True}
-    with Omni(model, device="cpu", progress=False, **how) as omni:
+    with Omni(model, task="inpaint", controlnet=net, defaults=size, device="cpu", progress=False) as omni:
+        omni._open().warm_up()  # type: ignore[attr-defined] # It gives all that is needed.
         assert pixels(omni, image=OTHER, mask=MASK, control_image=CONTROL).shape == (32, 48, 3)
 
 

@@ -266,7 +266,11 @@ def _size_multiple(pipeline: Any) -> int:
     patch = getattr(getattr(pipeline, "transformer", None), "config", {}).get("patch_size", 2)
     if hasattr(pipeline, "_pack_latents") or hasattr(pipeline, "_patchify_latents") or _packs(pipeline):
         patch = 2
-    return int(scale * (patch[-1] if isinstance(patch, (list, tuple)) else patch))
+    parts = getattr(pipeline, "components", {}).values()
+    # A processor that is a component, as in modular pipelines, rounds the size of images to its own multiple.
+    rounded = [getattr(getattr(part, "config", None), "vae_scale_factor", None) for part in parts]
+    token = int(scale * (patch[-1] if isinstance(patch, (list, tuple)) else patch))
+    return max(token, *(each for each in rounded if isinstance(each, int)), 1)
 
 
 def _packs(pipeline: Any) -> bool:
