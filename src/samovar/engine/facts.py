@@ -251,6 +251,13 @@ def _size_multiple(pipeline: Any) -> int:
     whatever their transformer's config says."""
     scale = getattr(pipeline, "vae_scale_factor", None) or getattr(pipeline, "vae_scale_factor_spatial", 4)
     patch = getattr(getattr(pipeline, "transformer", None), "config", {}).get("patch_size", 2)
-    if hasattr(pipeline, "_pack_latents") or hasattr(pipeline, "_patchify_latents"):
+    if hasattr(pipeline, "_pack_latents") or hasattr(pipeline, "_patchify_latents") or _packs(pipeline):
         patch = 2
     return int(scale * (patch[-1] if isinstance(patch, (list, tuple)) else patch))
+
+
+def _packs(pipeline: Any) -> bool:
+    """Whether four latents are one token, by the channels of both: modular pipelines pack them in their blocks."""
+    wide, narrow = (getattr(getattr(pipeline, name, None), "config", {}) for name in ("transformer", "vae"))
+    channels = narrow.get("latent_channels") or narrow.get("z_dim")
+    return isinstance(channels, int) and wide.get("in_channels") == 4 * channels

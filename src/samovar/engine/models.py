@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, SettingError, nearest
-from ..files import INDEX, brief, first_line, read_json, reading
+from ..files import INDEX, brief, first_line, index_file, reading
 from .quantize import Quantization, check_saved, loading_arguments
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def find_model(model: str) -> Path | None:
         return BUILTIN_MODELS[model]
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # No path: too long, with a NUL, of an unknown user.
         folder = Path(model).expanduser()
-        if (folder / INDEX).is_file():
+        if index_file(folder).is_file():
             return folder
         if _HUB_NAME.fullmatch(model) and not folder.is_dir():
             return None
@@ -57,7 +57,7 @@ def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:
     except (OSError, ValueError) as error:  # Not there, or no network.
         parent = Path(model).expanduser().parent
         if parent.is_dir():
-            here = sorted(folder.parent.name for folder in parent.glob(f"*/{INDEX}"))
+            here = sorted(folder.name for folder in parent.iterdir() if index_file(folder).is_file())
             found = f" It has {', '.join(map(repr, here))}." if here else ""
             raise ModelError(f"There is no model {Path(model).name!r} in the folder {str(parent)!r}.{found}") from error
         raise ModelError(
@@ -169,10 +169,10 @@ def load_pipeline(
     task: str | None = None,
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
-    from ..arch.folder import check_loaded
+    from ..arch.folder import check_loaded, read_index
 
     loader = find_loader(folder, trust_remote_code=trust_remote_code, task=task)
-    check_saved(folder, read_json(folder / INDEX))
+    check_saved(folder, read_index(folder))
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
     given |= components or {}
     if quantization is not None:

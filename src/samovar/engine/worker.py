@@ -101,12 +101,9 @@ class Worker:
         self, config: OmniDiffusionConfig, pipeline: Any = None, components: Mapping[str, Any] | None = None
     ) -> None:
         """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
-        import torch
+        from ..arch.modular import adapt
 
-        from ..cache import AutoConfig
-        from ..compose import Attached
-
-        self._tuned = saved_defaults(config.cache)
+        self._tuned, self._restore = saved_defaults(config.cache), _nothing
         self.device = config.execution_device()
         defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
@@ -126,9 +123,27 @@ class Worker:
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
         else:
             _check_not_for_loading(config, pipeline)
+            self._restore = adapt(pipeline)
             if config.device is None:
                 self.device = pipeline.device  # Where its owner put it.
         self.pipeline = pipeline
+        try:
+            self._attach(config, defaults)
+        except BaseException:
+            self._restore()
+            raise
+        self.load_seconds = time.perf_counter() - started
+        self._lock = threading.Lock()
+        """One call at a time: they share the scheduler, which counts the steps."""
+
+    def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams) -> None:
+        """Attach the features to the pipeline, and know what it takes and makes."""
+        import torch
+
+        from ..cache import AutoConfig
+        from ..compose import Attached
+
+        pipeline = self.pipeline
         self.facts = facts_of(pipeline, defaults)
         self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
         offload = config.attach_config.offload
@@ -154,9 +169,6 @@ class Worker:
             self._unload_adapters()
             raise
         self.facts = replace(self.facts, explanation=self.explain())
-        self.load_seconds = time.perf_counter() - started
-        self._lock = threading.Lock()
-        """One call at a time: they share the scheduler, which counts the steps."""
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
@@ -225,6 +237,7 @@ class Worker:
         """Detach everything from the pipeline, which frees its memory."""
         self._attached.detach()
         self._unload_adapters()
+        self._restore()
 
     def _unload_adapters(self) -> None:
         if self._adapters is not None:
@@ -355,6 +368,10 @@ class Worker:
                 if name in tuned and used.get(name, tuned[name]) != tuned[name]
             ]
         return replace(outcome, notes=(*notes, *self.facts.output.notes))
+
+
+def _nothing() -> None:
+    """What restores a pipeline that is nobody else's."""
 
 
 def _resident_bytes() -> int:
