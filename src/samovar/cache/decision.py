@@ -182,7 +182,8 @@ def measure(
     if agree is not None:
         pairs = (agree.within_branch if within_branch else agree)(_signal_and_worst_other(pairs))
     count = len(pairs)
-    numbers = torch.cat([pairs, *(time.max().reshape(1).to(pairs) for time in times)]).tolist()
+    largest = [(time if time.numel() == 1 else time.max()).reshape(1).to(pairs) for time in times]
+    numbers = (torch.cat([pairs, *largest]) if largest else pairs).tolist()
     distances = [_relative(*pair) for pair in zip(numbers[:count:2], numbers[1:count:2], strict=True)]
     return Measured(distances[0], max(distances[1:], default=0.0), tuple(numbers[count:]))
 

@@ -6,11 +6,13 @@ which gives the signal as well, and computed only if the signal says so. What is
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from ..hooks import HookRegistry, Recorder
+from ..hooks import Recorder
 from ..trace.forward import Given, Tensors
 from ..trace.passes import Mode, Outlook, StepPass
 from .decision import Signal
@@ -31,36 +33,51 @@ class ReplayedBlocks(BlockModel):
     """A model that is built of blocks, whose forwards are replayed while there is a recorder."""
 
     def forget(self) -> None:
-        if self._recorder() is None:  # What was recorded reads the shadows.
+        if self.recorder is None:  # What was recorded reads the shadows.
             super().forget()
 
-    def _recorder(self) -> Recorder | None:
-        return HookRegistry.get_or_create(self._model).recorder
-
     def _next(self, form: TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        recorder = self._recorder()
+        recorder = self.recorder
         run = super()._next
         reads = form.reader is not None and _is_settled(form)  # Also where nobody asks: one recording serves both.
         if recorder is None or (wanted.decide is not None and not (reads or form.is_blind)):
             return run(form, inputs, wanted, forward)
         reads = reads or wanted.decide is not None
-        signal: Signal | None = None
-        if wanted.mode != "compute":
-            stored, name = _stored(form, wanted), ("skip", form.token, reads, wanted.keeps)
-            if stored is None or recorder.refuses(name):
-                return run(form, inputs, wanted, forward)
-            skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored))
-            if skipped.lost is not None:
-                return run(form, inputs, wanted, forward)
-            signal = _signal(form, skipped.signal, wanted)
-            if wanted.decide is None or (signal is not None and wanted.decide(signal)):
-                if wanted.outlook is None or wanted.outlook.as_stored is not None:
-                    return Outcome(skipped.output, False, None, signal)
-                return run(form, inputs, wanted._replace(mode="skip", decide=None), forward)._replace(signal=signal)
+        compute = functools.partial(self._computed, recorder, reads, form, inputs, wanted, forward)
+        if wanted.mode == "compute":
+            return compute(None)
+        stored, name = _stored(form, wanted), ("skip", form.token, reads, wanted.keeps)
+        if stored is None or recorder.refuses(name):
+            return run(form, inputs, wanted, forward)
+        skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored))
+        if skipped.lost is not None:
+            return run(form, inputs, wanted, forward)
+        signal = _signal(form, skipped.signal, wanted)
+        with contextlib.ExitStack() as stack:
+            if wanted.is_doubtful:  # What can be done before the device has answered is.
+                computing = ("compute", *name[1:])
+                stack.enter_context(recorder.ahead(computing, (inputs.args, inputs.kwargs, [])))
+            if wanted.decide is not None and (signal is None or not wanted.decide(signal)):
+                return compute(signal)
+        if wanted.outlook is None or wanted.outlook.as_stored is not None:
+            return Outcome(skipped.output, False, None, signal)
+        return run(form, inputs, wanted._replace(mode="skip", decide=None), forward)._replace(signal=signal)
+
+    def _computed(
+        self,
+        recorder: Recorder,
+        reads: bool,
+        form: TracedForm,
+        inputs: Inputs,
+        wanted: Instruction,
+        forward: Forward,
+        signal: Signal | None,
+    ) -> Outcome:
+        """A step that is computed; `signal`: by which that was decided."""
         name = ("compute", form.token, reads, wanted.keeps)
         if recorder.refuses(name):
             decided = wanted if signal is None else wanted._replace(mode="compute", decide=None)
-            taken = run(form, inputs, decided, forward)
+            taken = super()._next(form, inputs, decided, forward)
             return taken if signal is None else taken._replace(signal=signal)
         computed = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, []))
         if computed.lost is not None:
@@ -99,11 +116,11 @@ class ReplayedBlocks(BlockModel):
 
 
 def _is_settled(form: TracedForm) -> bool:
-    """Whether the signal is read in the same way each time."""
+    """Whether the signal is read in the same way each time. Whoever replays it sees whether its block has changed."""
     reader = form.reader
     if form.is_blind or reader is None:
         return form.is_blind
-    return (reader.is_checked or reader.attention is None) and reader.is_current()
+    return reader.is_checked or reader.path is None
 
 
 def _signal(form: TracedForm, value: torch.Tensor | None, wanted: Instruction) -> Signal | None:
