@@ -182,7 +182,7 @@ class Watched(NamedTuple):
 
 
 Watch = dict[str, Watched]
-Pair = Sequence[torch.Tensor]
+Pair = Sequence[torch.Tensor] | torch.Tensor
 """How much something changed, and how large it was, as sums."""
 
 

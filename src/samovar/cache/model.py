@@ -52,6 +52,8 @@ class Instruction(NamedTuple):
     """Whether to keep what all blocks add, or only what those before the leader add."""
     early: Tensors | None = None
     """What those before the leader added at the last computed step, where not all is kept."""
+    before: Signal | None = None
+    """The signal of the step before, if this one is left to its signal."""
     is_doubtful: bool = False
     """Whether it may well be computed although it need not be."""
 

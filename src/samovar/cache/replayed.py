@@ -16,7 +16,7 @@ from ..hooks import Recorder
 from ..trace.forward import Given, Tensors
 from ..trace.passes import Mode, Outlook, StepPass
 from .decision import Signal
-from .inputs import Inputs
+from .inputs import Inputs, size
 from .model import BlockModel, Forward, Instruction, Outcome, TracedForm
 
 
@@ -26,6 +26,8 @@ class _Taken(NamedTuple):
     output: Any
     parts: Tensors | None
     signal: torch.Tensor | None
+    change: torch.Tensor | None
+    """How much it differs from the signal that was given, and how large that was."""
     lost: str | None
 
 
@@ -49,14 +51,15 @@ class ReplayedBlocks(BlockModel):
         stored, name = _stored(form, wanted), ("skip", form.token, reads, wanted.keeps)
         if stored is None or recorder.refuses(name):
             return run(form, inputs, wanted, forward)
-        skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored))
+        before = None if wanted.before is None else wanted.before.value
+        skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored, before))
         if skipped.lost is not None:
             return run(form, inputs, wanted, forward)
-        signal = _signal(form, skipped.signal, wanted)
+        signal = _signal(form, skipped, wanted)
         with contextlib.ExitStack() as stack:
             if wanted.is_doubtful:  # What can be done before the device has answered is.
                 computing = ("compute", *name[1:])
-                stack.enter_context(recorder.ahead(computing, (inputs.args, inputs.kwargs, [])))
+                stack.enter_context(recorder.ahead(computing, (inputs.args, inputs.kwargs, [], None)))
             if wanted.decide is not None and (signal is None or not wanted.decide(signal)):
                 return compute(signal)
         if wanted.outlook is None or wanted.outlook.as_stored is not None:
@@ -79,10 +82,10 @@ class ReplayedBlocks(BlockModel):
             decided = wanted if signal is None else wanted._replace(mode="compute", decide=None)
             taken = super()._next(form, inputs, decided, forward)
             return taken if signal is None else taken._replace(signal=signal)
-        computed = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, []))
+        computed = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, [], None))
         if computed.lost is not None:
             self._lose(inputs.signature, computed.lost)
-        signal = signal or _signal(form, computed.signal, wanted)
+        signal = signal or _signal(form, computed, wanted)
         return Outcome(computed.output, True, computed.parts, signal, computed.lost)
 
     def _taken(
@@ -93,19 +96,22 @@ class ReplayedBlocks(BlockModel):
         kept = None if wanted.keeps else form.trace.early_segments
 
         def run(given: Any) -> _Taken:
-            args, kwargs, stored = given
+            args, kwargs, stored, before = given
             signal: torch.Tensor | None = None
+            change: torch.Tensor | None = None
 
             def choose(leading: Given) -> Mode:
-                nonlocal signal
+                nonlocal signal, change
                 signal = form.read(leading).value
+                if before is not None and before.shape == signal.shape and before.device == signal.device:
+                    change = torch.stack([size(signal - before), size(before)])
                 chosen: Mode = mode
                 return chosen
 
             outlook = Outlook([1], [stored]) if stored else None
             step = StepPass(form.trace, mode, outlook, choose if reads else None, keeps=kept)
             output = self._forward(step, (args, kwargs), forward)
-            return _Taken(output, step.residuals if mode == "compute" else None, signal, step.lost)
+            return _Taken(output, step.residuals if mode == "compute" else None, signal, change, step.lost)
 
         if form.idle is None:
             leader = form.trace.leader.gate
@@ -123,10 +129,12 @@ def _is_settled(form: TracedForm) -> bool:
     return reader.is_checked or reader.path is None
 
 
-def _signal(form: TracedForm, value: torch.Tensor | None, wanted: Instruction) -> Signal | None:
-    if value is None or wanted.decide is None:
+def _signal(form: TracedForm, taken: _Taken, wanted: Instruction) -> Signal | None:
+    if taken.signal is None or wanted.decide is None:
         return None
-    return Signal(value, None if form.is_blind or form.reader is None else (form.reader.path, form.generation))
+    source = None if form.is_blind or form.reader is None else (form.reader.path, form.generation)
+    known = None if taken.change is None or wanted.before is None else (wanted.before, taken.change)
+    return Signal(taken.signal, source, known)
 
 
 def _stored(form: TracedForm, wanted: Instruction) -> list[Any] | None:

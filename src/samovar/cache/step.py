@@ -137,8 +137,9 @@ class Steps(NamedTuple):
             return record, computed_alone(inputs, call.forward)
         outlook = None if of_output else plan.outlook
         reads = decide if judges and may_lead else None
-        is_doubtful = verdict.action == "ask" and call.state.is_near(self.config.rel_l1_thresh)
-        wanted = Instruction(verdict.action, outlook, reads, not of_output, call.state.early, is_doubtful)
+        before = call.state.signal if verdict.action == "ask" else None
+        is_doubtful = before is not None and call.state.is_near(self.config.rel_l1_thresh)
+        wanted = Instruction(verdict.action, outlook, reads, not of_output, call.state.early, before, is_doubtful)
         outcome = self.model.run(inputs, wanted, call.forward)
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")

@@ -25,40 +25,39 @@ class Unsuitable(Exception):
 
 def read_form(given: Any) -> tuple[Hashable, list[torch.Tensor]]:
     """A key that calls of one form share, and the tensors, each once. Unsuitable if something cannot be compared."""
-    found: dict[int, torch.Tensor] = {}
-    structure, tensors = _structure(given, found, {}), list(found.values())
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    structure = _structure(given, found)
+    tensors = [tensor for _, tensor in found.values()]
+    if not all(map(is_plain, tensors)) or any(map(_is_meta, tensors)) or set(map(_layout, tensors)) - _STRIDED:
+        raise Unsuitable("an argument is a tensor of a kind that cannot be copied in place")
     try:
-        shapes, strides = tuple(map(_shape, tensors)), tuple(map(_stride, tensors))
-    except RuntimeError as error:  # Sparse and nested ones have none.
+        return (structure, tuple(map(_shape, tensors)), tuple(map(_stride, tensors)), *map(_kind, tensors)), tensors
+    except RuntimeError as error:  # Nested ones have none.
         raise Unsuitable("an argument is a tensor without strides") from error
-    return (structure, shapes, strides, *map(_kind, tensors)), tensors
 
 
 _ATOMS = (*tree.ATOMS, np.generic)
-_shape, _stride = attrgetter("shape"), torch.Tensor.stride
-_kind = attrgetter("dtype", "device")
+_shape, _stride, _is_meta = attrgetter("shape"), torch.Tensor.stride, attrgetter("is_meta")
+_kind, _layout = attrgetter("dtype", "device"), attrgetter("layout")
+_STRIDED = {torch.strided}
 
 
-def _structure(value: Any, found: dict[int, torch.Tensor], places: dict[int, int]) -> Hashable:
+def _structure(value: Any, found: dict[int, tuple[int, torch.Tensor]]) -> Hashable:
     """A value with a number in place of each of its tensors, which are collected."""
     if isinstance(value, torch.Tensor):
-        if id(value) not in places:
-            if not is_plain(value) or not tree.is_comparable(value) or value.is_conj() or value.is_neg():
-                raise Unsuitable(f"an argument is a {type(value).__name__} of a kind that cannot be copied in place")
-            places[id(value)], found[id(value)] = len(places), value
-        return places[id(value)], torch.Tensor
+        return found.setdefault(id(value), (len(found), value))[0]
     if isinstance(value, _ATOMS):
         return type(value), value
     if type(value) in (list, tuple):
-        return type(value), *[_structure(part, found, places) for part in value]
+        return type(value), *[_structure(part, found) for part in value]
     if type(value) is dict:
-        return dict, *value, *[_structure(part, found, places) for part in value.values()]
+        return dict, *value, *[_structure(part, found) for part in value.values()]
     leaves = list(tree.leaves(value))
     if any(leaf is value for _, leaf in leaves):
         if isinstance(value, (list, tuple, dict, set, frozenset)) and not value:
             return type(value)
         raise Unsuitable(f"an argument is a {type(value).__name__}, which cannot be compared")
-    return type(value), *[(path, _structure(leaf, found, places)) for path, leaf in leaves]
+    return type(value), *[(path, _structure(leaf, found)) for path, leaf in leaves]
 
 
 class Places:
@@ -101,6 +100,8 @@ def _cut(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 def _place_for(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for a tensor, and that memory in the tensor's form. Unsuitable if its elements overlap."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise Unsuitable("an argument is a tensor that torch conjugates or negates where it is read")
     once = tensor[_cut(tensor)]
     spans = sorted((stride, size) for size, stride in zip(once.shape, once.stride(), strict=True) if size > 1)
     end = 0
