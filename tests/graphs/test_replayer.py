@@ -471,3 +471,23 @@ def test_it_is_put_on_once(model: Model) -> None:
     with apply_graphs(model), pytest.raises(Exception, match="has graphs already"):
         apply_graphs(model)
     assert issubclass(Unsuitable, Exception)
+
+
+def test_what_is_compiled_stays_compiled(model: Model, device: str) -> None:
+    runs: list[Any] = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        return lambda *args: (runs.append(graph), graph(*args))[1]
+
+    for layer in model.layers:
+        layer.compile(backend=counting)
+    try:
+        with apply_graphs(model) as hook:
+            for seed in range(4):
+                call(model, x(device, seed))
+            assert hook.stats().replayed
+        runs.clear()
+        call(model, x(device))
+        assert len(runs) == len(model.layers)
+    finally:
+        torch.compiler.reset()

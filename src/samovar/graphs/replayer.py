@@ -268,7 +268,8 @@ class Replayer:
     ) -> Recorded:
         audit, constants = Audit(places.tensors, snapshot.weights), Constants(places.tensors[0].device)
         try:
-            with trial(places.tensors), constants, audit:
+            # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
+            with trial(places.tensors), torch.compiler.set_stance("force_eager"), constants, audit:
                 function(places.given())
         except TrialFailed as error:
             raise Unsuitable(f"trying it failed ({error})") from error

@@ -1,0 +1,44 @@
+"""How is a pipeline called for prompts and seeds? Each has a generator of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import SettingError
+
+
+def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any]) -> Any:
+    """What one pipeline call returns, for each prompt and seed."""
+    import torch
+
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
+    if len(prompts) == 1:
+        call |= {"prompt": prompts[0], "generator": generators[0]}
+    elif "negative_prompt" in call:
+        call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
+    if not any(prompts) and "prompt" not in inspect.signature(pipeline.__call__).parameters:
+        del call["prompt"]
+    try:
+        with _drawn_by(seeds[0]):
+            return pipeline(**call)
+    except SettingError:
+        raise
+    except ValueError as error:  # How diffusers pipelines refuse a setting.
+        raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}") from error
+
+
+@contextlib.contextmanager
+def _drawn_by(seed: int) -> Iterator[None]:
+    """Draw what a pipeline draws without its generator by the seed, too: some encode their images so."""
+    import torch
+
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        yield
