@@ -475,7 +475,7 @@ def test_a_warm_up_makes_an_image_and_one_that_fails_says_how_to_go_without(
 ) -> None:
     made: list[Any] = []
     call = tiny._call
-    monkeypatch.setattr(tiny, "_call", lambda *args: made.extend(call(*args)) or made[-1:])
+    monkeypatch.setattr(tiny, "_call", lambda *args: made.append(call(*args)) or made[-1])
     assert tiny.warm_up() > 0.0
     assert len(made) == 1
     monkeypatch.setattr(tiny, "_run_batch", lambda batch, listener: dict.fromkeys(batch, OutOfMemoryError("too large")))

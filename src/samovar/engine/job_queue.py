@@ -48,13 +48,16 @@ class JobQueue:
     def next_deadline(self) -> float | None:
         return min((job.deadline for job in self.jobs if job.deadline is not None), default=None)
 
-    def pop_batch(self, max_images: int) -> list[Job]:
-        """Remove and return the next job, with others that fit into the same pipeline call."""
+    def pop_batch(self, max_images: int, *, only_full: bool = False) -> list[Job]:
+        """Remove and return the next job, with others that fit into the same pipeline call; with `only_full` none, if
+        others could still be added."""
         chosen = self.jobs[:1]
         for job in self.jobs[1:]:
             count = sum(each.request.num_images for each in chosen) + job.request.num_images
             if count <= max_images and chosen[0].request.fits_with(job.request):
                 chosen.append(job)
+        if only_full and sum(job.request.num_images for job in chosen) < max_images:
+            return []
         self.remove(chosen)
         return chosen
 
