@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -275,6 +276,70 @@ def ask(supervisor: Supervisor) -> Asked:
 def end_all(orders: list[tuple[Puppet, Run]]) -> None:
     for puppet, order in orders:
         puppet.say(Finished(order.batch, (GOOD,), Usage(0, 0)))
+
+
+def batched(puppets: Any, monkeypatch: pytest.MonkeyPatch, max_batch: int, gather_s: float) -> Supervisor:
+    """An engine with one worker, which waits for so long for clients to come back."""
+    monkeypatch.setattr(puppets, "orders", [])
+    monkeypatch.setattr("samovar.engine.replica.GATHER_PART", 1e6)
+    monkeypatch.setattr("samovar.engine.replica.GATHER_S", gather_s)
+    ready = READY._replace(max_batch=max_batch)
+    does = puppets.does
+    monkeypatch.setattr(puppets, "does", lambda self, order: self.say(ready) if order is None else does(self, order))
+    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu", progress=False, max_batch=max_batch))
+    supervisor.start()
+    return supervisor
+
+
+def finish(puppets: Any, number: int) -> None:
+    wait_for(lambda: len(puppets.orders) > number)
+    puppet, order = puppets.orders[number]
+    puppet.say(Finished(order.batch, (GOOD,) * len(order.requests), Usage(0, 0)))
+
+
+def test_clients_that_were_served_together_are_served_together_again(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
+    first, others = ask(supervisor), []
+    wait_for(lambda: len(puppets.orders) == 1)
+    others = [ask(supervisor) for _ in range(3)]
+    finish(puppets, 0)
+    first.result()
+    finish(puppets, 1)
+    for each in others:
+        each.result()
+    ask(supervisor)
+    time.sleep(0.2)  # The quickest one would begin alone.
+    ask(supervisor)
+    ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 3)
+    assert [len(order.requests) for _, order in puppets.orders] == [1, 3, 3]
+    supervisor.close()
+
+
+def test_a_client_alone_waits_for_nobody_and_others_are_waited_for_only_so_long(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
+    for number in range(2):
+        alone = ask(supervisor)
+        finish(puppets, number)
+        alone.result()
+    supervisor.close()
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=0.05)
+    one = ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 1)
+    two = [ask(supervisor) for _ in range(2)]
+    finish(puppets, 0)
+    finish(puppets, 1)
+    for each in (one, *two):
+        each.result()
+    last = ask(supervisor)
+    finish(puppets, 2)
+    last.result()
+    assert [len(order.requests) for _, order in puppets.orders] == [1, 2, 1]
+    supervisor.close()
 
 
 def test_one_that_cannot_load_the_model_is_raised_by_start(

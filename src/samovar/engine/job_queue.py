@@ -48,15 +48,15 @@ class JobQueue:
     def next_deadline(self) -> float | None:
         return min((job.deadline for job in self.jobs if job.deadline is not None), default=None)
 
-    def pop_batch(self, max_images: int, *, only_full: bool = False) -> list[Job]:
-        """Remove and return the next job, with others that fit into the same pipeline call; with `only_full` none, if
-        others could still be added."""
+    def pop_batch(self, max_images: int, least: int = 1) -> list[Job]:
+        """Remove and return the next job, with others that fit into the same pipeline call; none, if they have fewer
+        than `least` images together."""
         chosen = self.jobs[:1]
         for job in self.jobs[1:]:
             count = sum(each.request.num_images for each in chosen) + job.request.num_images
             if count <= max_images and chosen[0].request.fits_with(job.request):
                 chosen.append(job)
-        if only_full and sum(job.request.num_images for job in chosen) < max_images:
+        if sum(job.request.num_images for job in chosen) < min(least, max_images):
             return []
         self.remove(chosen)
         return chosen
@@ -75,10 +75,15 @@ class Batch:
     """What is compiled for it."""
     longest_s: float = 0.0
     """The longest silence so far."""
+    since: float = 0.0
     step: str = "before its first step"
     answers: dict[int, Finished] = field(default_factory=dict)
     """By rank."""
     must_settle_by: float | None = None
+
+    @property
+    def num_images(self) -> int:
+        return sum(job.request.num_images for job in self.jobs)
 
     def hear(self, now: float) -> None:
         """The worker has said something."""

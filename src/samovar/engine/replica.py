@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from .supervisor import Supervisor
 
 log = logging.getLogger("samovar.engine")
+GATHER_PART, GATHER_S = 0.05, 0.1
+"""How long a worker waits for clients that were served together to ask again: a part of what that batch took, and at
+most so many seconds. Otherwise the quickest would be served alone each time, and all others after it."""
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
 
@@ -50,6 +53,8 @@ class Replica:
         self._inbox: deque[tuple[WorkerGroup, int, FromWorker | None]] = deque()
         self._status = ReplicaStatus(engine.config.gpus[number])
         self._patience = Patience()
+        self._gathering = (1, 0.0)
+        """Images that are expected together, and until when."""
         self._usage: dict[int, Usage] = {}
         self._group: WorkerGroup | None = None
         self._loaded: dict[int, Ready] = {}
@@ -122,6 +127,8 @@ class Replica:
         """How long there is nothing to do unless a message comes."""
         times = [self._engine.queue.next_deadline()]
         times += [batch.next_timeout(self._allowed_s(batch)) for batch in self.batches.values()]
+        if self._engine.queue.jobs and not self.batches and self._gathering[1] > now:
+            times.append(self._gathering[1])
         if self._group is None:
             times.append(self.restarts.next_start(now))
         elif not self.is_loaded:
@@ -167,12 +174,14 @@ class Replica:
 
     def _start_batch(self, group: WorkerGroup, now: float) -> None:
         max_batch = self._loaded[0].max_batch
+        expected, until = self._gathering
         # A batch that would wait for another may as well wait in the queue for more to join it.
-        jobs = self._engine.queue.pop_batch(max_batch, only_full=bool(self.batches))
+        least = max_batch if self.batches else expected if now < until else 1
+        jobs = self._engine.queue.pop_batch(max_batch, least)
         if not jobs:
             return
         work = [job.request for job in jobs], self._engine.facts, max_batch
-        batch = Batch(self._engine.next_batch(), jobs, now, pixels_of(*work), shape_of(*work))
+        batch = Batch(self._engine.next_batch(), jobs, now, pixels_of(*work), shape_of(*work), since=now)
         self.batches[batch.number] = batch
         for job in jobs:
             job.tell(Started(now - job.since))
@@ -224,6 +233,7 @@ class Replica:
             self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {batch.errors()}"))
             return
         del self.batches[batch.number]
+        self._gathering = batch.num_images, now + min(GATHER_S, GATHER_PART * (now - batch.since))
         for job, outcome in zip(batch.jobs, batch.answers[0].outcomes, strict=True):
             if isinstance(outcome, GenerationResult):
                 self.restarts.note_success()
