@@ -189,6 +189,28 @@ def test_one_after_the_other_is_killed_under_load_and_all_else_is_served(folder:
 
 
 @pytest.mark.slow
+def test_a_worker_killed_in_a_batch_costs_what_ran_in_it_and_each_is_told(folder: Path) -> None:
+    engine = Supervisor(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=3, max_queue=8))
+    engine.start()
+    try:
+        (first,) = running(engine)
+        together = [Asked(engine, num_inference_steps=LONG) for _ in range(3)]
+        waiting = [Asked(engine, num_inference_steps=2), Asked(engine, num_inference_steps=3)]
+        cancel(engine, first)
+        for each in together:
+            each.until(is_step)
+        assert engine.status().running == 3
+        os.kill(engine.status().worker_ids[0], signal.SIGKILL)
+        for each in together:
+            with pytest.raises(WorkerLostError, match="signal 9"):
+                each.result()
+        assert [len(each.result().images) for each in waiting] == [1, 1]
+        assert engine.status().failures == {"cancelled": 1, "worker_restarted": 3}
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
 def test_replicas_may_have_ranks(folder: Path) -> None:
     how: dict[str, Any] = {"device": "cpu", "progress": False, "cfg_parallel_size": 2}
     asked = {"num_inference_steps": 4, "negative_prompt": "a dog", "true_cfg_scale": 2.0}
@@ -315,6 +337,28 @@ def test_clients_that_were_served_together_are_served_together_again(
     ask(supervisor)
     wait_for(lambda: len(puppets.orders) == 3)
     assert [len(order.requests) for _, order in puppets.orders] == [1, 3, 3]
+    supervisor.close()
+
+
+def test_a_worker_that_ends_with_a_batch_costs_each_of_it_and_no_other(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=0.0)
+    first = ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 1)
+    others = [ask(supervisor) for _ in range(4)]
+    finish(puppets, 0)
+    first.result()
+    wait_for(lambda: len(puppets.orders) == 2)
+    puppet, order = puppets.orders[1]
+    assert len(order.requests) == 3
+    puppet.say(None)
+    for each in others[:3]:
+        with pytest.raises(WorkerLostError, match="a puppet"):
+            each.result()
+    finish(puppets, 2)
+    assert others[3].result()
+    assert supervisor.status().failures == {"worker_restarted": 3}
     supervisor.close()
 
 
