@@ -218,11 +218,10 @@ def judge(
         holds = hourly < MOST_MIB_PER_HOUR if seconds >= LONG_S else grown < MOST_MIB
         text = f"{statistics.median(before):.1f} MiB, then {grown:+.2f} ({hourly:+.1f} an hour)"
         found[f"memory, {name}"] = holds, text
-    lost = killing.ends["image: WorkerLostError"]
-    found["killed workers"] = (
-        set(killing.ends) <= good | {"image: WorkerLostError"} and 0 < lost <= allowed,
-        (f"{KILLS} kills, {lost} requests told so, at most {allowed} were with them; {dict(killing.ends)}"),
-    )
+    lost, most = killing.ends["image: WorkerLostError"], sum(allowed)
+    if allowed:
+        text = f"{len(allowed)} kills, {lost} requests told so, at most {most} were with them; {dict(killing.ends)}"
+        found["killed workers"] = set(killing.ends) <= good | {"image: WorkerLostError"} and 0 < lost <= most, text
     return found
 
 
