@@ -101,7 +101,7 @@ class Soak:
         from samovar.engine import Done, Failed, OmniDiffusionSamplingParams, Request
         from samovar.errors import QueueFullError
 
-        phase, started = self.phase, time.monotonic()
+        started = time.monotonic()
         is_video = engine is self.videos
         how: dict[str, Any] = {"seed": chance.randint(0, 99), "num_inference_steps": chance.randint(1, 20)}
         extra: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class Soak:
         try:
             job = engine.submit(Request("a cat", OmniDiffusionSamplingParams(**how), **extra), events.put)
         except QueueFullError:
-            phase.ends["queue full"] += 1
+            self.phase.ends["queue full"] += 1
             time.sleep(0.05)
             return
         event = None
@@ -129,6 +129,7 @@ class Soak:
             except queue.Empty:
                 leaves = None
                 job.cancel()
+        phase = self.phase  # That in which it ends.
         if isinstance(event, Failed):
             phase.ends[f"{kind}: {type(event.error).__name__}"] += 1
             return

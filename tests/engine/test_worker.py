@@ -289,6 +289,8 @@ def test_a_tolerance_for_a_request(automatic: Worker, tiny: Worker) -> None:
     counts = []
     for tolerance in ("exact", 1.0, None):
         (result,) = automatic.run([replace(request, tolerance=tolerance)])
+        said = {"exact": "tolerance=0.0", 1.0: "tolerance=1.0", None: "tolerance=high"}[tolerance]
+        assert [stats.denoisers["transformer"].settings for stats in result.cache] == [said]
         assert not isinstance(result, SamovarError)
         counts.append(result.cache[0].computed)
         if tolerance == "exact":

@@ -158,8 +158,7 @@ class Worker:
         self.facts = replace(self.facts, explanation=self.explain())
         self._lanes = Lanes(pipeline, self.device, self._attached.cache, 2 if config.overlap else 1)
         self.load_seconds = time.perf_counter() - started
-        self._lock = threading.Lock()
-        """One call at a time, without lanes: they share the scheduler, which counts the steps."""
+        self._lock = threading.Lock()  # One call at a time, without lanes: they share the scheduler.
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
