@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from asking import LIMIT_S, Asked, generate, is_step, pixels, wait_for
 from PIL import Image
 from test_supervisor import LONG, READY, Puppet
 
+from pipelines import tiny_flux_pipeline
 from samovar.engine import (
     GenerationResult,
     OmniDiffusionConfig,
@@ -63,6 +65,7 @@ class Watched:
 def pair(request: Any, folder: Path) -> Iterator[tuple[Worker, Worker]]:
     """A worker with two lanes, and one without."""
     workers = [make_worker(folder, cache=request.param, overlap=overlap) for overlap in (True, False)]
+    workers[0].run([asked(0)])  # The first of a shape runs alone.
     yield workers[0], workers[1]
     for worker in workers:
         worker.close()
@@ -144,6 +147,38 @@ def test_a_call_that_fails_leaves_its_stage(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.undo()
     for _ in range(3):
         assert isinstance(worker.run([asked(1)])[0], GenerationResult)
+
+
+def test_a_pipeline_that_draws_without_its_generator_never_overlaps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, alone = make_worker(folder, overlap=True), make_worker(folder)
+    for each in (worker, alone):
+        encoder = each.pipeline.text_encoder
+        forward = type(encoder).forward
+
+        def draw(*args: Any, encoder: Any = encoder, forward: Any = forward, **kwargs: Any) -> Any:
+            made = forward(encoder, *args, **kwargs)
+            made.pooler_output += torch.randn_like(made.pooler_output)
+            return made
+
+        monkeypatch.setattr(encoder, "forward", draw)
+    expected = [alone.run([asked(seed)])[0] for seed in range(4)]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda seed: worker.run([asked(seed)])[0], range(4)))
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, GenerationResult), one
+        assert isinstance(other, GenerationResult)
+        assert np.array_equal(pixels(one), pixels(other))
+
+
+def test_a_pipeline_that_holds_another_is_refused(folder: Path) -> None:
+    pipe, other = tiny_flux_pipeline(), tiny_flux_pipeline()
+    vars(pipe)["prior_pipe"] = other
+    config = OmniDiffusionConfig(str(folder), device="cpu", progress=False, overlap=True)
+    with pytest.raises(SettingError, match=r"made of others \(prior_pipe\). Leave out overlap") as caught:
+        Worker(config, pipe)
+    assert caught.value.param == "overlap"
 
 
 @pytest.mark.parametrize(

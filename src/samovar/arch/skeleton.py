@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..errors import ModelError, nearest
-from ..files import INDEX, brief, read_json, reading
+from ..files import brief, index_file, read_json, reading
 from ..other_libraries import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
-from .folder import check_files, check_folder, components, library_of, pipeline_class
+from .folder import check_files, check_folder, components, library_of, pipeline_class, read_index
 from .modules import unwrapped
 from .stored import Stored, read_headers, stored_dtype, stored_for
 
@@ -49,7 +49,7 @@ def read_skeleton(source: str) -> tuple[str, Parts]:
     """The class name and the components of a model folder, or of a class of diffusers."""
     with reading(brief(source)):  # Not every text is a path.
         path = Path(source).expanduser()
-        is_pipeline, is_model = (path / INDEX).is_file(), (path / "config.json").is_file()
+        is_pipeline, is_model = index_file(path).is_file(), (path / "config.json").is_file()
     if is_pipeline:
         return _read_pipeline_folder(path)
     if is_model:
@@ -141,7 +141,7 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     entries = components(folder, index)
     if not entries:
         raise ModelError(
-            f"{folder / INDEX} lists no components; expected entries such as "
+            f"{index_file(folder)} lists no components; expected entries such as "
             '"transformer": ["diffusers", "FluxTransformer2DModel"]. Save the pipeline again with '
             "save_pretrained."
         )
@@ -157,9 +157,9 @@ def build_pipeline(source: str, parts: Parts) -> Any:
     """The pipeline of a folder with these components; None if the source is no folder of a pipeline. ModelError if the
     pipeline cannot be built."""
     folder = Path(source).expanduser()
-    if not (folder / INDEX).is_file():
+    if not index_file(folder).is_file():
         return None
-    index = read_json(folder / INDEX)
+    index = read_index(folder)
     values: dict[str, Any] = {key: value for key, value in index.items() if not key.startswith("_")}
     for key, entry in values.items():
         if key in parts:
@@ -194,8 +194,8 @@ def _library_class(folder: Path, name: str, library: str, class_name: str) -> ty
     if not inspect.isclass(cls) or not hasattr(cls, "from_pretrained"):
         version = getattr(package, "__version__", "")
         raise ModelError(
-            f"{folder / INDEX}: {name!r} is a {brief(f'{library}.{class_name}')}, which {library} {version} does not "
-            f"have. Upgrade {library}, or check the name."
+            f"{index_file(folder)}: {name!r} is a {brief(f'{library}.{class_name}')}, which {library} {version} does "
+            f"not have. Upgrade {library}, or check the name."
         )
     return cls
 

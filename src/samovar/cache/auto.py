@@ -106,6 +106,12 @@ class AutoSteps(NamedTuple):
         asked = asked_tolerance()
         return self.config.number if asked is None else asked
 
+    def ahead(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Around a step that may have to wait for the device: what can be done before is."""
+        recorder = self.model.recorder if call.clock.pace.is_open and call.clock.verdict is None else None
+        given = call.inputs.args, call.inputs.kwargs
+        return contextlib.nullcontext() if recorder is None else recorder.ahead("forward", given)
+
     def judge(self, call: Call) -> Plan:
         """Whether the step is computed, and what is returned for images that are not due."""
         clock, pace = call.clock, call.clock.pace

@@ -171,11 +171,12 @@ class TeaCacheHook(ModelHook, Handle):
             call.state.reset()  # A skipped step has no gradients of its blocks.
             self._note(call, StepRecord(call.clock.index, True, "gradients are recorded"))
             return self.call_original(module, *args, **kwargs)
-        plan = self._steps.judge(call)
-        if plan.verdict.reason in NEVER:
-            self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))
-            return self.call_original(module, *args, **kwargs)
-        record, outcome = self._steps.take(call, plan)
+        with self._steps.ahead(call):
+            plan = self._steps.judge(call)
+            if plan.verdict.reason in NEVER:
+                self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))
+                return self.call_original(module, *args, **kwargs)
+            record, outcome = self._steps.take(call, plan)
         if record.reason == NEW_RUN:
             call = call._replace(clock=self._restart(call.context, None, call.inputs))
             record = record._replace(step=call.clock.index)

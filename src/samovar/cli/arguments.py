@@ -79,7 +79,12 @@ def add_engine_options(parser: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
     add_device_options(group)
-    group.add_argument("--task", metavar="TASK", help="text2img, img2img, inpaint ...: another pipeline of its family")
+    group.add_argument(
+        "--task", metavar="TASK", help="text2img, img2img, inpaint, controlnet ...: another pipeline of its family"
+    )
+    group.add_argument(
+        "--controlnet", action="append", metavar="FOLDER", help="a ControlNet, or a hub name; again for more"
+    )
     add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")

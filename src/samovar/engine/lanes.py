@@ -16,9 +16,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 
 from ..arch import find_denoisers
+from ..arch.modular import is_modular
 from ..cache import CacheBackend
+from ..errors import SettingError
 from ..hooks import HookRegistry, ModelHook
 from ..hooks.registry import HookOrder
 from .request import Request
@@ -44,6 +47,10 @@ class Lane:
         self._stages = stages
         self._stream = stream
         self._held: set[int] = set()
+        self.is_alone = True
+        """Whether no other call may overlap with this one."""
+        self.draws = False
+        """Whether it was seen to draw random numbers without its generator."""
 
     def move(self, stage: int) -> None:
         """Wait until the stage is free; before, let go of the one that the call is in. A call that is alone has all."""
@@ -57,11 +64,14 @@ class Lane:
         """The last step is done. Should there be another one, the call waits for its turn again."""
         self.move(_AFTER)
 
+    def note_draws(self) -> None:
+        self.draws = True
+
     @contextlib.contextmanager
-    def calling(self, alone: bool) -> Iterator[None]:
+    def calling(self) -> Iterator[None]:
         """A call of the pipeline."""
         try:
-            for stage in (_BEFORE, _STEPS, _AFTER) if alone else (_BEFORE,):
+            for stage in (_BEFORE, _STEPS, _AFTER) if self.is_alone else (_BEFORE,):
                 self._take(stage)
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 token = _current.set(self)
@@ -102,6 +112,20 @@ class _TurnHook(ModelHook):
         return args, kwargs
 
 
+def _twin(pipeline: Any) -> Any:
+    """The pipeline again, with the same modules; SettingError if it keeps what a call changes in other places."""
+    inner = [name for name, value in vars(pipeline).items() if isinstance(value, DiffusionPipeline)]
+    if is_modular(type(pipeline)) or not isinstance(pipeline, DiffusionPipeline) or inner:
+        what = f"it is made of others ({', '.join(inner)})" if inner else "it is none of the usual kind"
+        message = f"overlap=True needs a pipeline that can be copied, and {type(pipeline).__name__} cannot: {what}."
+        raise SettingError(f"{message} Leave out overlap.", param="overlap")
+    twin = copy.copy(pipeline)
+    for name, component in pipeline.components.items():
+        if hasattr(component, "set_timesteps"):  # A scheduler, which counts the steps.
+            setattr(twin, name, copy.deepcopy(component))
+    return twin
+
+
 class Lanes:
     """One lane, or two that overlap."""
 
@@ -112,12 +136,13 @@ class Lanes:
         self._undo = contextlib.ExitStack()
         self._free = [Lane(pipeline, self._stages, self._new_stream())]
         for _ in range(count - 1):
-            twin = copy.copy(pipeline)
-            twin.scheduler = copy.deepcopy(pipeline.scheduler)
+            twin = _twin(pipeline)
             if cache is not None:
                 self._undo.enter_context(cache.enable(twin))
             self._free.append(Lane(twin, self._stages, self._new_stream()))
         self._has_free = threading.Semaphore(count)
+        self._draws = False
+        """Whether a call has drawn random numbers from torch's own generator, which all calls share."""
         self._needs: dict[Hashable, int] = {}
         """By the shape of a call: the memory that it took, beside the weights, when it was alone."""
         for denoiser in find_denoisers(pipeline).values() if count > 1 else ():
@@ -133,13 +158,15 @@ class Lanes:
 
     @contextlib.contextmanager
     def calling(self, shape: Hashable, alone: bool) -> Iterator[Lane]:
-        """A call in the next free lane: alone if it must be, or if there may be no memory for two."""
+        """A call in the next free lane: alone if it must be, if it is the first of its shape, or if there may be no
+        memory for two."""
         with self._has_free:
             lane = self._free.pop(0)
             try:
-                alone = alone or self.count == 1 or not self._has_room(shape)
-                with lane.calling(alone), self._measuring(shape, alone):
+                lane.is_alone = alone or self.count == 1 or self._draws or not self._has_room(shape)
+                with lane.calling(), self._measuring(shape, lane):
                     yield lane
+                self._draws |= lane.draws
             finally:
                 self._free.insert(0, lane)
 
@@ -152,19 +179,21 @@ class Lanes:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def _has_room(self, shape: Hashable) -> bool:
-        if self._device.type != "cuda":
-            return True
         if shape not in self._needs:
             return False
+        if self._device.type != "cuda":
+            return True
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + kept >= 2 * self._needs[shape]
 
     @contextlib.contextmanager
-    def _measuring(self, shape: Hashable, alone: bool) -> Iterator[None]:
-        if not alone or self.count == 1 or self._device.type != "cuda" or shape in self._needs:
+    def _measuring(self, shape: Hashable, lane: Lane) -> Iterator[None]:
+        if not lane.is_alone or self.count == 1 or shape in self._needs:
             yield
             return
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        is_cuda = self._device.type == "cuda"
+        before = torch.cuda.memory_allocated(self._device) if is_cuda else 0
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
         yield
-        self._needs[shape] = torch.cuda.max_memory_allocated(self._device) - before
+        self._needs[shape] = torch.cuda.max_memory_allocated(self._device) - before if is_cuda else 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
+from .controlnet import ControlNetSetting, read_controlnets
 from .lora import LoraSetting, check_sources
 from .models import find_model
 from .placement import DevicesSetting, place_replicas, read_gpus
@@ -68,7 +69,10 @@ class OmniDiffusionConfig:
     """Whether Python files that come with the model may run."""
     task: str | None = None
     """What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", "inpaint",
-    "text2video", "image2video", "video2video" ... By default what its folder says."""
+    "text2video", "image2video", "video2video" ..., or "controlnet". By default what its folder says."""
+    controlnet: ControlNetSetting = None
+    """A ControlNet that guides the model: a folder or a name on the hub, or a list of them. It goes with task
+    "img2img" and "inpaint", too, where the family has such a pipeline."""
     cache: CacheSetting = None
     """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`. True is
     "auto"."""
@@ -131,6 +135,7 @@ class OmniDiffusionConfig:
             )
         self._check_defaults()
         check_sources(self.lora)
+        read_controlnets(self.controlnet)
         self.lora_bytes  # noqa: B018 - It is checked by being read.
         if self.loss is not None:
             check_loss(self.loss, self.quantization, self.attach_config.offload)

@@ -62,9 +62,9 @@ class StepWatch:
             self._end_steps()
         return tensors
 
-    def end_step(self, step: int, latents: Any) -> None:
-        """Step `step`, counted from 0, has ended with these latents."""
-        total = max(self._run.total() or 0, step + 1)
+    def end_step(self, step: int, latents: Any, total: int | None = None) -> None:
+        """Step `step` of `total`, counted from 0, has ended with these latents."""
+        total = max(total or self._run.total() or 0, step + 1)
         if isinstance(latents, torch.Tensor):
             self._check(latents, step, total)  # Waits for the device, so the time below is right.
         seconds = time.perf_counter() - self._began
@@ -151,6 +151,7 @@ class _StepHook(ModelHook):
         self._watch = watch
         self._step: int | None = None
         self._first = 0
+        self._total: int | None = None
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         position = self._run.position()
@@ -158,12 +159,15 @@ class _StepHook(ModelHook):
             self._watch.check_cancelled()
         elif self._step is None:
             self._step = self._first = position.step
+            left = position.total - position.step  # Fewer than the scheduler has where an image is redrawn.
+            self._total = min(left, self._run.total() or left)
         elif position.step > self._step:
-            self._watch.end_step(self._step - self._first, args[0] if args else kwargs.get("hidden_states"))
+            latents = args[0] if args else kwargs.get("hidden_states")
+            self._watch.end_step(self._step - self._first, latents, self._total)
             self._step = position.step
         return args, kwargs
 
     def end(self) -> None:
         """Report the last step, which no later call ends."""
         if self._step is not None:
-            self._watch.end_step(self._step - self._first, None)
+            self._watch.end_step(self._step - self._first, None, self._total)

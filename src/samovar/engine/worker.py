@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import random
 import threading
@@ -14,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from PIL import Image
-
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from ..offload.sizes import parse_bytes
+from .calling import call_pipeline
+from .controlnet import controlnet_bytes, read_controlnets
 from .facts import facts_of
 from .lanes import Lanes, must_be_alone
 from .lora import Adapters
@@ -52,31 +51,13 @@ class Usage(NamedTuple):
     """Weights copied to the device so far."""
 
 
-def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any]) -> Any:
-    """What one pipeline call returns, for each prompt and seed."""
-    import torch
-
-    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
-    if len(prompts) == 1:
-        call |= {"prompt": prompts[0], "generator": generators[0]}
-    elif "negative_prompt" in call:
-        call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
-    if not any(prompts) and "prompt" not in inspect.signature(pipeline.__call__).parameters:
-        del call["prompt"]
-    try:
-        return pipeline(**call)
-    except SettingError:
-        raise
-    except ValueError as error:  # How diffusers pipelines refuse a setting.
-        raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}") from error
-
-
 def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
     """Refuse settings that come too late for a pipeline that is loaded."""
     name = type(pipeline).__name__
     if config.task is not None:
         raise SettingError(f"This {name} is loaded, so its task is decided. Leave out task.", param="task")
+    if config.controlnet is not None:
+        raise SettingError(f"This {name} is loaded. Load it with its ControlNet.", param="controlnet")
     if config.quantised() is not None or config.loss not in (None, "exact"):
         raise SettingError(
             f"Weights are quantised while they are loaded, and this {name} is loaded. Give the model's name or folder, "
@@ -103,34 +84,50 @@ class Worker:
         self, config: OmniDiffusionConfig, pipeline: Any = None, components: Mapping[str, Any] | None = None
     ) -> None:
         """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
-        import torch
+        from ..arch.modular import adapt
 
-        from ..cache import AutoConfig
-        from ..compose import Attached
-
-        self._tuned = saved_defaults(config.cache)
+        self._tuned, self._restore = saved_defaults(config.cache), _nothing
         self.device = config.execution_device()
         defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
             folder = _folder_of(config)
             defaults = config.sampling_defaults(folder)
-            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, task=config.task)
+            which = {"task": config.task, "controlnets": read_controlnets(config.controlnet)}
+            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, **which)  # type: ignore[arg-type]
             if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
                 output_fields(loader)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self.device)
             quantised, self._why_quantised = self._quantization(config, folder, dtype, defaults)
-            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, "task": config.task}
+            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, **which}
             pipeline = load_pipeline(folder, dtype, components=components, **how)  # type: ignore[arg-type]
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
         else:
             _check_not_for_loading(config, pipeline)
+            self._restore = adapt(pipeline)
             if config.device is None:
                 self.device = pipeline.device  # Where its owner put it.
         self.pipeline = pipeline
+        try:
+            self._attach(config, defaults)
+        except BaseException:
+            self._restore()
+            raise
+        self.load_seconds = time.perf_counter() - started
+        self._lock = threading.Lock()
+        """One call at a time, without lanes: they share the scheduler, which counts the steps."""
+
+    def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams) -> None:
+        """Attach the features to the pipeline, and know what it takes and makes."""
+        import torch
+
+        from ..cache import AutoConfig
+        from ..compose import Attached
+
+        pipeline = self.pipeline
         self.facts = facts_of(pipeline, defaults)
         self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
         offload = config.attach_config.offload
@@ -157,8 +154,6 @@ class Worker:
             raise
         self.facts = replace(self.facts, explanation=self.explain())
         self._lanes = Lanes(pipeline, self.device, self._attached.cache, 2 if config.overlap else 1)
-        self.load_seconds = time.perf_counter() - started
-        self._lock = threading.Lock()  # One call at a time, without lanes: they share the scheduler.
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
@@ -182,6 +177,10 @@ class Worker:
             return config.quantised(), "asked for" if config.quantization else ""
         size = {"height": defaults.height, "width": defaults.width, "batch": config.max_batch}
         is_alone = config.num_ranks == 1
+        if config.controlnet is not None and offload.gpu_memory is not None:
+            beside = controlnet_bytes(read_controlnets(config.controlnet))
+            budget = parse_bytes(offload.gpu_memory, "gpu_memory") or 0
+            offload = replace(offload, gpu_memory=max(1, budget - beside))
         return choose_quantization(folder, dtype, self.device, offload, size, config.loss, is_alone=is_alone)
 
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
@@ -200,10 +199,10 @@ class Worker:
         cache learns from all of them."""
         started = time.perf_counter()
         steps = None if self._attached.cache is not None or "num_inference_steps" not in self.facts.takes else 2
-        params, image = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps), None
-        if self.facts.can_edit:
-            image = Image.new("RGBA", (self.facts.defaults.width or 512, self.facts.defaults.height or 512))
-        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image)])
+        params = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps)
+        inputs = self.facts.inputs.blanks(self.facts.defaults.width or 512, self.facts.defaults.height or 512)
+        image = inputs.pop("image", None)
+        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image, inputs=inputs)])
         if isinstance(outcome, SamovarError):
             raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
         return time.perf_counter() - started
@@ -233,6 +232,7 @@ class Worker:
         self._lanes.close()
         self._attached.detach()
         self._unload_adapters()
+        self._restore()
 
     def _unload_adapters(self) -> None:
         if self._adapters is not None:
@@ -317,7 +317,7 @@ class Worker:
                 tolerating = self._attached.tolerating(lead.tolerance)
                 watch = StepWatch(lane.pipeline, cache, batch, slots, listener, agree, lane.end_steps)
                 with exactly, tolerating, follow_steps(watch, lane.pipeline, call, self.facts.takes):
-                    output = call_pipeline(lane.pipeline, prompts, seeds, call)
+                    output = call_pipeline(lane.pipeline, prompts, seeds, call, lane.note_draws, is_alone=lane.is_alone)
                     made = take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
                     # Of two lanes, another call may have begun since the steps of this one.
                     found = watch.last_stats if self.num_lanes > 1 else None
@@ -381,6 +381,10 @@ class Worker:
                 if name in tuned and used.get(name, tuned[name]) != tuned[name]
             ]
         return replace(outcome, notes=(*notes, *self.facts.output.notes))
+
+
+def _nothing() -> None:
+    """What restores a pipeline that is nobody else's."""
 
 
 def _resident_bytes() -> int:

@@ -16,6 +16,7 @@ from ..tolerances import read_tolerance
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders
 from .extents import check_extent, extent_of
+from .fetching import Fetcher
 from .memory import BYTES_PER_PIXEL, Ledger
 from .options import find_options
 from .settings import ServerConfig
@@ -130,6 +131,10 @@ class AppState:
     @cached_property
     def body_readers(self) -> BodyReaders:
         return BodyReaders(self.config.limits)
+
+    @cached_property
+    def fetcher(self) -> Fetcher:
+        return Fetcher(self.config.fetch_origins, self.config.limits.max_upload_bytes)
 
     @cached_property
     def model_name(self) -> str:
