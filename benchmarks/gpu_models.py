@@ -32,7 +32,7 @@ from samovar.tensors import plainly, take_apart
 
 Call = Callable[[], object]
 
-FILES = ("--json", "--profile")
+FILES = ("--json", "--profile", "--state")
 """Options that say where a result is written, which is no part of how it was made."""
 
 PERIOD = 16_777_259

@@ -1,11 +1,12 @@
 """How near do skipped steps stay, at any number of steps, guidance and sampler? Ours, peers' and fewer plain steps.
 
-    python benchmarks/regimes.py --captions reporting --device cuda --state regimes --seconds 500 --json FILE
+    python benchmarks/regimes.py --captions reporting --device cuda --processes 12 --state FOLDER --json FILE
+    python benchmarks/regimes.py --captions reporting --cells 28-4.5-pairs-euler --alone 6 --state FOLDER --json FILE
 
 A cell is a number of steps, a guidance, a kind of captions and a sampler. Each is planned and tuned on the shipped
 tuning captions and measured on others: `choosing` to choose constants by, `reporting` for the table, `last` for the
-very last run. A run stops when its seconds are over, and the next one with the same state goes on; the file holds what
-is done.
+very last run. A run stops when its `--seconds` are over, and the next one with the same state goes on; the file holds
+what is done. Peers that adapt decide for a batch as one: `--alone` makes some images one at a time, and times them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
 
+import gpu_models
 import torch
 
 from samovar.engine import OmniDiffusionSamplingParams
@@ -52,6 +56,11 @@ class Cell(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.steps}-{self.guidance:g}-{self.kind}-{self.sampler}"
+
+    @property
+    def tuned_as(self) -> str:
+        """Captions of any kind are planned for by the same tuning captions."""
+        return self._replace(kind="tuning").name
 
 
 CELLS = [Cell(*of) for of in itertools.product((50, 28, 20), (2.0, 4.5), ("pairs", "free"), SAMPLERS)]
@@ -98,17 +107,21 @@ class Table:
         runner = ImageRunner("emoji", params, options.batch, "float32", options.device)
         sampled(runner.pipeline, cell.sampler)
         learning = make_tasks(read_prompts("tuning", options.tuning_images), 1, 0)
-        judging = tasks_of(options.captions, cell.kind, options.images)
+        judging = tasks_of(options.captions, cell.kind, options.alone or options.images)
         check_disjoint(learning, judging)
-        about = {**runner.about(), "cell": cell.name, "tuning": learning, "testing": judging}
-        shared = Cell(cell.steps, cell.guidance, "tuning", cell.sampler).name
+        judge = runner.one_at_a_time() if options.alone else runner
+        about = {**judge.about(), "cell": cell.name, "tuning": learning, "testing": judging}
+        shared = cell.tuned_as
         planning = Journal(options.state / shared, {**runner.about(), "cell": shared, "tuning": learning})
-        journal = Journal(options.state / cell.name, about)
+        journal = Journal(options.state / (f"{cell.name}-alone" if options.alone else cell.name), about)
         rows: list[dict[str, Any]] = []
         try:
             tuning = Session(runner, learning, planning, "tuning", self._watch)
-            testing = Session(runner, judging, journal, "testing", self._watch)
-            testing.exact()
+            timed = max(0, options.alone - 1)  # The first one warms up.
+            testing = Session(judge, judging, journal, "testing", self._watch, timed=timed)
+            exact = testing.exact()
+            if options.alone:
+                rows.append({"method": "exact", "family": "exact", **figures(exact)})
             schedules = [f"schedule, {round(share * cell.steps)} computed" for share in SHARES]
             for words in [[word] for word in options.only] or [METHODS, *([name] for name in schedules)]:
                 for method in all_methods(tuning, only=words):  # A schedule is planned when its turn comes.
@@ -130,8 +143,9 @@ class Table:
 
 
 def figures(row: Row) -> dict[str, float]:
-    """By image: the mean, the 5th percentile and the worst."""
+    """By image: the mean, the 5th percentile and the worst. And seconds, if images were made alone."""
     psnr = sorted(image.psnr for image in row.images)
+    times = {"seconds": row.seconds, "speedup": row.speedup}
     return {
         "computed": row.computed,
         "psnr": round(row.quality.psnr, 2),
@@ -139,7 +153,25 @@ def figures(row: Row) -> dict[str, float]:
         "psnr_worst": round(psnr[0], 2),
         "lpips": round(row.quality.lpips, 7),
         "lpips_worst": round(max(image.lpips for image in row.images), 6),
+        **({name: round(value, 4) for name, value in times.items() if value is not None} if row.seconds else {}),
     }
+
+
+def in_processes(count: int, options: argparse.Namespace) -> None:
+    """Measure cells side by side, those that share what is tuned in one process. All is in the state afterwards."""
+    chosen = [cell for cell in CELLS if not options.cells or cell.name in options.cells]
+    groups = [
+        [cell.name for cell in chosen if cell.tuned_as == name] for name in dict.fromkeys(c.tuned_as for c in chosen)
+    ]
+    waiting, running = list(groups), []
+    while waiting or running:
+        running = [process for process in running if process.poll() is None]
+        while waiting and len(running) < count:
+            cells = waiting.pop(0)
+            own = ["--processes", "1", "--json", str(options.state / f"{cells[0]}.json"), "--cells", *cells]
+            given = [*sys.argv[1:], *own]
+            running.append(subprocess.Popen([sys.executable, __file__, *given]))
+        time.sleep(0.2)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -154,21 +186,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
     parser.add_argument("--state", type=Path, required=True, help="where the next run goes on")
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--processes", type=int, default=1, help="that share the device")
+    parser.add_argument("--alone", type=int, default=0, metavar="N", help="make N images of each cell, one at a time")
     parser.add_argument("--tf32", action="store_true", help="products of matrices with ten bits, three times as fast")
     options = parser.parse_args(arguments)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.tf32:
         torch.set_float32_matmul_precision("high")
+    packages = ["cache_dit"] if find_spec("cache_dit") else []
+    about = {"captions": options.captions, "images": options.alone or options.images, "alone": bool(options.alone)}
     cells: dict[str, Any] = {}
+    if options.processes > 1:
+        in_processes(options.processes, options)
     for cell, rows in Table(options).run():
         cells[cell.name] = rows
-        about = {
-            "date": date.today().isoformat(),
-            "captions": options.captions,
-            "images": options.images,
-            "tf32": options.tf32,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"about": about, "cells": cells}, indent=1) + "\n")
+        gpu_models.write(options.json, {**gpu_models.header(device, *packages), **about, "cells": cells})
 
 
 if __name__ == "__main__":

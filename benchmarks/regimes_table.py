@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SHARES = (0.55, 0.4, 0.3)
-"""Computed steps, as shares of all, at which curves are compared."""
+SHARES = (0.54, 0.4, 0.32)
+"""Computed steps, as shares of all, at which curves are compared: those that schedules are planned for."""
 AUTO, TUNED, PLAIN = "samovar auto", "samovar schedule", "plain steps"
 OURS = "samovar"
 """Families of other names are the others: plain steps and peers."""
@@ -49,7 +49,7 @@ def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The measured rows of each family, in order of computed steps; of equal counts the nearest."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if "problem" not in row:
+        if "problem" not in row and row["family"] != "exact":
             found.setdefault(row["family"], []).append(row)
     return {family: _by_count(of) for family, of in found.items()}
 
@@ -124,7 +124,7 @@ def lines_of(cells: Mapping[str, Sequence[Row]]) -> list[Line]:
     lines = []
     for cell, rows in cells.items():
         found = curves(rows)
-        counts = [share * steps_of(cell) for share in SHARES]
+        counts: list[float] = [round(share * steps_of(cell)) for share in SHARES]
         auto = found.get(AUTO, [])
         if auto and not any(at(auto, count) for count in counts):  # It skips less here, and is compared where it ends.
             counts.append(auto[0]["computed"])

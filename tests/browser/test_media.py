@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL.Image
 import pytest
 
 from pipelines import PIPELINES, tiny_flux_pipeline
 from pipelines.builder import build
 from pipelines.recipes import RECIPES
+from samovar.media import read_video
 from server.conftest import DEFAULTS, VIDEO_DEFAULTS
 from server.running import RunningServer, running
 
@@ -21,6 +24,15 @@ from .test_page import Visit, browser  # noqa: F401
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore")]
 
+CACHE = {"backend": "tea_cache", "rel_l1_thresh": 100.0, "min_steps": 2}
+SHOWN = """() => ["film", "film-exact"].map((id) => {
+  const film = document.getElementById(id);
+  const canvas = Object.assign(document.createElement("canvas"), { width: film.videoWidth, height: film.videoHeight });
+  canvas.getContext("2d").drawImage(film, 0, 0);
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return { paused: film.paused, seeking: film.seeking, time: film.currentTime, pixels: [...data] };
+})"""
+"""What both videos show now."""
 KEEP_MASK = """() => {
   const append = FormData.prototype.append;
   FormData.prototype.append = function (name, value) {
@@ -36,7 +48,8 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("models") / "films"
     PIPELINES["wan"].build(0).save_pretrained(folder)
     (folder / "samovar.json").write_text(json.dumps(VIDEO_DEFAULTS))
-    with running(folder, "--jobs", str(tmp_path_factory.mktemp("jobs")), "--max-steps", "5000") as started:
+    jobs = str(tmp_path_factory.mktemp("jobs"))
+    with running(folder, "--jobs", jobs, "--max-steps", "5000", "--cache", json.dumps(CACHE)) as started:
         yield started
 
 
@@ -56,7 +69,7 @@ def ask(visit: Visit, prompt: str = "a cat", steps: int = 2, **fields: str) -> N
 
 
 def test_a_video_is_made_played_and_kept_by_the_server(visit: Visit) -> None:
-    assert visit.page.is_hidden("#compare-row")
+    assert visit.page.inner_text("#compare-row") == "Compare with the exact video"
     assert visit.page.is_hidden("#upload")
     ask(visit, seconds="1", seed="7")
     visit.page.wait_for_selector("#film:not([hidden])")
@@ -75,6 +88,122 @@ def test_a_video_is_made_played_and_kept_by_the_server(visit: Visit) -> None:
     visit.page.wait_for_selector("#history button", state="detached")
     assert visit.page.is_hidden("#film")
     assert visit.complaints == []
+
+
+def shown(visit: Visit, index: int, of: list[list[Any]]) -> bool:
+    """Whether both videos stand at a frame: by their clocks, and by their pixels among all frames of their files."""
+    still = "() => ['film', 'film-exact'].every((id) => !document.getElementById(id).seeking)"
+    visit.page.wait_for_function(still)
+    states = visit.page.evaluate(SHOWN)
+    nearest = []
+    for state, frames in zip(states, of, strict=True):
+        pixels = np.array(state["pixels"]).reshape(*frames[0].shape[:2], 4)[..., :3]
+        nearest.append(int(np.argmin([np.abs(pixels - frame).mean() for frame in frames])))
+        assert state["paused"]
+        assert int(state["time"] * 16) == index
+    assert visit.page.inner_text("#frame") == f"{index + 1} of {len(of[0])}"
+    return nearest == [index, index]
+
+
+def test_cached_and_exact_videos_are_moved_by_one_scrubber(visit: Visit, films: RunningServer, tmp_path: Path) -> None:
+    visit.page.check("#compare")
+    ask(visit, steps=8, seconds="1", seed="7")
+    visit.page.wait_for_selector("#transport:not([hidden])")
+    visit.wait_done()
+    timelines = visit.page.locator(".timeline")
+    assert [timelines.nth(row).locator(".skipped").count() > 0 for row in (0, 1)] == [True, False]
+    visit.page.wait_for_function("() => /likeness/.test(document.getElementById('figures').textContent)")
+    assert re.search(r"likeness\s+\d+\.\d dB", visit.page.inner_text("#figures"))
+    with films.client() as http:
+        exact, cached = http.get("/v1/videos").json()["data"]
+        assert (cached["samovar"]["request"].get("cache"), exact["samovar"]["request"]["cache"]) == (None, False)
+        frames = []
+        for job in (cached, exact):
+            (tmp_path / "video.mp4").write_bytes(http.get(f"/v1/videos/{job['id']}/content").content)
+            frames.append([frame.astype(int) for frame in read_video(tmp_path / "video.mp4").frames])
+    assert [len(each) for each in frames] == [17, 17]
+
+    visit.page.wait_for_function("() => document.getElementById('play').textContent === 'Pause'")  # It begins to play.
+    visit.page.wait_for_function(
+        "() => ['film', 'film-exact'].every((id) => document.getElementById(id).currentTime > 0.3)"
+    )
+    visit.page.click("#play")
+    assert visit.page.inner_text("#play") == "Play"
+    assert shown(visit, int(visit.page.input_value("#scrub")), frames)
+
+    visit.page.focus("#scrub")
+    visit.page.keyboard.press("Home")
+    assert shown(visit, 0, frames)
+    visit.page.click("#forward")
+    visit.page.click("#forward")
+    visit.page.click("#forward")
+    visit.page.click("#back")
+    assert shown(visit, 2, frames)
+    box = visit.page.locator("#scrub").bounding_box()
+    assert box is not None
+    visit.page.mouse.move(box["x"] + box["width"] * 2 / 16, box["y"] + box["height"] / 2)
+    visit.page.mouse.down()
+    visit.page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2, steps=9)
+    visit.page.mouse.up()
+    dragged = int(visit.page.input_value("#scrub"))
+    assert 9 <= dragged <= 13
+    assert shown(visit, dragged, frames)
+    visit.page.keyboard.press("End")
+    assert shown(visit, 16, frames)
+    visit.page.click("#play")  # From the last frame it begins anew.
+    visit.page.wait_for_function("() => Number(document.getElementById('scrub').value) < 9")
+    visit.page.click("#play")
+    visit.shot("both-videos")
+
+    visit.page.reload()
+    assert visit.page.locator("#history button").count() == 1 or visit.page.wait_for_selector("#history button")
+    visit.page.click("#history button")
+    visit.page.wait_for_selector("#transport:not([hidden])")
+    visit.page.click("#delete")
+    visit.page.wait_for_selector("#history button", state="detached")
+    assert visit.page.is_hidden("#film-exact")
+    with films.client() as http:
+        assert http.get("/v1/videos").json()["data"] == []
+    assert visit.complaints == []
+
+
+@pytest.mark.parametrize("how", ["cancelled", "refused"])
+def test_a_video_outlives_its_exact_half(visit: Visit, films: RunningServer, how: str) -> None:
+    refusal = {"status": 429, "json": {"error": {"message": "Others wait.", "code": "queue_full", "param": None}}}
+    is_exact = lambda request: '"cache":false' in (request.post_data or "")  # noqa: E731
+    visit.page.route(
+        "**/v1/videos",
+        lambda route: route.fulfill(**refusal) if how == "refused" and is_exact(route.request) else route.continue_(),
+    )
+    visit.page.check("#compare")
+    ask(visit, steps=40 if how == "refused" else 1500)
+    if how == "cancelled":
+        visit.page.wait_for_function("() => /^exact/.test(document.getElementById('go').textContent)")
+        visit.page.keyboard.press("Escape")
+    visit.wait_done()
+    assert visit.page.is_visible("#film")
+    assert visit.page.is_hidden("#transport")
+    assert visit.page.is_visible("#problem") == (how == "refused")
+    visit.page.wait_for_selector("#history button")
+    with films.client() as http:
+        (job,) = http.get("/v1/videos").json()["data"]
+        assert job["status"] == "completed"
+        http.delete(f"/v1/videos/{job['id']}")
+
+
+def test_a_job_of_another_visit_is_in_the_history_and_can_be_watched(visit: Visit, films: RunningServer) -> None:
+    with films.client() as http:
+        body = {"prompt": "a dog", "num_inference_steps": 4000, "partial_images": 3}
+        job = http.post("/v1/videos", json=body).json()
+        visit.page.reload()
+        visit.page.click("#history button")
+        visit.page.wait_for_function("() => / %$/.test(document.getElementById('go').textContent)")
+        assert visit.page.input_value("#prompt") == "a dog"
+        visit.page.wait_for_selector("#first:not([hidden])")
+        visit.page.keyboard.press("Escape")
+        visit.page.wait_for_selector("#history button", state="detached")
+        assert http.get(f"/v1/videos/{job['id']}").status_code == 404
+        assert visit.complaints == []
 
 
 def test_a_long_video_shows_previews_and_can_be_cancelled(visit: Visit, films: RunningServer) -> None:

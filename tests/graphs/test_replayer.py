@@ -436,6 +436,30 @@ def test_two_threads(model: Model, device: str) -> None:
     assert hook.stats().replayed > 0
 
 
+def test_a_call_that_was_prepared(model: Model, device: str) -> None:
+    one, other = x(device, 1), x(device, 2)
+    expected = [call(model, given) for given in (one, other)]
+    with apply_graphs(model) as hook:
+        for seed in range(3):
+            call(model, x(device, seed))
+        replayer = HookRegistry.get_or_create(model).recorder
+        assert replayer is not None
+        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
+            assert tree.equal(call(model, other), expected[1]), "another call comes between"
+            assert tree.equal(call(model, one), expected[0])
+            assert tree.equal(call(model, one), expected[0]), "it is used once"
+        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
+            thread = threading.Thread(target=call, args=(model, other))
+            thread.start()
+            thread.join()
+            assert tree.equal(call(model, one), expected[0]), "another thread's call comes between"
+        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
+            pass
+        one.copy_(other)
+        assert tree.equal(call(model, one), expected[1]), "what it holds now counts"
+        assert hook.stats().replayed >= 5
+
+
 def test_a_kind_of_argument_that_cannot_be_compared(model: Model, device: str) -> None:
     with apply_graphs(model) as hook:
         for _ in range(3):

@@ -64,7 +64,7 @@ def test_the_page_is_whole_and_loads_nothing_from_elsewhere() -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
     names = [part.split('"')[0] for part in page.text.split('="/')[1:]]
     assert {"page/page.css", "page/page.js", "page/icon.svg"} <= set(names)
-    scripts = [f"/page/{name}.js" for name in ("api", "compare", "history", "snippets", "timeline")]
+    scripts = [f"/page/{name}.js" for name in ("api", "compare", "figures", "history", "in_step", "timeline")]
     files = ask(*(("GET", path) for path in [*(f"/{name}" for name in names), *scripts]))
     assert {file.status_code for file in files} == {200}
     for file in [page, *files]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import functools
 import io
+import threading
 import warnings
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,7 +182,12 @@ def test_the_queue_has_an_end(films: RunningServer, client: openai.OpenAI) -> No
         ({"num_videos_per_prompt": 9}, "num_videos_per_prompt", CLOSED),
         ({"latents": "x"}, "latents", CLOSED),
         ({"output_type": "latent"}, "output_type", CLOSED),
-        ({"input_reference": {"image_url": "http://169.254.169.254/"}}, "input_reference", "must be a file in a form"),
+        ({"input_reference": {"image_url": "http://169.254.169.254/"}}, "input_reference", "no URL of a client"),
+        ({"input_reference": "https://example.com/a.png"}, "input_reference", "no URL of a client is opened"),
+        ({"input_reference": {"file_id": "file-1"}}, "input_reference", "must be a file in a form, a data URL, or {"),
+        ({"input_reference": ["a"]}, "input_reference", "must be a file in a form, a data URL, or {"),
+        ({"input_reference": {"image_url": "data:image/png;base64,%%"}}, "input_reference", "is no data URL"),
+        ({"input_reference": "data:text/plain;base64,aGVsbG8="}, "input_reference", "is not a readable PNG"),
         ({"prompt": " "}, "prompt", "prompt is missing"),
         ({"strength": 0.5}, "strength", "WanPipeline does not take strength"),
         ({"model": "film"}, "model", "Did you mean 'films'?"),
@@ -203,6 +213,16 @@ def test_forms_say_the_same(films: RunningServer) -> None:
         image = {"prompt": (None, PROMPT), "input_reference": ("a.png", png(), "image/png")}
         refused = http.post(VIDEOS, files=image)
         assert refused.json()["error"]["message"] == "WanPipeline takes no image. It starts from text alone."
+        for url in (data_url(png()), data_url(noise())):  # The second one is longer than any prompt.
+            for body in (
+                {"json": {"prompt": PROMPT, "input_reference": {"image_url": url}}},
+                {"json": {"prompt": PROMPT, "input_reference": url}},
+                {"files": {"prompt": (None, PROMPT), "input_reference[image_url]": (None, url)}},
+            ):
+                again = http.post(VIDEOS, **body)
+                assert again.json()["error"]["message"] == refused.json()["error"]["message"]
+        twice = http.post(VIDEOS, files=image | {"input_reference[image_url]": (None, data_url(png()))})
+        assert twice.json()["error"]["message"] == "The field 'input_reference' is given twice."
         assert http.post(VIDEOS, content=b"prompt=a", headers={"Content-Type": "text/plain"}).status_code == 415
 
 
@@ -210,6 +230,17 @@ def png(size: tuple[int, int] = (48, 32)) -> bytes:
     file = io.BytesIO()
     PIL.Image.linear_gradient("L").resize(size).convert("RGB").save(file, "PNG")
     return file.getvalue()
+
+
+def noise() -> bytes:
+    file = io.BytesIO()
+    PIL.Image.effect_noise((1200, 1000), 90).save(file, "PNG")
+    assert len(file.getvalue()) > 2**20
+    return file.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def test_a_video_model_says_so(films: RunningServer, client: openai.OpenAI, server: RunningServer) -> None:
@@ -269,7 +300,10 @@ def test_a_video_begins_with_an_image(tmp_path: Path) -> None:
     build(getattr(diffusers, name), RECIPES[name]).save_pretrained(tmp_path / "model")
     extra = {**VIDEO_DEFAULTS, "seed": 1}
     size = f"{extra.pop('width')}x{extra.pop('height')}"
-    with running(tmp_path / "model", "--jobs", str(tmp_path / "jobs")) as server:
+    with (
+        file_site(tmp_path) as site,
+        running(tmp_path / "model", "--jobs", str(tmp_path / "jobs"), "--fetch-origin", site) as server,
+    ):
         client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
         with pytest.raises(openai.BadRequestError, match="needs an image"):
             client.videos.create(prompt=PROMPT, size=size, extra_body=extra)  # type: ignore[arg-type]
@@ -277,8 +311,26 @@ def test_a_video_begins_with_an_image(tmp_path: Path) -> None:
         for shade in ("black", "white"):
             file = io.BytesIO()
             PIL.Image.new("RGB", (48, 32), shade).save(file, "PNG")
+            (tmp_path / f"{shade}.png").write_bytes(file.getvalue())
             video = made(client, size=size, extra_body=extra, input_reference=("a.png", file.getvalue(), "image/png"))
-            assert video.status == "completed", video
+            urls = (
+                data_url(file.getvalue()),
+                f"{site}/{shade}.png",
+            )  # Its own name takes files only.
+            named = [extra | {"input_reference": {"image_url": url}} for url in urls]
+            videos = [video, *(made(client, size=size, extra_body=each) for each in named)]
+            assert {video.status for video in videos} == {"completed"}
+            assert len({client.videos.download_content(video.id).read() for video in videos}) == 1
             again = client.videos.poll(client.videos.remix(video.id, prompt=PROMPT).id)
             films += [client.videos.download_content(each.id).read() for each in (video, again)]
         assert films[0] == films[1] != films[2] == films[3]
+
+
+@contextlib.contextmanager
+def file_site(folder: Path) -> Iterator[str]:
+    """The address of a site with the files of a folder."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{site.server_port}"
+        site.shutdown()

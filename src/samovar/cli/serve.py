@@ -36,6 +36,7 @@ def add_serve(commands: Any) -> None:
 def _add_replica_options(group: Any) -> None:
     group.add_argument("--replicas", type=int, metavar="N", help="workers with the whole model, for one queue (1)")
     group.add_argument("--devices", metavar="LIST", help="their GPUs, such as 0,1,2,3 (the first ones)")
+    arguments.add_switch(group, "--overlap", "encode and decode while another request is denoised")
 
 
 def _add_address_options(group: Any) -> None:
@@ -47,6 +48,8 @@ def _add_address_options(group: Any) -> None:
     arguments.add_switch(group, "--open-metrics", "let /metrics be read without the key", dest="is_metrics_open")
     group.add_argument("--cors-origin", action="append", dest="cors_origins", metavar="URL",
                        help="a site whose pages may call the server")  # fmt: skip
+    group.add_argument("--fetch-origin", action="append", dest="fetch_origins", metavar="URL",
+                       help="a site from which images are fetched that requests name by URL (none)")  # fmt: skip
     group.add_argument("--allowed-host", action="append", dest="allowed_hosts", metavar="NAME",
                        help="a host name by which clients reach the server, such as that of a proxy")  # fmt: skip
 

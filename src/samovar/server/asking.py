@@ -16,6 +16,7 @@ from ..errors import SamovarError
 from .api_errors import ApiError
 from .app_state import AppState
 from .bodies import Body, RequestBody, field_names, read_body, read_texts
+from .body_reader import reference_of
 from .extents import USUAL_PIXELS, Extent, check_extent, extent_of
 from .memory import BYTES_PER_PIXEL
 from .options import check_options
@@ -45,7 +46,7 @@ class Asked(Generic[AskedBody]):
             body.params(),
             None if not self.image else self.image[0] if len(self.image) == 1 else self.image,
             body.num_previews,
-            body.cache is False,
+            state.is_exact(body.cache, body.quality),
             state.adapters_of(body.model, [adapter.model_dump() for adapter in body.lora or ()]),
             state.tolerance_of(body.tolerance, body.quality),
             self.inputs,
@@ -89,19 +90,22 @@ async def read_asked(
     files: Mapping[str, str] | None = None,
 ) -> Asked[Body]:
     """Receive and check a request; its files have these names, and are these inputs."""
-    limits, is_form = state.config.limits, check_type(request, *types) == FORM
-    images: dict[str, list[Image]] = {}
+    limits, is_form, names = state.config.limits, check_type(request, *types) == FORM, tuple(files or ())
     with state.bodies.hold() as hold:
-        parts = await receive_body(request, limits.max_upload_bytes if is_form else limits.max_json_bytes, hold)
+        most = limits.max_upload_bytes if is_form or names else limits.max_json_bytes
+        parts = await receive_body(request, most, hold)
         if is_form:
-            reading = state.body_readers.read_form(request.headers["content-type"], parts, tuple(files or ()))
-            values, images = await unless_gone(request, reading)
+            reading = state.body_readers.read_form(request.headers["content-type"], parts, names)
         else:
-            values = await unless_gone(request, state.body_readers.read_object(parts))
-    for name in values:
-        if name.partition("[")[0] in (files or {}):
-            message = f"{name[:50]} must be a file in a form: no URL or path of a client is opened."
-            raise ApiError(400, message, param=name[:100], code="unsupported_value")
+            reading = state.body_readers.read_object(parts, names)
+        values, images = await unless_gone(request, reading)
+        for name in [name for name in values if name.partition("[")[0] in names]:
+            field = name.partition("[")[0]
+            if field in images:
+                raise ApiError(400, f"The field {field!r} is given twice.", param=field, code="invalid_form")
+            content = await unless_gone(request, state.fetcher.fetch(field, reference_of(name, values.pop(name))))
+            hold.add(len(content))
+            images[field] = [await unless_gone(request, state.body_readers.read_image(content, field))]
     body = read_values(state, kind, values, is_form=is_form)
     found: dict[str, list[Image]] = {}
     for name, several in images.items():

@@ -6,9 +6,12 @@ imports nothing of Samovar, so that it starts in a twentieth of a second, and re
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import io
 import json
+import re
 import resource
 import signal
 import struct
@@ -26,7 +29,8 @@ MAX_SCANS = 100
 MAX_TEXTS, MAX_FILES = 40, 16
 SEVERAL = ("image", "image[]")
 """Files that may be given more than once."""
-JSON = "application/json"
+JSON, IMAGE = "application/json", "image/*"
+_DATA_URL = re.compile(r"data:[^,]{0,100};base64,", flags=re.IGNORECASE)
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _LONG, _MAX_OUTSIDE = 1000, 2**14
 """Characters of a text, and bytes outside of texts."""
@@ -71,6 +75,38 @@ def read_object(content: bytes) -> dict[str, Any]:
     return value
 
 
+def reference_of(name: str, value: Any) -> str | None:
+    """The URL by which a field names an image: a text, OpenAI's object, or the part of it in a form."""
+    if isinstance(value, dict) and value.keys() == {"image_url"}:
+        value = value["image_url"]
+    return value if isinstance(value, str) and name.partition("[")[1:] in (("", ""), ("[", "image_url]")) else None
+
+
+def has_data(values: dict[str, Any], names: tuple[str, ...]) -> bool:
+    """Whether an image is among the values, as a data URL."""
+    return any(_is_data(reference_of(name, value)) for name, value in values.items() if name.partition("[")[0] in names)
+
+
+def take_data(values: dict[str, Any], names: tuple[str, ...]) -> list[tuple[str, bytes]]:
+    """The images that are data URLs, which are taken out of the values."""
+    found = []
+    for name in [name for name in values if has_data({name: values[name]}, names)]:
+        head, _, data = (reference_of(name, values.pop(name)) or "").partition(",")
+        field = name.partition("[")[0]
+        try:
+            if not _DATA_URL.fullmatch(f"{head},"):
+                raise binascii.Error
+            found.append((field, base64.b64decode(data, validate=True)))
+        except binascii.Error as error:
+            message = f"{field} is no data URL of an image. Expected data:image/png;base64, and the file in base64."
+            raise Refused(message, field, "invalid_image") from error
+    return found
+
+
+def _is_data(url: str | None) -> bool:
+    return url is not None and url[:5].lower() == "data:"
+
+
 def check_flat(content: bytes) -> bytes:
     """The JSON of a long body, unless it is long without long texts: a megabyte of brackets takes 0.1 s."""
     # Escaped quotes do not count, nor one behind an escaped backslash; every string still counts at least once.
@@ -107,6 +143,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_form(task: Task, body: bytes) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
     """The texts and the files of a form."""
     texts, files = _parts(task, body)
+    for name, content in take_data(texts, task.files):
+        if any(name == other for other, _ in files):
+            raise Refused(f"The field {name!r} is given twice.", name)
+        files.append((name, content))
     check_long(texts, task.max_characters)
     for name, _ in files:
         if name not in task.files:
@@ -220,9 +260,15 @@ def serve_bodies(source: BinaryIO, sink: BinaryIO) -> None:
 
 def _read(task: Task, body: bytes, sink: BinaryIO) -> dict[str, Any]:
     """The values of a body, after its images have been written."""
-    if task.content_type == JSON:
-        return check_long(read_object(check_flat(body)), task.max_characters)
-    texts, files = read_form(task, body)
+    if task.content_type == IMAGE:
+        values: dict[str, Any] = {}
+        files = [(task.files[0], body)]
+    elif task.content_type == JSON:
+        values = read_object(check_flat(body))
+        files = take_data(values, task.files)
+        check_long(values, task.max_characters)
+    else:
+        values, files = read_form(task, body)
     left = 2 * task.max_pixels  # Of all together: an image and its mask.
     while files:
         name, content = files.pop(0)
@@ -232,7 +278,7 @@ def _read(task: Task, body: bytes, sink: BinaryIO) -> dict[str, Any]:
             message = f"All images together have more than {2 * task.max_pixels:,} pixels. Send fewer or smaller ones."
             raise Refused(message, name, "image_above_limit")
         _write(sink, {"name": name, "mode": image.mode, "size": image.size}, image.tobytes())
-    return texts
+    return values
 
 
 def _write(sink: BinaryIO, answer: dict[str, Any], pixels: bytes = b"") -> None:

@@ -53,14 +53,20 @@ class BodyReaders:
         while not self._is_closed and len(self._idle) + len(self._busy) < _COUNT:
             self._idle.append(_Reader(self._limits))
 
-    async def read_object(self, parts: list[bytes]) -> dict[str, Any]:
-        """A JSON object. Long ones take too long to parse in this process: others would not be served meanwhile."""
+    async def read_object(self, parts: list[bytes], names: tuple[str, ...] = ()) -> tuple[dict[str, Any], Files]:
+        """A JSON object, and the images in it, whose fields may have these names. Long ones take too long to parse in
+        this process: others would not be served meanwhile."""
         if sum(map(len, parts)) > _LONG_OBJECT:
-            return (await self._read(JSON, parts))[0]
+            return await self._read(JSON, parts, names)
         try:
-            return body_reader.read_object(b"".join(parts))
+            values = body_reader.read_object(b"".join(parts))
         except Refused as error:
             raise _refusal(error.message, error.param, error.code) from error
+        return await self._read(JSON, parts, names) if body_reader.has_data(values, names) else (values, {})
+
+    async def read_image(self, content: bytes, name: str) -> Image:
+        """The image of a file."""
+        return (await self._read(body_reader.IMAGE, [content], (name,)))[1][name][0]
 
     async def read_form(
         self, content_type: str, parts: list[bytes], names: tuple[str, ...] = Task._field_defaults["files"]

@@ -62,6 +62,9 @@ class ServerConfig:
     """Clients must send it as `Authorization: Bearer KEY`. It is never logged."""
     cors_origins: tuple[str, ...] = ()
     """Other sites whose pages may use the server, such as https://example.com."""
+    fetch_origins: tuple[str, ...] = ()
+    """Sites from which images are fetched that a request names by URL, such as https://images.example.com; by default
+    none. A host name must lead to public addresses."""
     allowed_hosts: tuple[str, ...] = ()
     """Other host names of the server, such as example.com behind a proxy."""
     served_model_name: tuple[str, ...] = ()
@@ -104,7 +107,7 @@ class ServerConfig:
         with naming(file):
             check_names(in_file, [*limits, *known], "a setting of the server")
             all_of_them = {**in_file, **settings}
-            for name in ("cors_origins", "allowed_hosts", "served_model_name"):
+            for name in ("cors_origins", "fetch_origins", "allowed_hosts", "served_model_name"):
                 value = all_of_them.get(name, ())
                 all_of_them[name] = (value,) if isinstance(value, str) else tuple(value)
             chosen = Limits(**{name: all_of_them.pop(name) for name in limits if name in all_of_them})
@@ -127,10 +130,11 @@ class ServerConfig:
             if not _HOST.fullmatch(host):
                 message = f"{host!r} is not a host name. Expected one such as example.com, without a port."
                 raise SettingError(message, param="allowed_hosts")
-        for origin in self.cors_origins:
-            if origin == "*" or "://" not in origin or origin.count("/") != 2:
-                message = f"{origin!r} is not an origin. Expected one such as https://example.com, without a path."
-                raise SettingError(f"{message} Allowing all sites is not supported.", param="cors_origins")
+        for name in ("cors_origins", "fetch_origins"):
+            for origin in getattr(self, name):
+                if origin == "*" or "://" not in origin or origin.count("/") != 2:
+                    message = f"{origin!r} is not an origin. Expected one such as https://example.com, without a path."
+                    raise SettingError(f"{message} Allowing all sites is not supported.", param=name)
         for name in ("max_connections", "max_connections_per_address"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

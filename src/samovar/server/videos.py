@@ -127,7 +127,7 @@ class Videos:
         check_type(request, JSON)
         with self.state.bodies.hold() as hold:
             parts = await receive_body(request, self.state.config.limits.max_json_bytes, hold)
-            values = await unless_gone(request, self.state.body_readers.read_object(parts))
+            values, _ = await unless_gone(request, self.state.body_readers.read_object(parts))
         prompt = checked(RemixBody, values).prompt
         job = self._jobs.find(video_id)
         if job.status != "completed":

@@ -3,6 +3,9 @@
 import { listVideos, readContent } from "./api.js";
 
 const MOST = 60;
+const PAIRS = "samovar.pairs"; // Of videos: the cached one's id, and that of the exact one made beside it.
+
+const pairs = () => JSON.parse(localStorage.getItem(PAIRS) || "{}");
 
 const opened = new Promise((resolve) => {
   const asking = indexedDB.open("samovar", 1);
@@ -22,6 +25,10 @@ async function act(mode, work) {
   });
 }
 
+// A video's file may have been removed from the server's folder; the others are shown all the same.
+const picture = async (job) => (job.status !== "completed" ? null
+  : readContent(job.id, "thumbnail").then((blob) => URL.createObjectURL(blob), () => null));
+
 export class History {
   constructor(onChoose) {
     this.entries = [];
@@ -32,17 +39,28 @@ export class History {
     this.forget.addEventListener("click", () => this.clear());
   }
 
-  // The server's videos, with those of other clients. Each thumbnail is fetched once.
+  // The server's videos, with those of other clients: a pair is one entry. Each thumbnail is fetched once.
   async loadJobs() {
     const known = new Map(this.entries.map((entry) => [entry.id, entry]));
-    this.forget.hidden = true;
-    this.entries = await Promise.all((await listVideos()).map(async (job) => {
-      const before = known.get(job.id);
-      const image = before?.cached.image ?? (job.status === "completed" ? URL.createObjectURL(await readContent(job.id, "thumbnail")) : null);
-      return { id: job.id, job, request: { prompt: job.prompt, ...job.samovar.request }, cached: { image, word: job.status.replace("_", " ") } };
+    const jobs = await listVideos();
+    const exacts = new Map(Object.entries(pairs()).map(([id, exact]) => [id, jobs.find((job) => job.id === exact)]));
+    const hidden = new Set(jobs.map((job) => exacts.get(job.id)?.id));
+    this.isWaiting = jobs.some((job) => job.status === "queued" || job.status === "in_progress");
+    this.entries = await Promise.all(jobs.filter((job) => !hidden.has(job.id)).map(async (job) => {
+      const image = known.get(job.id)?.cached.image ?? (await picture(job));
+      const cached = { image, word: job.status === "in_progress" ? `${job.progress} %` : job.status };
+      return { id: job.id, job, exact: exacts.get(job.id) ?? null, request: { prompt: job.prompt, ...job.samovar.request }, cached };
     }));
-    this.draw(this.current);
+    const drawn = JSON.stringify([this.current, this.entries.map((entry) => [entry.id, entry.exact?.id, entry.cached])]);
+    if (drawn !== this.drawn) this.draw(this.current); // Whoever is on a button stays there.
+    this.drawn = drawn;
     this.forget.hidden = true;
+  }
+
+  pair(cached, exact) {
+    const there = new Set(this.entries.map((entry) => entry.id));
+    const kept = Object.entries(pairs()).filter(([id]) => there.has(id));
+    localStorage.setItem(PAIRS, JSON.stringify({ ...Object.fromEntries(kept), [cached]: exact }));
   }
 
   async load() {

@@ -10,15 +10,23 @@ const pause = (signal) => new Promise((resolve, reject) => {
   signal.addEventListener("abort", stop, { once: true });
 });
 
-// Calls onJob whenever something is known, and onPreview with an image. Cancelling deletes the job.
+// Asks for a video, and watches it.
 export async function makeVideo(request, files, signal, onJob, onPreview) {
-  let job = await createVideo({ ...request, partial_images: 3 }, files, signal);
+  return watchVideo(await createVideo({ ...request, partial_images: 3 }, files, signal), signal, onJob, onPreview);
+}
+
+// Calls onJob whenever something is known, and onPreview with an image. Cancelling deletes the job.
+export async function watchVideo(first, signal, onJob, onPreview) {
+  let job = first;
   try {
     while (job.status === "queued" || job.status === "in_progress") {
       onJob(job);
       await pause(signal);
       job = await readVideo(job.id, signal);
-      if (job.status === "in_progress" && job.samovar.has_preview) onPreview(await readContent(job.id, "thumbnail", signal));
+      if (job.status === "in_progress" && job.samovar.has_preview) {
+        const preview = await readContent(job.id, "thumbnail", signal).catch(unlessMissing); // It may be made by now.
+        if (preview) onPreview(preview);
+      }
     }
     if (job.status === "failed") throw new ServerError(200, job.error);
     return { job, file: await readContent(job.id, "video", signal) };
@@ -26,6 +34,10 @@ export async function makeVideo(request, files, signal, onJob, onPreview) {
     if (signal.aborted) await deleteVideo(job.id);
     throw error;
   }
+}
+
+function unlessMissing(error) {
+  if (error.status !== 404) throw error;
 }
 
 export async function makeSound({ prompt, seconds, ...request }, signal) {

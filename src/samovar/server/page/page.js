@@ -1,9 +1,10 @@
 // What happens when something is pressed? The form, the stage and the request, put together.
 
 import { ServerError, apiKey, deleteVideo, generate, readContent, readStatus, setApiKey } from "./api.js";
-import { Compare, psnr } from "./compare.js";
+import { Compare, filmPsnr, psnr } from "./compare.js";
+import { jobRows, showFigures, showRows, showStates } from "./figures.js";
 import { History } from "./history.js";
-import { makeSound, makeVideo } from "./making.js";
+import { makeSound, makeVideo, watchVideo } from "./making.js";
 import { MaskPainter } from "./mask.js";
 import { curl, python } from "./snippets.js";
 import { Timeline } from "./timeline.js";
@@ -16,7 +17,7 @@ let server = null;
 let running = null;
 let language = "curl";
 let isShown = false;
-let shownJob = null;
+let shownJobs = [];
 
 // ---------------------------------------------------------------------------------------------- the server
 
@@ -54,17 +55,18 @@ function showServer() {
     isShown = true;
     $("length").hidden = server.output === "image";
     for (const side of document.querySelectorAll(".side")) side.hidden = server.output === "audio";
-    $("compare-row").hidden = server.output !== "image";
+    $("compare-row").hidden = server.output === "audio";
+    $("compare-word").textContent = `Compare with the exact ${server.output}`;
     $("upload").hidden = !server.can_edit || server.output === "audio";
     $("mask-row").hidden = !server.inputs.includes("mask_image");
     if (isVideo) $("history-empty").textContent = "Videos that this server makes are here until they expire.";
     (isVideo ? history.loadJobs() : history.load()).catch(showError);
-  }
-  const canCompare = server.is_cached && server.output === "image";
+  } else if (isVideo && !running && (history.isWaiting || server.running || server.queued)) history.loadJobs().catch(showError);
+  const canCompare = server.is_cached && server.output !== "audio";
   $("compare").disabled = !canCompare;
   if (!canCompare) $("compare").checked = false;
-  $("compare-hint").hidden = canCompare || server.output !== "image";
-  $("compare-hint").textContent = "This server runs without a cache, so every image is exact.";
+  $("compare-hint").hidden = canCompare || !server.output || server.output === "audio";
+  $("compare-hint").textContent = `This server runs without a cache, so every ${server.output} is exact.`;
   drawSnippet();
 }
 
@@ -156,12 +158,12 @@ $("copy").addEventListener("click", async () => {
 // ---------------------------------------------------------------------------------------------- a run
 
 // One image; its events move the stage, which keeps what it shows until the first one. Resolves to what is kept.
-async function run(request, name, signal) {
+async function run(request, sent, name, signal) {
   const steps = request.num_inference_steps || server?.defaults.num_inference_steps || 1;
   const made = { states: [], image: null, seconds: null, memory: null, seed: null, notes: [] };
   const asked = { ...request, stream: true, partial_images: 3, progress: true };
   let timeline = null;
-  await generate(asked, await files(), signal, (event) => {
+  await generate(asked, sent, signal, (event) => {
     if (!timeline) {
       if (name !== "exact") clearStage();
       timeline = new Timeline($("timelines"), name, steps);
@@ -192,53 +194,102 @@ async function start() {
   const isCompared = $("compare").checked;
   prepare();
   try {
-    if (server?.output === "video") return await startVideo(request);
+    const sent = await files(); // Once: both halves of a comparison begin from the same.
+    if (server?.output === "video") return await startVideo(request, sent, isCompared);
     if (server?.output === "audio") return await startSound(request);
-    const cached = await run(request, server?.is_cached ? "cached" : "steps", running.signal);
+    const cached = await run(request, sent, server?.is_cached ? "cached" : "steps", running.signal);
     const entry = { id: Date.now(), request: { ...request, seed: cached.seed }, cached, exact: null, psnr: null };
     showFigures(entry);
     $("spoken").textContent = `Done in ${entry.cached.seconds.toFixed(1)} seconds.`;
-    if (isCompared) await addExact(entry);
+    if (isCompared) await addExact(entry, sent);
     await history.add(entry);
   } catch (error) {
     showError(error);
   } finally {
-    running = null;
-    compare.working(false);
-    $("go").disabled = false;
-    $("go").textContent = "Generate";
-    $("stop").hidden = true;
-    refresh();
+    settle();
   }
   return undefined;
 }
 
-async function startVideo(request) {
+async function startVideo(request, sent, isCompared) {
+  await finish(makeVideo(request, sent, running.signal, watching(), previewOf(request)), async ({ job, file }) => {
+    if (isCompared) await addExactVideo(job, file, { ...request, seed: job.samovar.request.seed }, sent);
+  });
+}
+
+// A video that was asked for before: it is shown as it is made, and can be cancelled.
+async function watch(entry) {
+  running = new AbortController();
+  prepare();
+  try {
+    await finish(watchVideo(entry.job, running.signal, watching(), previewOf(entry.request)));
+  } catch (error) {
+    showError(error);
+  } finally {
+    settle();
+  }
+}
+
+async function finish(making, then = async () => {}) {
+  try {
+    const made = await making;
+    showJob(made.job, made.file);
+    $("spoken").textContent = `Done in ${made.job.samovar.seconds.toFixed(1)} seconds.`;
+    await then(made);
+  } finally {
+    await history.loadJobs();
+  }
+}
+
+// What a job's progress moves; only the first word of a video clears the stage.
+function watching() {
   let isNew = true;
-  const onJob = (job) => {
+  return (job) => {
     if (isNew) clearStage();
     isNew = false;
     $("legend").hidden = true;
     $("go").textContent = job.status === "queued" ? "Waiting" : `${job.progress} %`;
     if (history.current !== job.id) history.draw(job.id);
   };
-  const onPreview = (image) => compare.showOne(URL.createObjectURL(image), `${request.prompt} (on its way)`);
+}
+
+const previewOf = (request) => (image) => compare.showOne(URL.createObjectURL(image), `${request.prompt} (on its way)`);
+
+// The exact video of the same seed. If it fails or is cancelled, the one that is there stays, and plays meanwhile.
+async function addExactVideo(job, file, request, sent) {
   try {
-    const { job, file } = await makeVideo(request, await files(), running.signal, onJob, onPreview);
-    showJob(job, file);
-    $("spoken").textContent = `Done in ${job.samovar.seconds.toFixed(1)} seconds.`;
-  } finally {
-    await history.loadJobs();
+    const onJob = (exact) => { $("go").textContent = exact.status === "queued" ? "exact waits" : `exact ${exact.progress} %`; };
+    const exact = await makeVideo({ ...request, cache: false }, sent, running.signal, onJob, () => {});
+    history.pair(job.id, exact.job.id);
+    await showPair(job, file, exact.job, exact.file);
+  } catch (error) {
+    showError(error);
   }
 }
 
 function showJob(job, file) {
-  shownJob = job;
+  shownJobs = [job];
   $("delete").hidden = false;
+  $("delete").textContent = "Delete this video";
   compare.play(file, job.prompt);
-  const { seconds, num_frames: frames, fps, notes, request } = job.samovar;
-  showRows([["time", `${seconds.toFixed(2)} s`], ["size", job.size], ["frames", `${frames} at ${fps}/s`], ["seed", String(request.seed)]]);
-  $("notes").textContent = notes.join(" · ");
+  showStates([job], server?.is_cached);
+  showRows(jobRows(job));
+  $("notes").textContent = job.samovar.notes.join(" · ");
+}
+
+async function showPair(job, file, exact, exactFile) {
+  shownJobs = [job, exact];
+  $("delete").hidden = false;
+  $("delete").textContent = "Delete both videos";
+  showStates([job, exact], true);
+  const [time, ...rest] = jobRows(job);
+  const [seconds, exactly] = [job.samovar.seconds, exact.samovar.seconds];
+  const rows = [time, ["exact", `${exactly.toFixed(2)} s`], ["faster", `${(exactly / seconds).toFixed(2)}×`], ...rest];
+  showRows(rows);
+  $("notes").textContent = job.samovar.notes.join(" · ");
+  await compare.playBoth(file, exactFile, job.prompt, job.samovar);
+  const likeness = await filmPsnr(file, exactFile, job.samovar);
+  if (shownJobs[1] === exact) showRows([...rows, ["likeness", likeness === Infinity ? "no difference" : `${likeness.toFixed(1)} dB`]]);
 }
 
 async function startSound(request) {
@@ -298,7 +349,7 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
 
 $("delete").addEventListener("click", async () => {
   try {
-    await deleteVideo(shownJob.id);
+    for (const job of shownJobs) await deleteVideo(job.id);
     clearStage();
     await history.loadJobs();
   } catch (error) {
@@ -307,10 +358,10 @@ $("delete").addEventListener("click", async () => {
 });
 
 // The other half of a comparison. If it fails or is cancelled, the image that is there stays.
-async function addExact(entry) {
+async function addExact(entry, sent) {
   const { cached, request } = entry;
   try {
-    const exact = await run({ ...request, cache: false }, "exact", running.signal);
+    const exact = await run({ ...request, cache: false }, sent, "exact", running.signal);
     entry.psnr = await psnr(cached.image, exact.image);
     entry.exact = exact;
     compare.showBoth(cached.image, exact.image, request.prompt);
@@ -329,8 +380,18 @@ function prepare() {
   compare.working(true);
 }
 
+function settle() {
+  running = null;
+  compare.working(false);
+  $("go").disabled = false;
+  $("go").textContent = "Generate";
+  $("stop").hidden = true;
+  refresh();
+}
+
 // Only when something new is on its way: a request that is refused leaves what is there.
 function clearStage() {
+  shownJobs = [];
   $("timelines").replaceChildren();
   $("figures").replaceChildren();
   $("notes").textContent = "";
@@ -352,6 +413,12 @@ function showError(error) {
 async function recall(entry, isNew = false) {
   if (running && !isNew) return;
   fillForm(entry.request);
+  if (entry.job?.status === "queued" || entry.job?.status === "in_progress") {
+    drawSnippet();
+    $("problem").hidden = true;
+    await watch(entry);
+    return;
+  }
   if (entry.job || entry.cached.file) {
     clearStage();
     $("legend").hidden = true;
@@ -361,8 +428,8 @@ async function recall(entry, isNew = false) {
       if (entry.cached.file) {
         compare.play(entry.cached.file, entry.request.prompt);
         showFigures(entry);
-      } else if (entry.job.status === "completed") showJob(entry.job, await readContent(entry.job.id, "video"));
-      else if (entry.job.error) showError(new ServerError(200, entry.job.error));
+      } else if (entry.job.error) showError(new ServerError(200, entry.job.error));
+      else await recallVideos(entry);
     } catch (error) {
       showError(error);
     }
@@ -381,31 +448,12 @@ async function recall(entry, isNew = false) {
   drawSnippet();
 }
 
-function showFigures({ cached, exact, psnr: decibels }) {
-  const skipped = cached.states.filter((state) => state === "skipped").length;
-  const rows = [["time", `${cached.seconds.toFixed(2)} s`]];
-  if (exact) rows.push(["exact", `${exact.seconds.toFixed(2)} s`], ["faster", `${(exact.seconds / cached.seconds).toFixed(2)}×`]);
-  if (skipped) rows.push(["skipped", `${skipped} of ${cached.states.length}`]);
-  if (exact) rows.push(["likeness", decibels === Infinity ? "same bits" : `${decibels.toFixed(1)} dB`]);
-  if (cached.memory) rows.push(["memory", bytes(cached.memory)]);
-  rows.push(["seed", String(cached.seed)]);
-  showRows(rows);
-  $("notes").textContent = cached.notes.join(" · ");
+async function recallVideos({ job, exact }) {
+  const files = await Promise.all([job, ...(exact ? [exact] : [])].map(({ id }) => readContent(id, "video")));
+  if (running || history.current !== job.id) return; // Something else was chosen meanwhile.
+  if (exact) await showPair(job, files[0], exact, files[1]);
+  else showJob(job, files[0]);
 }
-
-function showRows(rows) {
-  $("figures").replaceChildren(...rows.map(([name, value]) => {
-    const box = document.createElement("div");
-    const term = document.createElement("dt");
-    const text = document.createElement("dd");
-    term.textContent = name;
-    text.textContent = value;
-    box.append(term, text);
-    return box;
-  }));
-}
-
-const bytes = (count) => (count >= 2 ** 30 ? `${(count / 2 ** 30).toFixed(2)} GiB` : `${(count / 2 ** 20).toFixed(0)} MiB`);
 
 // ---------------------------------------------------------------------------------------------- keys and start
 
