@@ -106,7 +106,7 @@ class Worker:
         from ..cache import AutoConfig
         from ..compose import Attached
 
-        self._tuned = saved_defaults(config.cache)
+        self._tuned, self._no_preview = saved_defaults(config.cache), ""
         self.device = config.execution_device()
         defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
@@ -292,7 +292,8 @@ class Worker:
         prompts = [batch[index].prompt for index, _ in slots]
         seeds = [batch[index].seeds[number] for index, number in slots]
         cache = self._cache_for(lead)
-        watch = StepWatch(self.pipeline, cache, batch, slots, listener, lambda flag: bool(self._from_first_rank(flag)))
+        agree = lambda flag: bool(self._from_first_rank(flag))  # noqa: E731
+        watch = StepWatch(self.pipeline, cache, batch, slots, listener, agree, self.facts.size)
         try:
             if self._adapters is not None:
                 self._adapters.use(lead.lora)
@@ -300,6 +301,7 @@ class Worker:
             tolerating = self._attached.tolerating(lead.tolerance)
             with exactly, tolerating, follow_steps(watch, self.pipeline, call, self.facts.takes):
                 output = call_pipeline(self.pipeline, prompts, seeds, call)
+                self._no_preview = watch.no_preview
                 return take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
         except SamovarError:
             raise
@@ -330,7 +332,7 @@ class Worker:
         return int(shared.item())
 
     def _with_notes(self, request: Request, outcome: Outcome) -> Outcome:
-        """Add notes on a prompt that was truncated, on guidance without effect, and on a cache tuned for another."""
+        """Add notes on a prompt that was truncated, on what had no effect, and on a cache tuned for another."""
         if not isinstance(outcome, GenerationResult):
             return outcome
         notes = []
@@ -347,6 +349,8 @@ class Worker:
         for video in outcome.videos:
             if request.params.num_frames not in (None, len(video)):
                 notes.append(f"{asked} frames were asked for, and the model makes {len(video)}")
+        if request.num_previews and self._no_preview:
+            notes.append(f"there was no preview: {self._no_preview}")
         if not request.exact:
             tuned, used = self._tuned.given(), outcome.params.given()
             notes += [
