@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
-from pipelines.builder import build
+from pipelines.builder import Recipe, build
 from pipelines.recipes import RECIPES
 from samovar import Omni
 from samovar.engine.previews import NoPreview, decode_latents, predict_clean
@@ -83,6 +83,8 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
     ("name", "settings"),
     [
         ("CogVideoXPipeline", {"num_frames": 9, "max_sequence_length": 7}),
+        ("AnyFlowPipeline", {"num_frames": 9, "max_sequence_length": 16}),
+        ("HunyuanVideo15Pipeline", {"num_frames": 9}),
         ("LattePipeline", {"video_length": 5}),
         ("PixArtSigmaPipeline", {"use_resolution_binning": False}),
         ("BriaFiboPipeline", {"width": 64, "negative_prompt": "a dog"}),
@@ -93,10 +95,10 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
 def test_every_layout_is_shown_as_the_pipeline_decodes_it(
     name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames before channels, channels last, frames for a VAE of images, both branches at once, tokens of one latent."""
+    """Frames before channels, channels last, frames for a VAE of images, both branches at once, tokens of a latent."""
     import diffusers
 
-    pipe = build(getattr(diffusers, name), RECIPES[name])
+    pipe = build(getattr(diffusers, name), RECIPES.get(name, Recipe()))
     given: list[torch.Tensor] = []
     decode = type(pipe.vae).decode
 

@@ -67,12 +67,14 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
         if names != ("latents", "height", "width", "vae_scale_factor"):
             raise ValueError(f"_unpack_latents takes {names}, which is an unknown layout")
         if latents.shape[2] == _channels(pipeline.vae):  # A token is one latent, not a patch of four.
-            latents = latents.transpose(1, 2).unflatten(2, [side // pipeline.vae_scale_factor for side in size])
+            rows, columns = (side // pipeline.vae_scale_factor for side in size)
+            latents = latents.transpose(1, 2).reshape(*latents.shape[::2], rows, columns)
         else:
             latents = unpack(latents, *size, pipeline.vae_scale_factor)
     config, channels = pipeline.vae.config, _channels(pipeline.vae)
     if latents.ndim == 5:
-        latents = _channels_first(latents, channels)[:, :, :1]
+        scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", 8)
+        latents = _channels_first(latents, channels, [side // scale for side in size])[:, :, :1]
     latents = _as_many_axes(pipeline.vae, latents)
     if latents.ndim < 4 or latents.shape[1] != channels:
         raise ValueError(f"the VAE needs {channels} channels, not latents of shape {tuple(latents.shape)}")
@@ -83,19 +85,19 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
     return latents / (config.get("scaling_factor") or 1.0) + (config.get("shift_factor") or 0.0)
 
 
-def _channels(vae: Any) -> int | None:
-    found: int | None = vae.config.get("latent_channels", vae.config.get("z_dim"))
+def _channels(vae: Any) -> int:
+    found: int = vae.config.get("latent_channels") or vae.config.z_dim
     return found
 
 
-def _channels_first(latents: torch.Tensor, channels: int | None) -> torch.Tensor:
-    """Latents of a video whose channels may come second, after the frames, or last with a condition and its mask."""
-    if channels is None or latents.shape[1] == channels:
-        return latents
-    if latents.shape[2] == channels and latents.shape[4] not in (channels, 2 * channels + 1):
-        return latents.transpose(1, 2)
-    is_last = latents.shape[4] in (channels, 2 * channels + 1)
-    return latents[..., :channels].permute(0, 4, 1, 2, 3) if is_last else latents
+def _channels_first(latents: torch.Tensor, channels: int, sides: list[int]) -> torch.Tensor:
+    """Latents of a video whose channels come first, after the frames, or last, alone or before a condition and a mask.
+    Where several axes are as long, the sides tell which are which."""
+    found = []
+    for axis, order in ((1, (0, 1, 2, 3, 4)), (2, (0, 2, 1, 3, 4)), (4, (0, 4, 1, 2, 3))):
+        if latents.shape[axis] in (channels, 2 * channels + 1):
+            found.append(latents.narrow(axis, 0, channels).permute(order))
+    return min(found, key=lambda each: abs(each.shape[3] - sides[0]) + abs(each.shape[4] - sides[1]), default=latents)
 
 
 def _as_many_axes(vae: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ Slot = tuple[int, int]
 
 
 class StepWatch:
-    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share; `size` is
-    that of a request which says none."""
+    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share; `size`
+    is that of a request which says none."""
 
     def __init__(
         self,
