@@ -73,7 +73,7 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
             latents = unpack(latents, *size, pipeline.vae_scale_factor)
     config, channels = pipeline.vae.config, _channels(pipeline.vae)
     if latents.ndim == 5:
-        scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", 8)
+        scale = getattr(pipeline, "vae_scale_factor_spatial", getattr(pipeline, "vae_scale_factor", 8))
         latents = _channels_first(latents, channels, [side // scale for side in size])[:, :, :1]
     latents = _as_many_axes(pipeline.vae, latents)
     if latents.ndim < 4 or latents.shape[1] != channels:
