@@ -98,7 +98,8 @@ class Inputs:
         elif are_images:
             problem = "several images" if kind == "audio" or not self._takes_several(argument) else ""
         elif not hasattr(value, "shape") and not isinstance(value, (list, tuple)):  # Tensors are the caller's business.
-            problem = repr(value)
+            reader = kind if kind in ("video", "audio") else "image"
+            problem = f"{value!r}: samovar.media.read_{reader}(file) reads one"
         if problem:
             raise SettingError(f"{name} must be {_ARTICLES[kind]}, not {problem}.", param=name)
         for image in (value,) if is_image else value if are_images else ():
