@@ -95,7 +95,7 @@ RECIPES: dict[str, Recipe] = {
     "HunyuanSkyreelsImageToVideoPipeline": Recipe({"pooled_projection_dim": 8, "in_channels": 8}),
     "HunyuanVideo15Pipeline": Recipe(latents=4, components=_BYT5),
     "HunyuanVideo15ImageToVideoPipeline": Recipe(
-        latents=4, components=_BYT5, variant="image-to-video", call={"height": None, "width": None}
+        {"target_size": 64}, latents=4, components=_BYT5, variant="image-to-video"
     ),
     "Ideogram4Pipeline": Recipe(call={"guidance_schedule": [4.0] * 6, "max_sequence_length": 64}),
     "Kandinsky5T2IPipeline": Recipe(_KANDINSKY, text=12),
