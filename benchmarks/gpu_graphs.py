@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_graphs.py [--parts flux-512 ...] [--contestants eager graphs ...] [--json FILE] [--tiny]
 
-Every contestant gets a model of its own over the same weights, and makes every step, or skips all but the first. From
-its two times follows what a run of 28 steps with 10 computed ones takes, and how near that is to what the counts
-promise: 10 forwards of the bare graph, and nothing else. The result is written after each part. `--tiny` tries it all
-out on a CPU, where a list of operations stands for a graph.
+Every contestant gets a model of its own over the same weights. It makes every step, or skips all but the first; caches
+also make whole runs of 28 steps, of which about 10 are computed, beside what the counts promise: as many forwards of
+the bare graph, and nothing else. A part takes under a minute on an H200 without the contestants that compile; those run
+if they are named. The result is written after each contestant, and a call with the same --json goes on where an earlier
+one ended. `--tiny` tries it all out on a CPU, where a list of operations stands for a graph.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,13 +28,19 @@ import gpu_cache
 import gpu_models as gpu
 import torch
 
-from samovar import Omni
+from samovar import attach
+from samovar.builtin import BUILTIN_MODELS
+from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
+from samovar.cache.config import CacheConfig
+from samovar.engine.models import load_pipeline
 from samovar.graphs import apply_graphs
 from samovar.graphs.forms import has_same_bits
 from samovar.graphs.recorders import recording_by
 from samovar.graphs.simulated import SimulatedRecorder
 
 STEPS, COMPUTED = 28, 10
+SECONDS_A_ROW = 1.0
+"""How long steps are made in a row, at least four and at most `--repeats` of them."""
 WALK = 64
 """Different steps that a contestant is called with, in turn."""
 _WAN_13B = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
@@ -105,6 +114,52 @@ SKIP: dict[str, Attach] = {
     "DBCache + compile": under(gpu_cache.dbcache, True, compiled(None)),
 }
 """The same so that all steps after the first ones are skipped."""
+SLOW = tuple(name for name in COMPUTE if "compile" in name or name == "reduce-overhead")
+"""They take minutes."""
+
+
+def spread(count: int) -> list[bool]:
+    """A schedule of a run: so many computed steps, the first ones and then evenly."""
+    last = [step * (count - 1) // STEPS for step in range(-1, STEPS)]
+    return [step < 2 or last[step] != last[step + 1] for step in range(STEPS)]
+
+
+def threshold_for(count: int, distances: list[float]) -> float:
+    """Of the signal's changes from step to step, the threshold at which so many steps are computed."""
+
+    def computed(threshold: float) -> int:
+        summed, found = 0.0, STEPS - len(distances)
+        for distance in distances:
+            summed += distance
+            if summed >= threshold:
+                summed, found = 0.0, found + 1
+        return found
+
+    thresholds = sorted(distance * factor for distance in distances for factor in (0.5, 1.5, 2.5, 3.5, 4.5))
+    return min(thresholds, key=lambda threshold: abs(computed(threshold) - count))
+
+
+def signal_for_runs(model: torch.nn.Module, inputs: list[dict[str, Any]]) -> TeaCacheConfig:
+    """A threshold by which about 10 steps of a run are computed."""
+    plain: dict[str, Any] = {"coefficients": (0, 0, 0, 1, 0), "last_steps": 0, "max_skips": None, "min_steps": 0}
+    walk = Walk(model, inputs, lambda model: None)
+    hook = apply_teacache_hook(walk.model, TeaCacheConfig(rel_l1_thresh=1e-30, first_steps=2, **plain))
+    walk.run(hook)
+    steps = hook.stats().branches["cond"].steps
+    hook.detach()
+    distances = [step.distance for step in steps if step.distance is not None]
+    return TeaCacheConfig(rel_l1_thresh=threshold_for(COMPUTED, distances), first_steps=2, **plain)
+
+
+RUNS: dict[str, Callable[..., CacheConfig]] = {
+    "schedule + graphs": lambda *_: TeaCacheConfig(schedule=spread(COMPUTED)),
+    "output schedule + graphs": lambda *_: TeaCacheConfig(
+        schedule=spread(COMPUTED), forecast="linear", forecast_of="output"
+    ),
+    "signal + graphs": signal_for_runs,
+    "auto + graphs": lambda *_: AutoConfig("fast"),
+}
+"""Caches that make whole runs."""
 
 
 class Walk:
@@ -112,7 +167,7 @@ class Walk:
 
     def __init__(self, model: torch.nn.Module, inputs: list[dict[str, Any]], put: Attach) -> None:
         self.model: Any = gpu.twin(model)
-        self._inputs = itertools.cycle(inputs)
+        self._all, self._inputs = inputs, itertools.cycle(inputs)
         put(self.model)
 
     def step(self) -> Any:
@@ -124,66 +179,77 @@ class Walk:
         for _ in range(count):
             self.step()
 
+    @torch.no_grad()
+    def run(self, hook: Any) -> None:
+        """A run of a cache, from its first step on."""
+        hook.refresh(self.model, STEPS)
+        self._inputs = itertools.cycle(self._all)
+        self.steps(STEPS)
+
 
 # ------------------------------------------------------------------------------------------------ measurements
 
 
-@torch.no_grad()
-def measure_computed(
-    model: torch.nn.Module, inputs: list[dict[str, Any]], names: list[str], device: str, repeats: int
-) -> dict[str, Any]:
-    """Each contestant's first, second and later steps, in a row as a run has them, and whether they have the bits of
-    eager torch."""
-    expected = [model(**one) for one in inputs[:4]]
-    found: dict[str, Any] = {}
-    for name in names:
-        found[name] = attempt(lambda name=name: _computed(model, inputs, COMPUTE[name], expected, device, repeats))  # type: ignore[misc]
-        print(f"  {name}: {found[name]}", flush=True)
-        clear(device)
-    return found
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """A model and its inputs, on which all contestants run."""
 
+    model: torch.nn.Module
+    inputs: list[dict[str, Any]]
+    device: str
+    repeats: int
 
-def _computed(
-    model: torch.nn.Module, inputs: list[dict[str, Any]], put: Attach, expected: list[Any], device: str, repeats: int
-) -> dict[str, Any]:
-    before = reserved(device)
-    walk = Walk(model, inputs, put)
-    results: list[Any] = []
-    first = [round(gpu.once_ms(lambda: results.append(walk.step()), device), 2) for _ in range(4)]
-    walk.steps(4)
-    rows = [gpu.once_ms(lambda: walk.steps(repeats), device) / repeats for _ in range(3)]
-    alone = median(gpu.times_ms(walk.step, device, repeats, warm=0))
-    same = [has_same_bits(one, other) for one, other in zip(results, expected, strict=True)]
-    taken = gpu.mib(reserved(device) - before)
-    return {"first_ms": first, "ms": round(min(rows), 3), "alone_ms": round(alone, 3), "same_bits": all(same),
-            "reserved_mib": taken}  # fmt: skip
+    def row(self, walk: Walk, most: int = 1000) -> int:
+        """How many steps of a contestant fit in a row."""
+        return max(4, min(self.repeats, most, int(SECONDS_A_ROW * 1e3 / gpu.once_ms(walk.step, self.device))))
 
+    @torch.no_grad()
+    def computed(self, put: Attach) -> dict[str, Any]:
+        """A contestant's first four and its later steps, in a row as a run has them, and whether they have the bits of
+        eager torch."""
+        before = reserved(self.device)
+        walk = Walk(self.model, self.inputs, put)
+        results: list[Any] = []
+        first = [round(gpu.once_ms(lambda: results.append(walk.step()), self.device), 2) for _ in range(4)]
+        walk.steps(2)
+        count = self.row(walk)
+        rows = [gpu.once_ms(lambda: walk.steps(count), self.device) / count for _ in range(2)]
+        alone = median(gpu.times_ms(walk.step, self.device, 4, warm=0))
+        same = [has_same_bits(one, self.model(**given)) for one, given in zip(results, self.inputs, strict=False)]
+        taken = gpu.mib(reserved(self.device) - before)
+        return {"first_ms": first, "ms": round(min(rows), 3), "alone_ms": round(alone, 3), "same_bits": all(same),
+                "reserved_mib": taken}  # fmt: skip
 
-@torch.no_grad()
-def measure_skips(
-    model: torch.nn.Module, inputs: list[dict[str, Any]], names: list[str], device: str, repeats: int
-) -> dict[str, Any]:
-    """What a skipped step takes, in a row and alone."""
-    found: dict[str, Any] = {}
-
-    def skipped(put: Attach) -> dict[str, Any]:
-        walk = Walk(model, inputs, put)
+    @torch.no_grad()
+    def skipped(self, put: Attach) -> dict[str, Any]:
+        """What a skipped step takes, in a row and alone."""
+        walk = Walk(self.model, self.inputs, put)
         walk.steps(8)
-        rows = [gpu.once_ms(lambda: walk.steps(repeats), device) / repeats for _ in range(3)]
-        return {"ms": round(min(rows), 3), "alone_ms": round(median(gpu.times_ms(walk.step, device, repeats, 0)), 3)}
+        rows = [gpu.once_ms(lambda: walk.steps(self.repeats), self.device) / self.repeats for _ in range(3)]
+        alone = median(gpu.times_ms(walk.step, self.device, self.repeats, 0))
+        return {"ms": round(min(rows), 3), "alone_ms": round(alone, 3)}
 
-    for name in names:
-        found[name] = attempt(lambda name=name: skipped(SKIP[name]))  # type: ignore[misc]
-        print(f"  skipped, {name}: {found[name]}", flush=True)
-        clear(device)
-    return found
+    @torch.no_grad()
+    def whole_run(self, configured: Callable[..., CacheConfig], promised: float) -> dict[str, Any]:
+        """A run of 28 steps beside what the counts promise; `promised`: a forward of the bare graph."""
+        walk = Walk(self.model, self.inputs, apply_graphs)
+        hook = apply_teacache_hook(walk.model, configured(self.model, self.inputs))
+        walk.run(hook)
+        walk.run(hook)
+        taken = min(gpu.once_ms(lambda: walk.run(hook), self.device) for _ in range(2))
+        mask = hook.stats().branches["cond"].mask
+        hook.detach()
+        count = mask.count("#")
+        over = taken - count * promised
+        return {"run_ms": round(taken, 1), "steps": mask, "of_promise": round(count * promised / taken, 4),
+                "over_percent_a_skip": round(100 * over / max(1, STEPS - count) / promised, 3)}  # fmt: skip
 
 
 @torch.no_grad()
 def bare_graph_ms(model: torch.nn.Module, inputs: dict[str, Any], device: str, repeats: int) -> float:
     """A plain CUDA graph of the bare forward, replayed: what can be had at best."""
     if torch.device(device).type != "cuda":
-        return float("nan")
+        raise RuntimeError(f"there are no graphs on {device}")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -218,61 +284,68 @@ def clear(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_model(name: str, device: str, tiny: bool, names: list[str], repeats: int) -> dict[str, Any]:
+def measure_model(
+    name: str, device: str, tiny: bool, names: list[str], repeats: int, found: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Add to what was found earlier."""
     model_name, size = part_of(name, tiny)
     known = gpu._TINY if tiny else gpu._FULL
     known[model_name] = size
     model = gpu.build(model_name, device, tiny=tiny)
     inputs = gpu_cache.trajectory(model_name, device, tiny, WALK)
-    bare = attempt(lambda: bare_graph_ms(gpu.twin(model), inputs[0], device, repeats))
-    print(f"  bare graph: {bare}", flush=True)
-    clear(device)
-    computed = measure_computed(model, inputs, [n for n in COMPUTE if n in names], device, repeats)
-    skipped = measure_skips(model, inputs, [n for n in SKIP if n in names], device, repeats)
-    promised = bare if isinstance(bare, float) and bare == bare else computed.get("graphs", {}).get("ms")
-    result = {"title": size.title, "bare_graph_ms": bare, "computed": computed, "skipped": skipped}
-    if promised:
-        result["runs"] = {n: of_promise(computed[n], skipped[n], promised) for n in skipped if n in computed}
-    return result
+    course = Course(model, inputs, device, repeats)
+    found["title"] = size.title
+
+    def measured(kind: str, contestant: str, measure: Callable[[], Any]) -> None:
+        of_kind = found.setdefault(kind, {})
+        if contestant not in of_kind:
+            of_kind[contestant] = attempt(measure)
+            print(f"  {kind} {contestant}: {of_kind[contestant]}", flush=True)
+            save()
+            clear(device)
+
+    measured("bare_graph", "ms", lambda: bare_graph_ms(gpu.twin(model), inputs[0], device, 5))
+    for contestant in (one for one in COMPUTE if one in names):
+        measured("computed", contestant, functools.partial(course.computed, COMPUTE[contestant]))
+    for contestant in (one for one in SKIP if one in names):
+        measured("skipped", contestant, functools.partial(course.skipped, SKIP[contestant]))
+    bare = found["bare_graph"]["ms"]
+    promised = bare if isinstance(bare, float) else found["computed"].get("graphs", {}).get("ms")
+    for contestant in (one for one in RUNS if one in names and promised):
+        measured("runs", contestant, functools.partial(course.whole_run, RUNS[contestant], promised))
 
 
-def of_promise(computed: Mapping[str, Any], skipped: Mapping[str, Any], promised: float) -> dict[str, Any]:
-    """A run of 28 steps, 10 of them computed, beside what the counts promise."""
-    if "failed" in computed or "failed" in skipped:
-        return {"failed": True}
-    taken = COMPUTED * computed["ms"] + (STEPS - COMPUTED) * skipped["ms"]
-    return {"run_ms": round(taken, 1), "of_promise": round(COMPUTED * promised / taken, 4),
-            "skip_percent": round(100 * skipped["ms"] / promised, 3),
-            "computed_percent": round(100 * (computed["ms"] / promised - 1), 3)}  # fmt: skip
-
-
-def measure_builtin(device: str, tiny: bool) -> dict[str, Any]:
-    """Whole pictures of the built-in model, 28 steps with guidance, through `Omni`."""
+def measure_builtin(device: str, tiny: bool, names: list[str], found: dict[str, Any], save: Callable[[], None]) -> None:
+    """Whole pictures of the built-in model, 28 steps with guidance, in this process."""
     settings: dict[str, dict[str, Any]] = {
         "eager": {}, "graphs": {"compile": "graphs"}, "auto": {"cache": "auto"},
         "auto + graphs": {"cache": "auto", "compile": "graphs"}, "compile": {"compile": True},
     }  # fmt: skip
-    if tiny:
-        del settings["compile"]
-    found: dict[str, Any] = {}
-    pictures: dict[str, Any] = {}
+    dtype = torch.float32 if tiny else torch.bfloat16
+    pipe = load_pipeline(BUILTIN_MODELS["emoji"], dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
     steps = 3 if tiny else STEPS
+    pictures: dict[str, Any] = {}
 
-    def timed(omni: Any, seed: int) -> float:
-        start = time.perf_counter()
-        pictures[name] = omni.generate("a grinning cat, 3d style", seed=seed, num_inference_steps=steps)[0].images[0]
-        return round((time.perf_counter() - start) * 1e3, 1)
+    def timed(seed: int) -> float:
+        generator = torch.Generator().manual_seed(seed)
+        given = {"num_inference_steps": steps, "generator": generator, "output_type": "np"}
+        return round(gpu.once_ms(lambda: pictures.update({name: pipe("a grinning cat", **given).images}), device), 1)
 
-    for name, given in settings.items():
-        with Omni("emoji", device=device, **given) as omni:
-            first = [timed(omni, seed) for seed in ((1,) if tiny else (1, 2))]
-            later = [timed(omni, seed) for seed in (*range(3, 3 if tiny else 11), 7)]
+    def measure() -> dict[str, Any]:
+        with attach(pipe, **settings[name]):
+            first = [timed(seed) for seed in ((1,) if tiny else (1, 2))]
+            later = [timed(seed) for seed in ((7,) if tiny else (3, 4, 7))]
         base = name.replace(" + graphs", "").replace("graphs", "eager")
-        same = list(pictures[name].getdata()) == list(pictures[base].getdata())
-        found[name] = {"first_ms": first, "picture_ms": min(later), "same_bits_as": {base: same}}
-        print(f"  {name}: {found[name]}", flush=True)
-        clear(device)
-    return found
+        same = {base: bool((pictures[name] == pictures[base]).all())} if base in pictures and base != name else {}
+        return {"first_ms": first, "picture_ms": min(later), "same_bits_as": same}
+
+    for name in settings:
+        if name not in found and (name != "compile" or "compile" in names):
+            found[name] = attempt(measure)
+            print(f"  {name}: {found[name]}", flush=True)
+            save()
+            clear(device)
 
 
 @contextlib.contextmanager
@@ -286,7 +359,8 @@ def graphs_on(device: str) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--contestants", nargs="+", choices=tuple(COMPUTE), default=tuple(COMPUTE))
+    fast = tuple(name for name in COMPUTE if name not in SLOW)
+    parser.add_argument("--contestants", nargs="+", choices=tuple(COMPUTE), default=fast)
     parser.add_argument("--repeats", type=int, default=20, help="how many steps are timed in a row")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no part after so long")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: shows that it runs, not how fast")
@@ -294,24 +368,28 @@ def main() -> None:
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     result: dict[str, Any] = gpu.header(device) | {"parts": {}}
+    if options.json is not None and options.json.exists():
+        result["parts"] = json.loads(options.json.read_text())["parts"]
     start = time.monotonic()
+
+    def save() -> None:
+        if options.json is not None:
+            gpu.write(options.json, result)
+
     with graphs_on(device):
         for name in options.parts:
             if time.monotonic() - start > options.seconds:
                 print(f"{name} is left out: {options.seconds:.0f} s have passed.")
                 continue
             print(name, flush=True)
-            began = time.monotonic()
+            found, names = result["parts"].setdefault(name, {}), list(options.contestants)
             if name == "builtin":
-                found = attempt(lambda: measure_builtin(device, options.tiny))
+                measure_builtin(device, options.tiny, names, found, save)
             else:
-                names, repeats = list(options.contestants), 3 if options.tiny else options.repeats
-                found = measure_model(name, device, options.tiny, names, repeats)
-            result["parts"][name] = found | {"seconds": round(time.monotonic() - began, 1)}
-            print(f"  {found.get('runs', '')}", flush=True)
+                repeats = 3 if options.tiny else options.repeats
+                measure_model(name, device, options.tiny, names, repeats, found, save)
+            print(f"  {time.monotonic() - start:.0f} s have passed", flush=True)
             clear(device)
-            if options.json is not None:
-                gpu.write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from .errors import ModelError, SamovarError, SettingError, nearest
 
 Config = TypeVar("Config")
 
-INDEX = "model_index.json"
-"""The file by which a folder is that of a pipeline."""
+INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
+"""The file by which a folder is that of a pipeline, and of a modular one."""
 _MOST_BYTES_OF_JSON, _MOST_BYTES_OF_SETTINGS = 256 * 2**20, 4 * 2**20
 """The largest tokenizers are files of some 40 MiB, and tuned settings of some 100 KiB."""
 _MOST_VALUES = 1_000_000
@@ -30,6 +30,12 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 200
 def brief(value: Any) -> str:
     """A value for a message, cut short: what is wrong may be of any size."""
     return _brief.repr(value)
+
+
+def index_file(folder: Path) -> Path:
+    """Where the index of a pipeline's folder is, or should be."""
+    is_modular = (folder / MODULAR_INDEX).is_file() and not (folder / INDEX).is_file()
+    return folder / (MODULAR_INDEX if is_modular else INDEX)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -78,9 +78,9 @@ def kernel_settings() -> tuple[Any, ...]:
     registry = getattr(dispatch, "_AttentionBackendRegistry", None)
     return (
         None if registry is None else registry._active_backend,
-        *(read() for read in _KERNEL_SETTINGS),
-        tuple(torch._C._get_sdp_priority_order()),
-        *(torch._C._get_fp32_precision_getter(*of) for of in _PRECISIONS),
+        *[read() for read in _KERNEL_SETTINGS],
+        *torch._C._get_sdp_priority_order(),
+        *[torch._C._get_fp32_precision_getter(*of) for of in _PRECISIONS],
     )
 
 

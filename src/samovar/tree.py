@@ -20,6 +20,7 @@ ATOMS: tuple[type, ...] = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format
 )  # fmt: skip
 """What holds no tensor and can be compared."""
+_KNOWN = (torch.Tensor, *ATOMS)
 _OPAQUE: tuple[type, ...] = (
     torch.nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, functools.partial
 )  # fmt: skip
@@ -75,7 +76,7 @@ def shape(tensor: torch.Tensor) -> tuple[Any, ...]:
 def signature(value: Any) -> Hashable:
     """Equal for two values that differ only in tensor contents and in the values of floats."""
     if isinstance(value, torch.Tensor):
-        return shape(value), value.dtype, value.device
+        return (shape(value) if value.is_nested else value.shape), value.dtype, value.device
     if isinstance(value, ATOMS):
         return float if isinstance(value, float) else value
     return type(value), *[(path, signature_of_leaf(leaf)) for path, leaf in leaves(value)]
@@ -83,12 +84,12 @@ def signature(value: Any) -> Hashable:
 
 def signature_of_leaf(leaf: Any) -> Hashable:
     """The signature of one of the `leaves`: an object that is not looked into is known by its type alone."""
-    return signature(leaf) if isinstance(leaf, (torch.Tensor, *ATOMS)) else type(leaf).__qualname__
+    return signature(leaf) if isinstance(leaf, _KNOWN) else type(leaf).__qualname__
 
 
 def is_transparent(value: Any) -> bool:
     """Whether everything in a value can be seen and compared: an object that is not looked into may hold tensors."""
-    return all(isinstance(leaf, (torch.Tensor, *ATOMS)) or _is_empty(leaf) for _, leaf in leaves(value))
+    return all(isinstance(leaf, _KNOWN) or _is_empty(leaf) for _, leaf in leaves(value))
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -138,7 +139,7 @@ def _is_empty(value: Any) -> bool:
 
 def _parts(value: Any, above: tuple[int, ...]) -> list[tuple[str, Any]]:
     """The contents of a container, by name; nothing if the value is not a container, or is inside itself."""
-    if isinstance(value, (torch.Tensor, *ATOMS)) or len(above) >= _MAX_DEPTH or id(value) in above:
+    if isinstance(value, _KNOWN) or len(above) >= _MAX_DEPTH or id(value) in above:
         return []
     if isinstance(value, (list, tuple)):
         return [(str(index), part) for index, part in enumerate(value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from driving import case, stepped
 
 import zoo
-from samovar.cache import TeaCacheConfig, apply_teacache_hook
+from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
+from samovar.cache import step as step_module
+from samovar.cache.pace import Pace
 from samovar.graphs import apply_graphs
+from samovar.graphs.forms import Places
 from samovar.graphs.recorders import recording_by
 from samovar.graphs.simulated import SimulatedRecorder
+from samovar.graphs.snapshot import Snapshot
 from samovar.hooks import HookRegistry, call_context
 
 NAMES = (
@@ -81,6 +86,9 @@ class Refuses:
         self.asked.append(what)
         return function(given)
 
+    def ahead(self, what: Any, given: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def refuses(self, what: Any) -> bool:
         return what in self.asked
 
@@ -111,3 +119,31 @@ def test_changed_weights_end_a_history() -> None:
                 loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
         assert hook.stats().branches["only"].mask == "#.....#."
         hook.detach()
+
+
+@pytest.mark.parametrize("cache", ["signal", "auto"])
+def test_a_computed_step_is_prepared_before_the_device_is_waited_for(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a step is launched that was decided upon, its inputs are in place and its weights have been looked at."""
+    which = case("FluxTransformer2DModel")
+    model = which.build()
+    seen: list[str] = []
+
+    def noting(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (seen.append(name), plain(*args, **kwargs))[1])
+
+    config = TeaCacheConfig(rel_l1_thresh=1e-30, min_steps=0, last_steps=0) if cache == "signal" else AutoConfig(1e-30)
+    with apply_graphs(model), stepped(model, STEPS) as loop, call_context(branch="only"):
+        hook = apply_teacache_hook(model, config)
+        for step in range(8):
+            loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
+        noting(step_module if cache == "signal" else Pace, "measure" if cache == "signal" else "judge")
+        noting(Places, "fill")
+        noting(Snapshot, "is_in_place")
+        loop.call(lambda: which.run(model, 8))
+        hook.detach()
+    decided = seen.index("measure" if cache == "signal" else "judge")
+    assert seen[:decided].count("fill") == (2 if cache == "signal" else 1), "the skipped one's, and the computed one's"
+    assert seen[decided + 1 :] == []

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines import tiny_flux_pipeline
+from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar import cli
 
 
@@ -213,3 +213,37 @@ def test_an_interrupt_ends_it_cleanly_in_the_middle_of_a_image(folder: Path, tmp
     assert "samovar: interrupted" in said
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_controlnet_guides_a_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PIPELINES["flux-controlnet"].build(0).controlnet.save_pretrained(tmp_path / "net")
+    command = ["generate", "cat", "--model", str(folder), "--device", "cpu", "--task", "controlnet", *COMMON]
+    for name in ("teal", "white"):
+        Image.new("RGB", (24, 16), name).save(tmp_path / f"{name}.png")
+        guided = ["--controlnet", str(tmp_path / "net"), "--image", str(tmp_path / f"{name}.png")]
+        assert cli.main([*command, *guided, "-o", str(tmp_path / f"by-{name}.png")]) == 0
+    assert not np.array_equal(pixels(tmp_path / "by-teal.png"), pixels(tmp_path / "by-white.png"))
+    assert cli.main([*command, "--controlnet", str(tmp_path / "net")]) == 2
+    assert "FluxControlNetPipeline needs a control image. Give it as image." in capsys.readouterr().err
+    assert cli.main(command) == 2
+    assert "--task 'controlnet' needs a ControlNet" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_modular_pipeline_is_a_model_like_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("diffusers", minversion="0.42")
+    from pipelines.modular import save_modular, tiny_modular
+
+    model = str(save_modular(tiny_modular("flux"), tmp_path / "flux"))
+    Image.new("RGB", (32, 16), "teal").save(tmp_path / "teal.png")
+    command = ["generate", "cat", "--model", model, "--device", "cpu", *COMMON, "--width", "32"]
+    assert cli.main([*command, "-o", str(tmp_path / "a.png")]) == 0
+    edit = ["--image", str(tmp_path / "teal.png"), "--strength", "0.7", "-o", str(tmp_path / "b.png")]
+    assert cli.main([*command, *edit]) == 0
+    assert not np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+    assert cli.main([*command, "--option", "guidence_scale=2"]) == 2
+    assert "Did you mean '--guidance-scale'?" in capsys.readouterr().err
+    assert cli.main(["plan", model, "--gpu-memory", "1GiB", "--height", "16", "--width", "32"]) == 0
+    assert "activations are those of 32 x 16 pixels" in capsys.readouterr().out
+    assert cli.main(["inspect", model, "--probe"]) == 0
+    assert "hidden_states [image]" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
             assert (apart.float() - alone.float()).norm() < 0.1 * alone.float().norm(), case
 
 
-@pytest.mark.parametrize("kind", ["torchao-int8", "gguf-q4"])
+@pytest.mark.parametrize("kind", ["torchao-int8", "gguf-q4", "sdnq-uint4"])
 def test_layers_that_see_time_alone(kind: str) -> None:
     pipe = pipeline_with(KINDS[kind](plain_flux()))
     expected = [draw(pipe), draw(pipe, num_inference_steps=3)]
@@ -61,7 +61,7 @@ def test_layers_that_see_time_alone(kind: str) -> None:
             layer.weight.scale.data.div_(1.5)
             assert torch.equal(draw(pipe), expected[0])
         else:
-            assert not inside
+            assert {type(pipe.transformer.get_submodule(path)).__name__ for path in inside} <= {"Linear"}
         assert stats.found_forwards
         assert not stats.surprises
     assert torch.equal(draw(pipe), expected[0])

@@ -80,7 +80,8 @@ def test_what_cannot_be_taken_is_said(inputs: Inputs, given: dict[str, Any], mes
     ("needs", "message"),
     [
         (("image",), "P needs an image. Give it as image."),
-        (("control_image",), "P needs an image as control_image. Give it as control_image."),
+        (("control_image",), "P needs a control image. Give it as image."),
+        (("image", "control_image"), "P needs an image. Give it as image."),
         (("control_video",), "P needs a video as control_video"),
         (("pose_video",), "P needs a video as pose_video. Give it as pose_video."),
         (("video",), "P needs a video. Give it as video."),
@@ -151,7 +152,7 @@ def test_kontext_obeys_the_size() -> None:
 def test_a_controlnet_says_which_image_it_lacks() -> None:
     pipe = PIPELINES["flux-controlnet"].build(0)
     with Omni(pipe) as omni:
-        with pytest.raises(SettingError, match="needs an image as control_image"):
+        with pytest.raises(SettingError, match="needs a control image"):
             omni.generate("a cat", **FAST)
         one, other = (pixels(omni, height=16, width=24, control_image=image) for image in (PICTURE, MASK))
         assert not np.array_equal(one, other)

@@ -136,6 +136,20 @@ def test_quantised_weights_take_adapters(lora: dict[str, str], folder: Path) -> 
                 assert np.array_equal(made_by(omni, order), expected[str(order)]), (offload, order)
 
 
+@pytest.mark.slow
+def test_weights_that_are_packed_into_one_dimension_take_them_too(lora: dict[str, str], folder: Path) -> None:
+    pytest.importorskip("sdnq")
+    shares = {}
+    for kind in (None, "int4"):
+        with Omni(str(folder), device="cpu", quantization=kind, lora=lora, progress=False) as omni:
+            made = {order: made_by(omni, order).astype(float) for order in (None, "pixel", "ink")}
+            assert np.array_equal(made_by(omni, None), made[None])
+        shares[kind] = {order: made[order] - made[None] for order in ("pixel", "ink")}
+    for order, change in shares["int4"].items():
+        angle = np.vdot(change, shares[None][order]) / np.linalg.norm(change) / np.linalg.norm(shares[None][order])
+        assert angle > 0.7, "it changes the image as it changes that of exact weights"
+
+
 def test_what_peft_has_saved_is_taken(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -155,6 +155,7 @@ def test_a_worker_process_quantises_and_says_so(folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:inner dimension:UserWarning")  # bitsandbytes, of layers as small as these.
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "nf4"])
 def test_every_kind_runs_on_a_gpu_and_streams(folder: Path, kind: str) -> None:
     pytest.importorskip({"int4": "sdnq", "nf4": "bitsandbytes"}.get(kind, "torchao"))

@@ -436,6 +436,30 @@ def test_two_threads(model: Model, device: str) -> None:
     assert hook.stats().replayed > 0
 
 
+def test_a_call_that_was_prepared(model: Model, device: str) -> None:
+    one, other = x(device, 1), x(device, 2)
+    expected = [call(model, given) for given in (one, other)]
+    with apply_graphs(model) as hook:
+        for seed in range(3):
+            call(model, x(device, seed))
+        replayer = HookRegistry.get_or_create(model).recorder
+        assert replayer is not None
+        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
+            assert tree.equal(call(model, other), expected[1]), "another call comes between"
+            assert tree.equal(call(model, one), expected[0])
+            assert tree.equal(call(model, one), expected[0]), "it is used once"
+        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
+            thread = threading.Thread(target=call, args=(model, other))
+            thread.start()
+            thread.join()
+            assert tree.equal(call(model, one), expected[0]), "another thread's call comes between"
+        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
+            pass
+        one.copy_(other)
+        assert tree.equal(call(model, one), expected[1]), "what it holds now counts"
+        assert hook.stats().replayed >= 5
+
+
 def test_a_kind_of_argument_that_cannot_be_compared(model: Model, device: str) -> None:
     with apply_graphs(model) as hook:
         for _ in range(3):
@@ -447,3 +471,23 @@ def test_it_is_put_on_once(model: Model) -> None:
     with apply_graphs(model), pytest.raises(Exception, match="has graphs already"):
         apply_graphs(model)
     assert issubclass(Unsuitable, Exception)
+
+
+def test_what_is_compiled_stays_compiled(model: Model, device: str) -> None:
+    runs: list[Any] = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        return lambda *args: (runs.append(graph), graph(*args))[1]
+
+    for layer in model.layers:
+        layer.compile(backend=counting)
+    try:
+        with apply_graphs(model) as hook:
+            for seed in range(4):
+                call(model, x(device, seed))
+            assert hook.stats().replayed
+        runs.clear()
+        call(model, x(device))
+        assert len(runs) == len(model.layers)
+    finally:
+        torch.compiler.reset()

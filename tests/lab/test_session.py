@@ -58,6 +58,17 @@ def test_what_is_known_is_not_made_again(make_session: MakeSession, monkeypatch:
     assert again.measure(plain(4)).to_dict() == half.to_dict()
 
 
+def test_a_journal_without_its_images_goes_on(make_session: MakeSession) -> None:
+    session = make_session()
+    expected = session.measure(plain(2))
+    again = make_session()
+    images = list(again.journal.folder.glob("*.safetensors"))
+    for file in [*images, again.journal._file(again._key(plain(2), 0))]:
+        file.unlink()
+    assert images
+    assert again.measure(plain(2)) == expected
+
+
 def test_an_interruption_loses_no_batch(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(steps=4, batch=1)
     made: list[str] = []

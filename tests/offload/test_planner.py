@@ -11,6 +11,7 @@ import pytest
 
 from samovar.errors import ModelError, SettingError
 from samovar.offload import BlockSize, ComponentSize, OffloadConfig, OffloadPlan, Timing, plan_offload, read_sizes
+from samovar.trace.activations import Activations
 
 GIB = 2**30
 
@@ -122,6 +123,15 @@ def test_what_must_stay_stays() -> None:
     found = planned((*PIPELINE, ADAPTER), mode="auto", gpu_memory=8 * GIB, activations=GIB // 4)
     assert placements(found)["controlnet"] == "resident"
     assert found.peak_bytes <= 8 * GIB
+
+
+def test_what_stays_computes_too() -> None:
+    """A ControlNet runs beside the weights of the denoiser, and may need more than that does."""
+    known = Activations({"transformer": GIB, "text_encoder": GIB, "vae": GIB, "controlnet": 3 * GIB}, "measured")
+    beside, alone = (
+        plan_offload((*PIPELINE, *more), OffloadConfig(gpu_memory=60 * GIB), known) for more in ((ADAPTER,), ())
+    )
+    assert beside.peak_bytes == alone.peak_bytes + ADAPTER.num_bytes + 2 * GIB
 
 
 def test_activations_that_nobody_measured_are_assumed_and_said_to_be() -> None:

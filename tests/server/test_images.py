@@ -314,6 +314,52 @@ def test_a_mask_says_what_is_redrawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_controlnet_is_served(tmp_path: Path) -> None:
+    """Beside a model that makes images from text; the bits are those of the pipeline that has both."""
+    from diffusers import FluxPipeline
+
+    pipe = PIPELINES["flux-controlnet"].build(0)
+    pipe.controlnet.save_pretrained(tmp_path / "net")
+    parts = {name: part for name, part in pipe.components.items() if name != "controlnet"}
+    FluxPipeline(**parts).save_pretrained(tmp_path / "flux")
+    image = PIL.Image.linear_gradient("L").resize((32, 16)).convert("RGB")
+    settings = {"num_inference_steps": 2, "max_sequence_length": 8}
+    call = {"control_image": image, "width": 32, "height": 16, "generator": torch.Generator().manual_seed(3)}
+    expected = pipe(PROMPT, **call, **settings).images[0].tobytes()
+    with running(tmp_path / "flux", "--task", "controlnet", "--controlnet", str(tmp_path / "net")) as server:
+        made = client(server).images.edit(prompt=PROMPT, image=as_file(image), extra_body={"seed": 3, **settings})
+        assert made.data is not None
+        assert picture(made.data[0].b64_json).tobytes() == expected
+        with pytest.raises(openai.BadRequestError, match="needs a control image"):
+            client(server).images.generate(prompt=PROMPT)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_modular_pipeline_is_served(tmp_path: Path) -> None:
+    from pipelines.modular import CALLS, save_modular, tiny_modular
+
+    pipe = tiny_modular("qwen")
+    save_modular(pipe, tmp_path / "qwen")
+    (tmp_path / "qwen" / "samovar.json").write_text(json.dumps(CALLS["qwen"] | {"num_inference_steps": 2}))
+    generator = torch.Generator().manual_seed(3)
+    expected = pipe(prompt=PROMPT, generator=generator, num_inference_steps=2, output="images", **CALLS["qwen"])[0]
+    with running(tmp_path / "qwen") as server:
+        images = client(server).images
+        made = images.generate(prompt=PROMPT, extra_body={"seed": 3})
+        assert made.data is not None
+        assert picture(made.data[0].b64_json).tobytes() == expected.tobytes()
+        edited = images.edit(prompt=PROMPT, image=png((32, 16)), extra_body={"seed": 3, "strength": 0.6})
+        assert edited.data is not None
+        assert picture(edited.data[0].b64_json).size == (32, 16)
+        with server.client() as http:
+            files = {"image": png((32, 16)), "control_image": png((32, 16))}
+            answer = http.post(EDIT, data={"prompt": PROMPT}, files=files)
+        assert answer.status_code == 400
+        assert "takes control_image with a controlnet, and this one has none" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_several_images_are_edited_together(tmp_path: Path) -> None:
     """By a tiny FLUX.2: which layers of its text encoder are used is a default of the model."""

@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ModelError
-from ..files import INDEX, brief, parse_json, read_json
+from ..files import MODULAR_INDEX, brief, index_file, parse_json, read_json
+from .modular import is_modular, modular_class
 
 WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.([A-Za-z]\w*))?(?:-\d+-of-\d+)?\.safetensors")
 """Names of weight files; the group is the variant, such as fp16."""
@@ -32,10 +33,10 @@ _TRUST = "Read it, and if you trust it, pass trust_remote_code=True."
 
 def check_folder(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """The index of a pipeline's folder, if the pipeline can be loaded without running code from the folder."""
-    for name in (INDEX, "samovar.json"):
-        if (folder / name).is_symlink():
-            _check_place(folder / name, folder)
-    index = read_json(folder / INDEX)
+    for file in (index_file(folder), folder / "samovar.json"):
+        if file.is_symlink():
+            _check_place(file, folder)
+    index = read_index(folder)
     for name, entry in components(folder, index).items():
         if not trust_remote_code:
             library_of(folder, name, *entry)
@@ -47,8 +48,37 @@ def check_folder(folder: Path, *, trust_remote_code: bool = False) -> dict[str, 
     own = index.get("_class_name")
     if not trust_remote_code and isinstance(own, list):
         file = folder / f"{own[0] if own else ''}.py"
-        raise ModelError(f"{folder / INDEX} asks for code that comes with the model: {file}. {_TRUST}")
+        raise ModelError(f"{index_file(folder)} asks for code that comes with the model: {file}. {_TRUST}")
     return index
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a pipeline's folder. That of a modular one also says where each component is: it must be here."""
+    file = index_file(folder)
+    index = read_json(file)
+    if file.name != MODULAR_INDEX:
+        return index
+    for name, entry in list(index.items()):
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
+            index[name] = _component_here(file, name, entry[2])
+        elif isinstance(entry, list):  # A setting of the pipeline, which diffusers reads.
+            del index[name]
+    return index
+
+
+def _component_here(file: Path, name: str, where: dict[str, Any]) -> Any:
+    source = where.get("pretrained_model_name_or_path", where.get("repo"))
+    if source is None:
+        return [None, None]
+    if where.get("subfolder") != name or not (file.parent / name).is_dir():
+        raise ModelError(
+            f"{file}: {name!r} is in {brief(where.get('subfolder') or '')} of {brief(source)}, and only what is in the "
+            f"model's folder is loaded. Download it to {file.parent / name}, and say so in the file."
+        )
+    hint = where.get("type_hint")
+    if not isinstance(hint, list) or None in hint:  # diffusers would take any class that the files name.
+        raise ModelError(f"{file}: the type_hint of {name!r} is {brief(hint)}; expected a library and a class of it.")
+    return hint
 
 
 def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -59,14 +89,14 @@ def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]
             continue  # About the pipeline, or an argument of it.
         if not name.isidentifier() or len(entry) != 2:
             raise ModelError(
-                f"{folder / INDEX}: {brief(name)} is {brief(entry)}; expected a name and a pair, such as "
+                f"{index_file(folder)}: {brief(name)} is {brief(entry)}; expected a name and a pair, such as "
                 '"transformer": ["diffusers", "FluxTransformer2DModel"].'
             )
         library, cls = entry
         if isinstance(library, str) and isinstance(cls, str):
             found[name] = (library, cls)
         elif entry != [None, None]:
-            raise ModelError(f"{folder / INDEX}: {name!r} is {brief(entry)}; expected a library and a class of it.")
+            raise ModelError(f"{index_file(folder)}: {name!r} is {brief(entry)}; expected a library and a class of it.")
     return found
 
 
@@ -78,21 +108,21 @@ def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
     cls = getattr(diffusers, name, None) if isinstance(name, str) else None
     if (
         not inspect.isclass(cls)
-        or not issubclass(cls, diffusers.DiffusionPipeline)
+        or not (issubclass(cls, diffusers.DiffusionPipeline) or is_modular(cls))
         or cls is diffusers.DiffusionPipeline
     ):
         raise ModelError(
-            f"{folder / INDEX} names the class {brief(name)}, which diffusers {diffusers.__version__} does not have. "
-            "Upgrade diffusers, or check the file."
+            f"{index_file(folder)} names the class {brief(name)}, which diffusers {diffusers.__version__} does not "
+            "have. Upgrade diffusers, or check the file."
         )
     for parameter in inspect.signature(cls).parameters.values():
         is_needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if is_needed and not isinstance(index.get(parameter.name), list):
             raise ModelError(
-                f"{folder / INDEX}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library and a "
-                f"class of it, because {name} needs this component."
+                f"{index_file(folder)}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library "
+                f"and a class of it, because {name} needs this component."
             )
-    return cls
+    return modular_class(cls, folder, index.get("_blocks_class_name")) if is_modular(cls) else cls
 
 
 def library_of(folder: Path, name: str, library: str, class_name: str) -> ModuleType:
@@ -109,8 +139,8 @@ def library_of(folder: Path, name: str, library: str, class_name: str) -> Module
     own = folder / name / f"{library}.py"
     what = f"code that comes with the model: {own}" if own.is_file() else f"code of another library: {brief(library)}"
     raise ModelError(
-        f"{folder / INDEX} asks for {what}. {name!r} is a {brief(f'{library}.{class_name}')}, which is not run; only "
-        f"components of diffusers and transformers are read. {_TRUST}"
+        f"{index_file(folder)} asks for {what}. {name!r} is a {brief(f'{library}.{class_name}')}, which is not run; "
+        f"only components of diffusers and transformers are read. {_TRUST}"
     )
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from ..errors import ModelError, nearest
-from ..files import INDEX, brief, read_json, reading
+from ..files import brief, index_file, read_json, reading
 from ..other_libraries import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
-from .folder import check_files, check_folder, components, library_of, pipeline_class
+from .folder import check_files, check_folder, components, library_of, pipeline_class, read_index
+from .modular import usual_parts
 from .modules import unwrapped
 from .stored import Stored, read_headers, stored_dtype, stored_for
 
@@ -49,7 +50,7 @@ def read_skeleton(source: str) -> tuple[str, Parts]:
     """The class name and the components of a model folder, or of a class of diffusers."""
     with reading(brief(source)):  # Not every text is a path.
         path = Path(source).expanduser()
-        is_pipeline, is_model = (path / INDEX).is_file(), (path / "config.json").is_file()
+        is_pipeline, is_model = index_file(path).is_file(), (path / "config.json").is_file()
     if is_pipeline:
         return _read_pipeline_folder(path)
     if is_model:
@@ -112,11 +113,12 @@ def _diffusers_class(name: str) -> type:
     import diffusers.models.transformers as transformers
 
     for library in (diffusers, transformers):
-        cls = getattr(library, name, None)
-        if inspect.isclass(cls) and (issubclass(cls, (torch.nn.Module, diffusers.DiffusionPipeline))):
-            return cls
+        cls: Any = getattr(library, name, None)
+        is_pipeline = inspect.isclass(cls) and (issubclass(cls, diffusers.DiffusionPipeline) or usual_parts(cls))
+        if is_pipeline or (inspect.isclass(cls) and issubclass(cls, torch.nn.Module)):
+            return cls  # type: ignore[no-any-return]
     known = {n for n in [*dir(diffusers), *dir(transformers)] if n[:1].isupper() and n.endswith(_MODEL_SUFFIXES)}
-    known -= {name, *(n for n in known if "Modular" in n)}  # Never suggest what is refused.
+    known -= {name, "ModularPipeline"}  # Never suggest what is refused.
     raise ModelError(
         f"{name!r} is neither a folder nor a model or pipeline class of diffusers {diffusers.__version__}. "
         f"{nearest(name, known)}"
@@ -124,7 +126,10 @@ def _diffusers_class(name: str) -> type:
 
 
 def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[torch.nn.Module]]]:
-    """The module classes that a pipeline's constructor asks for."""
+    """The module classes that a pipeline's constructor asks for, or a modular one's blocks."""
+    for name, cls in usual_parts(pipeline_cls).items():
+        if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
+            yield name, cls
     try:
         signature = inspect.signature(pipeline_cls, eval_str=True)
     except NameError:  # An annotation that only a type checker can resolve.
@@ -141,7 +146,7 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     entries = components(folder, index)
     if not entries:
         raise ModelError(
-            f"{folder / INDEX} lists no components; expected entries such as "
+            f"{index_file(folder)} lists no components; expected entries such as "
             '"transformer": ["diffusers", "FluxTransformer2DModel"]. Save the pipeline again with '
             "save_pretrained."
         )
@@ -157,9 +162,9 @@ def build_pipeline(source: str, parts: Parts) -> Any:
     """The pipeline of a folder with these components; None if the source is no folder of a pipeline. ModelError if the
     pipeline cannot be built."""
     folder = Path(source).expanduser()
-    if not (folder / INDEX).is_file():
+    if not index_file(folder).is_file():
         return None
-    index = read_json(folder / INDEX)
+    index = read_index(folder)
     values: dict[str, Any] = {key: value for key, value in index.items() if not key.startswith("_")}
     for key, entry in values.items():
         if key in parts:
@@ -194,8 +199,8 @@ def _library_class(folder: Path, name: str, library: str, class_name: str) -> ty
     if not inspect.isclass(cls) or not hasattr(cls, "from_pretrained"):
         version = getattr(package, "__version__", "")
         raise ModelError(
-            f"{folder / INDEX}: {name!r} is a {brief(f'{library}.{class_name}')}, which {library} {version} does not "
-            f"have. Upgrade {library}, or check the name."
+            f"{index_file(folder)}: {name!r} is a {brief(f'{library}.{class_name}')}, which {library} {version} does "
+            f"not have. Upgrade {library}, or check the name."
         )
     return cls
 

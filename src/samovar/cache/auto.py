@@ -49,6 +49,11 @@ def tolerating(tolerance: float | str | None) -> Iterator[None]:
         _asked.reset(token)
 
 
+def asked_tolerance() -> float | None:
+    """That of the running request, if it asked for one."""
+    return _asked.get()
+
+
 class WholeModel(CacheableModel):
     """A model whose forward is left out as a whole."""
 
@@ -98,8 +103,14 @@ class AutoSteps(NamedTuple):
     @property
     def tolerance(self) -> float:
         """That of the running request."""
-        asked = _asked.get()
+        asked = asked_tolerance()
         return self.config.number if asked is None else asked
+
+    def ahead(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Around a step that may have to wait for the device: what can be done before is."""
+        recorder = self.model.recorder if call.clock.pace.is_open and call.clock.verdict is None else None
+        given = call.inputs.args, call.inputs.kwargs
+        return contextlib.nullcontext() if recorder is None else recorder.ahead("forward", given)
 
     def judge(self, call: Call) -> Plan:
         """Whether the step is computed, and what is returned for images that are not due."""

@@ -6,10 +6,10 @@ whatever else changed.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from importlib import resources
 from typing import NamedTuple, Protocol
 
@@ -94,7 +94,7 @@ class Coefficients(NamedTuple):
     origin: str
 
 
-@cache
+@functools.cache
 def known_coefficients() -> dict[str, Coefficients]:
     """Those of coefficients.json, by the class name of the model."""
     text = resources.files(__package__).joinpath("coefficients.json").read_text(encoding="utf-8")
@@ -142,14 +142,21 @@ class Agree(Protocol):
 class Signal:
     """The value that decides at one step of a branch."""
 
-    def __init__(self, value: torch.Tensor, source: Hashable = None) -> None:
+    def __init__(self, value: torch.Tensor, source: Hashable = None, since: tuple[Signal, Pair] | None = None) -> None:
+        """`since`: an earlier one, and how much it differs from that, if that was found out on the way."""
         self.value = value.detach()
-        self.size = size(self.value)
         self.source = source
         """Where it was read; signals of two sources cannot be compared."""
+        self.since = since
+
+    @functools.cached_property
+    def size(self) -> torch.Tensor:
+        return size(self.value)
 
     def change(self, now: Signal) -> Pair | None:
         """How much a later one differs, and how large this one is; None if they cannot be compared."""
+        if now.since is not None and now.since[0] is self and self.source == now.source:
+            return now.since[1]
         if (self.source, self.value.shape, self.value.device) != (now.source, now.value.shape, now.value.device):
             return None
         return [size(now.value - self.value), self.size]
@@ -178,11 +185,15 @@ def measure(
     No signal is an infinite change."""
     if signal is None:
         signal = torch.tensor([torch.inf, 1.0], device=device).unbind()
-    pairs = torch.stack([part.to(signal[0].device, torch.float32) for pair in (signal, *others) for part in pair])
+    if isinstance(signal, torch.Tensor) and not others:
+        pairs = signal
+    else:
+        pairs = torch.stack([part.to(signal[0].device, torch.float32) for pair in (signal, *others) for part in pair])
     if agree is not None:
         pairs = (agree.within_branch if within_branch else agree)(_signal_and_worst_other(pairs))
     count = len(pairs)
-    numbers = torch.cat([pairs, *(time.max().reshape(1).to(pairs) for time in times)]).tolist()
+    largest = [(time if time.numel() == 1 else time.max()).reshape(1).to(pairs) for time in times]
+    numbers = (torch.cat([pairs, *largest]) if largest else pairs).tolist()
     distances = [_relative(*pair) for pair in zip(numbers[:count:2], numbers[1:count:2], strict=True)]
     return Measured(distances[0], max(distances[1:], default=0.0), tuple(numbers[count:]))
 

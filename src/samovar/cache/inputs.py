@@ -54,22 +54,26 @@ class Inputs:
         """Floats among the arguments other than the time: a change of one changes what the blocks do."""
 
     def _read(self, path: str, leaf: Any, numbers: list[float]) -> None:
-        if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
-            leaf = leaf.item()
         role = self.roles.of(path)
-        self._form.append((path, None if role == "time" else tree.signature_of_leaf(leaf)))
         if isinstance(leaf, torch.Tensor):
             self.tensors.append(leaf)
-            if role == "sample":
+            self._form.append((path, None if role == "time" else tree.signature(leaf)))
+            if role == "time":
+                self.time = leaf if self.time is None else self.time
+            elif role == "sample":
                 self.samples.append(leaf)
-            elif role != "time" and leaf.numel():
+            elif leaf.numel():
                 self.watched.append((path, leaf, role == "conditioning"))
+            return
+        if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
+            leaf = leaf.item()
+        self._form.append((path, None if role == "time" else tree.signature_of_leaf(leaf)))
         if role == "time":
-            if self.time is None and isinstance(leaf, (torch.Tensor, int, float)):
+            if self.time is None and isinstance(leaf, (int, float)):
                 self.time = leaf
         elif isinstance(leaf, float):
             numbers.append(leaf)
-        elif not isinstance(leaf, (torch.Tensor, *_PLAIN)) and role == "conditioning":
+        elif not isinstance(leaf, _PLAIN) and role == "conditioning":
             self.objects.append(leaf)
 
     @property
@@ -178,7 +182,7 @@ class Watched(NamedTuple):
 
 
 Watch = dict[str, Watched]
-Pair = Sequence[torch.Tensor]
+Pair = Sequence[torch.Tensor] | torch.Tensor
 """How much something changed, and how large it was, as sums."""
 
 

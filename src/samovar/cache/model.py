@@ -18,6 +18,7 @@ from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
+from ..hooks import HookRegistry, Recorder
 from ..other_libraries import is_compiled
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
@@ -51,6 +52,10 @@ class Instruction(NamedTuple):
     """Whether to keep what all blocks add, or only what those before the leader add."""
     early: Tensors | None = None
     """What those before the leader added at the last computed step, where not all is kept."""
+    before: Signal | None = None
+    """The signal of the step before, if this one is left to its signal."""
+    is_doubtful: bool = False
+    """Whether it may well be computed although it need not be."""
 
 
 class Outcome(NamedTuple):
@@ -85,6 +90,11 @@ class CacheableModel:
         self._refused: dict[Hashable, str] = {}
         """By form of inputs: why its steps cannot be skipped."""
         self._warned: set[str] = set()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What replays its forwards, if they are replayed."""
+        return HookRegistry.get_or_create(self._model).recorder
 
     def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Take a step."""

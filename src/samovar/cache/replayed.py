@@ -6,15 +6,17 @@ which gives the signal as well, and computed only if the signal says so. What is
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from ..hooks import HookRegistry, Recorder
+from ..hooks import Recorder
 from ..trace.forward import Given, Tensors
 from ..trace.passes import Mode, Outlook, StepPass
 from .decision import Signal
-from .inputs import Inputs
+from .inputs import Inputs, size
 from .model import BlockModel, Forward, Instruction, Outcome, TracedForm
 
 
@@ -24,6 +26,8 @@ class _Taken(NamedTuple):
     output: Any
     parts: Tensors | None
     signal: torch.Tensor | None
+    change: torch.Tensor | None
+    """How much it differs from the signal that was given, and how large that was."""
     lost: str | None
 
 
@@ -31,41 +35,57 @@ class ReplayedBlocks(BlockModel):
     """A model that is built of blocks, whose forwards are replayed while there is a recorder."""
 
     def forget(self) -> None:
-        if self._recorder() is None:  # What was recorded reads the shadows.
+        if self.recorder is None:  # What was recorded reads the shadows.
             super().forget()
 
-    def _recorder(self) -> Recorder | None:
-        return HookRegistry.get_or_create(self._model).recorder
-
     def _next(self, form: TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        recorder = self._recorder()
+        recorder = self.recorder
         run = super()._next
         reads = form.reader is not None and _is_settled(form)  # Also where nobody asks: one recording serves both.
         if recorder is None or (wanted.decide is not None and not (reads or form.is_blind)):
             return run(form, inputs, wanted, forward)
         reads = reads or wanted.decide is not None
-        signal: Signal | None = None
-        if wanted.mode != "compute":
-            stored, name = _stored(form, wanted), ("skip", form.token, reads, wanted.keeps)
-            if stored is None or recorder.refuses(name):
-                return run(form, inputs, wanted, forward)
-            skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored))
-            if skipped.lost is not None:
-                return run(form, inputs, wanted, forward)
-            signal = _signal(form, skipped.signal, wanted)
-            if wanted.decide is None or (signal is not None and wanted.decide(signal)):
-                if wanted.outlook is None or wanted.outlook.as_stored is not None:
-                    return Outcome(skipped.output, False, None, signal)
-                return run(form, inputs, wanted._replace(mode="skip", decide=None), forward)._replace(signal=signal)
+        compute = functools.partial(self._computed, recorder, reads, form, inputs, wanted, forward)
+        if wanted.mode == "compute":
+            return compute(None)
+        stored, name = _stored(form, wanted), ("skip", form.token, reads, wanted.keeps)
+        if stored is None or recorder.refuses(name):
+            return run(form, inputs, wanted, forward)
+        before = None if wanted.before is None else wanted.before.value
+        skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored, before))
+        if skipped.lost is not None:
+            return run(form, inputs, wanted, forward)
+        signal = _signal(form, skipped, wanted)
+        with contextlib.ExitStack() as stack:
+            if wanted.is_doubtful:  # What can be done before the device has answered is.
+                computing = ("compute", *name[1:])
+                stack.enter_context(recorder.ahead(computing, (inputs.args, inputs.kwargs, [], None)))
+            if wanted.decide is not None and (signal is None or not wanted.decide(signal)):
+                return compute(signal)
+        if wanted.outlook is None or wanted.outlook.as_stored is not None:
+            return Outcome(skipped.output, False, None, signal)
+        return run(form, inputs, wanted._replace(mode="skip", decide=None), forward)._replace(signal=signal)
+
+    def _computed(
+        self,
+        recorder: Recorder,
+        reads: bool,
+        form: TracedForm,
+        inputs: Inputs,
+        wanted: Instruction,
+        forward: Forward,
+        signal: Signal | None,
+    ) -> Outcome:
+        """A step that is computed; `signal`: by which that was decided."""
         name = ("compute", form.token, reads, wanted.keeps)
         if recorder.refuses(name):
             decided = wanted if signal is None else wanted._replace(mode="compute", decide=None)
-            taken = run(form, inputs, decided, forward)
+            taken = super()._next(form, inputs, decided, forward)
             return taken if signal is None else taken._replace(signal=signal)
-        computed = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, []))
+        computed = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, [], None))
         if computed.lost is not None:
             self._lose(inputs.signature, computed.lost)
-        signal = signal or _signal(form, computed.signal, wanted)
+        signal = signal or _signal(form, computed, wanted)
         return Outcome(computed.output, True, computed.parts, signal, computed.lost)
 
     def _taken(
@@ -76,19 +96,22 @@ class ReplayedBlocks(BlockModel):
         kept = None if wanted.keeps else form.trace.early_segments
 
         def run(given: Any) -> _Taken:
-            args, kwargs, stored = given
+            args, kwargs, stored, before = given
             signal: torch.Tensor | None = None
+            change: torch.Tensor | None = None
 
             def choose(leading: Given) -> Mode:
-                nonlocal signal
+                nonlocal signal, change
                 signal = form.read(leading).value
+                if before is not None and before.shape == signal.shape and before.device == signal.device:
+                    change = torch.stack([size(signal - before), size(before)])
                 chosen: Mode = mode
                 return chosen
 
             outlook = Outlook([1], [stored]) if stored else None
             step = StepPass(form.trace, mode, outlook, choose if reads else None, keeps=kept)
             output = self._forward(step, (args, kwargs), forward)
-            return _Taken(output, step.residuals if mode == "compute" else None, signal, step.lost)
+            return _Taken(output, step.residuals if mode == "compute" else None, signal, change, step.lost)
 
         if form.idle is None:
             leader = form.trace.leader.gate
@@ -99,17 +122,19 @@ class ReplayedBlocks(BlockModel):
 
 
 def _is_settled(form: TracedForm) -> bool:
-    """Whether the signal is read in the same way each time."""
+    """Whether the signal is read in the same way each time. Whoever replays it sees whether its block has changed."""
     reader = form.reader
     if form.is_blind or reader is None:
         return form.is_blind
-    return (reader.is_checked or reader.attention is None) and reader.is_current()
+    return reader.is_checked or reader.path is None
 
 
-def _signal(form: TracedForm, value: torch.Tensor | None, wanted: Instruction) -> Signal | None:
-    if value is None or wanted.decide is None:
+def _signal(form: TracedForm, taken: _Taken, wanted: Instruction) -> Signal | None:
+    if taken.signal is None or wanted.decide is None:
         return None
-    return Signal(value, None if form.is_blind or form.reader is None else (form.reader.path, form.generation))
+    source = None if form.is_blind or form.reader is None else (form.reader.path, form.generation)
+    known = None if taken.change is None or wanted.before is None else (wanted.before, taken.change)
+    return Signal(taken.signal, source, known)
 
 
 def _stored(form: TracedForm, wanted: Instruction) -> list[Any] | None:

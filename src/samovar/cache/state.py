@@ -149,7 +149,7 @@ class TeaCacheState(BaseState):
         self.signature: Hashable = None
         """Signature of the calls in the history."""
         self.signal: Signal | None = None
-        self.accumulated_rel_l1_distance = 0.0
+        self.accumulated_rel_l1_distance = self._last_distance = 0.0
         self.skipped_in_a_row = 0
         self.early: Tensors | None = None
         """Residuals of blocks before the leader, where the output is forecast."""
@@ -159,6 +159,10 @@ class TeaCacheState(BaseState):
         self.numbers: tuple[float, ...] = ()
         self.objects: list[Any] = []
         """Tensors, numbers and other inputs that should not change."""
+
+    def is_near(self, threshold: float) -> bool:
+        """Whether another change like the last one would reach a threshold, or nothing is known about it."""
+        return not self.skipped_in_a_row or self.accumulated_rel_l1_distance + self._last_distance >= threshold
 
     def obstacle(self, inputs: Inputs, asks: bool) -> str | None:
         """Why a step with these inputs cannot be skipped, if it cannot."""
@@ -194,6 +198,7 @@ class TeaCacheState(BaseState):
         """Note a skipped step."""
         self.signal = signal or self.signal
         self.skipped_in_a_row += 1
+        self._last_distance = accumulated - self.accumulated_rel_l1_distance
         self.accumulated_rel_l1_distance = accumulated
         if others_changed:  # Changes add up from step to step, like the signal's.
             self.watched = watch(inputs)

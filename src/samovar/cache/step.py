@@ -7,6 +7,7 @@ record     store the result, from which later steps are made
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,10 @@ class Steps(NamedTuple):
     model: CacheableModel
     rescale: Rescale
     agree: Agree | None
+
+    def ahead(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Around a step. Where its signal decides, `ReplayedBlocks` does what can be done before the device answers."""
+        return contextlib.nullcontext()
 
     def judge(self, call: Call) -> Plan:
         """What can be said before looking at the step: computed, skipped, or left to its signal."""
@@ -132,7 +137,9 @@ class Steps(NamedTuple):
             return record, computed_alone(inputs, call.forward)
         outlook = None if of_output else plan.outlook
         reads = decide if judges and may_lead else None
-        wanted = Instruction(verdict.action, outlook, reads, not of_output, call.state.early)
+        before = call.state.signal if verdict.action == "ask" else None
+        is_doubtful = before is not None and call.state.is_near(self.config.rel_l1_thresh)
+        wanted = Instruction(verdict.action, outlook, reads, not of_output, call.state.early, before, is_doubtful)
         outcome = self.model.run(inputs, wanted, call.forward)
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")

@@ -18,7 +18,7 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
-from .auto import AutoSteps, WholeModel
+from .auto import AutoSteps, WholeModel, asked_tolerance
 from .config import AutoConfig, CacheConfig, TeaCacheConfig, check_count
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
@@ -171,11 +171,12 @@ class TeaCacheHook(ModelHook, Handle):
             call.state.reset()  # A skipped step has no gradients of its blocks.
             self._note(call, StepRecord(call.clock.index, True, "gradients are recorded"))
             return self.call_original(module, *args, **kwargs)
-        plan = self._steps.judge(call)
-        if plan.verdict.reason in NEVER:
-            self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))
-            return self.call_original(module, *args, **kwargs)
-        record, outcome = self._steps.take(call, plan)
+        with self._steps.ahead(call):
+            plan = self._steps.judge(call)
+            if plan.verdict.reason in NEVER:
+                self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))
+                return self.call_original(module, *args, **kwargs)
+            record, outcome = self._steps.take(call, plan)
         if record.reason == NEW_RUN:
             call = call._replace(clock=self._restart(call.context, None, call.inputs))
             record = record._replace(step=call.clock.index)
@@ -237,9 +238,12 @@ class TeaCacheHook(ModelHook, Handle):
             request = next(reversed(self._records))
         branches: Mapping[str, list[StepRecord]] = self._records.get(request, {})
         about = self._model.about() if self._model is not None else self._about
+        config, asked = self.config, asked_tolerance()
+        if isinstance(config, AutoConfig) and asked is not None:
+            config = AutoConfig(tolerance=asked)
         return CacheStats(
             self._model_name,
-            self.config.summary(),
+            config.summary(),
             f"{about.signal}{self._judged_by}" if self._schedule_length is None else "a saved schedule",
             {name: BranchStats(tuple(steps)) for name, steps in branches.items()},
             about.problem or self.branches.trouble(),

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..arch import find_denoisers
+from ..arch.folder import read_index
 from ..arch.modules import unwrapped
 from ..errors import SettingError
-from ..files import INDEX, brief, is_file_name, read_json, read_mapping
+from ..files import brief, is_file_name, read_json, read_mapping
 
 KEY = "tuned_for"
 """Where a file that `samovar tune` writes says what its setting is for."""
@@ -71,7 +72,7 @@ class TunedFor:
 
     def check_folder(self, folder: Path) -> None:
         """The same by a model's folder, before any weights are loaded."""
-        index = read_json(folder / INDEX)
+        index = read_index(folder)
         files = {name: folder / name / "config.json" for name in self.denoisers if isinstance(index.get(name), list)}
         self._check_parts(_part(read_json(file), str(index[name][1])) for name, file in files.items() if file.is_file())
 

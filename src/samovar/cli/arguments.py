@@ -79,7 +79,12 @@ def add_engine_options(parser: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
     add_device_options(group)
-    group.add_argument("--task", metavar="TASK", help="text2img, img2img, inpaint ...: another pipeline of its family")
+    group.add_argument(
+        "--task", metavar="TASK", help="text2img, img2img, inpaint, controlnet ...: another pipeline of its family"
+    )
+    group.add_argument(
+        "--controlnet", action="append", metavar="FOLDER", help="a ControlNet, or a hub name; again for more"
+    )
     add_switch(group, "--trust-remote-code", "run Python files that come with the model")
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
@@ -94,9 +99,11 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
     group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
                        help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
+    group.add_argument("--compile-cache", metavar="FOLDER", help="keep compiled blocks here for later processes")
     group.add_argument("--attention", metavar="NAME", help="other kernels: cudnn, flash, flash3, sage ...")
     add_switch(group, "--vae-tiling", "decode in tiles: less memory, slightly other pixels")
     add_switch(group, "--vae-slicing", "decode the images of a batch in turn: less memory")
+    add_switch(group, "--vae-channels-last", "decode with channels last: faster on most GPUs")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
     for name, alias in ALIASES.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from ..files import parse_yaml
+from ..files import index_file, parse_yaml
 from ..media import SUFFIXES, check_suffix, numbered, read_image, read_media
 from . import arguments
 from .terminal import Status
@@ -108,7 +108,7 @@ def _check_prompt(prompt: str) -> None:
     """Refuse a model in place of the prompt."""
     folder = Path(prompt).expanduser()
     is_path = " " not in prompt and (prompt.startswith(("/", "./", "../", "~/")) or ("/" in prompt and folder.is_dir()))
-    if is_path or (len(prompt) < 256 and (folder / "model_index.json").is_file()):
+    if is_path or (len(prompt) < 256 and index_file(folder).is_file()):
         raise SettingError(
             f"The prompt {prompt!r} looks like a model. Give it by --model: samovar generate PROMPT --model {prompt}"
         )

@@ -1,5 +1,6 @@
 """How does a request become an image, a video or a sound?"""
 
+from .calling import call_pipeline
 from .facts import PipelineFacts
 from .input_media import INPUT_NAMES, is_media
 from .job import Job
@@ -21,7 +22,7 @@ from .restarts import Restarts
 from .settings import OmniDiffusionConfig
 from .status import EngineStatus, ReplicaStatus
 from .supervisor import Supervisor
-from .worker import Worker, call_pipeline
+from .worker import Worker
 
 __all__ = [
     "INPUT_NAMES",

@@ -25,6 +25,7 @@ _NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt", "num_frames", "fps", "second
 _OURS = frozenset({"self", "args", "kwargs", "prompt", "generator", "return_dict", "output_type", "callback",
                    "callback_steps", "callback_on_step_end", "callback_on_step_end_tensor_inputs"})  # fmt: skip
 """Arguments that the engine gives itself."""
+_CONTROL_SCALE = "controlnet_conditioning_scale"
 _COUNTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -60,7 +61,8 @@ class PipelineFacts:
 
     @property
     def can_edit(self) -> bool:
-        return "image" in self.takes
+        """Whether an image can be given, as such or as the only one that guides the model."""
+        return not self.takes.isdisjoint(("image", "control_image"))
 
     @property
     def takes_prompt(self) -> bool:
@@ -96,6 +98,9 @@ class PipelineFacts:
         for name, value in params.options.items():
             self._check_option(name, value, call)
             call[name] = value
+        for count in self.inputs.exactly.values() if _CONTROL_SCALE in self.takes else ():
+            if not isinstance(call.setdefault(_CONTROL_SCALE, 1.0), (list, tuple)):  # Of several, some want one each.
+                call[_CONTROL_SCALE] = [call[_CONTROL_SCALE]] * count
         if request.prompt and not self.takes_prompt:
             raise SettingError(f"{self.class_name} takes no prompt. Leave it empty.", param="prompt")
         if not any("latents" in name or "embed" in name for name in params.options):  # They may stand for an input.
@@ -226,11 +231,19 @@ def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFa
         _size_multiple(pipeline),
         defaults,
         output=find_output(pipeline),
-        inputs=inputs,
+        inputs=_with_controlnets(inputs, pipeline),
         needs=tuple(needs),
         types={name: plain for name, each in named.items() if (plain := _plain_types(each.annotation))},
         size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
     )
+
+
+def _with_controlnets(inputs: Inputs, pipeline: Any) -> Inputs:
+    """The inputs of a pipeline that has several ControlNets, each of which takes an image."""
+    nets = getattr(getattr(pipeline, "controlnet", None), "nets", ())
+    if len(nets) < 2:
+        return inputs
+    return replace(inputs, exactly={inputs.argument("control_image", type(pipeline).__name__): len(nets)})
 
 
 def _is_small(image: Any) -> bool:
@@ -251,6 +264,17 @@ def _size_multiple(pipeline: Any) -> int:
     whatever their transformer's config says."""
     scale = getattr(pipeline, "vae_scale_factor", None) or getattr(pipeline, "vae_scale_factor_spatial", 4)
     patch = getattr(getattr(pipeline, "transformer", None), "config", {}).get("patch_size", 2)
-    if hasattr(pipeline, "_pack_latents") or hasattr(pipeline, "_patchify_latents"):
+    if hasattr(pipeline, "_pack_latents") or hasattr(pipeline, "_patchify_latents") or _packs(pipeline):
         patch = 2
-    return int(scale * (patch[-1] if isinstance(patch, (list, tuple)) else patch))
+    parts = getattr(pipeline, "components", {}).values()
+    # A processor that is a component, as in modular pipelines, rounds the size of images to its own multiple.
+    rounded = [getattr(getattr(part, "config", None), "vae_scale_factor", None) for part in parts]
+    token = int(scale * (patch[-1] if isinstance(patch, (list, tuple)) else patch))
+    return max(token, *(each for each in rounded if isinstance(each, int)), 1)
+
+
+def _packs(pipeline: Any) -> bool:
+    """Whether four latents are one token, by the channels of both: modular pipelines pack them in their blocks."""
+    wide, narrow = (getattr(getattr(pipeline, name, None), "config", {}) for name in ("transformer", "vae"))
+    channels = narrow.get("latent_channels") or narrow.get("z_dim")
+    return isinstance(channels, int) and wide.get("in_channels") == 4 * channels

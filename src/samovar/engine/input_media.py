@@ -12,14 +12,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SettingError
 from ..media import Audio, Video, upright
 
 _MEDIA = re.compile(r"(?:^|_)(image|images|video|audio|mask|waveforms)$|^(conditioning_frames|image_reference)$")
-_NOT_MEDIA = re.compile(r"(sample|return|use|render|freeze|attention|padding|prompt)_")
+_NOT_MEDIA = re.compile(r"(sample|return|use|render|freeze|attention|padding|prompt|processed|resized)_")
 _WORDS = {
     "image": ("image", "images", "input_images", "cond_image"),
     "mask": ("mask_image", "mask", "control_mask", "mask_video"),
@@ -41,6 +41,12 @@ class Inputs:
     needs: tuple[str, ...] = ()
     several: tuple[str, ...] = ()
     """Those that take a list of images for one output."""
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For some, the others that they cannot do without."""
+    exactly: Mapping[str, int] = field(default_factory=dict)
+    """Those that take as many images as the pipeline has ControlNets, which is more than one."""
+    lacking: Mapping[str, str] = field(default_factory=dict)
+    """Those that the pipeline could take, each with the component that it would need."""
 
     def argument(self, name: str, class_name: str) -> str:
         """The pipeline's argument for an input; SettingError if it has none."""
@@ -49,6 +55,11 @@ class Inputs:
                 return candidate
         if name == "control_image" and "image" in self.needs:  # The older ControlNets have no other image.
             return "image"
+        if name == "image" and "control_image" in self.takes:  # The newer ones neither.
+            return "control_image"
+        for candidate in (name, *_WORDS.get(name, ())):
+            if part := self.lacking.get(candidate):
+                raise SettingError(f"{class_name} takes {name} with a {part}, and this one has none.", param=name)
         known = f"It takes {', '.join(self.takes)}." if self.takes else "It starts from text alone."
         raise SettingError(f"{class_name} takes no {name}. {known}", param=name)
 
@@ -65,8 +76,9 @@ class Inputs:
 
     @property
     def mask(self) -> str | None:
-        """The argument that says which part of an image is redrawn."""
-        return "mask_image" if "mask_image" in self.takes and "image" in self.takes else None
+        """The argument that says which part of an image is redrawn, if an image is nothing without one."""
+        is_needed = {"mask_image", "image"} <= set(self.takes) and "mask_image" not in self.beside
+        return "mask_image" if is_needed else None
 
     def check_missing(self, given: Mapping[str, Any], class_name: str) -> None:
         """Refuse a request without something that the pipeline needs."""
@@ -78,16 +90,24 @@ class Inputs:
         ):
             message = f"{class_name} needs a mask, or an image with an alpha channel: it redraws what is transparent."
             raise SettingError(message, param="image")
-        for name in self.needs:
+        beside = [name for other in given for name in self.beside.get(other, ()) if name in self.takes]
+        for name in (*self.needs, *beside):
             if name not in given and name != self.mask:
                 word = next((word for word, names in _WORDS.items() if name in names and word not in self.takes), name)
                 what = _ARTICLES[_kind(name)] if word in _ARTICLES else f"{_ARTICLES[_kind(name)]} as {word}"
+                if name == "control_image" and "image" not in self.takes:
+                    what, word = "a control image", "image"
                 raise SettingError(f"{class_name} needs {what}. Give it as {word}.", param=word)
 
     def _check_kind(self, name: str, argument: str, value: Any) -> None:
         is_image = hasattr(value, "convert")
         are_images = isinstance(value, (list, tuple)) and bool(value) and all(hasattr(one, "convert") for one in value)
         kind = _kind(argument)
+        wanted = self.exactly.get(argument)
+        if wanted is not None and (is_image or are_images) and (1 if is_image else len(value)) != wanted:
+            count = "one" if is_image else str(len(value))
+            message = f"There are {wanted} ControlNets, so {name} must be {wanted} images, in their order, not {count}."
+            raise SettingError(message, param=name)
         problem = ""
         if isinstance(value, Audio):
             problem = "" if kind == "audio" else "a sound"
@@ -106,7 +126,18 @@ class Inputs:
             _load(image, name)
 
     def _takes_several(self, argument: str) -> bool:
-        return argument in self.several or _kind(argument) in ("video", "images")
+        return argument in self.several or argument in self.exactly or _kind(argument) in ("video", "images")
+
+    def blanks(self, width: int, height: int) -> dict[str, Any]:
+        """Images for what can be started from and what is needed, all transparent, by the pipeline's names."""
+        from PIL import Image
+
+        wanted = [name for name in self.takes if name == "image" or name in self.needs]
+        blank = Image.new("RGBA", (width, height))
+        images = [
+            name for name in wanted if _kind(name) in ("image", "images") or (name in self.needs and name != self.mask)
+        ]
+        return {name: [blank] * self.exactly[name] if name in self.exactly else blank for name in images}
 
     def prepare(self, found: Mapping[str, Any], rate: int | None) -> dict[str, Any]:
         """The pipeline's arguments, as it takes them: images in RGB, videos as lists of images, sound as a tensor. The
@@ -125,6 +156,8 @@ class Inputs:
 
 def find_inputs(cls: type) -> Inputs:
     """The inputs of a pipeline class."""
+    from ..arch.modular import ModularCall
+
     parameters = inspect.signature(cls.__call__).parameters
     takes = _media_of(cls)
     code = _Code.of(cls)
@@ -135,6 +168,9 @@ def find_inputs(cls: type) -> Inputs:
         or (parameters[name].default is None and code is not None and not code.does_without(name))
     ]
     several = [name for name in takes if code is not None and name in code.lists]
+    if issubclass(cls, ModularCall):  # Its code is that of its blocks, which say so.
+        several = [name for name in takes if name in cls.lists]
+        return Inputs(tuple(takes), tuple(needs), tuple(several), beside=cls.beside, lacking=cls.lacking)
     return Inputs(tuple(takes), tuple(needs), tuple(several))
 
 

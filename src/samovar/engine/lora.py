@@ -268,9 +268,11 @@ def _load_file(pipeline: Any, file: Path, inner: str) -> None:
     """Load an adapter as diffusers does; what peft has saved goes to the denoiser."""
     config = file.parent / _PEFT_CONFIG
     if not (file.name == _FILES[1] and config.is_file()):
-        pipeline.load_lora_weights(
-            file.parent, weight_name=file.name, adapter_name=inner, use_safetensors=True, local_files_only=True
-        )
+        where = {"weight_name": file.name, "use_safetensors": True, "local_files_only": True}
+        if _is_packed_flux(pipeline):
+            _load_into_packed_flux(pipeline, file.parent, inner, where)
+        else:
+            pipeline.load_lora_weights(file.parent, adapter_name=inner, **where)
         return
     from safetensors.torch import load_file
 
@@ -280,6 +282,26 @@ def _load_file(pipeline: Any, file: Path, inner: str) -> None:
     weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
     denoiser: Any = next(iter(find_denoisers(pipeline).values()))
     denoiser.load_lora_adapter(weights, prefix=None, adapter_name=inner, metadata=settings)
+
+
+def _is_packed_flux(pipeline: Any) -> bool:
+    """Whether diffusers would compare an adapter with the shapes of weights that are packed into one dimension."""
+    from diffusers.loaders import FluxLoraLoaderMixin
+    from torch.nn import Linear
+
+    if not isinstance(pipeline, FluxLoraLoaderMixin):
+        return False
+    return any(isinstance(layer, Linear) and layer.weight.ndim == 1 for layer in pipeline.transformer.modules())
+
+
+def _load_into_packed_flux(pipeline: Any, folder: Path, inner: str, where: Mapping[str, Any]) -> None:
+    """As `load_lora_weights` does, without the comparison, which only control adapters need; peft knows the shapes."""
+    weights, alphas, metadata = pipeline.lora_state_dict(folder, return_alphas=True, return_lora_metadata=True, **where)
+    given = {"network_alphas": alphas, "adapter_name": inner, "metadata": metadata, "_pipeline": pipeline}
+    pipeline.load_lora_into_transformer(weights, transformer=pipeline.transformer, **given)
+    pipeline.load_lora_into_text_encoder(
+        weights, text_encoder=pipeline.text_encoder, prefix=pipeline.text_encoder_name, **given
+    )
 
 
 def _adapter_layers(pipeline: Any) -> list[Any]:

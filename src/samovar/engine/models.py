@@ -8,13 +8,15 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, SettingError, nearest
-from ..files import INDEX, brief, first_line, read_json, reading
+from ..files import INDEX, brief, first_line, index_file, reading
+from .controlnet import TASK as CONTROLLED
+from .controlnet import controlled_class, load_controlnets
 from .quantize import Quantization, check_saved, loading_arguments
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def find_model(model: str) -> Path | None:
         return BUILTIN_MODELS[model]
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # No path: too long, with a NUL, of an unknown user.
         folder = Path(model).expanduser()
-        if (folder / INDEX).is_file():
+        if index_file(folder).is_file():
             return folder
         if _HUB_NAME.fullmatch(model) and not folder.is_dir():
             return None
@@ -57,7 +59,7 @@ def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:
     except (OSError, ValueError) as error:  # Not there, or no network.
         parent = Path(model).expanduser().parent
         if parent.is_dir():
-            here = sorted(folder.parent.name for folder in parent.glob(f"*/{INDEX}"))
+            here = sorted(folder.name for folder in parent.iterdir() if index_file(folder).is_file())
             found = f" It has {', '.join(map(repr, here))}." if here else ""
             raise ModelError(f"There is no model {Path(model).name!r} in the folder {str(parent)!r}.{found}") from error
         raise ModelError(
@@ -129,18 +131,26 @@ class _Missing(logging.Handler):
             raise ModelError(f"{folder} lacks the weights {self.weights[0]!r}{more}. Download or save it again.")
 
 
-def find_loader(folder: Path, *, trust_remote_code: bool = False, task: str | None = None) -> Any:
-    """The class that the folder's index names, or the one of its family for a task. Importing it takes most of the time
-    until the first image."""
+def find_loader(
+    folder: Path, *, trust_remote_code: bool = False, task: str | None = None, controlnets: Sequence[str] = ()
+) -> Any:
+    """The class that the folder's index names, or the one of its family for a task or with ControlNets. Importing it
+    takes most of the time until the first image."""
     from ..arch.folder import check_folder, pipeline_class
 
     index = check_folder(folder, trust_remote_code=trust_remote_code)
     diffusers = load_diffusers()
     if isinstance(index.get("_class_name"), list):
-        if task is not None:
-            raise ModelError(f"{folder} comes with a class of its own, so a task cannot be chosen. Leave out task.")
+        if task is not None or controlnets:
+            what = "task cannot be chosen. Leave out task" if task else "ControlNet has no place. Leave out controlnet"
+            raise ModelError(f"{folder} comes with a class of its own, so a {what}.")
         return diffusers.DiffusionPipeline  # It finds the class in the folder.
     cls = pipeline_class(folder, index)
+    if task == CONTROLLED and not controlnets and not isinstance(index.get("controlnet"), list):
+        message = f"task={task!r} needs a ControlNet, and {folder} has none. Give its folder as controlnet."
+        raise SettingError(message, param="controlnet")
+    if controlnets or task == CONTROLLED:
+        return controlled_class(cls, task)
     return cls if task is None else class_for_task(cls, task)
 
 
@@ -154,7 +164,7 @@ def class_for_task(cls: Any, task: str) -> Any:
     if task in found:
         return found[task]
     if task not in tables:
-        raise SettingError(f"task={task!r} is not a task. {nearest(task, tables)}", param="task")
+        raise SettingError(f"task={task!r} is not a task. {nearest(task, [*tables, CONTROLLED])}", param="task")
     known = f"With it: {', '.join(sorted(found))}." if found else "Leave out task."
     raise SettingError(f"task={task!r}: diffusers has no pipeline for it like {cls.__name__}. {known}", param="task")
 
@@ -167,13 +177,16 @@ def load_pipeline(
     quantization: Quantization | None = None,
     components: Mapping[str, Any] | None = None,
     task: str | None = None,
+    controlnets: Sequence[str] = (),
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
-    from ..arch.folder import check_loaded
+    from ..arch.folder import check_loaded, read_index
 
-    loader = find_loader(folder, trust_remote_code=trust_remote_code, task=task)
-    check_saved(folder, read_json(folder / INDEX))
+    loader = find_loader(folder, trust_remote_code=trust_remote_code, task=task, controlnets=controlnets)
+    check_saved(folder, read_index(folder))
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
+    if controlnets:
+        given["controlnet"] = load_controlnets(controlnets, loader, folder, dtype)
     given |= components or {}
     if quantization is not None:
         given |= loading_arguments(folder, dtype, quantization)

@@ -59,7 +59,9 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
     """Latents as the VAE takes them: unpacked, one frame, in its scale."""
     if latents.ndim == 3 and hasattr(pipeline.vae, "bn"):
         return _unpatched(pipeline, latents, size)
-    if latents.ndim == 3:
+    if latents.ndim == 3 and not hasattr(pipeline, "_unpack_latents"):
+        latents = _from_quads(pipeline, latents, size)
+    elif latents.ndim == 3:
         unpack = pipeline._unpack_latents
         names = tuple(inspect.signature(unpack).parameters)
         if names[:4] == ("latents", "num_frames", "height", "width"):
@@ -106,6 +108,14 @@ def _as_many_axes(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     if latents.ndim == 5 and not has_frames:
         return latents[:, :, 0]
     return latents.unsqueeze(2) if latents.ndim == 4 and has_frames else latents
+
+
+def _from_quads(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """The same for modular pipelines, whose blocks make a token of 2x2 latents. A VAE for videos wants a frame."""
+    rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in size)
+    quads = latents.reshape(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    image = quads.reshape(len(latents), -1, 2 * rows, 2 * columns)
+    return image[:, :, None] if "z_dim" in pipeline.vae.config else image
 
 
 def _first_frame(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

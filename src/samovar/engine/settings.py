@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..aliases import accept_aliases
 from ..errors import SettingError, nearest
+from .controlnet import ControlNetSetting, read_controlnets
 from .lora import LoraSetting, check_sources
 from .models import find_model
 from .placement import DevicesSetting, place_replicas, read_gpus
@@ -68,7 +69,10 @@ class OmniDiffusionConfig:
     """Whether Python files that come with the model may run."""
     task: str | None = None
     """What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", "inpaint",
-    "text2video", "image2video", "video2video" ... By default what its folder says."""
+    "text2video", "image2video", "video2video" ..., or "controlnet". By default what its folder says."""
+    controlnet: ControlNetSetting = None
+    """A ControlNet that guides the model: a folder or a name on the hub, or a list of them. It goes with task
+    "img2img" and "inpaint", too, where the family has such a pipeline."""
     cache: CacheSetting = None
     """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`. True is
     "auto"."""
@@ -91,15 +95,24 @@ class OmniDiffusionConfig:
     attention: str | None = None
     """Other kernels for attention: "cudnn", "flash", "flash3", "sage" or another backend of diffusers. The first
     forward compares them with the default, which stays where they do not agree."""
-    vae_tiling: bool = False
-    """Decode in tiles, which are blended: less memory for large images, and slightly other pixels."""
-    vae_slicing: bool = False
-    """Decode the images of a batch one after the other: less memory."""
+    compile_cache: str | None = None
+    """A folder that keeps compiled blocks, so that a worker that is started again need not compile them. By default
+    torch's own. Files in it are run as code."""
+    vae_tiling: bool | None = None
+    """Decode in tiles, which are blended: less memory for large images, and slightly other pixels. By default only if
+    `gpu_memory` is not enough otherwise."""
+    vae_slicing: bool | None = None
+    """Decode the images of a batch one after the other: less memory. Likewise."""
+    vae_channels_last: bool = False
+    """Decode with channels last: faster on most GPUs, with other last bits."""
     warm_up: bool | None = None
     """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
     does so with `compile`."""
     max_batch: int = 1
     """Most images computed at once. Above 1, an image may differ in its last bits from one computed alone."""
+    overlap: bool = False
+    """Whether a worker of AsyncOmni encodes the text of the next request, and decodes the last image, while it denoises
+    another, if there is enough memory. Same bits. For models that stay on the device as a whole."""
     max_queue: int = 16
     """Most requests that wait in AsyncOmni's queue."""
     step_timeout_s: float = 60.0
@@ -128,12 +141,32 @@ class OmniDiffusionConfig:
             )
         self._check_defaults()
         check_sources(self.lora)
+        read_controlnets(self.controlnet)
         self.lora_bytes  # noqa: B018 - It is checked by being read.
         if self.loss is not None:
             check_loss(self.loss, self.quantization, self.attach_config.offload)
         if self.num_ranks > 1:
             self._check_gpus()
         self.gpus  # noqa: B018 - Likewise.
+        if self.overlap:
+            self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        from ..cache import AutoConfig, TeaCacheConfig
+
+        attached = self.attach_config
+        own_cache = attached.cache is None or isinstance(attached.cache.settings, (AutoConfig, TeaCacheConfig))
+        reasons = {
+            "offload": attached.offload is not None and "moves weights that two requests would use",
+            "parallel": self.num_ranks > 1 and "needs all ranks for one request",
+            "lora": bool(self.lora) and "changes weights that two requests would use",
+            "compile": bool(self.compile) and "records one request's work on the device",
+            "cache": not own_cache and "does not tell two requests apart",
+        }
+        for name, reason in reasons.items():
+            if reason:
+                message = f"overlap=True cannot be combined with {name}, which {reason}. Leave out one of them."
+                raise SettingError(message, param="overlap")
 
     def _check_kinds(self) -> None:
         for field in fields(self):
@@ -202,6 +235,8 @@ class OmniDiffusionConfig:
             attention=self.attention,
             vae_tiling=self.vae_tiling,
             vae_slicing=self.vae_slicing,
+            vae_channels_last=self.vae_channels_last,
+            compile_cache=self.compile_cache,
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             exclude=self.exclude,

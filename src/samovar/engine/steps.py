@@ -26,8 +26,8 @@ Slot = tuple[int, int]
 
 
 class StepWatch:
-    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share; `size`
-    is that of a request which says none."""
+    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share;
+    `end_steps` is called after the last one; `size` is that of a request which says none."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class StepWatch:
         slots: Sequence[Slot],
         listener: Listener,
         agree: Callable[[bool], bool],
+        end_steps: Callable[[], None] = lambda: None,
         size: tuple[int, int] | None = None,
     ) -> None:
         self.no_preview = f"{type(pipeline).__name__} does not show its latents between steps"
@@ -48,6 +49,9 @@ class StepWatch:
         self._slots = slots
         self._listener = listener
         self._agree = agree
+        self._end_steps = end_steps
+        self.last_stats: Any = None
+        """The cache's `stats()` after the last step, if the pipeline calls back."""
         self._run = Run(pipeline, None)
         self._began = time.perf_counter()
         self._before: torch.Tensor | None = None
@@ -57,11 +61,14 @@ class StepWatch:
     def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """The callback for the pipeline."""
         self.end_step(step, tensors.get("latents"))
+        if step + 1 == self._run.total():
+            self.last_stats = None if self._cache is None else self._cache.stats()
+            self._end_steps()
         return tensors
 
-    def end_step(self, step: int, latents: Any) -> None:
-        """Step `step`, counted from 0, has ended with these latents."""
-        total = max(self._run.total() or 0, step + 1)
+    def end_step(self, step: int, latents: Any, total: int | None = None) -> None:
+        """Step `step` of `total`, counted from 0, has ended with these latents."""
+        total = max(total or self._run.total() or 0, step + 1)
         if isinstance(latents, torch.Tensor):
             self._check(latents, step, total)  # Waits for the device, so the time below is right.
         seconds = time.perf_counter() - self._began
@@ -166,6 +173,7 @@ class _StepHook(ModelHook):
         self._watch = watch
         self._step: int | None = None
         self._first = 0
+        self._total: int | None = None
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         position = self._run.position()
@@ -173,12 +181,15 @@ class _StepHook(ModelHook):
             self._watch.check_cancelled()
         elif self._step is None:
             self._step = self._first = position.step
+            left = position.total - position.step  # Fewer than the scheduler has where an image is redrawn.
+            self._total = min(left, self._run.total() or left)
         elif position.step > self._step:
-            self._watch.end_step(self._step - self._first, args[0] if args else kwargs.get("hidden_states"))
+            latents = args[0] if args else kwargs.get("hidden_states")
+            self._watch.end_step(self._step - self._first, latents, self._total)
             self._step = position.step
         return args, kwargs
 
     def end(self) -> None:
         """Report the last step, which no later call ends."""
         if self._step is not None:
-            self._watch.end_step(self._step - self._first, None)
+            self._watch.end_step(self._step - self._first, None, self._total)

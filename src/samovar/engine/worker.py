@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import random
 import threading
@@ -14,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from PIL import Image
-
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from ..offload.sizes import parse_bytes
+from .calling import call_pipeline
+from .controlnet import controlnet_bytes, read_controlnets
 from .facts import facts_of
+from .lanes import Lanes, must_be_alone
 from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .outputs import output_fields, take_outputs
+from .patience import shape_of
 from .planning import choose_quantization
 from .quantize import Quantization
 from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, saved_defaults
@@ -50,31 +51,13 @@ class Usage(NamedTuple):
     """Weights copied to the device so far."""
 
 
-def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any]) -> Any:
-    """What one pipeline call returns, for each prompt and seed."""
-    import torch
-
-    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
-    if len(prompts) == 1:
-        call |= {"prompt": prompts[0], "generator": generators[0]}
-    elif "negative_prompt" in call:
-        call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
-    if not any(prompts) and "prompt" not in inspect.signature(pipeline.__call__).parameters:
-        del call["prompt"]
-    try:
-        return pipeline(**call)
-    except SettingError:
-        raise
-    except ValueError as error:  # How diffusers pipelines refuse a setting.
-        raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}") from error
-
-
 def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
     """Refuse settings that come too late for a pipeline that is loaded."""
     name = type(pipeline).__name__
     if config.task is not None:
         raise SettingError(f"This {name} is loaded, so its task is decided. Leave out task.", param="task")
+    if config.controlnet is not None:
+        raise SettingError(f"This {name} is loaded. Load it with its ControlNet.", param="controlnet")
     if config.quantised() is not None or config.loss not in (None, "exact"):
         raise SettingError(
             f"Weights are quantised while they are loaded, and this {name} is loaded. Give the model's name or folder, "
@@ -101,34 +84,50 @@ class Worker:
         self, config: OmniDiffusionConfig, pipeline: Any = None, components: Mapping[str, Any] | None = None
     ) -> None:
         """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
-        import torch
+        from ..arch.modular import adapt
 
-        from ..cache import AutoConfig
-        from ..compose import Attached
-
-        self._tuned, self._no_preview = saved_defaults(config.cache), ""
+        self._tuned, self._restore = saved_defaults(config.cache), _nothing
         self.device = config.execution_device()
         defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
         if pipeline is None:
             folder = _folder_of(config)
             defaults = config.sampling_defaults(folder)
-            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, task=config.task)
+            which = {"task": config.task, "controlnets": read_controlnets(config.controlnet)}
+            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, **which)  # type: ignore[arg-type]
             if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
                 output_fields(loader)
             started = time.perf_counter()  # Imports do not count as loading.
             dtype = resolve_dtype(config.dtype, self.device)
             quantised, self._why_quantised = self._quantization(config, folder, dtype, defaults)
-            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, "task": config.task}
+            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, **which}
             pipeline = load_pipeline(folder, dtype, components=components, **how)  # type: ignore[arg-type]
             # A bar is shown on a terminal (None), not in a file.
             is_shown = config.progress and os.environ.get("RANK", "0") == "0"
             pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
         else:
             _check_not_for_loading(config, pipeline)
+            self._restore = adapt(pipeline)
             if config.device is None:
                 self.device = pipeline.device  # Where its owner put it.
         self.pipeline = pipeline
+        try:
+            self._attach(config, defaults)
+        except BaseException:
+            self._restore()
+            raise
+        self.load_seconds = time.perf_counter() - started
+        self._lock = threading.Lock()
+        """One call at a time, without lanes: they share the scheduler, which counts the steps."""
+
+    def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams) -> None:
+        """Attach the features to the pipeline, and know what it takes and makes."""
+        import torch
+
+        from ..cache import AutoConfig
+        from ..compose import Attached
+
+        pipeline = self.pipeline
         self.facts = facts_of(pipeline, defaults)
         self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
         offload = config.attach_config.offload
@@ -154,9 +153,7 @@ class Worker:
             self._unload_adapters()
             raise
         self.facts = replace(self.facts, explanation=self.explain())
-        self.load_seconds = time.perf_counter() - started
-        self._lock = threading.Lock()
-        """One call at a time: they share the scheduler, which counts the steps."""
+        self._lanes = Lanes(pipeline, self.device, self._attached.cache, 2 if config.overlap else 1)
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
@@ -180,23 +177,32 @@ class Worker:
             return config.quantised(), "asked for" if config.quantization else ""
         size = {"height": defaults.height, "width": defaults.width, "batch": config.max_batch}
         is_alone = config.num_ranks == 1
+        if config.controlnet is not None and offload.gpu_memory is not None:
+            beside = controlnet_bytes(read_controlnets(config.controlnet))
+            budget = parse_bytes(offload.gpu_memory, "gpu_memory") or 0
+            offload = replace(offload, gpu_memory=max(1, budget - beside))
         return choose_quantization(folder, dtype, self.device, offload, size, config.loss, is_alone=is_alone)
 
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
         """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a
         call for several fails, each is tried alone."""
-        with self._lock:
+        with self._lock if self.num_lanes == 1 else contextlib.nullcontext():
             return self._run(requests, listener or SILENT)
+
+    @property
+    def num_lanes(self) -> int:
+        """Calls of `run` that go on at the same time, from as many threads."""
+        return self._lanes.count
 
     def warm_up(self) -> float:
         """Make an image of the default size, and return how many seconds it took. Two steps show everything, unless a
         cache learns from all of them."""
         started = time.perf_counter()
         steps = None if self._attached.cache is not None or "num_inference_steps" not in self.facts.takes else 2
-        params, image = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps), None
-        if self.facts.can_edit:
-            image = Image.new("RGBA", (self.facts.defaults.width or 512, self.facts.defaults.height or 512))
-        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image)])
+        params = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps)
+        inputs = self.facts.inputs.blanks(self.facts.defaults.width or 512, self.facts.defaults.height or 512)
+        image = inputs.pop("image", None)
+        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image, inputs=inputs)])
         if isinstance(outcome, SamovarError):
             raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
         return time.perf_counter() - started
@@ -223,8 +229,10 @@ class Worker:
 
     def close(self) -> None:
         """Detach everything from the pipeline, which frees its memory."""
+        self._lanes.close()
         self._attached.detach()
         self._unload_adapters()
+        self._restore()
 
     def _unload_adapters(self) -> None:
         if self._adapters is not None:
@@ -233,12 +241,15 @@ class Worker:
     def _run(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         ready: dict[int, Request] = {}
+        lengths: dict[int, int] = {}
         for index, request in enumerate(requests):
             try:
                 self.facts.check(request)
             except SettingError as error:
                 outcomes[index] = error
                 continue
+            with self._lanes.before_steps():
+                lengths[index] = self._num_tokens(request)
             params = self.facts.completed(request)
             seed = self._from_first_rank(random.randrange(2**32)) if params.seed is None else params.seed
             ready[index] = replace(request, params=replace(params, seed=seed))
@@ -251,20 +262,22 @@ class Worker:
                     outcomes |= dict.fromkeys(ready.keys() - outcomes.keys(), error)
                 elif len(batch) == 1:
                     outcomes |= dict.fromkeys(batch, error)
-        return [self._with_notes(request, outcomes[index]) for index, request in enumerate(requests)]
+        return [
+            self._with_notes(request, outcomes[index], lengths.get(index, 0)) for index, request in enumerate(requests)
+        ]
 
     def _run_batch(self, batch: Mapping[int, Request], listener: Listener) -> dict[int, Outcome]:
         slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
         made: dict[int, list[tuple[Any, int]]] = {index: [] for index in batch}
         cache = self._cache_for(next(iter(batch.values())))
-        stats: list[Any] = []
-        started = time.perf_counter()
+        stats, started = list[Any](), time.perf_counter()
         for first in range(0, len(slots), self.max_batch):
             together = slots[first : first + self.max_batch]
-            for (index, number), outputs in zip(together, self._call(batch, together, listener), strict=True):
+            called, found, why = self._call(batch, together, listener)
+            for (index, number), outputs in zip(together, called, strict=True):
                 made[index] += [(output, batch[index].seeds[number]) for output in outputs]
             if cache is not None:
-                stats.append(cache.stats())
+                stats.append(found)
         seconds = time.perf_counter() - started
         return {
             index: GenerationResult(
@@ -275,12 +288,15 @@ class Worker:
                 seconds,
                 cache=tuple(stats),
                 lora=request.lora,
+                notes=(f"there was no preview: {why}",) if request.num_previews and why else (),
             )
             for index, request in batch.items()
         }
 
-    def _call(self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener) -> list[list[Any]]:
-        """What one pipeline call makes for each slot."""
+    def _call(
+        self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener
+    ) -> tuple[list[list[Any]], Any, str]:
+        """What one pipeline call makes for each slot, the cache's `stats()`, and why there was no preview."""
         import torch
 
         from .steps import StepWatch, follow_steps
@@ -291,18 +307,21 @@ class Worker:
             call["output_type"] = "np"
         prompts = [batch[index].prompt for index, _ in slots]
         seeds = [batch[index].seeds[number] for index, number in slots]
-        cache = self._cache_for(lead)
-        agree = lambda flag: bool(self._from_first_rank(flag))  # noqa: E731
-        watch = StepWatch(self.pipeline, cache, batch, slots, listener, agree, self.facts.size)
+        cache, agree = self._cache_for(lead), lambda flag: bool(self._from_first_rank(flag))
         try:
-            if self._adapters is not None:
-                self._adapters.use(lead.lora)
-            exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
-            tolerating = self._attached.tolerating(lead.tolerance)
-            with exactly, tolerating, follow_steps(watch, self.pipeline, call, self.facts.takes):
-                output = call_pipeline(self.pipeline, prompts, seeds, call)
-                self._no_preview = watch.no_preview
-                return take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
+            shape = shape_of([lead], self.facts), len(slots)
+            with self._lanes.calling(shape, must_be_alone(batch.values())) as lane:
+                if self._adapters is not None:
+                    self._adapters.use(lead.lora)
+                exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
+                tolerating = self._attached.tolerating(lead.tolerance)
+                watch = StepWatch(lane.pipeline, cache, batch, slots, listener, agree, lane.end_steps, self.facts.size)
+                with exactly, tolerating, follow_steps(watch, lane.pipeline, call, self.facts.takes):
+                    output = call_pipeline(lane.pipeline, prompts, seeds, call, lane.note_draws, is_alone=lane.is_alone)
+                    made = take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
+                    # Of two lanes, another call may have begun since the steps of this one.
+                    found = watch.last_stats if self.num_lanes > 1 else None
+                    return made, found or (None if cache is None else cache.stats()), watch.no_preview
         except SamovarError:
             raise
         except BaseException as error:
@@ -331,17 +350,22 @@ class Worker:
         dist.broadcast(shared, src=0)
         return int(shared.item())
 
-    def _with_notes(self, request: Request, outcome: Outcome) -> Outcome:
-        """Add notes on a prompt that was truncated, on what had no effect, and on a cache tuned for another."""
+    @property
+    def _tokenizer(self) -> Any:
+        return getattr(self.pipeline, "tokenizer_2", None) or getattr(self.pipeline, "tokenizer", None)
+
+    def _num_tokens(self, request: Request) -> int:
+        tokenizer = self._tokenizer
+        return 0 if tokenizer is None else len(tokenizer(request.prompt, truncation=False, verbose=False).input_ids)
+
+    def _with_notes(self, request: Request, outcome: Outcome, length: int) -> Outcome:
+        """Add notes on a prompt that was truncated, on guidance without effect, and on a cache tuned for another."""
         if not isinstance(outcome, GenerationResult):
             return outcome
-        notes = []
-        tokenizer = getattr(self.pipeline, "tokenizer_2", None) or getattr(self.pipeline, "tokenizer", None)
-        if tokenizer is not None:
-            limit = outcome.params.max_sequence_length or tokenizer.model_max_length
-            length = len(tokenizer(request.prompt, truncation=False, verbose=False).input_ids)
-            if length > limit:
-                notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
+        notes = list(outcome.notes)
+        limit = outcome.params.max_sequence_length or int(getattr(self._tokenizer, "model_max_length", length))
+        if length > limit:
+            notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
         config = getattr(getattr(self.pipeline, "transformer", None), "config", {})
         if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
             notes.append("guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale")
@@ -349,8 +373,6 @@ class Worker:
         for video in outcome.videos:
             if request.params.num_frames not in (None, len(video)):
                 notes.append(f"{asked} frames were asked for, and the model makes {len(video)}")
-        if request.num_previews and self._no_preview:
-            notes.append(f"there was no preview: {self._no_preview}")
         if not request.exact:
             tuned, used = self._tuned.given(), outcome.params.given()
             notes += [
@@ -359,6 +381,10 @@ class Worker:
                 if name in tuned and used.get(name, tuned[name]) != tuned[name]
             ]
         return replace(outcome, notes=(*notes, *self.facts.output.notes))
+
+
+def _nothing() -> None:
+    """What restores a pipeline that is nobody else's."""
 
 
 def _resident_bytes() -> int:

@@ -7,7 +7,8 @@ recorded, so each call's are copied there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,27 +26,38 @@ class Unsuitable(Exception):
 def read_form(given: Any) -> tuple[Hashable, list[torch.Tensor]]:
     """A key that calls of one form share, and the tensors, each once. Unsuitable if something cannot be compared."""
     found: dict[int, tuple[int, torch.Tensor]] = {}
-    return _key(given, found), [tensor for _, tensor in found.values()]
+    structure = _structure(given, found)
+    tensors = [tensor for _, tensor in found.values()]
+    if not all(map(is_plain, tensors)) or any(map(_is_meta, tensors)) or set(map(_layout, tensors)) - _STRIDED:
+        raise Unsuitable("an argument is a tensor of a kind that cannot be copied in place")
+    try:
+        return (structure, tuple(map(_shape, tensors)), tuple(map(_stride, tensors)), *map(_kind, tensors)), tensors
+    except RuntimeError as error:  # Nested ones have none.
+        raise Unsuitable("an argument is a tensor without strides") from error
 
 
-def _key(value: Any, found: dict[int, tuple[int, torch.Tensor]]) -> Hashable:
+_ATOMS = (*tree.ATOMS, np.generic)
+_shape, _stride, _is_meta = attrgetter("shape"), torch.Tensor.stride, attrgetter("is_meta")
+_kind, _layout = attrgetter("dtype", "device"), attrgetter("layout")
+_STRIDED = {torch.strided}
+
+
+def _structure(value: Any, found: dict[int, tuple[int, torch.Tensor]]) -> Hashable:
+    """A value with a number in place of each of its tensors, which are collected."""
     if isinstance(value, torch.Tensor):
-        place, _ = found.setdefault(id(value), (len(found), value))
-        if not is_plain(value) or not tree.is_comparable(value) or value.is_conj() or value.is_neg():
-            raise Unsuitable(f"an argument is a {type(value).__name__} of a kind that cannot be copied in place")
-        return place, value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, (*tree.ATOMS, np.generic)):
+        return found.setdefault(id(value), (len(found), value))[0]
+    if isinstance(value, _ATOMS):
         return type(value), value
     if type(value) in (list, tuple):
-        return type(value), *[_key(part, found) for part in value]
+        return type(value), *[_structure(part, found) for part in value]
     if type(value) is dict:
-        return dict, *[(name, _key(part, found)) for name, part in value.items()]
+        return dict, *value, *[_structure(part, found) for part in value.values()]
     leaves = list(tree.leaves(value))
     if any(leaf is value for _, leaf in leaves):
         if isinstance(value, (list, tuple, dict, set, frozenset)) and not value:
             return type(value)
         raise Unsuitable(f"an argument is a {type(value).__name__}, which cannot be compared")
-    return type(value), *[(path, _key(leaf, found)) for path, leaf in leaves]
+    return type(value), *[(path, _structure(leaf, found)) for path, leaf in leaves]
 
 
 class Places:
@@ -61,9 +73,12 @@ class Places:
         by_id = {id(tensor): place for tensor, (_, place) in zip(tensors, made, strict=True)}
         self._given: Any = tree.map_tensors(lambda tensor: by_id[id(tensor)], given)
         self.fill(tensors)
+        self.held: list[torch.Tensor] | None = None
+        """What was copied in last, until it is used or no longer needed."""
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
         """Copy the tensors of a call in."""
+        self.held = tensors
         if self._has_cuts:
             tensors = [tensor[cut] if cut else tensor for tensor, cut in zip(tensors, self._cuts, strict=True)]
         copy_each(self._targets, tensors)
@@ -85,6 +100,8 @@ def _cut(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 def _place_for(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for a tensor, and that memory in the tensor's form. Unsuitable if its elements overlap."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise Unsuitable("an argument is a tensor that torch conjugates or negates where it is read")
     once = tensor[_cut(tensor)]
     spans = sorted((stride, size) for size, stride in zip(once.shape, once.stride(), strict=True) if size > 1)
     end = 0
@@ -96,9 +113,16 @@ def _place_for(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return target, target.expand(tensor.shape) if target.shape != tensor.shape else target
 
 
-def copied(output: Any) -> Any:
-    """An output that no replay overwrites."""
-    return tree.map_tensors(torch.clone, output)
+def copier(output: Any) -> Callable[[], Any]:
+    """Makes copies of an output, which no replay overwrites."""
+    if isinstance(output, torch.Tensor):
+        return output.clone
+    if isinstance(output, tree.ATOMS):
+        return lambda: output
+    if isinstance(output, tuple):
+        parts = [copier(part) for part in output]
+        return lambda: tree.sequence_like(output, [part() for part in parts])
+    return lambda: tree.map_tensors(torch.clone, output)
 
 
 def has_same_bits(one: Any, other: Any) -> bool:
@@ -111,9 +135,8 @@ def has_same_bits(one: Any, other: Any) -> bool:
 
 
 def _without_strides(form: Any) -> Any:
-    if isinstance(form, tuple) and len(form) == 5 and isinstance(form[1], torch.Size):
-        return form[0], form[1], form[3], form[4]
-    return tuple(map(_without_strides, form)) if isinstance(form, tuple) else form
+    structure, shapes, _, *kinds = form
+    return structure, shapes, kinds
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

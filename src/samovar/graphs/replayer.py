@@ -13,6 +13,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from ..trace.shadow import TrialFailed, trial
 from .audit import Audit
 from .config import GraphsConfig
 from .constants import Constants
-from .forms import Places, Unsuitable, copied, has_same_bits, read_form
+from .forms import Places, Unsuitable, copier, has_same_bits, read_form
 from .recorders import Recorder, Recording, recorder_for
 from .snapshot import Snapshot, obstacle
 
@@ -46,6 +48,8 @@ class Recorded(NamedTuple):
 
     places: Places
     recording: Recording
+    copy: Callable[[], Any]
+    """Makes a copy of its output."""
     snapshot: Snapshot
     constants: list[torch.Tensor]
     """Held, since a replay reads them."""
@@ -103,6 +107,7 @@ class Replayer:
         self._lock = threading.RLock()
         self._replayed = self._run = 0
         self._reasons: dict[str, None] = {}
+        self._ahead = _Ahead()
         self._refused: OrderedDict[Hashable, int] = OrderedDict()
         """By function: how often it was not replayed for a reason that may stay."""
 
@@ -120,14 +125,33 @@ class Replayer:
         self._refused[what] += 1
         return not _is_power_of_two(self._refused[what])  # Reasons may go.
 
-    def __call__(self, what: Hashable, function: Function, given: Any, idle: Collection[torch.nn.Module] = ()) -> Any:
+    @contextlib.contextmanager
+    def ahead(self, what: Hashable, given: Any) -> Iterator[None]:
+        """Inside, such a call needs only be launched. Nothing that was given may change meanwhile."""
+        one: Recorded | None = None
+        with contextlib.suppress(Unsuitable):
+            call = self._read(what, given)
+            with call.recorder.lock:
+                one = call.form.variants[0] if call.form.variants else None
+                if one is not None and one.snapshot.is_in_place():
+                    one.places.fill(call.tensors)
+                    self._ahead.call = call
         try:
-            key, tensors = read_form(given)
-            recorder = self._recorder(tensors)
-        except Unsuitable as why:
-            self._refuse(what, str(why))
-            return self._plainly(function, given)
-        form = self._form((what, key, *_surroundings(tensors[0].device)))
+            yield
+        finally:
+            self._ahead.call = None
+            if one is not None:
+                one.places.held = None
+
+    def __call__(self, what: Hashable, function: Function, given: Any, idle: Collection[torch.nn.Module] = ()) -> Any:
+        call = self._ahead.call
+        if call is None or call.what != what or not _is_same(call.given, given):
+            try:
+                call = self._read(what, given)
+            except Unsuitable as why:
+                self._refuse(what, str(why))
+                return self._plainly(function, given)
+        form, recorder, tensors = call.form, call.recorder, call.tensors
         if form.variants and (replayed := self._replay(form, recorder, tensors)) is not None:
             return replayed.output
         form.misses += 1
@@ -138,6 +162,12 @@ class Replayer:
             return self._record(what, form, recorder, function, _Given(given, tensors, idle))
         finally:
             self._lock.release()
+
+    def _read(self, what: Hashable, given: Any) -> _Call:
+        """Unsuitable if this call cannot be replayed, whatever was recorded."""
+        key, tensors = read_form(given)
+        recorder = self._recorder(tensors)
+        return _Call(what, given, tensors, recorder, self._form((what, key, *_surroundings(tensors[0].device))))
 
     def _recorder(self, tensors: list[torch.Tensor]) -> Recorder:
         """Unsuitable if this call cannot be replayed, whatever was recorded."""
@@ -181,11 +211,13 @@ class Replayer:
     def _replay(self, form: _Form, recorder: Recorder, tensors: list[torch.Tensor]) -> _Replayed | None:
         with recorder.lock:
             for number, one in enumerate(form.variants):
-                if not one.snapshot.is_in_place() or (number and not one.snapshot.is_current()):
-                    continue
-                one.places.fill(tensors)
+                if one.places.held is not tensors:  # Else all of this was done ahead.
+                    if not one.snapshot.is_in_place() or (number and not one.snapshot.is_current()):
+                        continue
+                    one.places.fill(tensors)
                 one.recording.replay()
-                output = copied(one.recording.output)
+                one.places.held = None
+                output = one.copy()
                 if number or one.snapshot.is_current():  # Seen while the device computes.
                     form.variants.insert(0, form.variants.pop(number))
                     form.misses, form.replays = 0, form.replays + 1
@@ -236,7 +268,8 @@ class Replayer:
     ) -> Recorded:
         audit, constants = Audit(places.tensors, snapshot.weights), Constants(places.tensors[0].device)
         try:
-            with trial(places.tensors), constants, audit:
+            # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
+            with trial(places.tensors), torch.compiler.set_stance("force_eager"), constants, audit:
                 function(places.given())
         except TrialFailed as error:
             raise Unsuitable(f"trying it failed ({error})") from error
@@ -249,7 +282,35 @@ class Replayer:
         recording.replay()
         if not has_same_bits(recording.output, expected):
             raise _Never("a replay gives other bits than its forward")
-        return Recorded(places, recording, snapshot, [*audit.constants, *constants.tensors()])
+        copy = copier(recording.output)
+        return Recorded(places, recording, copy, snapshot, [*audit.constants, *constants.tensors()])
+
+
+class _Call(NamedTuple):
+    """A call that may be replayed."""
+
+    what: Hashable
+    given: Any
+    tensors: list[torch.Tensor]
+    recorder: Recorder
+    form: _Form
+
+
+class _Ahead(threading.local):
+    """The call that was prepared on this thread."""
+
+    call: _Call | None = None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two calls are given the very same: positional arguments, those by keyword, and nothing else."""
+    (args, kwargs, *rest), (others, named, *more) = one, other
+    return one is other or (
+        not (any(rest) or any(more))
+        and len(args) == len(others)
+        and kwargs.keys() == named.keys()
+        and all(map(is_, chain(args, kwargs.values()), chain(others, named.values())))
+    )
 
 
 class _Given(NamedTuple):

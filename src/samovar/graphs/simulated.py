@@ -28,7 +28,8 @@ class SimulatedRecorder:
 
     def record(self, function: Function) -> Recording:
         operations = _Operations()
-        with failing_as(Unsuitable, "capturing it failed"), operations:
+        eager: Any = torch.compiler.set_stance("force_eager")  # What a mode has seen, torch would not compile again.
+        with failing_as(Unsuitable, "capturing it failed"), eager, operations:
             output = function()
         return Recording(operations.replay, output, operations.num_bytes)
 

@@ -35,8 +35,9 @@ class Snapshot:
         """`idle`: modules that take no part."""
         modules = [module for module in model.modules() if module not in idle]
         entries = list(map(vars, modules))
-        self._held: list[Any] = [held for one in modules for held in (one._parameters, one._buffers) if held]
-        self._flat = list(chain.from_iterable(map(dict.values, self._held)))
+        held: list[Any] = [held for one in modules for held in (one._parameters, one._buffers) if held]
+        self._held = [table.values() for table in held]
+        self._flat = list(chain.from_iterable(self._held))
         self.weights = take_apart(tensor for tensor in self._flat if tensor is not None).plain
         self._addresses = list(map(_data_ptr, self.weights))
         told = [vars(module) for module in modules if type(module).__module__ not in _SIMPLE]
@@ -64,7 +65,7 @@ class Snapshot:
             return False
         if not all(map(is_, map(type, self._modules), self._types)):
             return False
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._flat)):
+        if not all(map(is_, chain.from_iterable(self._held), self._flat)):
             return False
         if not all(table.get(name) is value for table, name, value in self._named):
             return False

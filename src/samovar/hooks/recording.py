@@ -23,6 +23,9 @@ class Recorder(Protocol):
         function: one of the same name does the same for inputs of the same form. `idle`: modules that it does not
         call."""
 
+    def ahead(self, what: Hashable, given: Any) -> contextlib.AbstractContextManager[None]:
+        """Inside, such a function needs only be launched: for those who first wait for the device."""
+
     def refuses(self, what: Hashable) -> bool:
         """Whether such a function is known to run each time, so that it need not be asked for."""
 

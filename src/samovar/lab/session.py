@@ -78,6 +78,9 @@ class Journal:
         save_file({"images": images.detach().cpu().contiguous()}, part)
         part.replace(self.folder / f"{name}.safetensors")
 
+    def has_images(self, name: str) -> bool:
+        return (self.folder / f"{name}.safetensors").is_file()
+
     def load_images(self, name: str) -> torch.Tensor:
         from safetensors.torch import load_file
 
@@ -222,7 +225,20 @@ class Session:
         return f"{self._name} {method.key} {number}".strip()
 
     def _reference(self, number: int) -> torch.Tensor:
-        return self.journal.load_images(f"{self._name or 'exact'}-{number}")
+        return self.journal.load_images(self._reference_name(number))
+
+    def _reference_name(self, number: int) -> str:
+        return f"{self._name or 'exact'}-{number}"
+
+    def _make_lost_references(self, numbers: Sequence[int]) -> None:
+        """Values are small and images large: who moves a journal elsewhere may leave the images behind."""
+        lost = [number for number in numbers if not self.journal.has_images(self._reference_name(number))]
+        if lost:
+            batches = self.runner.batches(self.tasks)
+            with self.runner.under(EXACT) as make:
+                for number in lost:
+                    self.progress.say(f"exact images again: batch {number + 1} of {len(batches)}")
+                    self.journal.save_images(self._reference_name(number), make(batches[number]).images)
 
     def _batches(self, method: Method, is_exact: bool, folder: Path | None = None) -> list[dict[str, Any]]:
         batches = self.runner.batches(self.tasks)
@@ -235,6 +251,8 @@ class Session:
                 self.progress.say("warming up")
                 self.runner.warm_up(batches[0])
                 self._is_warm = True
+            if not is_exact:
+                self._make_lost_references([number for number, key in enumerate(keys) if key not in self.journal])
             before = self._exact_seconds or (self._time_exact() if times and not is_exact else None)
             with self.runner.under(method) as make:
                 for number, (key, tasks) in enumerate(zip(keys, batches, strict=True)):
@@ -274,7 +292,7 @@ class Session:
     def _record(self, number: int, key: str, made: Batch, is_exact: bool, folder: Path | None) -> None:
         if is_exact:
             if self._exact is None:  # Otherwise other methods were already compared with the saved ones.
-                self.journal.save_images(f"{self._name or 'exact'}-{number}", made.images)
+                self.journal.save_images(self._reference_name(number), made.images)
             qualities = metrics.exactly_equal(made.images)
         else:
             qualities = metrics.measure(made.images, self._reference(number))

@@ -194,7 +194,8 @@ class _Planner:
             why = f" ({self._known.problem})" if self._known is not None and self._known.problem else ""
             note = f"activations are assumed to be {format_bytes(ASSUMED_ACTIVATIONS)} {which}{why}"
             self._notes = (*self._notes, note)
-        return needs | {name: known.get(name, ASSUMED_ACTIVATIONS) for name in unknown}
+        stay = {n: known[n] for n in names if n in known and n not in computing and self.budget is not None}
+        return needs | stay | {name: known.get(name, ASSUMED_ACTIVATIONS) for name in unknown}
 
     def plan(self) -> OffloadPlan:
         mode = self.config.mode

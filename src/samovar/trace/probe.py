@@ -21,13 +21,13 @@ from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Coverage, Kind, coverage, find_anatomy
 from ..arch.components import Role
 from ..arch.declarations import declaration_for
-from ..arch.folder import check_loaded
+from ..arch.folder import check_loaded, pipeline_class, read_index
 from ..arch.gguf_file import read_gguf
 from ..arch.modules import parameters_of, tensor_bytes, unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
-from ..files import reading
+from ..files import index_file, reading
 from ..hooks import NOT_BYPASSED
 from ..other_libraries import declared_plans, quantised_as
 from ..tensors import problem_of
@@ -270,7 +270,7 @@ def survey_pipeline(pipeline: Any) -> ModelReport:
 def survey_by_running(source: str) -> ModelReport:
     """Load a pipeline folder, run two steps, and report what was seen on the way."""
     folder = Path(source).expanduser()
-    if not (folder / "model_index.json").is_file():
+    if not index_file(folder).is_file():
         raise ModelError(
             f"{source!r} cannot be run; expected a local folder that holds a whole pipeline, with a "
             "model_index.json. Give one (hf download NAME --local-dir FOLDER), or inspect it without running it."
@@ -286,6 +286,7 @@ def _load(folder: Path) -> Any:
     import diffusers
     import transformers
 
+    cls = pipeline_class(folder, read_index(folder))
     for logging in (transformers.utils.logging, diffusers.utils.logging):
         logging.disable_progress_bar()  # Theirs are for people who load models by hand.
     _, parts = read_skeleton(str(folder))  # Refuses a broken folder with a better message, before weights are read.
@@ -294,7 +295,7 @@ def _load(folder: Path) -> Any:
     with reading(f"The pipeline in {folder}"), warnings.catch_warnings():
         # diffusers 0.38 knows only this name; later versions warn about it.
         warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=next(dtypes, None), **given)
+        pipeline = cls.from_pretrained(str(folder), torch_dtype=next(dtypes, None), **given)
     check_loaded(pipeline, folder).set_progress_bar_config(disable=True)
     return pipeline
 
@@ -337,9 +338,13 @@ def _report_component(name: str, part: Part) -> ComponentReport:
         return ComponentReport(name, part.role, part.cls.__name__)
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
     num_parameters = sum(p.numel() for p in part.module.parameters())
-    covered = coverage(part.module, anatomy) if anatomy and anatomy.stacks else None
+    covered = None
     with as_stored({name: part}):
         num_bytes = tensor_bytes([part.module])
+        if anatomy and anatomy.stacks:
+            stacks = [replace(stack, num_bytes=tensor_bytes(stack.modules(part.module))) for stack in anatomy.stacks]
+            anatomy = replace(anatomy, stacks=tuple(stacks))
+            covered = coverage(part.module, anatomy)
     kind = part.kind or quantised_as(part.module)
     return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered, kind)
 

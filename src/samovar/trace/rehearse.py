@@ -21,6 +21,7 @@ import torch
 
 from .. import tree
 from ..arch.components import ModuleDiscovery, is_denoiser_itself
+from ..arch.modular import called_as
 from ..arch.modules import unwrapped
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED
@@ -116,7 +117,7 @@ def _check_made(pipeline: str, asked: RequestSize, made: RequestSize | None) -> 
 
 def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
     """The calls to try: with all the images that the pipeline can be given and the longest prompt, then with less."""
-    takes = inspect.signature(pipeline.__call__).parameters
+    takes = inspect.signature(called_as(pipeline).__call__).parameters
     asked = _asked(type(pipeline).__name__, takes, size)
     fixed = {"num_inference_steps": _STEPS, "output_type": "pt", "return_dict": False}
     images = [name for name in takes if name in _IMAGES]
@@ -191,7 +192,7 @@ class _Rehearsing:
         """The pipeline with weightless components, for which the CPU is the device that it runs on."""
         answers = {module: self._answer(name) for name, module in self._components.items()}
         copier = WeightlessCopier(answers, sharded=False)
-        cls: Any = self._pipeline.__class__  # As it is without our hooks.
+        cls = called_as(self._pipeline)
         if isinstance(self._pipeline, torch.nn.Module):
             twin: Any = copier.copy(unwrapped(self._pipeline))
         else:

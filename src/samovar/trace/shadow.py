@@ -19,7 +19,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -294,6 +294,9 @@ def own(hook: Any) -> None:
     _own.add(hook)
 
 
+_version = attrgetter("_version")
+
+
 class Fingerprint:
     """The parts, weights, hooks and adapters of some modules, as they were."""
 
@@ -321,14 +324,14 @@ class Fingerprint:
         self._parts = [part for _, parts in self._held for part in parts]
         self._hook_tables = [hooks for hooks, _ in self._hooks]
         self._has_hooks = any(count for _, count in self._hooks)
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = list(map(_version, self._tensors))
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return (
             list(map(len, self._tables)) == self._lengths
             and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._parts))
-            and [tensor._version for tensor in self._tensors] == self._versions
+            and list(map(_version, self._tensors)) == self._versions
             and all(adapter_settings(module) == adapter for module, adapter in self._adapters)
             and (not (self._has_hooks or any(self._hook_tables)) or self._have_same_hooks())
             and all(

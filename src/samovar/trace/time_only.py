@@ -91,7 +91,8 @@ def _rehearse(model: torch.nn.Module, args: Any, kwargs: Any, is_wanted: Callabl
         try:
             recorder = _Recorder(shadow.root, is_wanted)
             given = recorder.given((args, kwargs))
-            with Weightless(), recorder:
+            # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
+            with torch.compiler.set_stance("force_eager"), Weightless(), recorder:
                 shadow.root(*given[0], **given[1])
             return recorder
         finally:
