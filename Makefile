@@ -117,6 +117,8 @@ bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu_offload.py --json benchmarks/results/gpu_offload.json
 	$(BIN)/python benchmarks/gpu_coding.py --json benchmarks/results/gpu_coding.json
 	$(BIN)/python benchmarks/gpu_compose.py --json benchmarks/results/gpu_compose.json
+	$(BIN)/python benchmarks/gpu_lora.py --json benchmarks/results/gpu_lora.json
+	$(BIN)/python benchmarks/gpu_serving.py --json benchmarks/results/gpu_serving.json
 
 clean:
 	rm -rf $(VENV) .envs dist out .mypy_cache .ruff_cache .pytest_cache

@@ -1,4 +1,4 @@
-"""Does it keep its promises when things go wrong? The 25 tests of reliability with their figures, as a table.
+"""Does it keep its promises when things go wrong? The 26 tests of reliability with their figures, as a table.
 
     python benchmarks/reliability.py [--only 1,5,20] [--soak-minutes 120] [--write docs/benchmarks/reliability.md]
     python benchmarks/reliability.py --device cuda [--write docs/benchmarks/reliability.md]  # those that a GPU changes
@@ -30,7 +30,7 @@ import reliability_memory as memory
 from reliability_bench import ROOT, Bench, Outcome
 
 RESULT = ROOT / "benchmarks" / "results" / "reliability.json"
-ON_GPU = (1, 6, 7, 18)
+ON_GPU = (1, 6, 7, 18, 26)
 """What a GPU changes."""
 
 
@@ -89,7 +89,7 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     17: ("paths and URLs of clients", by_tests(
         "tests/server/test_app.py::test_no_path", "tests/server/test_app_state.py::test_only_the_model",
         "tests/server/test_images.py::test_bad_forms")),
-    18: ("soak: four clients, random requests, 10 % cancelled", memory.soak),
+    18: ("soak: replicas, batches, adapters and videos, random requests, 10 % cancelled", memory.soak),
     19: ("requests do not affect each other", by_tests("tests/engine/test_supervisor.py::test_requests_do_not_touch")),
     20: ("SIGTERM with one running and five waiting, and a second one", checks.terminate),
     21: ("a bad prompt in a list", by_tests("tests/test_omni.py::test_a_bad_prompt_of_a_list")),
@@ -97,6 +97,7 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     23: ("keys: none, wrong, in the query, 10,000 tries", checks.keys),
     24: ("a decompression bomb in an edit", checks.bomb),
     25: ("random inputs: HTTP framing, forms, images, model folders, settings, bodies", fuzz),
+    26: ("`kill -9` one of two workers in a batch of three, with adapters", checks.kill_in_batch),
 }  # fmt: skip
 
 Rows = dict[str, dict[str, dict[str, Any]]]
@@ -168,7 +169,7 @@ def _abouts(found: dict[str, dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", help="numbers of tests, such as 1,5,20; on a GPU 1,6,7,18 if not given")
+    parser.add_argument("--only", help="numbers of tests, such as 1,5,20; on a GPU 1,6,7,18,26 if not given")
     parser.add_argument("--soak-minutes", type=float, default=2.0, help="0 leaves it out (2)")
     parser.add_argument("--fuzz-minutes", type=float, default=5.0, help="0 leaves it out (5)")
     parser.add_argument("--json", type=Path, default=RESULT, help="where rows are kept")

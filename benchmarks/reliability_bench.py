@@ -76,6 +76,27 @@ class Bench:
         return self._saved("editor", FluxImg2ImgPipeline(**tiny_flux_pipeline().components))
 
     @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """Options for two adapters of the model."""
+        from pipelines import tiny_flux_pipeline
+        from pipelines.adapters import save_adapters
+
+        found = save_adapters(tiny_flux_pipeline(), self._folder / "adapters")
+        return tuple(f"--lora={name}={source}" for name, source in found.items())
+
+    @contextlib.contextmanager
+    def videos(self) -> Iterator[Any]:
+        """A server that makes videos."""
+        from pipelines import PIPELINES
+
+        size = {"height": 32, "width": 48, "num_frames": 9, "max_sequence_length": 16}
+        place = self._folder / "films"
+        if not place.exists():
+            self._saved("films", PIPELINES["wan"].build(0), **size)
+        with self.server("--jobs", str(self._folder / "jobs"), "--quiet", model=place) as started:
+            yield started
+
+    @cached_property
     def heavy(self) -> Path:
         """A tiny denoiser before a VAE of FLUX.1's shape, whose decoding is what takes memory in real pipelines."""
         import torch

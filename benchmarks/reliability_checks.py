@@ -62,6 +62,27 @@ def kill_worker(bench: Bench) -> Outcome:
     return Outcome(holds, figures + rest + device)
 
 
+def kill_in_batch(bench: Bench) -> Outcome:
+    """26: kill -9 one of two workers, which has a batch of three, while others wait."""
+    replicas = ("--devices", "0,0") if bench.device == "cuda" else ("--replicas", "2")
+    options = ("--max-batch", "3", "--cache", "auto", "--max-queue", "32", *replicas, *bench.adapters)
+    values = {"lora": "pixel", "num_inference_steps": 400, "cache": False}
+    with bench.server(*options) as server, ThreadPoolExecutor(12) as pool, server.client() as http:
+        flying = [pool.submit(post, http, seed=seed % 3, **values) for seed in range(12)]
+        seconds_until(lambda: any(each["running"] == 3 for each in server.status()["replicas"]))
+        victim = next(each for each in server.status()["replicas"] if each["running"] == 3)
+        psutil.Process(victim["worker_ids"][0]).kill()
+        answers = [one.result() for one in flying]
+        seconds_until(lambda: all(each["is_ready"] for each in server.status()["replicas"]))
+        again = post(http, seed=0, **values).status_code
+    lost = [answer for answer in answers if answer.status_code != 200]
+    codes = {answer.json()["error"]["code"] for answer in lost}
+    made = sum(answer.status_code == 200 for answer in answers)
+    holds = len(lost) <= 3 and codes == {"worker_restarted"} and made == 12 - len(lost) and again == 200
+    figures = f"of 12 requests on two workers {len(lost)} were told {', '.join(sorted(codes))}, {made} were served"
+    return Outcome(holds, f"{figures}; the next one: {again}")
+
+
 def hang_worker(bench: Bench) -> Outcome:
     """3: SIGSTOP the worker."""
     with bench.server("--step-timeout", "3") as server, ThreadPoolExecutor(1) as pool, server.client() as http:

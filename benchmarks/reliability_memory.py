@@ -165,7 +165,7 @@ run, kept = worker.Worker.run, []
 def leaking(self, *args, **kwargs):
     import torch
 
-    kept.append(torch.ones({LEAK_KIB * 256}, device=self._device))
+    kept.append(torch.ones({LEAK_KIB * 256}, device=self.device))
     return run(self, *args, **kwargs)
 
 
@@ -183,6 +183,7 @@ class Phase:
     times: list[float] = field(default_factory=list)
     """How long each request took that was not taken back."""
     num_left: int = 0
+    num_films: int = 0
     resident: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
     rest: Memory = field(default_factory=lambda: Memory(0, 0, 0))
@@ -203,7 +204,8 @@ class Finding:
 
 
 def soak(bench: Bench) -> Outcome:
-    """18: four clients for a long time, random requests, one in ten goes away; and a server that leaks is caught."""
+    """18: four clients for a long time, with replicas, batches and adapters, random requests, one in ten goes away; one
+    of videos beside them; and a server that leaks is caught."""
     minutes = bench.soak_minutes
     if not minutes:
         return Outcome(None, f"left out by --soak-minutes 0; it is meant to take {SPEC_MINUTES}")
@@ -227,25 +229,36 @@ def soak(bench: Bench) -> Outcome:
     return Outcome(missed <= {"p99"} and not leaked.holds, "; ".join(figures), how)
 
 
+@contextlib.contextmanager
+def _servers(bench: Bench, environment: dict[str, str] | None = None) -> Iterator[tuple[Any, Any]]:
+    """One of images, with replicas, batches, a cache and adapters; and one of videos."""
+    replicas = ("--devices", "0,0") if bench.device == "cuda" else ("--replicas", "2")
+    options = ("--cache", "auto", "--max-batch", "4", *replicas, *bench.adapters, "--quiet")
+    with bench.server(*options, environment=environment) as images, bench.videos() as videos:
+        yield images, videos
+
+
 def _phases(bench: Bench, minutes: float, environment: dict[str, str] | None = None) -> tuple[Phase, Phase]:
     """A quarter to warm up, which is not looked at, and two halves of the rest."""
-    with bench.server("--cache-backend", "tea_cache", "--quiet", environment=environment) as server:
-        _run(bench, server, Phase(60 * minutes / 4))
-        return _run(bench, server, Phase(60 * minutes * 3 / 8)), _run(bench, server, Phase(60 * minutes * 3 / 8))
+    with _servers(bench, environment) as servers:
+        _run(bench, servers, Phase(60 * minutes / 4))
+        return _run(bench, servers, Phase(60 * minutes * 3 / 8)), _run(bench, servers, Phase(60 * minutes * 3 / 8))
 
 
-def _run(bench: Bench, server: Any, phase: Phase) -> Phase:
+def _run(bench: Bench, servers: tuple[Any, Any], phase: Phase) -> Phase:
     end = time.monotonic() + phase.seconds
-    with ThreadPoolExecutor(4) as pool, server.client() as http:
-        clients = [pool.submit(_client, server, number, end, phase) for number in range(4)]
+    images, videos = servers
+    with ThreadPoolExecutor(5) as pool, images.client() as http:
+        clients = [pool.submit(_client, images, number, end, phase) for number in range(4)]
+        clients.append(pool.submit(_film_client, videos, end, phase))
         while time.monotonic() < end:
-            phase.resident.append(resident_mib(server))
+            phase.resident.append(resident_mib(images) + resident_mib(videos))
             phase.device.append(bench.device_mib())
             time.sleep(0.5)
         for client in clients:
             client.result()
         post(http, size="64x64", seed=1).raise_for_status()
-        phase.rest = bench.memory(server)
+        phase.rest = bench.memory(images)
     return phase
 
 
@@ -254,12 +267,18 @@ def _client(server: Any, number: int, end: float, phase: Phase) -> None:
     chance = random.Random(number)
     with server.client() as http:
         while time.monotonic() < end:
-            values = {
-                "size": f"{8 * chance.randint(1, 8)}x{8 * chance.randint(1, 8)}",
+            side = 16 * chance.randint(1, 4)
+            values: dict[str, Any] = {
+                "size": f"{side}x{side}",
                 "num_inference_steps": chance.randint(1, 50),
                 "seed": chance.randint(0, 99),
                 "cache": chance.random() < 0.75,
+                "n": chance.choice([1, 1, 1, 2]),
             }
+            if values["cache"]:
+                values["quality"] = chance.choice(["auto", "high", "low"])
+            if chance.random() < 0.4:
+                values["lora"] = {"name": chance.choice(["pixel", "ink"]), "scale": chance.choice([0.5, 1.0])}
             patience, leaves = chance.random() / 5, chance.random() < 0.1
             if leaves:
                 phase.num_left += 1
@@ -272,13 +291,29 @@ def _client(server: Any, number: int, end: float, phase: Phase) -> None:
             phase.times.append(seconds)
 
 
+def _film_client(server: Any, end: float, phase: Phase) -> None:
+    """Make a video, fetch it, delete it, until the end."""
+    with server.client() as http:
+        while time.monotonic() < end:
+            answer = http.post("/v1/videos", json={"prompt": PROMPT})
+            phase.statuses[answer.status_code] += 1
+            if answer.status_code >= 400:
+                continue
+            place = f"/v1/videos/{answer.json()['id']}"
+            while (state := http.get(place).json()["status"]) in ("queued", "in_progress"):
+                time.sleep(0.05)
+            phase.statuses[http.get(f"{place}/content").status_code if state == "completed" else 500] += 1
+            phase.num_films += state == "completed"
+            http.delete(place)
+
+
 def _judge(first: Phase, second: Phase, device: str) -> list[Finding]:
     """What the two halves say, each figure beside what is asked of it."""
     statuses = first.statuses + second.statuses
     answers = ", ".join(f"{count} times {status}" for status, count in sorted(statuses.items()))
-    answers += f", {first.num_left + second.num_left} taken back"
+    answers += f", {first.num_left + second.num_left} taken back, {first.num_films + second.num_films} videos"
     findings = [
-        Finding("answers", set(statuses) <= {200, 429}, answers, "no 5xx"),
+        Finding("answers", set(statuses) <= {200, 429} and second.num_films > 0, answers, "no 5xx"),
         _judge_resident(first, second),
     ]
     if device == "cuda":

@@ -1,8 +1,10 @@
-"""Replicas of the server on Ray Serve: a real local cluster, one of two replicas killed. Run by `make test-ray`."""
+"""Replicas of the server on Ray Serve: a real cluster of three nodes here, of which a replica and then a node are
+killed. Run by `make test-ray`."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
 import signal
@@ -11,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from PIL import Image
 
 pytestmark = [
     pytest.mark.ray,
@@ -25,10 +28,18 @@ pytestmark = [
 REQUEST = {"prompt": "a cat", "size": "16x16", "num_inference_steps": 2, "seed": 3}
 
 
+class Served(NamedTuple):
+    """A cluster whose head has the proxy, and whose other nodes have room for one replica each."""
+
+    address: str
+    cluster: Any
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ray = pytest.importorskip("ray")
     from ray import serve
+    from ray.cluster_utils import Cluster
 
     from pipelines import tiny_flux_pipeline
     from samovar.serve_ray import build
@@ -38,15 +49,24 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="samovar")
+    cluster = Cluster(initialize_head=True, connect=False, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        settings = {"model": str(folder), "device": "cpu", "num_replicas": "2", "num_cpus": "0.5"}
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False, namespace="samovar")
+        serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+        settings = {"model": str(folder), "device": "cpu", "num_replicas": "2", "num_cpus": "1"}
         serve.run(build({**settings, "health_period_s": "1", "drain_s": "5"}), route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
+        yield Served(f"http://127.0.0.1:{port}", cluster)
     finally:
         serve.shutdown()
         ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def address(served: Served) -> str:
+    return served.address
 
 
 def client(address: str) -> Any:
@@ -56,13 +76,11 @@ def client(address: str) -> Any:
 
 
 def picture(answer: Any) -> bytes:
-    from PIL import Image
-
     return Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))).tobytes()
 
 
-def make(address: str) -> bytes:
-    extra = {name: REQUEST[name] for name in ("num_inference_steps", "seed")}
+def make(address: str, steps: int = 2) -> bytes:
+    extra = {"num_inference_steps": steps, "seed": REQUEST["seed"]}
     return picture(client(address).images.generate(prompt=REQUEST["prompt"], size=REQUEST["size"], extra_body=extra))
 
 
@@ -117,6 +135,52 @@ def test_errors_are_those_of_the_server(address: str) -> None:
     with pytest.raises(openai.BadRequestError, match="multiple of") as caught:
         client(address).images.generate(prompt="a cat", size="17x16")
     assert caught.value.param == "size"
+
+
+def kill_node(cluster: Any) -> set[int]:
+    """End a machine: all processes of a node at once. Gives those that there were."""
+    import psutil
+
+    node = cluster.worker_nodes[0] if isinstance(cluster.worker_nodes, list) else next(iter(cluster.worker_nodes))
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    processes = [raylet, *raylet.children(recursive=True)]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    cluster.remove_node(node, allow_graceful=False)
+    return {process.pid for process in processes}
+
+
+def insist(address: str, statuses: list[int]) -> bytes:
+    """Ask until there is a picture, as clients do that are told of an error of the server, and note what was said."""
+    import httpx
+
+    body = {**REQUEST, "num_inference_steps": 200}
+    while True:
+        answer = httpx.post(f"{address}/v1/images/generations", json=body, timeout=300)
+        statuses.append(answer.status_code)
+        if answer.status_code == 200:
+            data = base64.b64decode(answer.json()["data"][0]["b64_json"])
+            return Image.open(io.BytesIO(data)).tobytes()
+        time.sleep(0.5)
+
+
+def test_a_node_that_is_killed_under_load_loses_no_request(served: Served) -> None:
+    eventually(lambda: len(replicas()) == 2)
+    expected, statuses = make(served.address, steps=200), list[int]()
+    before = replicas()
+    with ThreadPoolExecutor(8) as clients:
+        asked = [clients.submit(insist, served.address, statuses) for _ in range(24)]
+        eventually(lambda: len(statuses) >= 4)
+        killed = kill_node(served.cluster)
+        assert len(before & killed) == 1, "one replica was on this node"
+        assert [each.result(600) for each in asked] == [expected] * 24
+    told = [status for status in statuses if status != 200]
+    assert told, "something ran on the node"
+    assert {status // 100 for status in told} == {5}, "whatever ran there was told that the server failed"
+    served.cluster.add_node(num_cpus=1)
+    eventually(lambda: len(replicas()) == 2 and len(replicas() - before) == 1)
+    assert make(served.address, steps=200) == expected
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,13 @@ def test_a_skeleton_is_built_and_rehearsed(folder: Path) -> None:
     assert seen.size == RequestSize(32, 48, None, 1)
 
 
+def test_a_class_is_known_by_its_usual_blocks() -> None:
+    name, parts = read_skeleton("StableDiffusion3ModularPipeline")
+    assert name == "StableDiffusion3ModularPipeline"
+    assert {"transformer", "vae", "text_encoder_3"} <= set(parts)
+    assert parts["transformer"].role == "denoiser"
+
+
 def test_a_loaded_one_is_rehearsed_as_it_is() -> None:
     pipe = tiny_modular("flux")
     seen = rehearse(pipe, RequestSize(16, 32))

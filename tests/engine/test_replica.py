@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -188,6 +189,28 @@ def test_one_after_the_other_is_killed_under_load_and_all_else_is_served(folder:
 
 
 @pytest.mark.slow
+def test_a_worker_killed_in_a_batch_costs_what_ran_in_it_and_each_is_told(folder: Path) -> None:
+    engine = Supervisor(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=3, max_queue=8))
+    engine.start()
+    try:
+        (first,) = running(engine)
+        together = [Asked(engine, num_inference_steps=LONG) for _ in range(3)]
+        waiting = [Asked(engine, num_inference_steps=2), Asked(engine, num_inference_steps=3)]
+        cancel(engine, first)
+        for each in together:
+            each.until(is_step)
+        assert engine.status().running == 3
+        os.kill(engine.status().worker_ids[0], signal.SIGKILL)
+        for each in together:
+            with pytest.raises(WorkerLostError, match="signal 9"):
+                each.result()
+        assert [len(each.result().images) for each in waiting] == [1, 1]
+        assert engine.status().failures == {"cancelled": 1, "worker_restarted": 3}
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
 def test_replicas_may_have_ranks(folder: Path) -> None:
     how: dict[str, Any] = {"device": "cpu", "progress": False, "cfg_parallel_size": 2}
     asked = {"num_inference_steps": 4, "negative_prompt": "a dog", "true_cfg_scale": 2.0}
@@ -275,6 +298,92 @@ def ask(supervisor: Supervisor) -> Asked:
 def end_all(orders: list[tuple[Puppet, Run]]) -> None:
     for puppet, order in orders:
         puppet.say(Finished(order.batch, (GOOD,), Usage(0, 0)))
+
+
+def batched(puppets: Any, monkeypatch: pytest.MonkeyPatch, max_batch: int, gather_s: float) -> Supervisor:
+    """An engine with one worker, which waits for so long for clients to come back."""
+    monkeypatch.setattr(puppets, "orders", [])
+    monkeypatch.setattr("samovar.engine.replica.GATHER_PART", 1e6)
+    monkeypatch.setattr("samovar.engine.replica.GATHER_S", gather_s)
+    ready = READY._replace(max_batch=max_batch)
+    does = puppets.does
+    monkeypatch.setattr(puppets, "does", lambda self, order: self.say(ready) if order is None else does(self, order))
+    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu", progress=False, max_batch=max_batch))
+    supervisor.start()
+    return supervisor
+
+
+def finish(puppets: Any, number: int) -> None:
+    wait_for(lambda: len(puppets.orders) > number)
+    puppet, order = puppets.orders[number]
+    puppet.say(Finished(order.batch, (GOOD,) * len(order.requests), Usage(0, 0)))
+
+
+def test_clients_that_were_served_together_are_served_together_again(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
+    first, others = ask(supervisor), []
+    wait_for(lambda: len(puppets.orders) == 1)
+    others = [ask(supervisor) for _ in range(3)]
+    finish(puppets, 0)
+    first.result()
+    finish(puppets, 1)
+    for each in others:
+        each.result()
+    ask(supervisor)
+    time.sleep(0.2)  # The quickest one would begin alone.
+    ask(supervisor)
+    ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 3)
+    assert [len(order.requests) for _, order in puppets.orders] == [1, 3, 3]
+    supervisor.close()
+
+
+def test_a_worker_that_ends_with_a_batch_costs_each_of_it_and_no_other(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=0.0)
+    first = ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 1)
+    others = [ask(supervisor) for _ in range(4)]
+    finish(puppets, 0)
+    first.result()
+    wait_for(lambda: len(puppets.orders) == 2)
+    puppet, order = puppets.orders[1]
+    assert len(order.requests) == 3
+    puppet.say(None)
+    for each in others[:3]:
+        with pytest.raises(WorkerLostError, match="a puppet"):
+            each.result()
+    finish(puppets, 2)
+    assert others[3].result()
+    assert supervisor.status().failures == {"worker_restarted": 3}
+    supervisor.close()
+
+
+def test_a_client_alone_waits_for_nobody_and_others_are_waited_for_only_so_long(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
+    for number in range(2):
+        alone = ask(supervisor)
+        finish(puppets, number)
+        alone.result()
+    supervisor.close()
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=0.05)
+    one = ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 1)
+    two = [ask(supervisor) for _ in range(2)]
+    finish(puppets, 0)
+    finish(puppets, 1)
+    for each in (one, *two):
+        each.result()
+    last = ask(supervisor)
+    finish(puppets, 2)
+    last.result()
+    assert [len(order.requests) for _, order in puppets.orders] == [1, 2, 1]
+    supervisor.close()
 
 
 def test_one_that_cannot_load_the_model_is_raised_by_start(

@@ -289,6 +289,8 @@ def test_a_tolerance_for_a_request(automatic: Worker, tiny: Worker) -> None:
     counts = []
     for tolerance in ("exact", 1.0, None):
         (result,) = automatic.run([replace(request, tolerance=tolerance)])
+        said = {"exact": "tolerance=0.0", 1.0: "tolerance=1.0", None: "tolerance=high"}[tolerance]
+        assert [stats.denoisers["transformer"].settings for stats in result.cache] == [said]
         assert not isinstance(result, SamovarError)
         counts.append(result.cache[0].computed)
         if tolerance == "exact":
@@ -475,7 +477,7 @@ def test_a_warm_up_makes_an_image_and_one_that_fails_says_how_to_go_without(
 ) -> None:
     made: list[Any] = []
     call = tiny._call
-    monkeypatch.setattr(tiny, "_call", lambda *args: made.extend(call(*args)) or made[-1:])
+    monkeypatch.setattr(tiny, "_call", lambda *args: made.append(call(*args)) or made[-1])
     assert tiny.warm_up() > 0.0
     assert len(made) == 1
     monkeypatch.setattr(tiny, "_run_batch", lambda batch, listener: dict.fromkeys(batch, OutOfMemoryError("too large")))

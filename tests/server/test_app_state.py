@@ -50,6 +50,7 @@ def test_an_engine_that_is_not_alive_is_told() -> None:
         ("auto", 0.03, "auto", 0.03),
         ("none", None, "low", None),
         ("tea_cache", None, "standard", None),
+        ("tea_cache", None, "high", None),
     ],
 )
 def test_what_a_quality_stands_for(cache: str, tolerance: Any, quality: str | None, found: Any) -> None:
@@ -59,10 +60,8 @@ def test_what_a_quality_stands_for(cache: str, tolerance: Any, quality: str | No
 @pytest.mark.parametrize(
     ("cache", "tolerance", "quality", "param", "words"),
     [
-        ("tea_cache", None, "high", "quality", "needs the cache auto"),
         ("auto", 0.01, "high", "tolerance", "not both"),
         ("auto", 0.05, None, "tolerance", "above the limit of this server, 0.02"),
-        ("auto", None, "low", "quality", "above the limit"),
     ],
 )
 def test_a_quality_that_is_refused(cache: str, tolerance: Any, quality: str | None, param: str, words: str) -> None:
@@ -70,6 +69,23 @@ def test_a_quality_that_is_refused(cache: str, tolerance: Any, quality: str | No
     with pytest.raises(ApiError, match=words) as refused:
         one.tolerance_of(tolerance, quality)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_quality_of_clients_is_never_refused_for_the_settings_of_the_server() -> None:
+    one = AppState(AsyncOmni("emoji", device="cpu", cache="auto"), ServerConfig(max_tolerance=0.03))
+    assert one.tolerance_of(None, "low") == 0.03, "as little quality as the server allows"
+    assert [one.is_exact(None, quality) for quality in ("high", "low", "auto")] == [False] * 3
+    tuned = state(cache="tea_cache")
+    assert [tuned.is_exact(None, quality) for quality in ("high", "hd")] == [True] * 2, "it promises nothing else"
+    assert [tuned.is_exact(None, quality) for quality in ("low", "auto", None)] == [False] * 3
+    assert tuned.is_exact(False, "low")
+
+
+def test_a_server_does_not_lose_more_by_default_than_it_allows() -> None:
+    with pytest.raises(SettingError, match=r"max_tolerance=0.01 is less .*, 0.02. Give tolerance=0.01 too") as refused:
+        AppState(AsyncOmni("emoji", device="cpu", cache="auto"), ServerConfig(max_tolerance=0.01))
+    assert refused.value.param == "max_tolerance"
+    AppState(AsyncOmni("emoji", device="cpu", tolerance=0.01), ServerConfig(max_tolerance=0.01))
 
 
 @pytest.mark.parametrize("name", ["other", "../emoji", "/etc/passwd", "emoji/", "emoji\x00", "%2e%2e", "EMOJI"])

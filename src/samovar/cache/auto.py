@@ -49,6 +49,11 @@ def tolerating(tolerance: float | str | None) -> Iterator[None]:
         _asked.reset(token)
 
 
+def asked_tolerance() -> float | None:
+    """That of the running request, if it asked for one."""
+    return _asked.get()
+
+
 class WholeModel(CacheableModel):
     """A model whose forward is left out as a whole."""
 
@@ -98,7 +103,7 @@ class AutoSteps(NamedTuple):
     @property
     def tolerance(self) -> float:
         """That of the running request."""
-        asked = _asked.get()
+        asked = asked_tolerance()
         return self.config.number if asked is None else asked
 
     def ahead(self, call: Call) -> contextlib.AbstractContextManager[None]:

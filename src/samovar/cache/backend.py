@@ -19,7 +19,7 @@ from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
 from ..files import is_file_name, naming, read_settings
-from ..hooks import Handle, PipelineHook, Run, hook_pipeline
+from ..hooks import Handle, PipelineHook, Run, current_run, hook_pipeline
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
@@ -147,7 +147,11 @@ class TeaCacheBackend:
                 hook.is_paused = was_paused
 
     def stats(self) -> PipelineStats:
-        if self._latest is not None:
+        """Of the run that the caller is part of, or else of the most recent one."""
+        run = current_run()
+        if run is not None and (own := self._of(run.pipeline)):
+            hooks, request = own, run.request
+        elif self._latest is not None:
             hooks, request = self._latest
         else:
             hooks, request = {name: hook for _, hooks in self._hooks.values() for name, hook in hooks.items()}, None

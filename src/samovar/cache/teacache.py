@@ -18,7 +18,7 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
-from .auto import AutoSteps, WholeModel
+from .auto import AutoSteps, WholeModel, asked_tolerance
 from .config import AutoConfig, CacheConfig, TeaCacheConfig, check_count
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
@@ -238,9 +238,12 @@ class TeaCacheHook(ModelHook, Handle):
             request = next(reversed(self._records))
         branches: Mapping[str, list[StepRecord]] = self._records.get(request, {})
         about = self._model.about() if self._model is not None else self._about
+        config, asked = self.config, asked_tolerance()
+        if isinstance(config, AutoConfig) and asked is not None:
+            config = AutoConfig(tolerance=asked)
         return CacheStats(
             self._model_name,
-            self.config.summary(),
+            config.summary(),
             f"{about.signal}{self._judged_by}" if self._schedule_length is None else "a saved schedule",
             {name: BranchStats(tuple(steps)) for name, steps in branches.items()},
             about.problem or self.branches.trouble(),

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import SettingError
 
 
-def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any]) -> Any:
-    """What one pipeline call returns, for each prompt and seed."""
+def call_pipeline(
+    pipeline: Any,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    arguments: Mapping[str, Any],
+    note_draws: Callable[[], None] | None = None,
+    *,
+    is_alone: bool = True,
+) -> Any:
+    """What one pipeline call returns, for each prompt and seed. `note_draws` is called if it has drawn without its
+    generators; beside another call nobody can tell."""
     import torch
 
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
@@ -23,7 +32,7 @@ def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], a
     if not any(prompts) and "prompt" not in inspect.signature(pipeline.__call__).parameters:
         del call["prompt"]
     try:
-        with _drawn_by(seeds[0]):
+        with _drawn_by(seeds[0], note_draws) if is_alone else contextlib.nullcontext():
             return pipeline(**call)
     except SettingError:
         raise
@@ -32,7 +41,7 @@ def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], a
 
 
 @contextlib.contextmanager
-def _drawn_by(seed: int) -> Iterator[None]:
+def _drawn_by(seed: int, note_draws: Callable[[], None] | None = None) -> Iterator[None]:
     """Draw what a pipeline draws without its generator by the seed, too: some encode their images so."""
     import torch
 
@@ -41,4 +50,13 @@ def _drawn_by(seed: int) -> Iterator[None]:
         torch.default_generator.manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(seed)
+        before = _states(on_gpu) if note_draws is not None else []
         yield
+        if note_draws is not None and not all(map(torch.equal, before, _states(on_gpu))):
+            note_draws()
+
+
+def _states(on_gpu: bool) -> list[Any]:
+    import torch
+
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]

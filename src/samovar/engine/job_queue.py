@@ -48,13 +48,16 @@ class JobQueue:
     def next_deadline(self) -> float | None:
         return min((job.deadline for job in self.jobs if job.deadline is not None), default=None)
 
-    def pop_batch(self, max_images: int) -> list[Job]:
-        """Remove and return the next job, with others that fit into the same pipeline call."""
+    def pop_batch(self, max_images: int, least: int = 1) -> list[Job]:
+        """Remove and return the next job, with others that fit into the same pipeline call; none, if they have fewer
+        than `least` images together."""
         chosen = self.jobs[:1]
         for job in self.jobs[1:]:
             count = sum(each.request.num_images for each in chosen) + job.request.num_images
             if count <= max_images and chosen[0].request.fits_with(job.request):
                 chosen.append(job)
+        if sum(job.request.num_images for job in chosen) < min(least, max_images):
+            return []
         self.remove(chosen)
         return chosen
 
@@ -72,10 +75,15 @@ class Batch:
     """What is compiled for it."""
     longest_s: float = 0.0
     """The longest silence so far."""
+    since: float = 0.0
     step: str = "before its first step"
     answers: dict[int, Finished] = field(default_factory=dict)
     """By rank."""
     must_settle_by: float | None = None
+
+    @property
+    def num_images(self) -> int:
+        return sum(job.request.num_images for job in self.jobs)
 
     def hear(self, now: float) -> None:
         """The worker has said something."""

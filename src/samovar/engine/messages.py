@@ -47,6 +47,8 @@ class Ready(NamedTuple):
     max_batch: int
     warm_up_s: float | None = None
     """Duration of the warm-up, if there was one."""
+    num_lanes: int = 1
+    """Batches that it can have at once."""
 
 
 class Fatal(NamedTuple):

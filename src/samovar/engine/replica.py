@@ -1,8 +1,8 @@
 """Who keeps one worker busy and alive? Its replica, in a thread of its own.
 
-It takes a batch at a time from the queue that all replicas share, passes on what the worker reports, stops it when it
-hangs and replaces it when it has ended. Meanwhile other replicas go on. The engine's lock guards all state; messages
-from worker processes wait in an inbox for the thread's next turn.
+It takes a batch at a time, or two that overlap, from the queue that all replicas share, passes on what the worker
+reports, stops it when it hangs and replaces it when it has ended. Meanwhile other replicas go on. The engine's lock
+guards all state; messages from worker processes wait in an inbox for the thread's next turn.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from .supervisor import Supervisor
 
 log = logging.getLogger("samovar.engine")
+GATHER_PART, GATHER_S = 0.05, 0.1
+"""How long a worker waits for clients that were served together to ask again: a part of what that batch took, and at
+most so many seconds. Otherwise the quickest would be served alone each time, and all others after it."""
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
 
@@ -41,7 +44,8 @@ class Replica:
     def __init__(self, engine: Supervisor, number: int, restarts: Restarts) -> None:
         self.number = number
         self.restarts = restarts
-        self.batch: Batch | None = None
+        self.batches: dict[int, Batch] = {}
+        """What the worker has, by number: one, or with lanes two."""
         self.was_loaded = False
         """Whether a worker of this replica has loaded the model: before, its errors are raised by `start`."""
         self._engine = engine
@@ -49,6 +53,8 @@ class Replica:
         self._inbox: deque[tuple[WorkerGroup, int, FromWorker | None]] = deque()
         self._status = ReplicaStatus(engine.config.gpus[number])
         self._patience = Patience()
+        self._gathering = (1, 0.0)
+        """Images that are expected together, and until when."""
         self._usage: dict[int, Usage] = {}
         self._group: WorkerGroup | None = None
         self._loaded: dict[int, Ready] = {}
@@ -70,7 +76,7 @@ class Replica:
         return replace(
             self._status,
             is_ready=self.is_loaded,
-            running=0 if self.batch is None else len(self.batch.jobs),
+            running=sum(len(batch.jobs) for batch in self.batches.values()),
             restarts=self.restarts.count,
             bytes_moved=self._status.bytes_moved + sum(usage.bytes_moved for usage in self._usage.values()),
             memory_bytes=sum(usage.memory_bytes for usage in self._usage.values()),
@@ -79,12 +85,13 @@ class Replica:
 
     def cancel(self, job: Job) -> None:
         """Let the worker stop at its next step, if it runs this job."""
-        if self.batch is not None and self._group is not None and job in self.batch.jobs:
-            self._group.send(Cancel(self.batch.number, self.batch.jobs.index(job)))
+        for batch in self.batches.values():
+            if self._group is not None and job in batch.jobs:
+                self._group.send(Cancel(batch.number, batch.jobs.index(job)))
 
-    def fail_batch(self, error: SamovarError) -> None:
-        batch, self.batch = self.batch, None
-        self._engine.fail([] if batch is None else batch.jobs, error)
+    def fail_batches(self, error: SamovarError) -> None:
+        batches, self.batches = self.batches, {}
+        self._engine.fail([job for batch in batches.values() for job in batch.jobs], error)
 
     # ------------------------------------------------------------------------------------------ the thread
 
@@ -99,7 +106,7 @@ class Replica:
                 raise
             finally:
                 self._engine.end()
-                self.fail_batch(self._engine.reason)
+                self.fail_batches(self._engine.reason)
                 self._end_group(1.0)
                 self._changed.notify_all()
 
@@ -111,7 +118,7 @@ class Replica:
         self._check_timeouts(now)
         if self._group is None and not engine.is_closing and now >= self.restarts.next_start(now):
             self._start_group(now)
-        if self.batch is None and self._group is not None and self.is_loaded and not engine.is_closing:
+        if self._group is not None and self._has_free_lane() and not engine.is_closing:
             self._start_batch(self._group, now)
         if not self._inbox and not engine.is_over:
             self._changed.wait(self._pause(time.monotonic()))
@@ -119,7 +126,9 @@ class Replica:
     def _pause(self, now: float) -> float | None:
         """How long there is nothing to do unless a message comes."""
         times = [self._engine.queue.next_deadline()]
-        times += [] if self.batch is None else [self.batch.next_timeout(self._allowed_s(self.batch))]
+        times += [batch.next_timeout(self._allowed_s(batch)) for batch in self.batches.values()]
+        if self._engine.queue.jobs and not self.batches and self._gathering[1] > now:
+            times.append(self._gathering[1])
         if self._group is None:
             times.append(self.restarts.next_start(now))
         elif not self.is_loaded:
@@ -130,8 +139,9 @@ class Replica:
     def _check_timeouts(self, now: float) -> None:
         error: EngineError | None = None
         limit = self._engine.config.load_timeout_s
-        if self.batch is not None:
-            error = self.batch.timeout_error(self._allowed_s(self.batch), now)
+        if self.batches:
+            errors = (batch.timeout_error(self._allowed_s(batch), now) for batch in self.batches.values())
+            error = next((each for each in errors if each is not None), None)
         elif self._group is not None and not self.is_loaded and now - self._group.since >= limit:
             error = StepTimeoutError(
                 f"The worker did not load the model within {limit:g} s, and was stopped. Is the disk or the network "
@@ -156,16 +166,26 @@ class Replica:
             self._group = group
             self.restarts.count += self.was_loaded
 
+    def _has_free_lane(self) -> bool:
+        """Whether the worker can take another batch, and none that is idle could begin with it at once."""
+        if not self.batches or not self.is_loaded:
+            return self.is_loaded
+        return len(self.batches) < self._loaded[0].num_lanes and not self._engine.has_idle_replica()
+
     def _start_batch(self, group: WorkerGroup, now: float) -> None:
         max_batch = self._loaded[0].max_batch
-        jobs = self._engine.queue.pop_batch(max_batch)
+        expected, until = self._gathering
+        # A batch that would wait for another may as well wait in the queue for more to join it.
+        least = max_batch if self.batches else expected if now < until else 1
+        jobs = self._engine.queue.pop_batch(max_batch, least)
         if not jobs:
             return
         work = [job.request for job in jobs], self._engine.facts, max_batch
-        self.batch = Batch(self._engine.next_batch(), jobs, now, pixels_of(*work), shape_of(*work))
+        batch = Batch(self._engine.next_batch(), jobs, now, pixels_of(*work), shape_of(*work), since=now)
+        self.batches[batch.number] = batch
         for job in jobs:
             job.tell(Started(now - job.since))
-        group.send(Run(self.batch.number, tuple(job.request for job in jobs)))
+        group.send(Run(batch.number, tuple(job.request for job in jobs)))
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -189,15 +209,16 @@ class Replica:
                 self.was_loaded = True
                 self._patience.restart(ready.facts, is_warm=ready.warm_up_s is not None)
                 self._changed.notify_all()
-        elif self.batch is not None and message.batch == self.batch.number:
-            self.batch.hear(now)
+        elif (batch := self.batches.get(message.batch)) is not None:
+            for each in self.batches.values():  # One that waits for the other's steps is silent meanwhile.
+                each.hear(now)
             if isinstance(message, Update):
-                self._update(self.batch, message)
+                self._update(batch, message)
             else:
                 self._usage[rank] = message.usage
-                self.batch.note(rank, message, now)
-                if len(self.batch.answers) == group.num_ranks:
-                    self._finish(self.batch, now)
+                batch.note(rank, message, now)
+                if len(batch.answers) == group.num_ranks:
+                    self._finish(batch, now)
 
     def _update(self, batch: Batch, message: Update) -> None:
         if isinstance(message.event, Progress):
@@ -211,7 +232,8 @@ class Replica:
         if not batch.can_go_on:
             self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {batch.errors()}"))
             return
-        self.batch = None
+        del self.batches[batch.number]
+        self._gathering = batch.num_images, now + min(GATHER_S, GATHER_PART * (now - batch.since))
         for job, outcome in zip(batch.jobs, batch.answers[0].outcomes, strict=True):
             if isinstance(outcome, GenerationResult):
                 self.restarts.note_success()
@@ -229,8 +251,9 @@ class Replica:
     def _worker_ended(self, now: float, group: WorkerGroup) -> None:
         with self._unlocked():
             how = group.describe_end()
-        if self.batch is not None:
-            message = f"The worker ended ({how}), {self.batch.step}. It is being replaced: try again."
+        if self.batches:
+            step = next(iter(self.batches.values())).step
+            message = f"The worker ended ({how}), {step}. It is being replaced: try again."
         elif self.is_loaded:
             message = f"The worker ended ({how}) while it was idle."
         else:
@@ -241,7 +264,7 @@ class Replica:
         """End the worker, whose batch has failed. Another one starts when it may."""
         if self._engine.config.num_replicas > 1:  # Callers may never hear of one among many.
             log.warning("replica %d (%s): %s", self.number, self._engine.config.place_of(self.number), error)
-        self.fail_batch(error)
+        self.fail_batches(error)
         if self.was_loaded:
             self.restarts.note_crash(now)
             self._engine.check_down(now)

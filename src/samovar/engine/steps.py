@@ -26,7 +26,8 @@ Slot = tuple[int, int]
 
 
 class StepWatch:
-    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share."""
+    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share;
+    `end_steps` is called after the last one."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class StepWatch:
         slots: Sequence[Slot],
         listener: Listener,
         agree: Callable[[bool], bool],
+        end_steps: Callable[[], None] = lambda: None,
     ) -> None:
         self._pipeline = pipeline
         self._cache = cache
@@ -43,6 +45,9 @@ class StepWatch:
         self._slots = slots
         self._listener = listener
         self._agree = agree
+        self._end_steps = end_steps
+        self.last_stats: Any = None
+        """The cache's `stats()` after the last step, if the pipeline calls back."""
         self._run = Run(pipeline, None)
         self._began = time.perf_counter()
         self._before: torch.Tensor | None = None
@@ -52,6 +57,9 @@ class StepWatch:
     def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """The callback for the pipeline."""
         self.end_step(step, tensors.get("latents"))
+        if step + 1 == self._run.total():
+            self.last_stats = None if self._cache is None else self._cache.stats()
+            self._end_steps()
         return tensors
 
     def end_step(self, step: int, latents: Any, total: int | None = None) -> None:

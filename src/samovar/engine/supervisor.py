@@ -184,7 +184,9 @@ class Supervisor:
             if drain_s > 0:
                 self.changed.wait_for(self._is_idle, drain_s)
             for replica in self._replicas:
-                replica.fail_batch(ShuttingDownError("The engine is closing, and the request did not finish in time."))
+                replica.fail_batches(
+                    ShuttingDownError("The engine is closing, and the request did not finish in time.")
+                )
             self.is_over = True
             self.changed.notify_all()
         for replica in self._replicas if self._is_started else ():
@@ -192,6 +194,9 @@ class Supervisor:
         atexit.unregister(self.close)
 
     # ------------------------------------------------------------------------------------------ for replicas, locked
+
+    def has_idle_replica(self) -> bool:
+        return any(replica.is_loaded and not replica.batches for replica in self._replicas)
 
     def next_batch(self) -> int:
         """A number that no other batch has."""
@@ -235,7 +240,7 @@ class Supervisor:
         self.fail(jobs, error)
 
     def _is_idle(self) -> bool:
-        return self.is_over or all(replica.batch is None for replica in self._replicas)
+        return self.is_over or not any(replica.batches for replica in self._replicas)
 
     def _is_down(self, now: float) -> bool:
         """Whether no replica restarts its worker for now."""

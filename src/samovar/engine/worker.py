@@ -18,9 +18,11 @@ from ..offload.sizes import parse_bytes
 from .calling import call_pipeline
 from .controlnet import controlnet_bytes, read_controlnets
 from .facts import facts_of
+from .lanes import Lanes, must_be_alone
 from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .outputs import output_fields, take_outputs
+from .patience import shape_of
 from .planning import choose_quantization
 from .quantize import Quantization
 from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, saved_defaults
@@ -116,7 +118,7 @@ class Worker:
             raise
         self.load_seconds = time.perf_counter() - started
         self._lock = threading.Lock()
-        """One call at a time: they share the scheduler, which counts the steps."""
+        """One call at a time, without lanes: they share the scheduler, which counts the steps."""
 
     def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams) -> None:
         """Attach the features to the pipeline, and know what it takes and makes."""
@@ -151,6 +153,7 @@ class Worker:
             self._unload_adapters()
             raise
         self.facts = replace(self.facts, explanation=self.explain())
+        self._lanes = Lanes(pipeline, self.device, self._attached.cache, 2 if config.overlap else 1)
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
@@ -183,8 +186,13 @@ class Worker:
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
         """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a
         call for several fails, each is tried alone."""
-        with self._lock:
+        with self._lock if self.num_lanes == 1 else contextlib.nullcontext():
             return self._run(requests, listener or SILENT)
+
+    @property
+    def num_lanes(self) -> int:
+        """Calls of `run` that go on at the same time, from as many threads."""
+        return self._lanes.count
 
     def warm_up(self) -> float:
         """Make an image of the default size, and return how many seconds it took. Two steps show everything, unless a
@@ -221,6 +229,7 @@ class Worker:
 
     def close(self) -> None:
         """Detach everything from the pipeline, which frees its memory."""
+        self._lanes.close()
         self._attached.detach()
         self._unload_adapters()
         self._restore()
@@ -232,12 +241,15 @@ class Worker:
     def _run(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         ready: dict[int, Request] = {}
+        lengths: dict[int, int] = {}
         for index, request in enumerate(requests):
             try:
                 self.facts.check(request)
             except SettingError as error:
                 outcomes[index] = error
                 continue
+            with self._lanes.before_steps():
+                lengths[index] = self._num_tokens(request)
             params = self.facts.completed(request)
             seed = self._from_first_rank(random.randrange(2**32)) if params.seed is None else params.seed
             ready[index] = replace(request, params=replace(params, seed=seed))
@@ -250,7 +262,9 @@ class Worker:
                     outcomes |= dict.fromkeys(ready.keys() - outcomes.keys(), error)
                 elif len(batch) == 1:
                     outcomes |= dict.fromkeys(batch, error)
-        return [self._with_notes(request, outcomes[index]) for index, request in enumerate(requests)]
+        return [
+            self._with_notes(request, outcomes[index], lengths.get(index, 0)) for index, request in enumerate(requests)
+        ]
 
     def _run_batch(self, batch: Mapping[int, Request], listener: Listener) -> dict[int, Outcome]:
         slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
@@ -260,10 +274,11 @@ class Worker:
         started = time.perf_counter()
         for first in range(0, len(slots), self.max_batch):
             together = slots[first : first + self.max_batch]
-            for (index, number), outputs in zip(together, self._call(batch, together, listener), strict=True):
+            called, found = self._call(batch, together, listener)
+            for (index, number), outputs in zip(together, called, strict=True):
                 made[index] += [(output, batch[index].seeds[number]) for output in outputs]
             if cache is not None:
-                stats.append(cache.stats())
+                stats.append(found)
         seconds = time.perf_counter() - started
         return {
             index: GenerationResult(
@@ -278,8 +293,10 @@ class Worker:
             for index, request in batch.items()
         }
 
-    def _call(self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener) -> list[list[Any]]:
-        """What one pipeline call makes for each slot."""
+    def _call(
+        self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener
+    ) -> tuple[list[list[Any]], Any]:
+        """What one pipeline call makes for each slot, and the cache's `stats()`."""
         import torch
 
         from .steps import StepWatch, follow_steps
@@ -290,16 +307,21 @@ class Worker:
             call["output_type"] = "np"
         prompts = [batch[index].prompt for index, _ in slots]
         seeds = [batch[index].seeds[number] for index, number in slots]
-        cache = self._cache_for(lead)
-        watch = StepWatch(self.pipeline, cache, batch, slots, listener, lambda flag: bool(self._from_first_rank(flag)))
+        cache, agree = self._cache_for(lead), lambda flag: bool(self._from_first_rank(flag))
         try:
-            if self._adapters is not None:
-                self._adapters.use(lead.lora)
-            exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
-            tolerating = self._attached.tolerating(lead.tolerance)
-            with exactly, tolerating, follow_steps(watch, self.pipeline, call, self.facts.takes):
-                output = call_pipeline(self.pipeline, prompts, seeds, call)
-                return take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
+            shape = shape_of([lead], self.facts), len(slots)
+            with self._lanes.calling(shape, must_be_alone(batch.values())) as lane:
+                if self._adapters is not None:
+                    self._adapters.use(lead.lora)
+                exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
+                tolerating = self._attached.tolerating(lead.tolerance)
+                watch = StepWatch(lane.pipeline, cache, batch, slots, listener, agree, lane.end_steps)
+                with exactly, tolerating, follow_steps(watch, lane.pipeline, call, self.facts.takes):
+                    output = call_pipeline(lane.pipeline, prompts, seeds, call, lane.note_draws, is_alone=lane.is_alone)
+                    made = take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
+                    # Of two lanes, another call may have begun since the steps of this one.
+                    found = watch.last_stats if self.num_lanes > 1 else None
+                    return made, found or (None if cache is None else cache.stats())
         except SamovarError:
             raise
         except BaseException as error:
@@ -328,17 +350,22 @@ class Worker:
         dist.broadcast(shared, src=0)
         return int(shared.item())
 
-    def _with_notes(self, request: Request, outcome: Outcome) -> Outcome:
+    @property
+    def _tokenizer(self) -> Any:
+        return getattr(self.pipeline, "tokenizer_2", None) or getattr(self.pipeline, "tokenizer", None)
+
+    def _num_tokens(self, request: Request) -> int:
+        tokenizer = self._tokenizer
+        return 0 if tokenizer is None else len(tokenizer(request.prompt, truncation=False, verbose=False).input_ids)
+
+    def _with_notes(self, request: Request, outcome: Outcome, length: int) -> Outcome:
         """Add notes on a prompt that was truncated, on guidance without effect, and on a cache tuned for another."""
         if not isinstance(outcome, GenerationResult):
             return outcome
         notes = []
-        tokenizer = getattr(self.pipeline, "tokenizer_2", None) or getattr(self.pipeline, "tokenizer", None)
-        if tokenizer is not None:
-            limit = outcome.params.max_sequence_length or tokenizer.model_max_length
-            length = len(tokenizer(request.prompt, truncation=False, verbose=False).input_ids)
-            if length > limit:
-                notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
+        limit = outcome.params.max_sequence_length or int(getattr(self._tokenizer, "model_max_length", length))
+        if length > limit:
+            notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
         config = getattr(getattr(self.pipeline, "transformer", None), "config", {})
         if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
             notes.append("guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from ..errors import EngineError, SamovarError
-from .messages import Cancel, Fatal, Finished, Ready, Run, Update, receive, send
+from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update, receive, send
 from .request import Event, Listener
 from .settings import OmniDiffusionConfig
 from .worker import Worker
@@ -55,12 +55,28 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
     except BaseException as error:
         send(pipe, Fatal(EngineError(f"Loading failed: {type(error).__name__}: {error}")), place.parent_id)
         raise
-    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, warm_up_s)
+    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, warm_up_s, worker.num_lanes)
     send(pipe, ready, place.parent_id)
     gc.collect()
     gc.freeze()  # Otherwise each collection would search the whole model, for a sixth of a second.
+    for _ in range(worker.num_lanes - 1):
+        threading.Thread(
+            target=_serve_lane, args=(worker, inbox, pipe, place), daemon=True, name="samovar lane"
+        ).start()
     while True:
         serve_batch(worker, inbox, pipe, place)
+
+
+def _serve_lane(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
+    """The same in another thread. What ends one lane ends the process."""
+    try:
+        while True:
+            serve_batch(worker, inbox, pipe, place)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(1)
 
 
 def die_with(parent_id: int) -> None:
@@ -77,6 +93,8 @@ class Inbox:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._batches: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        self._before = 0
+        """The batch before the last one, which may still run in another lane."""
         self._cancelled: set[tuple[int, int]] = set()
         """Only the reading thread writes this, so no cancellation is lost."""
         threading.Thread(target=self._read, daemon=True, name="samovar inbox").start()
@@ -94,7 +112,8 @@ class Inbox:
             while True:
                 message = receive(self._pipe)
                 if isinstance(message, Run):
-                    self._cancelled = {each for each in self._cancelled if each[0] >= message.batch}
+                    self._cancelled = {each for each in self._cancelled if each[0] >= self._before}
+                    self._before = message.batch
                     self._batches.put(message)
                 elif isinstance(message, Cancel):
                     self._cancelled = {*self._cancelled, (message.batch, message.request)}
@@ -156,19 +175,27 @@ def _trim_heap() -> None:
         trim(0)
 
 
+_sending = threading.Lock()
+"""Two lanes share a pipe, and a message may be followed by its images."""
+
+
 def _answer(worker: Worker, run: Run, inbox: Inbox, pipe: Connection, place: Place) -> None:
+    def tell(message: FromWorker) -> None:
+        with _sending:
+            send(pipe, message, place.parent_id)
+
     def on_event(index: int, event: Event) -> None:
         if place.rank == 0:
-            send(pipe, Update(run.batch, index, event), place.parent_id)
+            tell(Update(run.batch, index, event))
 
     try:
         outcomes = worker.run(run.requests, Listener(on_event, lambda index: inbox.is_cancelled(run.batch, index)))
     except BaseException as error:
-        send(pipe, Fatal(EngineError(f"The worker failed: {type(error).__name__}: {error}")), place.parent_id)
+        tell(Fatal(EngineError(f"The worker failed: {type(error).__name__}: {error}")))
         raise
     broken = [outcome for outcome in outcomes if isinstance(outcome, EngineError)]
     if broken and not worker.is_healthy():
-        send(pipe, Fatal(broken[0]), place.parent_id)
+        tell(Fatal(broken[0]))
         os._exit(EXIT_GPU_LOST)  # A regular exit would wait for the GPU, which may never answer.
     sent = [outcome if place.rank == 0 or isinstance(outcome, SamovarError) else None for outcome in outcomes]
-    send(pipe, Finished(run.batch, tuple(sent), worker.usage()), place.parent_id)
+    tell(Finished(run.batch, tuple(sent), worker.usage()))

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..cache import AutoConfig
 from ..engine import Request
 from ..errors import SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
@@ -40,6 +41,17 @@ class AppState:
     """Whether the model's facts are known. A server may drain before it has loaded."""
     keeps_jobs: bool = True
     """Whether videos can be asked for as jobs: by all clients of one server, so not by those of many replicas."""
+
+    def __post_init__(self) -> None:
+        most = self.config.max_tolerance
+        choice = None if most is None else self.omni.config.attach_config.cache
+        own = choice.settings.number if choice is not None and isinstance(choice.settings, AutoConfig) else 0.0
+        if most is not None and own > most:
+            raise SettingError(
+                f"max_tolerance={most:g} is less than what the cache loses for requests that say nothing, {own:g}. "
+                f"Give tolerance={most:g} too.",
+                param="max_tolerance",
+            )
 
     def open(self) -> None:
         """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
@@ -156,17 +168,22 @@ class AppState:
         if tolerance is not None and quality in _TOLERANCES:
             raise ApiError(400, "Give a quality or a tolerance, not both.", param="tolerance", code="invalid_value")
         asked = _TOLERANCES.get(quality or "") if tolerance is None else tolerance
-        choice = self.omni.config.attach_config.cache
-        if tolerance is None and (choice is None or asked is None):
-            return None  # Every step is computed, or nothing special is asked for.
-        if tolerance is None and choice is not None and choice.backend != "auto":
-            message = f"Quality {quality!r} needs the cache auto (--cache auto), and this server has another."
-            raise ApiError(400, message, param="quality", code="unsupported_value")
-        most = self.config.max_tolerance
+        choice, most = self.omni.config.attach_config.cache, self.config.max_tolerance
+        if tolerance is None and (choice is None or choice.backend != "auto" or asked is None):
+            return None  # Every step is computed, or nothing special is asked for; or see `is_exact`.
         if asked is not None and most is not None and read_tolerance(asked) > most:
+            if tolerance is None:
+                return most
             message = f"A tolerance of {asked} is above the limit of this server, {most:g}."
-            raise ApiError(400, message, param="quality" if tolerance is None else "tolerance", code="invalid_value")
+            raise ApiError(400, message, param="tolerance", code="invalid_value")
         return asked
+
+    def is_exact(self, cache: bool | None, quality: str | None) -> bool:
+        """Whether every step of a request is computed: it says so, or it wants the quality "high" where the cache makes
+        no promise of any."""
+        choice = self.omni.config.attach_config.cache
+        is_other = choice is not None and choice.backend != "auto"
+        return cache is False or (is_other and _TOLERANCES.get(quality or "") == "high")
 
     @cached_property
     def is_cached(self) -> bool:

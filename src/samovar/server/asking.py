@@ -46,7 +46,7 @@ class Asked(Generic[AskedBody]):
             body.params(),
             None if not self.image else self.image[0] if len(self.image) == 1 else self.image,
             body.num_previews,
-            body.cache is False,
+            state.is_exact(body.cache, body.quality),
             state.adapters_of(body.model, [adapter.model_dump() for adapter in body.lora or ()]),
             state.tolerance_of(body.tolerance, body.quality),
             self.inputs,
