@@ -55,7 +55,7 @@ def call_of(omni: Omni, recipe: Recipe) -> dict[str, Any]:
     sides = wish.get("width", 48) or 48, wish.get("height", 32) or 32
     names = (*facts.inputs.needs, *recipe.inputs)
     needed = {name: media(name, *sides) for name in names if name not in wish}
-    if facts.inputs.mask and "image" not in needed:
+    if facts.inputs.mask:
         needed |= {name: media(name, *sides) for name in ("image", "mask_image")}
     return {name: value for name, value in (wish | needed).items() if value is not None or name in recipe.call}
 
