@@ -284,8 +284,7 @@ def attach(
             `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "forecast",
             "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. True is "auto". None looks at the environment
             variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
-        tolerance: How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone, it means
-            cache="auto".
+        tolerance: How much the cache "auto" may lose: "exact", "high", "fast", or a number. It means cache="auto".
         offload: Keeps weights off the GPU until they are needed. "auto", "model" or "layerwise"; an `OffloadConfig`.
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
         compile: "graphs" replays computed forwards as CUDA graphs, with the model's bits. True, or a backend's name or
@@ -299,22 +298,14 @@ def attach(
         vae_slicing: VAEs decode the images of a batch one after the other, with less memory. Likewise.
         vae_channels_last: VAEs compute with channels last, which is faster on most GPUs and changes the last bits.
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
-        host_memory: The budget for host memory that holds weights; the rest is read from the model's files. Alone, it
-            means offload="auto" too.
+        host_memory: Likewise for host memory that holds weights; the rest is read from the model's files.
         exclude: Names of components that offload leaves where they are, as a list or with commas.
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
-    settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "attention": attention,
-                "compile_cache": compile_cache, "vae_tiling": vae_tiling, "vae_slicing": vae_slicing,
-                "vae_channels_last": vae_channels_last,
-                "gpu_memory": gpu_memory, "host_memory": host_memory, "exclude": exclude,
-                "tolerance": tolerance}  # fmt: skip
+    settings = {name: value for name, value in locals().items() if name not in ("pipe", "replace", "aliases")}
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
-    never = ("vae_tiling", "vae_slicing")  # Nor if the planner would.
-    given = {
-        name: value for name, value in settings.items() if (value is not None and value is not False) or name in never
-    }
+    given = {n: v for n, v in settings.items() if v is not None and (v is not False or n.startswith("vae_"))}
     config = AttachConfig.read(**resolve({**given, **aliases}))
     if pipe is None or isinstance(pipe, (str, Path, int, type)):
         raise SettingError(
