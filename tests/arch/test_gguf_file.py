@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def test_a_file_of_another_model_is_refused(folder: Path, tmp_path: Path) -> Non
     shorter = read_gguf(write_gguf(tmp_path / "short.gguf", other, architecture="sd3"))
     with pytest.raises(ModelError, match=r"not of this FluxTransformer2DModel: its names .*architecture is 'sd3'"):
         stored_in(shorter, "transformer", parts_of(folder))
+
+
+def test_a_type_that_diffusers_cannot_load_is_refused_by_name(folder: Path) -> None:
+    file = replace(read_gguf(folder / "q8.gguf"), types=("F32", "IQ2_XXS", "Q8_0"))
+    with pytest.raises(ModelError, match=r"holds weights as IQ2_XXS, which diffusers cannot load.*loads .*Q4_K"):
+        stored_in(file, "transformer", parts_of(folder))
 
 
 def test_what_is_no_file_of_weights_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -125,6 +125,13 @@ def test_a_skeleton_is_built_and_rehearsed(folder: Path) -> None:
     assert seen.size == RequestSize(32, 48, None, 1)
 
 
+def test_a_class_is_known_by_its_usual_blocks() -> None:
+    name, parts = read_skeleton("StableDiffusion3ModularPipeline")
+    assert name == "StableDiffusion3ModularPipeline"
+    assert {"transformer", "vae", "text_encoder_3"} <= set(parts)
+    assert parts["transformer"].role == "denoiser"
+
+
 def test_a_loaded_one_is_rehearsed_as_it_is() -> None:
     pipe = tiny_modular("flux")
     seen = rehearse(pipe, RequestSize(16, 32))
@@ -139,6 +146,8 @@ def test_a_loaded_one_is_rehearsed_as_it_is() -> None:
         (lambda index: index["vae"][2].update(subfolder="../vae"), r"'vae' is in '\.\./vae'"),
         (lambda index: index["vae"][2].update(subfolder="other"), "Download it to"),
         (lambda index: index["vae"][2].update(type_hint=["os", "system"]), "code of another library"),
+        (lambda index: index["controlnet"][2].update(type_hint=["this", "d"]), "code of another library"),
+        (lambda index: index["controlnet"][2].update(type_hint="os"), "the type_hint of 'controlnet' is 'os'"),
         (lambda index: index["vae"][2].update(type_hint=[None, None]), "the type_hint of 'vae'"),
         (lambda index: index.update(_blocks_class_name="SequentialPipelineBlocks"), "only blocks that diffusers"),
         (lambda index: index.update(_blocks_class_name="NoSuchBlocks"), "was made of 'NoSuchBlocks'"),

@@ -179,7 +179,7 @@ def test_what_is_no_model_is_refused_with_the_nearest(
     with pytest.raises(ModelError) as caught:
         read_skeleton(source)
     assert message in str(caught.value)
-    assert "Modular" not in str(caught.value).partition("Did you mean")[2], "what is refused is not suggested"
+    assert "'ModularPipeline'" not in str(caught.value).partition("Did you mean")[2], "what is refused is not suggested"
 
 
 def test_only_models_and_pipelines_count_as_classes() -> None:

@@ -16,6 +16,7 @@ from samovar.arch.stored import Header, read_headers, stored_dtype, stored_for
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
 from samovar.errors import ModelError
+from samovar.trace import survey, survey_pipeline
 
 
 def save_quantised(folder: Path, kind: str) -> Any:
@@ -56,6 +57,10 @@ def test_sizes_are_those_of_the_stored_bytes(tmp_path: Path, kind: str, words: s
     with as_stored(parts):
         sizes = {name: tensor_bytes([part.module]) for name, part in parts.items() if part.module is not None}
     assert sizes == {name: tensor_bytes([getattr(pipe, name)]) for name in parts}
+    seen, loaded = survey(str(tmp_path / kind)), survey_pipeline(pipe)
+    for one, other in zip(seen.components, loaded.components, strict=True):
+        assert (one.num_bytes, one.coverage) == (other.num_bytes, other.coverage), "blocks too"
+    assert [f.reason for f in seen.features] == [f.reason for f in loaded.features]
 
 
 def test_bitsandbytes_folders_are_read_by_their_headers() -> None:

@@ -33,6 +33,11 @@ SHOWN = """() => ["film", "film-exact"].map((id) => {
   return { paused: film.paused, seeking: film.seeking, time: film.currentTime, pixels: [...data] };
 })"""
 """What both videos show now."""
+DROPPED = """(bytes) => {
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([new Uint8Array(bytes)], "dropped.png", { type: "image/png" }));
+  return transfer;
+}"""
 KEEP_MASK = """() => {
   const append = FormData.prototype.append;
   FormData.prototype.append = function (name, value) {
@@ -194,11 +199,13 @@ def test_a_video_outlives_its_exact_half(visit: Visit, films: RunningServer, how
 def test_a_job_of_another_visit_is_in_the_history_and_can_be_watched(visit: Visit, films: RunningServer) -> None:
     with films.client() as http:
         body = {"prompt": "a dog", "num_inference_steps": 4000, "partial_images": 3}
-        job = http.post("/v1/videos", json=body).json()
+        sides = {"width": 64, "height": 32, "num_frames": 9}  # Said otherwise than the page would.
+        job = http.post("/v1/videos", json=body | sides).json()
         visit.page.reload()
         visit.page.click("#history button")
         visit.page.wait_for_function("() => / %$/.test(document.getElementById('go').textContent)")
-        assert visit.page.input_value("#prompt") == "a dog"
+        shown = [visit.page.input_value(f"#{name}") for name in ("prompt", "width", "height", "seconds")]
+        assert shown == ["a dog", "64", "32", "0.5625"]
         visit.page.wait_for_selector("#first:not([hidden])")
         visit.page.keyboard.press("Escape")
         visit.page.wait_for_selector("#history button", state="detached")
@@ -262,8 +269,13 @@ def test_an_image_and_its_mask_are_sent(browser: Any, tmp_path: Path) -> None:  
         files[name] = {"name": f"{name}.png", "mimeType": "image/png", "buffer": content.getvalue()}
     with running(tmp_path) as server:
         visit = Visit(browser, server)
-        for name, file in files.items():
-            visit.page.set_input_files(f"#{name}", file)
+        dropped = visit.page.evaluate_handle(DROPPED, list(files["image"]["buffer"]))
+        visit.page.dispatch_event("#form", "dragover", {"dataTransfer": dropped})
+        assert "is-over" in (visit.page.get_attribute("#upload", "class") or "")
+        visit.page.dispatch_event("#form", "drop", {"dataTransfer": dropped})
+        assert visit.page.evaluate("() => document.getElementById('image').files[0].name") == "dropped.png"
+        assert "is-over" not in (visit.page.get_attribute("#upload", "class") or "")
+        visit.page.set_input_files("#mask", files["mask"])
         assert visit.page.locator("#given img").count() == 2
         visit.ask("a door", steps=3)
         visit.page.wait_for_selector("#first:not([hidden])")

@@ -28,6 +28,14 @@ def test_a_branch_counts_its_steps() -> None:
     assert (BranchStats(()).computed, BranchStats(()).skipped, BranchStats(()).mask) == (0, 0, "")
 
 
+def test_a_batch_says_what_was_computed_for_each_image() -> None:
+    steps = (StepRecord(0, True, ""), StepRecord(1, True, "", images=(True, False)), StepRecord(2, False, ""))
+    assert "  only  2 computed, 1 skipped        ##.\n        computed by image: 2, 1\n" in str(
+        CacheStats("Model", "", "", {"only": BranchStats(steps)})
+    )
+    assert "by image" not in str(STATS)
+
+
 def test_a_model_adds_up_its_branches() -> None:
     assert (STATS.computed, STATS.skipped) == (3, 3)
     assert STATS.expected_speedup == pytest.approx(6 / (3 + 3 * 0.01))

@@ -78,12 +78,13 @@ def test_tune_writes_a_setting_that_generate_takes(
 ) -> None:
     output = tmp_path / "out"
     tasks = ["--prompts", prompts[0], "--test-prompts", prompts[1], "--num-prompts", "1", "--num-test-prompts", "1"]
-    common = ["tune", model, *tasks, "--steps", "8", "-o", str(output), *IMAGE]
+    common = ["tune", model, *tasks, "--steps", "8", "-o", str(output), "--quantization", "int8", *IMAGE]
     code, out, err = run(capsys, *common, "--target-speedup", "1.5")
     assert (code, err) == (0, ""), out
     setting = json.loads((output / "setting.json").read_text())
     assert setting["num_inference_steps"] == 8
     assert "samovar tune of" in setting["origin"]
+    assert "float32, torchao Int8WeightOnlyConfig, 20" in setting["origin"]
     choice = CacheChoice.read(output / "setting.json")
     assert choice is not None
     assert choice.tuned_for is not None

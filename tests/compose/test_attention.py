@@ -13,6 +13,7 @@ from samovar import attach
 from samovar.errors import SettingError
 from samovar.graphs.recorders import recording_by
 from samovar.graphs.simulated import SimulatedRecorder
+from samovar.parallel import Ranks, attention
 
 
 def backends(pipe: Any) -> set[Any]:
@@ -77,9 +78,51 @@ def test_names_are_checked() -> None:
         attach(pipe, attention="flsh")
     with pytest.raises(SettingError, match=r"'flash' cannot be used here: .*install `flash-attn"):
         attach(pipe, attention="flash")
-    with pytest.raises(SettingError, match="cannot be used on 2 ranks"):
-        attach(pipe, attention="math", parallel={"ulysses_degree": 2})
+    for backend, ranks in (("flash", {"ulysses_degree": 2}), ("math", {"ring_degree": 2})):
+        with pytest.raises(SettingError, match="cannot be used by 2 ranks that share a sequence"):
+            attach(pipe, attention=backend, parallel=ranks)
     with pytest.raises(SettingError, match="is no model of diffusers"):
         attach(torch.nn.ModuleDict({"transformer": torch.nn.Linear(2, 2)}), attention="math")
     assert num_hooks(pipe) == 0
     assert backends(pipe) == {None}
+
+
+RANKS = {"Ulysses 2": {"ulysses_degree": 2}, "gathered 2": {"allgather_degree": 2}, "CFG 2": {"cfg_parallel_size": 2}}
+CACHE = {"backend": "tea_cache", "schedule": "##.#"}
+
+
+def _on_a_rank(cases: list[str]) -> list[tuple[torch.Tensor, str, set[str], set[Any]]]:
+    """Run by each rank: the picture, what was said, which kernels its own attentions may use, and what is left."""
+    found = []
+    plain = attention.sdpa
+    for name in cases:
+        tiny = PIPELINES["qwen-image" if name == "CFG 2" else "flux"]
+        pipe = tiny.build(0)
+        allowed: set[str] = set()
+
+        def noting(*args: Any, allowed: set[str] = allowed, **kwargs: Any) -> torch.Tensor:
+            allowed.add("all" if torch.backends.cuda.flash_sdp_enabled() else "math")
+            return plain(*args, **kwargs)
+
+        attention.sdpa = noting
+        try:
+            with attach(pipe, attention="math", cache=CACHE, parallel=RANKS[name]) as attached:
+                tiny.run(pipe, 4)
+                picture, told = tiny.run(pipe, 4), str(attached.explain())
+        finally:
+            attention.sdpa = plain
+        found.append((picture, told, allowed, backends(pipe)))
+    return found
+
+
+def test_on_two_ranks(ranks: Ranks) -> None:
+    expected = {}
+    for name in ("flux", "qwen-image"):
+        with attach(PIPELINES[name].build(0), cache=CACHE) as attached:
+            expected[name] = PIPELINES[name].run(attached.pipe, 4)
+    for results in ranks.call(_on_a_rank, list(RANKS), limit_s=600.0):
+        for name, (picture, told, allowed, left) in zip(RANKS, results, strict=True):
+            assert "used; the output differs from the default's by" in told, name
+            assert allowed == (set() if name == "CFG 2" else {"math"}), name
+            assert difference(picture, expected["qwen-image" if name == "CFG 2" else "flux"]) < 1e-3, name
+            assert left == {None}, name

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES
 from samovar import attach
-from samovar.compose.regional import compile_regions, find_regions
+from samovar.compose.regional import CACHE_VARIABLE, compile_regions, find_regions
 from samovar.errors import ModelError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 
@@ -160,3 +165,73 @@ def test_torchs_own_compiler_with_everything_on() -> None:
         assert graphs > 0
         tiny.run(pipe, STEPS)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+# ------------------------------------------------------------------------------------------------ kept for later
+
+
+def test_the_folder_that_keeps_compiled_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = str(tmp_path / "theirs")
+    monkeypatch.setenv(CACHE_VARIABLE, theirs)
+    one, other = PIPELINES["flux"].build(0), PIPELINES["flux"].build(0)
+    folder = tmp_path / "kept" / "here"
+    with attach(one, compile=EXACT, compile_cache=folder):
+        assert os.environ[CACHE_VARIABLE] == str(folder)
+        assert folder.stat().st_mode & 0o77 == 0, "files in it are run"
+        with attach(other, compile=EXACT, compile_cache=str(folder)):
+            pass
+        assert os.environ[CACHE_VARIABLE] == str(folder)
+        before = footprint(other)
+        with pytest.raises(SettingError, match=r"keeps its blocks in .*kept/here'. torch has one folder"):
+            attach(other, compile=EXACT, compile_cache=tmp_path / "another")
+        assert footprint(other) == before
+    assert os.environ[CACHE_VARIABLE] == theirs
+    with pytest.raises(SettingError, match="keeps compiled blocks, and nothing is compiled"):
+        attach(one, compile="graphs", compile_cache=folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingError, match="cannot be used as a folder"):
+        attach(one, compile=EXACT, compile_cache=tmp_path / "file")
+    assert os.environ[CACHE_VARIABLE] == theirs
+
+
+WORKER = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+from samovar import attach
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        self.attention = torch.nn.MultiheadAttention(8, 1)
+
+    def forward(self, hidden_states):
+        return hidden_states + torch.tanh(self.linear(self.norm(hidden_states)))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, hidden_states, timestep):
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        return hidden_states
+
+torch.manual_seed(0)
+model = Model().eval()
+with torch.no_grad(), attach(model, compile=True, compile_cache=sys.argv[1]):
+    output = model(torch.ones(1, 4, 8), torch.ones(1))
+found = counters["inductor"]
+print(json.dumps([found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], output.sum().item()]))
+"""
+
+
+@pytest.mark.slow
+def test_a_later_process_compiles_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER, str(tmp_path / "kept")]
+    done = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    (misses, hits, first), (later_misses, later_hits, later) = (json.loads(one.splitlines()[-1]) for one in done)
+    assert (misses, hits) == (1, 0), "the blocks of a class share a graph"
+    assert (later_misses, later_hits) == (0, 1)
+    assert later == first

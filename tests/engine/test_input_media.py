@@ -67,7 +67,7 @@ def test_our_words_are_the_pipelines() -> None:
         (Inputs(("video",)), {"video": PICTURE}, "video must be a video, not an image"),
         (Inputs(("video",)), {"video": SOUND}, "video must be a video, not a sound"),
         (Inputs(("image",)), {"image": [PICTURE, PICTURE]}, "image must be an image, not several images"),
-        (Inputs(("video",)), {"video": "film.mp4"}, "video must be a video, not 'film.mp4'"),
+        (Inputs(("video",)), {"video": "film.mp4"}, r"video must be a video, not 'film.mp4': .*read_video\(file"),
         (Inputs(("mask_image",)), {"mask": MASK, "mask_image": MASK}, "mask_image is given twice"),
     ],
 )

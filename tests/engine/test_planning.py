@@ -52,6 +52,18 @@ def test_what_cannot_fit_is_refused(folder: Path) -> None:
     check_loss("exact", None, None)
 
 
+def test_vaes_decode_in_parts_where_a_budget_has_no_room_otherwise(folder: Path) -> None:
+    size = {"height": 256, "width": 256, "batch": 4}
+    roomy = make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), size).plan
+    vae = roomy.component("vae")
+    assert vae.activation_bytes > max(one.activation_bytes for one in roomy.components if one is not vae) + 2**21
+    budget = vae.num_bytes + vae.activation_bytes - 2**20
+    made = make_plan(str(folder), OffloadConfig(gpu_memory=budget), size)
+    assert made.plan.peak_bytes <= budget
+    assert "VAEs decode with vae_slicing, since gpu_memory is not enough otherwise" in str(made.plan)
+    assert "VAEs decode" not in str(roomy)
+
+
 @pytest.mark.parametrize(
     ("speeds", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
-from samovar.engine.previews import decode_latents, predict_clean
+from pipelines.builder import Recipe, build
+from pipelines.recipes import RECIPES
+from samovar import Omni
+from samovar.engine.previews import NoPreview, decode_latents, predict_clean
+from samovar.engine.request import Done, Preview
 
 
 def run(name: str) -> tuple[Any, list[torch.Tensor], Any]:
@@ -59,13 +64,79 @@ def test_the_preview_of_a_video_is_decoded_from_its_first_latents(name: str) -> 
 
 def test_latents_of_an_unknown_kind_have_no_preview() -> None:
     pipe, latents, _ = run("flux")
-    assert decode_latents(pipe, latents[0], 16, 16) == [], "of another size"
-    assert decode_latents(pipe, latents[0][0], 16, 24) == []
-    assert decode_latents(pipe, torch.zeros(1, 9, 8, 12), 16, 24) == [], "of other channels"
-    assert decode_latents(object(), latents[0], 16, 24) == []
+    for wrong, size in (
+        (latents[0], (16, 16)),
+        (latents[0][0], (16, 24)),
+        (torch.zeros(1, 9, 8, 12), (16, 24)),
+    ):
+        with pytest.raises(NoPreview, match="latents of FluxPipeline cannot be decoded half-way"):
+            decode_latents(pipe, wrong, *size)
+    with pytest.raises(NoPreview, match="object has no VAE"):
+        decode_latents(object(), latents[0], 16, 24)
     for error in (IndexError, KeyError, AssertionError):
         pipe.vae.decode = Mock(side_effect=error)
-        assert decode_latents(pipe, latents[0], 16, 24) == []
+        with pytest.raises(NoPreview):
+            decode_latents(pipe, latents[0], 16, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("CogVideoXPipeline", {"num_frames": 9, "max_sequence_length": 7}),
+        ("AnyFlowPipeline", {"num_frames": 9, "max_sequence_length": 16}),
+        ("HunyuanVideo15Pipeline", {"num_frames": 9}),
+        ("LattePipeline", {"video_length": 5}),
+        ("PixArtSigmaPipeline", {"use_resolution_binning": False}),
+        ("BriaFiboPipeline", {"width": 64, "negative_prompt": "a dog"}),
+        ("Kandinsky5T2VPipeline", {"num_frames": 9, "max_sequence_length": 16}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_layout_is_shown_as_the_pipeline_decodes_it(
+    name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames before channels, channels last, frames for a VAE of images, both branches at once, tokens of a latent."""
+    import diffusers
+
+    pipe = build(getattr(diffusers, name), RECIPES.get(name, Recipe()))
+    given: list[torch.Tensor] = []
+    decode = type(pipe.vae).decode
+
+    def noted(vae: Any, latents: torch.Tensor, *args: Any, **more: Any) -> Any:
+        given.append(latents)
+        return decode(vae, latents, *args, **more)
+
+    monkeypatch.setattr(type(pipe.vae), "decode", noted)
+    pipe.save_pretrained(tmp_path)
+    with Omni(tmp_path, device="cpu", progress=False) as omni:
+        wish = {"height": 32, "width": 48, "seed": 3, "num_inference_steps": 4, **settings}
+        events = list(omni.generate("a cat", num_previews=3, stream=True, **wish))
+    previews = [event.image for event in events if isinstance(event, Preview)]
+    assert isinstance(events[-1], Done), events[-1]
+    result = events[-1].result
+    made = result.outputs[0]
+    assert [image.size for image in previews] == [(made.width, made.height)] * 3
+    assert not any("preview" in note for note in result.notes)
+    shown, whole = given[2], given[3]
+    first = whole[:, :, :1] if whole.ndim == 5 else whole[: len(shown)]
+    assert shown.shape == first.shape
+    near, far = ((first - each).abs().mean() for each in (shown, -shown))
+    assert near < far, "it is nearer to what is made than to its negative"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_result_says_that_there_was_none(tmp_path: Path) -> None:
+    import diffusers
+
+    build(diffusers.StableAudioPipeline, RECIPES["StableAudioPipeline"]).save_pretrained(tmp_path / "sound")
+    PIPELINES["flux"].build(0).save_pretrained(tmp_path / "flux")
+    with Omni(tmp_path / "sound", device="cpu", progress=False) as omni:
+        *_, done = omni.generate("rain", seconds=1, num_inference_steps=3, num_previews=1, stream=True)
+    assert "there was no preview: the VAE of StableAudioPipeline makes no images" in done.result.notes
+    with Omni(tmp_path / "flux", device="cpu", progress=False) as omni:
+        wish = {"height": 16, "width": 24, "max_sequence_length": 8, "num_inference_steps": 1}
+        *_, done = omni.generate("a cat", num_previews=1, stream=True, **wish)
+    assert "there was no preview: there is none within 1 step" in done.result.notes
 
 
 def test_without_a_step_before_or_a_straight_line_the_latents_stand_for_themselves() -> None:

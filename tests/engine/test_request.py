@@ -48,6 +48,13 @@ def test_unknown_settings_are_refused_with_the_nearest() -> None:
         OmniDiffusionSamplingParams.from_dict({"num_inferense_steps": 3})
 
 
+def test_the_length_of_a_sound_has_another_name() -> None:
+    params = OmniDiffusionSamplingParams.from_arguments({"audio_length": 3, "eta": 0.5})
+    assert (params.seconds, params.options) == (3, {"eta": 0.5})
+    with pytest.raises(SettingError, match=r"seconds=2 and audio_length=3 both say how long"):
+        OmniDiffusionSamplingParams.from_arguments({"audio_length": 3, "seconds": 2})
+
+
 def test_what_is_given_wins_and_zero_counts_as_given() -> None:
     mine = OmniDiffusionSamplingParams(seed=0, true_cfg_scale=0.0, negative_prompt="")
     theirs = OmniDiffusionSamplingParams(seed=5, true_cfg_scale=3.0, negative_prompt="x", height=64)

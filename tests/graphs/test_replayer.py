@@ -370,7 +370,9 @@ def test_own_hooks_inside_are_not_left_out(model: Model, device: str) -> None:
         assert "layers.1 has what a replay would leave out: the hook 'inside'" in hook.stats().reasons
 
 
-def test_a_failed_capture_leaves_everything_working(model: Model, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_leaves_everything_working(
+    model: Model, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     recorder = recorders.recorder_for(x(device).device)
     assert recorder is not None
     fails = True
@@ -389,6 +391,7 @@ def test_a_failed_capture_leaves_everything_working(model: Model, device: str, m
         for _ in range(3):
             assert tree.equal(call(model, x(device)), expected)
         assert "no room" in hook.stats().reasons[0]
+        assert caplog.text.count("runs without graphs") == 1
         torch.randn(4, device=device)  # The generator is not taken to be captured.
         fails = False
         for _ in range(8):
@@ -413,6 +416,20 @@ def test_many_forms_are_not_remembered_forever(model: Model, device: str) -> Non
             call(model, x(device, 0, length, 8))
         assert len(hook._replayer._forms) <= 256  # type: ignore[union-attr]
         assert hook.stats().recorded == 0
+
+
+def test_a_form_that_changes_at_every_call_is_told_once(
+    model: Model, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with apply_graphs(model) as hook:
+        for step in range(40):
+            found = call(model, x(device), bias=1.0 / (step + 1))
+        assert "each call has another form" in hook.stats().reasons[0]
+        for seed in range(4):
+            call(model, x(device, seed), bias=2.0)
+        assert hook.stats().replayed == 2, "a form that comes again is recorded"
+    assert caplog.text.count("runs without graphs: each call has another form") == 1
+    assert tree.equal(found, call(model, x(device), bias=1.0 / 40))
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # Torch says so in each new thread.

@@ -199,6 +199,35 @@ def _vision(width: int, channels: int) -> Any:
     ))  # fmt: skip
 
 
+def _projecting(width: int, channels: int) -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    return CLIPVisionModelWithProjection(CLIPVisionConfig(
+        hidden_size=18, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8,
+        projection_dim=18,
+    ))  # fmt: skip
+
+
+def _siglip(width: int, channels: int) -> Any:
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    return SiglipVisionModel(SiglipVisionConfig(
+        hidden_size=10, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8,
+    ))  # fmt: skip
+
+
+def _siglip_processor(width: int, channels: int) -> Any:
+    from transformers import SiglipImageProcessorPil
+
+    return SiglipImageProcessorPil(size={"height": 16, "width": 16})
+
+
+def _guider(width: int, channels: int) -> Any:
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    return ClassifierFreeGuidance()
+
+
 def _clip_processor(width: int, channels: int) -> Any:
     from transformers import CLIPImageProcessorPil
 
@@ -280,6 +309,11 @@ PARTS: dict[str, Callable[[int, int], Any]] = {
     "CLIPTextModel": _clip("CLIPTextModel"),
     "CLIPTextModelWithProjection": _clip("CLIPTextModelWithProjection"),
     "CLIPVisionModel": _vision,
+    "CLIPVisionModelWithProjection": _projecting,
+    "SiglipVisionModel": _siglip,
+    "SiglipImageProcessor": _siglip_processor,
+    "SiglipImageProcessorPil": _siglip_processor,
+    "ClassifierFreeGuidance": _guider,
     "CLIPImageProcessorPil": _clip_processor,
     "CLIPImageProcessor": _clip_processor,
     "BertModel": _bert,

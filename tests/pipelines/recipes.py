@@ -48,6 +48,7 @@ _HUNYUAN_DIT: dict[str, Any] = {
     },
     "call": _SMALL | _UNBINNED,
 }
+_BYT5 = {"text_encoder_2": lambda width, channels: _t5("T5")(14, channels)}
 _LTX2 = {"audio_in_channels": 8, "audio_out_channels": 8}
 _SCM = {"scheduler": _make("SCMScheduler")}
 _SPRINT: dict[str, Any] = {
@@ -61,8 +62,12 @@ _PIXART: dict[str, Any] = {"latents": 4, "call": _UNBINNED, "components": _DPM}
 
 RECIPES: dict[str, Recipe] = {
     "AnyFlowFARPipeline": Recipe({"chunk_partition": (1, 2)}),
+    "AllegroPipeline": Recipe(components={"scheduler": _make("EulerAncestralDiscreteScheduler")}),
     "AuraFlowPipeline": Recipe(call=_SMALL),
     "BriaFiboPipeline": Recipe({"joint_attention_dim": 24, "text_encoder_dim": 12}, text=12, latents=4, call=_WIDE),
+    "BriaFiboEditPipeline": Recipe(
+        {"joint_attention_dim": 24, "text_encoder_dim": 12}, text=12, latents=4, call=_WIDE, inputs=("image",)
+    ),
     "CogVideoXPipeline": Recipe(call=_COG),
     "CogVideoXImageToVideoPipeline": Recipe({"in_channels": 8}, call=_COG),
     "CogVideoXVideoToVideoPipeline": Recipe(call=_COG, inputs=("video",)),
@@ -88,7 +93,10 @@ RECIPES: dict[str, Recipe] = {
     "HunyuanDiTControlNetPipeline": Recipe(**_HUNYUAN_DIT),
     "HunyuanVideoPipeline": Recipe({"pooled_projection_dim": 8}),
     "HunyuanSkyreelsImageToVideoPipeline": Recipe({"pooled_projection_dim": 8, "in_channels": 8}),
-    "HunyuanVideo15Pipeline": Recipe(skip="its text encoder reads 1,000 tokens whatever is asked: minutes on a CPU"),
+    "HunyuanVideo15Pipeline": Recipe(latents=4, components=_BYT5),
+    "HunyuanVideo15ImageToVideoPipeline": Recipe(
+        {"target_size": 64}, latents=4, components=_BYT5, variant="image-to-video"
+    ),
     "Ideogram4Pipeline": Recipe(call={"guidance_schedule": [4.0] * 6, "max_sequence_length": 64}),
     "Kandinsky5T2IPipeline": Recipe(_KANDINSKY, text=12),
     "Kandinsky5T2VPipeline": Recipe(_KANDINSKY, text=12),
@@ -100,6 +108,9 @@ RECIPES: dict[str, Recipe] = {
     "LTXI2VLongMultiPromptPipeline": Recipe(latents=4, call=_LARGE),
     "LTX2Pipeline": Recipe(_LTX2, latents=4, call=_LARGER),
     "LTX2ImageToVideoPipeline": Recipe(_LTX2, latents=4, call=_LARGER, inputs=("image",)),
+    "LTX2DFRPipeline": Recipe(_LTX2, latents=4, call=_LARGER),
+    "LTX2HDRPipeline": Recipe(_LTX2, latents=4, call=_LARGER),
+    "LTX2InContextPipeline": Recipe(_LTX2, latents=4, call=_LARGER),
     "LTX2ConditionPipeline": Recipe(_LTX2, latents=4, call=_LARGER),
     "LattePipeline": Recipe(latents=4, components=_DDIM, call={"video_length": 5, "num_frames": None}),
     "LucyEditPipeline": Recipe({"in_channels": 12}),

@@ -6,11 +6,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .trying import Row
+
+LIMIT_S = 300
+"""For one pipeline, on a machine that does other things too."""
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "pipelines.json", ROOT / "docs" / "reference" / "pipelines.md"
 
@@ -47,11 +53,28 @@ def try_all(pattern: str) -> None:
     known = read() if RESULTS.exists() else {"rows": {}}
     for name, cls in sorted(pipeline_classes().items()):
         if re.search(pattern, name):
-            row = try_pipeline(cls, RECIPES.get(name, Recipe()))
+            row = _in_time(lambda cls=cls, name=name: try_pipeline(cls, RECIPES.get(name, Recipe())), name)
             known["rows"][name] = {"makes": row.makes, "works": row.works, "problem": row.problem}
             print(name, row.works, row.problem, file=sys.stderr, flush=True)
             known["diffusers"] = diffusers.__version__
             RESULTS.write_text(json.dumps({**known, "rows": dict(sorted(known["rows"].items()))}, indent=1) + "\n")
+
+
+def _in_time(work: Callable[[], Row], name: str) -> Row:
+    """What the work finds, in a process that is ended when it takes too long."""
+    forked = multiprocessing.get_context("fork")
+    rows = forked.SimpleQueue()
+    process = forked.Process(target=lambda: rows.put(work()))
+    process.start()
+    process.join(LIMIT_S)
+    is_late = process.is_alive()
+    process.kill()
+    process.join()
+    if not rows.empty():
+        row: Row = rows.get()
+        return row
+    ended = f"it took more than {LIMIT_S} s" if is_late else f"its process ended with {process.exitcode}"
+    return Row(name, problem=f"tried: {ended}")
 
 
 def read() -> dict[str, Any]:

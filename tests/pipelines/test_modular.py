@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,23 @@ def test_steps_are_told_with_previews_and_a_request_can_be_left(qwen: Omni) -> N
     assert next(event for event in stream if isinstance(event, Progress)).step == 1
     stream.close()  # type: ignore[attr-defined]
     assert qwen.generate("a cat", seed=3, num_inference_steps=2, **CALLS["qwen"])[0].images
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_controlnet_beside_it_is_one_of_its_components(folders: Folders, tmp_path: Path) -> None:
+    from diffusers import QwenImageControlNetModel
+
+    config = {key: value for key, value in tiny_modular("qwen").transformer.config.items() if not key.startswith("_")}
+    takes = inspect.signature(QwenImageControlNetModel).parameters
+    net = QwenImageControlNetModel(**{key: value for key, value in config.items() if key in takes} | {"num_layers": 1})
+    for weight in net.parameters():
+        torch.nn.init.constant_(weight, 0.1)
+    net.save_pretrained(tmp_path / "net")
+    size = {"height": 32, "width": 48}
+    how = {"controlnet": str(tmp_path / "net"), "offload": "layerwise"}
+    guided, plain = (made(folders["qwen"], "qwen", how=how, **size, **more) for more in ({"control_image": IMAGE}, {}))
+    assert np.array_equal(plain, bare("qwen", **size)), "it is not called without an image"
+    assert not np.array_equal(guided, plain)
 
 
 def test_a_loaded_pipeline_is_what_it_was_afterwards() -> None:

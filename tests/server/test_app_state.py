@@ -12,6 +12,7 @@ import pytest
 
 from pipelines import PIPELINES
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
+from samovar.engine.input_media import Inputs
 from samovar.errors import EngineError, ModelError, SettingError
 from samovar.omni import AsyncOmni, Omni
 from samovar.server import AppState, Limits, ServerConfig
@@ -132,6 +133,26 @@ def test_a_model_keeps_its_name_when_the_server_goes_elsewhere(tmp_path: Path, m
     assert one.model_name == "flux"
     monkeypatch.chdir(tmp_path)
     assert one.model_name == "flux"
+
+
+def test_a_model_that_no_request_could_use_is_not_served() -> None:
+    """It would say that it is ready, and refuse everything."""
+    config, defaults = AsyncOmni("emoji", device="cpu").config, OmniDiffusionSamplingParams()
+
+    def opened(inputs: Inputs, kind: Any = "video") -> None:
+        facts = PipelineFacts("Tiny", frozenset(), 1, defaults, inputs=inputs)
+        one: Any = SimpleNamespace(
+            defaults=defaults, can_edit=False, config=config, output=OutputKind(kind), facts=facts
+        )
+        AppState(one, ServerConfig(), keeps_jobs=False).open()
+
+    for needed in ("video", "pose_video", "initial_audio_waveforms"):
+        with pytest.raises(SettingError, match=f"Tiny needs {needed}, which requests to a server cannot send"):
+            opened(Inputs((needed,), (needed,)))
+    with pytest.raises(SettingError, match="needs last_image"):
+        opened(Inputs(("last_image",), ("last_image",)), "image")
+    for needed in ("image", "images", "mask_image", "control_image"):
+        opened(Inputs((needed,), (needed,)), "image")
 
 
 @pytest.mark.parametrize(

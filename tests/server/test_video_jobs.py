@@ -91,6 +91,10 @@ def test_a_job_that_ends_every_server_fails_at_last(video_folder: Path, tmp_path
     with running(video_folder, *options) as server:
         failed = ended(server, id)
         assert failed["error"]["message"] == "The server ended 3 times while it made this video."
+        with server.client() as http:
+            content = http.get(f"/v1/videos/{id}/content")
+        assert (content.status_code, content.json()["error"]["code"]) == (404, "video_failed")
+        assert content.json()["error"]["message"].endswith("The server ended 3 times while it made this video.")
 
 
 @pytest.mark.slow

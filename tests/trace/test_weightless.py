@@ -154,3 +154,19 @@ def test_every_model_runs_without_weights(case: zoo.Case) -> None:
 def test_what_cannot_be_run_says_why(name: str) -> None:
     with pytest.raises(NotImplementedError, match=UNSERVED[name]):
         without_weights(CASES[name], CASES[name].build())
+
+
+def test_a_mask_of_each_token_for_each_loses_its_values() -> None:
+    """Gigabytes of values would be computed for minutes, where nobody asks for one of them."""
+    mask = torch.arange(2**13) % 3 > 0
+    with running_weightless() as mode:
+        pairs = mask.view(1, -1).repeat(2**13, 1)
+        assert pairs.is_meta
+        assert (pairs.shape, pairs.dtype, mode.num_bytes) == ((2**13, 2**13), torch.bool, 2**26)
+        both = pairs & pairs.t()
+        assert (both.shape, mode.num_bytes) == ((2**13, 2**13), 2**27)
+        both[5, :7] = True
+        assert mode.peak_bytes == 2**27, "nothing is set where there are no values"
+        fewer = mask[:300].view(1, -1).repeat(300, 1)
+        assert int(fewer.sum()) == 300 * 200
+        assert mask.nonzero().shape == (int(mask.sum()), 1), "how many there are is in the values"

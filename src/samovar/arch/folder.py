@@ -67,15 +67,17 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _component_here(file: Path, name: str, where: dict[str, Any]) -> Any:
-    source = where.get("pretrained_model_name_or_path", where.get("repo"))
-    if source is None:
+    source, hint = where.get("pretrained_model_name_or_path", where.get("repo")), where.get("type_hint")
+    if source is None and isinstance(hint, list):  # diffusers looks up its class all the same.
+        named = components(file.parent, {name: hint})
+        for library, cls in named.values():
+            library_of(file.parent, name, library, cls)
         return [None, None]
-    if where.get("subfolder") != name or not (file.parent / name).is_dir():
+    if source is not None and (where.get("subfolder") != name or not (file.parent / name).is_dir()):
         raise ModelError(
             f"{file}: {name!r} is in {brief(where.get('subfolder') or '')} of {brief(source)}, and only what is in the "
             f"model's folder is loaded. Download it to {file.parent / name}, and say so in the file."
         )
-    hint = where.get("type_hint")
     if not isinstance(hint, list) or None in hint:  # diffusers would take any class that the files name.
         raise ModelError(f"{file}: the type_hint of {name!r} is {brief(hint)}; expected a library and a class of it.")
     return hint

@@ -74,7 +74,20 @@ def stored_in(file: GgufFile, name: str, parts: Parts) -> Parts:
     part = parts[name]
     if part.module is None or part.kind is not None:
         raise ModelError(f"{file.path} cannot take the place of {name}, which is {part.kind or 'not built'}.")
+    _check_types(file)
     return {**parts, name: replace(part, kind=file.kind, stored=_stored(file, part))}
+
+
+def _check_types(file: GgufFile) -> None:
+    from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES
+
+    known = {*_PLAIN, *(kind.name for kind in SUPPORTED_GGUF_QUANT_TYPES)}
+    unknown = [kind for kind in file.types if kind not in known]
+    if unknown:
+        raise ModelError(
+            f"{file.path} holds weights as {', '.join(unknown)}, which diffusers cannot load. Take another file of "
+            f"this model; diffusers loads {', '.join(sorted(known))}."
+        )
 
 
 def _stored(file: GgufFile, part: Part) -> Stored:

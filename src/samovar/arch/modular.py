@@ -36,6 +36,8 @@ class ModularCall:
     """Inputs that are not taken, each for want of a component."""
     lists: ClassVar[frozenset[str]] = frozenset()
     """Inputs that may be lists of images."""
+    kinds: ClassVar[Mapping[str, Any]] = {}
+    """The classes of components that are loaded."""
 
     def set_progress_bar_config(self, **settings: Any) -> None:
         """The same for the loops within blocks, too, which diffusers leaves out."""
@@ -48,6 +50,14 @@ def is_modular(cls: Any) -> bool:
     """Whether this is a class of modular pipelines."""
     library = sys.modules.get("diffusers.modular_pipelines.modular_pipeline")  # Of the other classes, none needs it.
     return library is not None and inspect.isclass(cls) and issubclass(cls, library.ModularPipeline)
+
+
+def usual_parts(cls: Any) -> Mapping[str, Any]:
+    """The classes of the components that a class of modular pipelines loads with its usual blocks."""
+    import diffusers
+
+    name = cls.default_blocks_name if is_modular(cls) else None
+    return {} if name is None else _kinds(getattr(diffusers, name)())
 
 
 def called_as(pipeline: Any) -> Any:
@@ -154,7 +164,7 @@ def _described(cls: Any, blocks: Any, pipeline: Any = None) -> Any:
         scale = getattr(pipeline, part).guidance_scale
         taken.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=scale, annotation=float))
     lists = frozenset(each.name for each in inputs.values() if "list[PIL" in str(each.type_hint))
-    body = {"bare": cls, "beside": beside, "lacking": lacking, "lists": lists}
+    body = {"bare": cls, "beside": beside, "lacking": lacking, "lists": lists, "kinds": _kinds(blocks)}
     body["__call__"] = _call(cls, taken, [each.name for each in blocks.outputs], scales)
     return _class_before(cls, (ModularCall, cls), body)
 
@@ -254,8 +264,12 @@ def _missing(blocks: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _components(blocks: Any, given: Mapping[str, Any]) -> set[str]:
     """The names of components that these inputs need, of those that are loaded."""
-    wanted = _running(blocks, given).expected_components
-    return {each.name for each in wanted if each.default_creation_method == "from_pretrained"}
+    return set(_kinds(_running(blocks, given)))
+
+
+def _kinds(blocks: Any) -> dict[str, Any]:
+    wanted = blocks.expected_components
+    return {each.name: each.type_hint for each in wanted if each.default_creation_method == "from_pretrained"}
 
 
 def _default(parameter: Any, pipeline: Any) -> Any:

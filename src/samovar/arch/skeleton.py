@@ -21,6 +21,7 @@ from ..other_libraries import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
 from .folder import check_files, check_folder, components, library_of, pipeline_class, read_index
+from .modular import usual_parts
 from .modules import unwrapped
 from .stored import Stored, read_headers, stored_dtype, stored_for
 
@@ -112,11 +113,12 @@ def _diffusers_class(name: str) -> type:
     import diffusers.models.transformers as transformers
 
     for library in (diffusers, transformers):
-        cls = getattr(library, name, None)
-        if inspect.isclass(cls) and (issubclass(cls, (torch.nn.Module, diffusers.DiffusionPipeline))):
-            return cls
+        cls: Any = getattr(library, name, None)
+        is_pipeline = inspect.isclass(cls) and (issubclass(cls, diffusers.DiffusionPipeline) or usual_parts(cls))
+        if is_pipeline or (inspect.isclass(cls) and issubclass(cls, torch.nn.Module)):
+            return cls  # type: ignore[no-any-return]
     known = {n for n in [*dir(diffusers), *dir(transformers)] if n[:1].isupper() and n.endswith(_MODEL_SUFFIXES)}
-    known -= {name, *(n for n in known if "Modular" in n)}  # Never suggest what is refused.
+    known -= {name, "ModularPipeline"}  # Never suggest what is refused.
     raise ModelError(
         f"{name!r} is neither a folder nor a model or pipeline class of diffusers {diffusers.__version__}. "
         f"{nearest(name, known)}"
@@ -124,7 +126,10 @@ def _diffusers_class(name: str) -> type:
 
 
 def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[torch.nn.Module]]]:
-    """The module classes that a pipeline's constructor asks for."""
+    """The module classes that a pipeline's constructor asks for, or a modular one's blocks."""
+    for name, cls in usual_parts(pipeline_cls).items():
+        if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
+            yield name, cls
     try:
         signature = inspect.signature(pipeline_cls, eval_str=True)
     except NameError:  # An annotation that only a type checker can resolve.

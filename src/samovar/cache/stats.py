@@ -141,6 +141,8 @@ class CacheStats:
         for name, branch in self.branches.items():
             counts = f"{branch.computed} computed, {branch.skipped} skipped"
             lines.append(f"  {name:<{width}}  {counts:<28} {branch.mask}")
+            if branch.computed_by_image():  # A step of the batch is computed if it is for any image.
+                lines.append(f"  {'':<{width}}  computed by image: {', '.join(map(str, branch.computed_by_image()))}")
         distances = [r.distance for b in self.branches.values() for r in b.steps if r.distance is not None]
         if distances:
             mean = sum(distances) / len(distances)

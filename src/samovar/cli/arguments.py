@@ -99,9 +99,11 @@ def add_engine_options(parser: Any) -> None:
     group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
     group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
                        help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
+    group.add_argument("--compile-cache", metavar="FOLDER", help="keep compiled blocks here for later processes")
     group.add_argument("--attention", metavar="NAME", help="other kernels: cudnn, flash, flash3, sage ...")
     add_switch(group, "--vae-tiling", "decode in tiles: less memory, slightly other pixels")
     add_switch(group, "--vae-slicing", "decode the images of a batch in turn: less memory")
+    add_switch(group, "--vae-channels-last", "decode with channels last: faster on most GPUs")
     group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
     group = parser.add_argument_group("vllm-omni's names for the same")
     for name, alias in ALIASES.items():

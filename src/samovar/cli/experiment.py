@@ -51,10 +51,13 @@ class Experiment:
         return Session(runner, tasks, self._journal, name, timed=timed, progress=self._progress)
 
     def origin(self, tasks: Sequence[Task]) -> str:
+        from ..other_libraries import quantised_as
+
         about = self._about
+        kinds = sorted({kind for model in self.runner.denoisers.values() if (kind := quantised_as(model))})
         return (
             f"samovar {self._options.command} of {about['model']}, {len(tasks)} images of {self.runner.steps} steps, "
-            f"{about['dtype']}, {about['date']}, samovar {about['samovar']}, diffusers {about['diffusers']}"
+            f"{', '.join([about['dtype'], *kinds])}, {about['date']}, samovar {about['samovar']}, diffusers {about['diffusers']}"
         )
 
     def finish(self, name: str, result: dict[str, Any]) -> None:

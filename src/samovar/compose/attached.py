@@ -7,6 +7,7 @@ another is passed on here: a cache asks all ranks before it decides, and the off
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..errors import SettingError
 from ..files import check_names
 from ..graphs import GraphsHook, ReplayStats, apply_graphs
 from ..hooks import Handle
-from ..offload import Offloaded, OffloadStats, prepare_offload
+from ..offload import OffloadConfig, Offloaded, OffloadStats, prepare_offload
 from ..parallel import (
     ParallelMesh,
     agreement,
@@ -34,9 +35,10 @@ from .attention import AttentionHook, apply_attention
 from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
 from .explain import Explanation, explain
 from .peers import Peer, check_peers
-from .regional import Regions, compile_regions, find_regions
-from .vae import divide_vaes, find_vaes
+from .regional import Regions, compile_regions, find_regions, keep_compiled
+from .vae import Way, divide_vaes, find_vaes
 
+_logger = logging.getLogger(__name__)
 _ENTRY = "_samovar_attached"
 """Where a pipeline keeps what `attach` put on it, so that `detach(pipe)` finds it."""
 
@@ -87,6 +89,8 @@ class Attached(Handle):
         self.graphs: dict[str, GraphsHook] = {}
         self.attention: dict[str, AttentionHook] = {}
         self.vaes: list[torch.nn.Module] = []
+        self.way = Way(bool(config.vae_tiling), bool(config.vae_slicing), bool(config.vae_channels_last))
+        """How VAEs decode."""
         self.peers: list[Peer] = []
         self.pipe = pipe
         self._cache_handle = Handle()
@@ -106,8 +110,9 @@ class Attached(Handle):
             "parallel": config.num_ranks > 1,
             "compile": config.compiles or config.graphs is not None,
             "attention": config.attention is not None,
-            "vae_tiling": config.vae_tiling,
-            "vae_slicing": config.vae_slicing,
+            "vae_tiling": self.way.tiling,
+            "vae_slicing": self.way.slicing,
+            "vae_channels_last": self.way.channels_last,
         }
         return tuple(name for name, is_there in there.items() if is_there)
 
@@ -118,9 +123,9 @@ class Attached(Handle):
         """All checks and decisions that change nothing."""
         config = self.config
         _check_twice(self.pipe, self.features)
-        if config.vae_tiling or config.vae_slicing:
-            self.vaes = find_vaes(self.pipe, config.vae_tiling, config.vae_slicing)
-        if set(self.features) - {"offload", "vae_tiling", "vae_slicing"}:
+        if any(self.way):
+            self.vaes = find_vaes(self.pipe, self.way)
+        if set(self.features) - {"offload", "vae_tiling", "vae_slicing", "vae_channels_last"}:
             self.denoisers = find_denoisers(self.pipe)
             self.peers = check_peers(self.denoisers, config)
         if config.num_ranks > 1:
@@ -132,7 +137,26 @@ class Attached(Handle):
         if config.compiles:
             self.regions = find_regions(self.denoisers)
         if config.offload is not None:
-            self.offloaded = prepare_offload(self.pipe, config.offload)
+            self.offloaded = self._planned(config.offload)
+
+    def _planned(self, offload: OffloadConfig) -> Offloaded:
+        """An offload; where no plan is within the budget, one for VAEs that decode in parts, if they may."""
+        for way in self.way.smaller(self.config.vae_tiling, self.config.vae_slicing):
+            try:
+                vaes = find_vaes(self.pipe, way)
+                with divide_vaes(vaes, way._replace(channels_last=False)):
+                    planned = prepare_offload(self.pipe, offload)
+            except SettingError as error:
+                if way is self.way:
+                    refused = error
+                if error.param not in ("gpu_memory", "vae_tiling", "vae_slicing"):
+                    raise
+                continue
+            if way is not self.way:
+                self.way, self.vaes = way, vaes
+                _logger.warning("%s, since gpu_memory is not enough otherwise.", way.chosen)
+            return planned
+        raise refused
 
     def _apply(self, undo: contextlib.ExitStack) -> None:
         """Hooks have an order of their own, so this order only matters for cost: offload, which moves all weights,
@@ -142,13 +166,15 @@ class Attached(Handle):
             for denoiser in self.denoisers.values():
                 undo.enter_context(apply_cfg_parallel(denoiser, self.mesh))
                 undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh))
-        undo.enter_context(divide_vaes(self.vaes, config.vae_tiling, config.vae_slicing))
+        undo.enter_context(divide_vaes(self.vaes, self.way))
         if config.attention is not None:
             for name, denoiser in self.denoisers.items():
                 self.attention[name] = undo.enter_context(apply_attention(denoiser, config.attention))
         if self.cache is not None:
             self._enable_cache(self.cache)
             undo.callback(lambda: self._cache_handle.detach())
+        if config.compile_cache is not None:
+            undo.callback(keep_compiled(config.compile_cache))
         if self.regions:
             undo.callback(compile_regions(self.regions, config.compiler))
         if config.graphs is not None:
@@ -237,8 +263,10 @@ def attach(
     parallel: ParallelSetting = None,
     compile: CompileSetting = False,
     attention: str | None = None,
-    vae_tiling: bool = False,
-    vae_slicing: bool = False,
+    compile_cache: str | Path | None = None,
+    vae_tiling: bool | None = None,
+    vae_slicing: bool | None = None,
+    vae_channels_last: bool = False,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     exclude: str | Sequence[str] | None = None,
@@ -256,29 +284,28 @@ def attach(
             `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "forecast",
             "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. True is "auto". None looks at the environment
             variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
-        tolerance: How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone, it means
-            cache="auto".
+        tolerance: How much the cache "auto" may lose: "exact", "high", "fast", or a number. It means cache="auto".
         offload: Keeps weights off the GPU until they are needed. "auto", "model" or "layerwise"; an `OffloadConfig`.
         parallel: Splits one image over several ranks. A `SequenceParallelConfig`, or "ulysses" or "ring" for all ranks.
         compile: "graphs" replays computed forwards as CUDA graphs, with the model's bits. True, or a backend's name or
             function, compiles the blocks with torch.compile.
         attention: Computes attention with other kernels: "cudnn", "flash", "flash3", "sage" or another backend of
             diffusers. The first forward compares it with the default, which stays where they do not agree.
-        vae_tiling: VAEs decode in tiles, which are blended, with less memory.
-        vae_slicing: VAEs decode the images of a batch one after the other, with less memory.
+        compile_cache: A folder that keeps compiled blocks, so that later processes need not compile them. By default
+            torch's own, which is the environment variable TORCHINDUCTOR_CACHE_DIR. Files in it are run as code.
+        vae_tiling: VAEs decode in tiles, which are blended, with less memory. By default only if `gpu_memory` is not
+            enough otherwise; False never does.
+        vae_slicing: VAEs decode the images of a batch one after the other, with less memory. Likewise.
+        vae_channels_last: VAEs compute with channels last, which is faster on most GPUs and changes the last bits.
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
-        host_memory: The budget for host memory that holds weights; the rest is read from the model's files. Alone, it
-            means offload="auto" too.
+        host_memory: Likewise for host memory that holds weights; the rest is read from the model's files.
         exclude: Names of components that offload leaves where they are, as a list or with commas.
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """
-    settings = {"cache": cache, "offload": offload, "parallel": parallel, "compile": compile, "attention": attention,
-                "vae_tiling": vae_tiling, "vae_slicing": vae_slicing,
-                "gpu_memory": gpu_memory, "host_memory": host_memory, "exclude": exclude,
-                "tolerance": tolerance}  # fmt: skip
+    settings = {name: value for name, value in locals().items() if name not in ("pipe", "replace", "aliases")}
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
-    given = {name: value for name, value in settings.items() if value is not None and value is not False}
+    given = {n: v for n, v in settings.items() if v is not None and (v is not False or n.startswith("vae_"))}
     config = AttachConfig.read(**resolve({**given, **aliases}))
     if pipe is None or isinstance(pipe, (str, Path, int, type)):
         raise SettingError(

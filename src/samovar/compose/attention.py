@@ -15,7 +15,7 @@ import torch
 from .. import tree
 from ..arch.modules import unwrapped
 from ..errors import SettingError, nearest
-from ..hooks import Handle, HookRegistry, ModelHook
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook
 from ..other_libraries import attention_backends, use_attention
 from ..trace.shadow import Shadow, TrialFailed
 
@@ -23,6 +23,8 @@ HOOK_NAME = "attention"
 NAMES = {"flash3": "_flash_3", "cudnn": "_native_cudnn", "torch_flash": "_native_flash", "math": "_native_math",
          "efficient": "_native_efficient"}  # fmt: skip
 """Our names for backends that diffusers calls otherwise."""
+OF_TORCH = frozenset(("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"))
+"""Backends that choose among torch's own kernels, and so also choose for ranks that share a sequence."""
 _LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _OF_16_BITS = 5e-2
 _logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ def read_attention(value: Any) -> str:
 class AttentionHook(ModelHook, Handle):
     """Another attention in a denoiser, and the handle that takes it off."""
 
+    order = HookOrder.OUTERMOST  # Ranks compare whole forwards, before they split them: so they all find the same.
+
     def __init__(self, name: str) -> None:
         Handle.__init__(self)
         self.name = name
@@ -54,7 +58,7 @@ class AttentionHook(ModelHook, Handle):
             raise SettingError(f"attention={self.name!r} cannot be used here: {error}", param="attention") from error
         return module
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self._is_checked and not torch.is_grad_enabled():
             self._is_checked = True
             problem = self._problem(module, args, kwargs)
@@ -63,7 +67,7 @@ class AttentionHook(ModelHook, Handle):
                 self._undo.close()
                 self._undo.callback(HookRegistry.get_or_create(module).remove_hook, HOOK_NAME)
                 _logger.warning("attention=%r is %s.", self.name, self.state)
-        return args, kwargs
+        return NOT_BYPASSED
 
     def _problem(self, module: torch.nn.Module, args: Any, kwargs: Any) -> str | None:
         """Why the attention cannot be used, if it cannot."""
@@ -72,12 +76,12 @@ class AttentionHook(ModelHook, Handle):
             self.state = "used, and not compared with the default: its weights are streamed"
             return None
         try:
-            found = Shadow(module, {}).run(args, kwargs)
+            found = Shadow(module, {}, sharded=False).run(args, kwargs)
         except TrialFailed as error:
             return f"a forward with it failed ({str(error).partition(chr(10))[0]})"
         restore = use_attention(module, None)
         try:
-            expected = Shadow(module, {}).run(args, kwargs)
+            expected = Shadow(module, {}, sharded=False).run(args, kwargs)
         except TrialFailed as error:
             self.state = f"used, and not compared with the default, which failed ({error})"
             return None

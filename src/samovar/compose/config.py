@@ -18,7 +18,7 @@ from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
 from ..parallel.mesh import StrategyName
-from .attention import read_attention
+from .attention import OF_TORCH, read_attention
 
 OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False] | None
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
@@ -36,10 +36,14 @@ class AttachConfig:
     compile: CompileSetting = False
     attention: str | None = None
     """A backend of diffusers' attention, by our name or theirs."""
-    vae_tiling: bool = False
-    """Whether VAEs decode in tiles."""
-    vae_slicing: bool = False
-    """Whether VAEs decode the images of a batch one after the other."""
+    vae_tiling: bool | None = None
+    """Whether VAEs decode in tiles. None: if a budget of memory cannot be kept otherwise."""
+    vae_slicing: bool | None = None
+    """Whether VAEs decode the images of a batch one after the other. None: if a budget cannot be kept otherwise."""
+    vae_channels_last: bool = False
+    """Whether the weights of VAEs are laid out with their channels last."""
+    compile_cache: str | Path | None = None
+    """A folder that keeps compiled blocks for later processes."""
 
     @classmethod
     def read(
@@ -49,8 +53,10 @@ class AttachConfig:
         parallel: ParallelSetting = None,
         compile: CompileSetting = False,
         attention: str | None = None,
-        vae_tiling: bool = False,
-        vae_slicing: bool = False,
+        vae_tiling: bool | None = None,
+        vae_slicing: bool | None = None,
+        vae_channels_last: bool = False,
+        compile_cache: str | Path | None = None,
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -67,19 +73,28 @@ class AttachConfig:
             skipped = moves.skipped or skipped_share(choice) or 0.0
             graphs = graphs_of(compile) is not None
             moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares, graphs=graphs)
-        return cls(choice, moves, degrees, compile, attention, vae_tiling, vae_slicing)
+        return cls(
+            choice, moves, degrees, compile, attention, vae_tiling, vae_slicing, vae_channels_last, compile_cache
+        )
 
     def __post_init__(self) -> None:
         _check_compile(self.compile, offloads=self.offload is not None)
-        for name in ("vae_tiling", "vae_slicing"):
-            if not isinstance(getattr(self, name), bool):
+        for name in ("vae_tiling", "vae_slicing", "vae_channels_last"):
+            if getattr(self, name) not in (None, True, False) or type(getattr(self, name)) is int:
                 raise SettingError(f"{name}={getattr(self, name)!r}; expected True or False.", param=name)
+        if self.compile_cache is not None and not self.compiles:
+            raise SettingError(
+                f"compile_cache={str(self.compile_cache)!r} keeps compiled blocks, and nothing is compiled. Give "
+                "compile=True too, or leave it out.",
+                param="compile_cache",
+            )
         if self.attention is not None:
-            read_attention(self.attention)
-            if self.num_ranks > 1:
+            is_torchs, splits = read_attention(self.attention) in OF_TORCH, self.parallel.sequence_parallel_size > 1
+            if splits and (not is_torchs or self.parallel.ring_degree > 1):
                 raise SettingError(
-                    f"attention={self.attention!r} cannot be used on {self.num_ranks} ranks, which have an attention "
-                    "of their own. Leave out one of the two.",
+                    f"attention={self.attention!r} cannot be used by {self.parallel.sequence_parallel_size} ranks that "
+                    "share a sequence. Those take torch's own kernels ('cudnn', 'torch_flash', 'efficient', 'math'), "
+                    "with ulysses_degree or allgather_degree; a ring has its own. Or use cfg_parallel_size.",
                     param="attention",
                 )
         if self.cache is None or self.num_ranks == 1:

@@ -147,9 +147,11 @@ def _features(attached: Attached) -> Iterator[Feature]:
         why = "blocks of a class share a graph; all hooks are outside it"
         yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
     if attached.vaes:
-        ways = [name for name in ("vae_tiling", "vae_slicing") if getattr(attached.config, name)]
+        ways, config = [name for name in attached.features if name.startswith("vae_")], attached.config
         names = ", ".join(type(vae).__name__ for vae in attached.vaes)
-        yield Feature("VAE", f"{', '.join(ways)}: {names}", "decoding takes less memory in parts")
+        by_plan = [name for name in ways if getattr(config, name) is None]
+        why = f"gpu_memory is not enough without {' and '.join(by_plan)}" if by_plan else "as the settings say"
+        yield Feature("VAE", f"{', '.join(ways)}: {names}", why)
     if attached.attention:
         states = "\n".join(f"{name}: {hook.state}" for name, hook in attached.attention.items())
         yield Feature("attention", f"{attached.config.attention}\n{states}", "other kernels for the same attention")

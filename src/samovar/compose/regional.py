@@ -7,7 +7,9 @@ so a skipped block runs no graph, and an offloaded one finds its weights in plac
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from ..errors import ModelError, SettingError
 from ..other_libraries import COMPILED_CALL, is_compiled, is_untraceable
 
 Regions = dict[str, torch.nn.Module]
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch's compiler looks for the folder that keeps what it has compiled."""
+_kept_in: list[str] = []
+"""The folder in use, once for each pipeline."""
 
 
 def find_regions(denoisers: Mapping[str, torch.nn.Module]) -> Regions:
@@ -64,3 +70,31 @@ def compile_regions(regions: Regions, backend: str | Callable[..., Any] | None) 
             undo.callback(vars(block).pop, COMPILED_CALL, None)
             block.compile(**settings)
         return undo.pop_all().close
+
+
+def keep_compiled(folder: str | Path) -> Callable[[], None]:
+    """Have torch's compiler keep what it makes in a folder, where later processes find it. The returned function puts
+    back what was before. Files in it are run as code."""
+    path, before = str(Path(folder).expanduser().resolve()), os.environ.get(CACHE_VARIABLE)
+    if _kept_in and path not in _kept_in:
+        raise SettingError(
+            f"compile_cache={str(folder)!r}, and another pipeline of this process keeps its blocks in {_kept_in[0]!r}. "
+            "torch has one folder for a process: give the same to both.",
+            param="compile_cache",
+        )
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(
+            f"compile_cache={str(folder)!r} cannot be used as a folder ({error.strerror}).", param="compile_cache"
+        ) from error
+    _kept_in.append(path)
+    os.environ[CACHE_VARIABLE] = path
+
+    def undo() -> None:
+        _kept_in.remove(path)
+        if not _kept_in:
+            os.environ.pop(CACHE_VARIABLE)
+            os.environ.update({} if before is None else {CACHE_VARIABLE: before})
+
+    return undo

@@ -1,47 +1,75 @@
-"""How does a VAE decode with less memory? In tiles, which are blended, or one image of a batch after the other."""
+"""How does a VAE decode? In tiles, which are blended, or one image of a batch after the other; with channels last."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..arch import ModuleDiscovery
 from ..errors import SettingError
+from ..tensors import is_plain
 
-_SETTINGS = ("vae_tiling", "vae_slicing")
-_METHODS = ("enable_tiling", "enable_slicing")
-"""Of the VAEs of diffusers, for each setting."""
+_METHODS = {"tiling": "enable_tiling", "slicing": "enable_slicing"}
+"""Of the VAEs of diffusers, for each way."""
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def find_vaes(pipe: Any, tiling: bool, slicing: bool) -> list[torch.nn.Module]:
+class Way(NamedTuple):
+    """How VAEs decode."""
+
+    tiling: bool = False
+    slicing: bool = False
+    channels_last: bool = False
+
+    def smaller(self, may_tile: bool | None, may_slice: bool | None) -> Iterator[Way]:
+        """This one, and those that need less memory: first those that make the same images. None: it may."""
+        yield self
+        if may_slice is None:
+            yield self._replace(slicing=True)
+        if may_tile is None:
+            yield self._replace(tiling=True, slicing=self.slicing or may_slice is None)
+
+    @property
+    def chosen(self) -> str:
+        """What it does to save memory, in words."""
+        names = [name for name in _METHODS if getattr(self, name)]
+        return f"VAEs decode with {' and '.join(f'vae_{name}' for name in names)}"
+
+
+def find_vaes(pipe: Any, way: Way) -> list[torch.nn.Module]:
     """The VAEs of a pipeline that can do what is asked for. Refused if none can."""
-    vaes = [] if isinstance(pipe, torch.nn.Module) else ModuleDiscovery.discover(pipe).vaes
-    for wanted, method, setting in (
-        (tiling, "enable_tiling", "vae_tiling"),
-        (slicing, "enable_slicing", "vae_slicing"),
-    ):
-        if wanted and not any(hasattr(vae, method) for vae in vaes):
+    vaes = [] if isinstance(pipe, torch.nn.Module) or not any(way) else ModuleDiscovery.discover(pipe).vaes
+    for name, is_wanted in way._asdict().items():
+        if is_wanted and not any(hasattr(vae, _METHODS.get(name, "to")) for vae in vaes):
             found = ", ".join(type(vae).__name__ for vae in vaes) or "none"
-            raise SettingError(f"{setting}=True, and no VAE here can do that (found: {found}).", param=setting)
+            raise SettingError(f"vae_{name}=True, and no VAE here can do that (found: {found}).", param=f"vae_{name}")
     return vaes
 
 
-def divide_vaes(vaes: Sequence[Any], tiling: bool, slicing: bool) -> contextlib.ExitStack:
-    """Have them decode in parts; closing what is returned restores them."""
+def divide_vaes(vaes: Sequence[Any], way: Way) -> contextlib.ExitStack:
+    """Have them decode in that way; closing what is returned restores them."""
     with contextlib.ExitStack() as undo:
         for vae in vaes:
-            before = dict(vars(vae))
-            undo.callback(_restore, vae, before)
-            for wanted, method, setting in zip((tiling, slicing), _METHODS, _SETTINGS, strict=True):
-                if wanted and hasattr(vae, method):
+            undo.callback(_restore, vae, dict(vars(vae)))
+            for name, method in _METHODS.items():
+                if getattr(way, name) and hasattr(vae, method):
                     try:
                         getattr(vae, method)()
                     except NotImplementedError as error:
-                        raise SettingError(f"{setting}=True: {error}", param=setting) from error
+                        raise SettingError(f"vae_{name}=True: {error}", param=f"vae_{name}") from error
+            if way.channels_last:
+                weights = [weight for weight in vae.parameters() if weight.dim() in _LAST and is_plain(weight)]
+                undo.callback(_lay_out, weights, last=False)
+                _lay_out(weights, last=True)
         return undo.pop_all()
+
+
+def _lay_out(weights: list[torch.nn.Parameter], *, last: bool) -> None:
+    for weight in weights:
+        weight.data = weight.data.contiguous(memory_format=_LAST[weight.dim()] if last else torch.contiguous_format)
 
 
 def _restore(vae: torch.nn.Module, before: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def controlled_class(cls: Any, task: str | None) -> Any:
     from ..other_libraries import pipelines_by_task
 
     tables, wanted = pipelines_by_task(), "text2img" if task in (None, TASK) else task
-    if wanted == "text2img" and TASK in inspect.signature(cls).parameters:
+    if wanted == "text2img" and _kinds(cls):
         return cls
     families = {family for table in tables.values() for family, each in table.items() if each is cls}
     for family in sorted(family.removesuffix(f"-{TASK}") for family in families):
@@ -77,7 +77,7 @@ def load_controlnets(sources: Sequence[str], cls: Any, folder: Path, dtype: torc
     """The ControlNet, or several in one, for a pipeline of this class and the model in a folder."""
     from ..arch.folder import check_files
 
-    together = [kind for kind in cls._get_signature_types()[TASK] if "Multi" in getattr(kind, "__name__", "")]
+    together = [kind for kind in _kinds(cls) if "Multi" in getattr(kind, "__name__", "")]
     if len(sources) > 1 and not together:
         raise SettingError(f"{cls.__name__} takes one ControlNet, not {len(sources)}.", param="controlnet")
     found = [(source, _fetched(source)) for source in sources]
@@ -120,10 +120,20 @@ def _fetched(source: str) -> Path:
         ) from error
 
 
+def _kinds(cls: Any) -> tuple[Any, ...]:
+    """What a pipeline takes as its ControlNet; nothing if it takes none."""
+    from ..arch.modular import ModularCall
+
+    if issubclass(cls, ModularCall):
+        return (cls.kinds[TASK],) if TASK in cls.kinds else ()
+    return tuple(cls._get_signature_types()[TASK]) if TASK in inspect.signature(cls).parameters else ()
+
+
 def _expected(cls: Any) -> dict[str, Any]:
     """The classes of single ControlNets that a pipeline takes, by name."""
-    kinds = cls._get_signature_types()[TASK]
-    return {kind.__name__: kind for kind in kinds if hasattr(kind, "from_config") and "Multi" not in kind.__name__}
+    return {
+        kind.__name__: kind for kind in _kinds(cls) if hasattr(kind, "from_config") and "Multi" not in kind.__name__
+    }
 
 
 def _check_fits(source: str, config: dict[str, Any], cls: Any, folder: Path) -> None:

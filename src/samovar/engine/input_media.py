@@ -99,6 +99,17 @@ class Inputs:
                     what, word = "a control image", "image"
                 raise SettingError(f"{class_name} needs {what}. Give it as {word}.", param=word)
 
+    def check_sendable(self, words: Collection[str], class_name: str) -> None:
+        """Refuse a pipeline that needs something else than images under these words."""
+        reached = {name for word in words for name in (word, *_WORDS.get(word, ())) if name in self.takes}
+        for name in self.needs:
+            if name not in reached or _kind(name) in ("video", "audio"):
+                remedy = f"Use Omni, or samovar generate --input {name}=FILE."
+                message = (
+                    f"{class_name} needs {name}, which requests to a server cannot send: they hold images. {remedy}"
+                )
+                raise SettingError(message, param="model")
+
     def _check_kind(self, name: str, argument: str, value: Any) -> None:
         is_image = hasattr(value, "convert")
         are_images = isinstance(value, (list, tuple)) and bool(value) and all(hasattr(one, "convert") for one in value)
@@ -118,7 +129,8 @@ class Inputs:
         elif are_images:
             problem = "several images" if kind == "audio" or not self._takes_several(argument) else ""
         elif not hasattr(value, "shape") and not isinstance(value, (list, tuple)):  # Tensors are the caller's business.
-            problem = repr(value)
+            reader = kind if kind in ("video", "audio") else "image"
+            problem = f"{value!r}: samovar.media.read_{reader}(file) reads one"
         if problem:
             raise SettingError(f"{name} must be {_ARTICLES[kind]}, not {problem}.", param=name)
         for image in (value,) if is_image else value if are_images else ():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..arch.skeleton import Parts
     from ..offload import OffloadConfig, OffloadPlan, TierPlan
     from ..offload.ladder import Ladder, Rung, Speeds
+    from ..trace.activations import Activations
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def make_plan(
     """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
     import torch
 
+    from ..compose.vae import Way, divide_vaes
     from ..offload import read_parts
     from ..trace.activations import read_activations
     from ..trace.rehearse import RequestSize
@@ -60,14 +62,40 @@ def make_plan(
     if source.endswith(GGUF) and Path(source).expanduser().is_file():
         return _plan_file(source, config, quantization or loss)
     parts = read_parts(source, getattr(torch, dtype) if dtype else None)
-    seen = read_activations(source, parts, RequestSize(**size))
+    vaes = [part.module for part in parts.values() if part.role == "vae" and part.module is not None]
+    refused: list[SettingError] = []
+    for way in Way().smaller(None, None) if vaes else (Way(),):  # As `attach` does.
+        try:
+            with divide_vaes(vaes, way):
+                seen = read_activations(source, parts, RequestSize(**size))
+            made = _made(parts, seen, config, quantization, loss, _speeds(tflops, bus))
+        except SettingError as error:
+            refused.append(error)
+            if error.param not in ("gpu_memory", "vae_tiling", "vae_slicing"):
+                raise
+            continue
+        if not refused:
+            return made
+        notes = (*made.plan.notes, f"{way.chosen}, since gpu_memory is not enough otherwise")
+        return replace(made, plan=replace(made.plan, notes=notes))
+    raise refused[0]
+
+
+def _made(
+    parts: Parts,
+    seen: Activations,
+    config: OffloadConfig,
+    quantization: QuantizationSetting,
+    loss: str | None,
+    speeds: Speeds,
+) -> MadePlan:
     if quantization is not None:
         # A plan is for any machine, so nothing need be installed here but what reads the file.
         chosen = Quantization.read(quantization, None)
         parts = parts if chosen is None else chosen.applied(parts)
     from ..offload.ladder import EXACT, Ladder
 
-    ladder = Ladder(parts, seen, config, _speeds(tflops, bus))
+    ladder = Ladder(parts, seen, config, speeds)
     if quantization is not None or any(part.kind for part in parts.values()):
         rung = ladder.rung(EXACT)
         return MadePlan(_planned(rung), _tiers(rung), (rung,))

@@ -1,7 +1,7 @@
 """What does an image look like half-way? Its latents, decoded as the pipeline would at the end.
 
 Pipelines keep latents in different layouts, and each undoes that in its own code. The common ones are known here; for
-any other there is no preview.
+any other there is no preview, and the result says so.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+class NoPreview(Exception):
+    """Why latents cannot be shown."""
+
+
 def decode_latents(pipeline: Any, latents: torch.Tensor, height: int | None, width: int | None) -> list[Image]:
-    """An image for each of the latents; none if their layout is unknown or there is too little memory."""
+    """An image for each of the latents; NoPreview if their layout is unknown or there is too little memory."""
+    if getattr(pipeline, "vae", None) is None:
+        raise NoPreview(f"{type(pipeline).__name__} has no VAE")
+    if not any(isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)) for module in pipeline.vae.modules()):
+        raise NoPreview(f"the VAE of {type(pipeline).__name__} makes no images")
     try:
         with torch.no_grad():
-            if height is None or width is None:
+            if latents.ndim == 3 and (height is None or width is None):  # The only ones that do not tell it.
                 side = pipeline.default_sample_size * pipeline.vae_scale_factor
                 height, width = height or side, width or side
-            unpacked = _unpacked(pipeline, latents, (height, width))
+            unpacked = _unpacked(pipeline, latents, (height or 0, width or 0))
             pixels = pipeline.vae.decode(unpacked.to(pipeline.vae.dtype), return_dict=False)[0]
             return [_to_image(each) for each in pixels]
     except BaseException as error:  # Of any kind: an image must not fail for its preview.
         if not isinstance(error, Exception):
             raise
-        return []
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise NoPreview(f"latents of {type(pipeline).__name__} cannot be decoded half-way: {reason}") from error
 
 
 def predict_clean(scheduler: Any, before: torch.Tensor | None, after: torch.Tensor, step: int) -> torch.Tensor:
@@ -59,11 +68,16 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
             return _first_frame(pipeline, latents, size)
         if names != ("latents", "height", "width", "vae_scale_factor"):
             raise ValueError(f"_unpack_latents takes {names}, which is an unknown layout")
-        latents = unpack(latents, *size, pipeline.vae_scale_factor)
+        if latents.shape[2] == _channels(pipeline.vae):  # A token is one latent, not a patch of four.
+            rows, columns = (side // pipeline.vae_scale_factor for side in size)
+            latents = latents.transpose(1, 2).reshape(*latents.shape[::2], rows, columns)
+        else:
+            latents = unpack(latents, *size, pipeline.vae_scale_factor)
+    config, channels = pipeline.vae.config, _channels(pipeline.vae)
     if latents.ndim == 5:
-        latents = latents[:, :, :1]
-    config = pipeline.vae.config
-    channels = config.get("latent_channels", config.get("z_dim"))
+        scale = getattr(pipeline, "vae_scale_factor_spatial", getattr(pipeline, "vae_scale_factor", 8))
+        latents = _channels_first(latents, channels, [side // scale for side in size])[:, :, :1]
+    latents = _as_many_axes(pipeline.vae, latents)
     if latents.ndim < 4 or latents.shape[1] != channels:
         raise ValueError(f"the VAE needs {channels} channels, not latents of shape {tuple(latents.shape)}")
     if config.get("latents_mean") is not None and config.get("latents_std") is not None:
@@ -71,6 +85,29 @@ def _unpacked(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> to
         mean, deviation = (latents.new_tensor(config[name]).view(shape) for name in ("latents_mean", "latents_std"))
         return latents * deviation / (config.get("scaling_factor") or 1.0) + mean
     return latents / (config.get("scaling_factor") or 1.0) + (config.get("shift_factor") or 0.0)
+
+
+def _channels(vae: Any) -> int:
+    found: int = vae.config.get("latent_channels") or vae.config.z_dim
+    return found
+
+
+def _channels_first(latents: torch.Tensor, channels: int, sides: list[int]) -> torch.Tensor:
+    """Latents of a video whose channels come first, after the frames, or last, alone or before a condition and a mask.
+    Where several axes are as long, the sides tell which are which."""
+    found = []
+    for axis, order in ((1, (0, 1, 2, 3, 4)), (2, (0, 2, 1, 3, 4)), (4, (0, 4, 1, 2, 3))):
+        if latents.shape[axis] in (channels, 2 * channels + 1):
+            found.append(latents.narrow(axis, 0, channels).permute(order))
+    return min(found, key=lambda each: abs(each.shape[3] - sides[0]) + abs(each.shape[4] - sides[1]), default=latents)
+
+
+def _as_many_axes(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """With an axis of frames if the VAE convolves over them, and without it if not: some use one for the other."""
+    has_frames = any(isinstance(module, torch.nn.Conv3d) for module in vae.modules())
+    if latents.ndim == 5 and not has_frames:
+        return latents[:, :, 0]
+    return latents.unsqueeze(2) if latents.ndim == 4 and has_frames else latents
 
 
 def _from_quads(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

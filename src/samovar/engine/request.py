@@ -66,6 +66,7 @@ class OmniDiffusionSamplingParams:
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             message = f"options must be arguments of the pipeline by name, not {self.options!r}."
             raise SettingError(message, param="options")
+        self._read_audio_length()
         if self.num_frames is not None and self.seconds is not None:
             message = f"num_frames={self.num_frames} and seconds={self.seconds} both say how long. Give one."
             raise SettingError(message, param="seconds")
@@ -86,6 +87,17 @@ class OmniDiffusionSamplingParams:
         if last > _MAX_SEED:
             message = f"seed + num_outputs_per_prompt - 1 must be at most {_MAX_SEED}, not {last}."
             raise SettingError(message, param="seed")
+
+    def _read_audio_length(self) -> None:
+        """Vllm-omni's word for the seconds of a sound; no pipeline of diffusers has an argument of this name."""
+        options = dict(self.options)
+        seconds = options.pop("audio_length", None)
+        if seconds is not None and self.seconds is not None:
+            message = f"seconds={self.seconds} and audio_length={seconds} both say how long. Give one."
+            raise SettingError(message, param="audio_length")
+        if "audio_length" in self.options:
+            object.__setattr__(self, "options", options)
+            object.__setattr__(self, "seconds", self.seconds if seconds is None else seconds)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> OmniDiffusionSamplingParams:
@@ -166,7 +178,9 @@ class Request:
             raise SettingError(f"params must be OmniDiffusionSamplingParams, not {self.params!r}.", param="params")
         images = self.image if isinstance(self.image, (list, tuple)) else () if self.image is None else (self.image,)
         if not all(hasattr(image, "convert") for image in images) or (self.image is not None and not images):
-            raise SettingError(f"image must be a PIL image, or a list of them, not {self.image!r}.", param="image")
+            remedy = "samovar.media.read_image(file) reads one."
+            message = f"image must be a PIL image, or a list of them, not {self.image!r}. {remedy}"
+            raise SettingError(message, param="image")
         if type(self.num_previews) is not int or self.num_previews < 0:
             message = f"num_previews must be a whole number, 0 or more, not {self.num_previews!r}."
             raise SettingError(message, param="num_previews")

@@ -95,10 +95,16 @@ class OmniDiffusionConfig:
     attention: str | None = None
     """Other kernels for attention: "cudnn", "flash", "flash3", "sage" or another backend of diffusers. The first
     forward compares them with the default, which stays where they do not agree."""
-    vae_tiling: bool = False
-    """Decode in tiles, which are blended: less memory for large images, and slightly other pixels."""
-    vae_slicing: bool = False
-    """Decode the images of a batch one after the other: less memory."""
+    compile_cache: str | None = None
+    """A folder that keeps compiled blocks, so that a worker that is started again need not compile them. By default
+    torch's own. Files in it are run as code."""
+    vae_tiling: bool | None = None
+    """Decode in tiles, which are blended: less memory for large images, and slightly other pixels. By default only if
+    `gpu_memory` is not enough otherwise."""
+    vae_slicing: bool | None = None
+    """Decode the images of a batch one after the other: less memory. Likewise."""
+    vae_channels_last: bool = False
+    """Decode with channels last: faster on most GPUs, with other last bits."""
     warm_up: bool | None = None
     """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
     does so with `compile`."""
@@ -229,6 +235,8 @@ class OmniDiffusionConfig:
             attention=self.attention,
             vae_tiling=self.vae_tiling,
             vae_slicing=self.vae_slicing,
+            vae_channels_last=self.vae_channels_last,
+            compile_cache=self.compile_cache,
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             exclude=self.exclude,

@@ -16,7 +16,7 @@ from ..arch import find_denoisers
 from ..cache import CacheBackend, PipelineStats
 from ..errors import CancelledRequestError, NanLatentsError
 from ..hooks import HookRegistry, ModelHook, Run
-from .previews import decode_latents, predict_clean
+from .previews import NoPreview, decode_latents, predict_clean
 from .request import Listener, Preview, Progress, Request
 
 HOOK_NAME = "samovar_steps"
@@ -27,7 +27,7 @@ Slot = tuple[int, int]
 
 class StepWatch:
     """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share;
-    `end_steps` is called after the last one."""
+    `end_steps` is called after the last one; `size` is that of a request which says none."""
 
     def __init__(
         self,
@@ -38,7 +38,11 @@ class StepWatch:
         listener: Listener,
         agree: Callable[[bool], bool],
         end_steps: Callable[[], None] = lambda: None,
+        size: tuple[int, int] | None = None,
     ) -> None:
+        self.no_preview = f"{type(pipeline).__name__} does not show its latents between steps"
+        """Why there was no preview, if there was none."""
+        self._size = size or (None, None)
         self._pipeline = pipeline
         self._cache = cache
         self._batch = batch
@@ -107,16 +111,34 @@ class StepWatch:
     def _preview(self, step: int, total: int, latents: torch.Tensor) -> None:
         counts = [self._batch[index].num_previews for index, _ in self._slots]
         due = [i for i, count in enumerate(counts) if step + 1 in preview_steps(count, total)]
+        if not any(preview_steps(count, total) for count in counts):
+            self.no_preview = f"there is none within {total} step{'s' * (total > 1)}"
         if not due:
             return
         scheduler = getattr(self._pipeline, "scheduler", None)
         params = self._batch[self._slots[0][0]].params
-        clean = predict_clean(scheduler, self._before, latents, step)
-        images = decode_latents(self._pipeline, clean, params.height, params.width)
-        if len(images) == len(self._slots):
-            for i in due:
-                index, number = self._slots[i]
-                self._listener.on_event(index, Preview(step + 1, total, number, images[i]))
+        latents, before = (self._own(each) for each in (latents, self._before))
+        clean = predict_clean(scheduler, before, latents, step)
+        height, width = params.height or self._size[0], params.width or self._size[1]
+        try:
+            images = decode_latents(self._pipeline, clean, height, width)
+            if len(images) != len(self._slots):
+                raise NoPreview(f"there are {len(images)} latents for {len(self._slots)} outputs")
+        except NoPreview as error:
+            self.no_preview = str(error)
+            return
+        self.no_preview = ""
+        for i in due:
+            index, number = self._slots[i]
+            self._listener.on_event(index, Preview(step + 1, total, number, images[i]))
+
+    def _own(self, latents: Any) -> Any:
+        """One for each slot: what a denoiser is given may hold them once for each branch of the guidance."""
+        count = len(self._slots)
+        if latents is None or len(latents) == count or len(latents) % count:
+            return latents
+        first, *others = latents.split(count)
+        return first if all(torch.equal(first, other) for other in others) else latents
 
 
 def preview_steps(num_previews: int, num_steps: int) -> set[int]:

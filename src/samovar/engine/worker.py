@@ -270,11 +270,10 @@ class Worker:
         slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
         made: dict[int, list[tuple[Any, int]]] = {index: [] for index in batch}
         cache = self._cache_for(next(iter(batch.values())))
-        stats: list[Any] = []
-        started = time.perf_counter()
+        stats, started = list[Any](), time.perf_counter()
         for first in range(0, len(slots), self.max_batch):
             together = slots[first : first + self.max_batch]
-            called, found = self._call(batch, together, listener)
+            called, found, why = self._call(batch, together, listener)
             for (index, number), outputs in zip(together, called, strict=True):
                 made[index] += [(output, batch[index].seeds[number]) for output in outputs]
             if cache is not None:
@@ -289,14 +288,15 @@ class Worker:
                 seconds,
                 cache=tuple(stats),
                 lora=request.lora,
+                notes=(f"there was no preview: {why}",) if request.num_previews and why else (),
             )
             for index, request in batch.items()
         }
 
     def _call(
         self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener
-    ) -> tuple[list[list[Any]], Any]:
-        """What one pipeline call makes for each slot, and the cache's `stats()`."""
+    ) -> tuple[list[list[Any]], Any, str]:
+        """What one pipeline call makes for each slot, the cache's `stats()`, and why there was no preview."""
         import torch
 
         from .steps import StepWatch, follow_steps
@@ -315,13 +315,13 @@ class Worker:
                     self._adapters.use(lead.lora)
                 exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
                 tolerating = self._attached.tolerating(lead.tolerance)
-                watch = StepWatch(lane.pipeline, cache, batch, slots, listener, agree, lane.end_steps)
+                watch = StepWatch(lane.pipeline, cache, batch, slots, listener, agree, lane.end_steps, self.facts.size)
                 with exactly, tolerating, follow_steps(watch, lane.pipeline, call, self.facts.takes):
                     output = call_pipeline(lane.pipeline, prompts, seeds, call, lane.note_draws, is_alone=lane.is_alone)
                     made = take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
                     # Of two lanes, another call may have begun since the steps of this one.
                     found = watch.last_stats if self.num_lanes > 1 else None
-                    return made, found or (None if cache is None else cache.stats())
+                    return made, found or (None if cache is None else cache.stats()), watch.no_preview
         except SamovarError:
             raise
         except BaseException as error:
@@ -362,7 +362,7 @@ class Worker:
         """Add notes on a prompt that was truncated, on guidance without effect, and on a cache tuned for another."""
         if not isinstance(outcome, GenerationResult):
             return outcome
-        notes = []
+        notes = list(outcome.notes)
         limit = outcome.params.max_sequence_length or int(getattr(self._tokenizer, "model_max_length", length))
         if length > limit:
             notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")

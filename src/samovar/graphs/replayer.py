@@ -34,6 +34,8 @@ Function = Callable[[Any], Any]
 
 _MOST_SEEN = 256
 """Forms that are remembered before they are recorded."""
+_MANY_NEW = 16
+"""So many calls in a row that all have a form of their own are said to."""
 _MOST_VARIANTS = 4
 """Recordings of one form that are kept for different adapters."""
 _MOST_SHORT_LIVES = 3
@@ -108,6 +110,8 @@ class Replayer:
         self._replayed = self._run = 0
         self._reasons: dict[str, None] = {}
         self._ahead = _Ahead()
+        self._num_new = 0
+        """Calls in a row whose form was not seen before."""
         self._refused: OrderedDict[Hashable, int] = OrderedDict()
         """By function: how often it was not replayed for a reason that may stay."""
 
@@ -187,6 +191,9 @@ class Replayer:
 
     def _form(self, key: Hashable) -> _Form:
         with self._lock:
+            self._num_new = 0 if key in self._forms else self._num_new + 1
+            if self._num_new == _MANY_NEW:
+                self._note("each call has another form: other shapes, or numbers that change from step to step")
             form = self._forms.setdefault(key, _Form())
             self._forms.move_to_end(key)
             if len(self._forms) > _MOST_SEEN:
@@ -202,6 +209,10 @@ class Replayer:
         self._refused.setdefault(what, 0)
         if len(self._refused) > _MOST_SEEN:
             self._refused.popitem(last=False)
+        self._note(why)
+
+    def _note(self, why: str) -> None:
+        """Say so once."""
         if why not in self._reasons:
             self._reasons[why] = None
             _logger.warning("%s runs without graphs: %s.", type(self._model).__name__, why)

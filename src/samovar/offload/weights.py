@@ -212,9 +212,10 @@ def check_movable(name: str, module: torch.nn.Module, device: torch.device) -> N
                 kinds[kind] = _problem_on(tensor, device)
             problem = kinds[kind]
         if problem:
+            other = "load its weights first" if "has no weights" in problem else "quantise the model in another way"
             raise ModelError(
                 f"{name}.{path} cannot be offloaded: it {problem}. Leave this component where it is, "
-                f"exclude={name!r}, or quantise the model in another way."
+                f"exclude={name!r}, or {other}."
             )
 
 

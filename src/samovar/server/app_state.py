@@ -74,6 +74,8 @@ class AppState:
             check_extent(extent_of(self.omni.facts, Request("")), self.omni.facts, limits)
         except SettingError as error:
             raise SettingError(f"The model's defaults are above a limit. {error}", param=error.param) from error
+        words = ("image", "mask", "control_image", *["last_image"] * (self.omni.output.kind == "video"))
+        self.omni.facts.inputs.check_sendable(words, self.omni.facts.class_name)
         for name in set(self.adapters) & set(self.model_names):
             message = f"The adapter {name!r} has the name of the model. Rename it, or give another --served-model-name."
             raise SettingError(message, param="lora")

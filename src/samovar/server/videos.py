@@ -115,6 +115,9 @@ class Videos:
             return FileResponse(file, media_type=media_type)
         if variant == "thumbnail" and job.id in self._jobs.previews:
             return Response(self._jobs.previews[job.id], media_type="image/webp", headers={"Cache-Control": "no-store"})
+        if job.status == "failed":
+            reason = (job.error or {}).get("message", "")
+            raise ApiError(404, f"The video was not made. {reason}", param="id", code="video_failed")
         message = f"The video is {job.status.replace('_', ' ')}. Ask again when it is completed."
         raise ApiError(404, message, param="variant", code="video_not_ready")
 

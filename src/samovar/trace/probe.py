@@ -338,9 +338,13 @@ def _report_component(name: str, part: Part) -> ComponentReport:
         return ComponentReport(name, part.role, part.cls.__name__)
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
     num_parameters = sum(p.numel() for p in part.module.parameters())
-    covered = coverage(part.module, anatomy) if anatomy and anatomy.stacks else None
+    covered = None
     with as_stored({name: part}):
         num_bytes = tensor_bytes([part.module])
+        if anatomy and anatomy.stacks:
+            stacks = [replace(stack, num_bytes=tensor_bytes(stack.modules(part.module))) for stack in anatomy.stacks]
+            anatomy = replace(anatomy, stacks=tuple(stacks))
+            covered = coverage(part.module, anatomy)
     kind = part.kind or quantised_as(part.module)
     return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered, kind)
 

@@ -31,6 +31,10 @@ _ROUNDING = 512
 """Allocations take multiples of this, as in torch's allocator for GPUs."""
 _MOST_VALUES = 2**16
 """A tensor with more elements loses its values: only small ones say how a forward goes on."""
+_MOST_MADE = 2**24
+"""The same of what is made from values: a mask of each token for each other one takes minutes and gigabytes."""
+_FEW_VALUES = 2**8
+"""Tensors with no more elements make no large one."""
 
 
 def weightless(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -135,7 +139,8 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
         is_new = bool(given) and all(tensor.is_meta for tensor in given) and _makes_one(func)
-        output = self._remembered(func, args, kwargs) if is_new else _run(func, args, kwargs, given)
+        output = self._remembered(func, args, kwargs) if is_new else self._large(func, args, kwargs, given)
+        output = _run(func, args, kwargs, given) if output is None else output
         known = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
         for tensor in _tensors(output if isinstance(output, (list, tuple)) else (output,)):
             if _has_storage(tensor) and tensor.untyped_storage()._cdata not in known:
@@ -156,6 +161,17 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_plain(output):
             self._forms[key] = output.shape, output.stride(), output.dtype
         return output
+
+    def _large(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        """What an operation on values makes, without them, if it would make very many."""
+        has_values = given and not any(tensor.is_meta for tensor in given)
+        if not has_values or not _makes_one(func) or max(tensor.numel() for tensor in given) <= _FEW_VALUES:
+            return None
+        try:
+            form = self._remembered(func, _moved(args), {name: _moved(value) for name, value in kwargs.items()})
+        except (RuntimeError, NotImplementedError):  # How many it makes is in the values.
+            return None
+        return form if _is_plain(form) and form.numel() > _MOST_MADE else None
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, -(-storage.nbytes() // _ROUNDING) * _ROUNDING
@@ -253,6 +269,8 @@ class _Fused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DEVICE and args[0].is_meta:
             return _CPU
+        if func is torch.Tensor.__setitem__ and args[0].is_meta:  # There is nothing to set; some do it for each token.
+            return None
         kernel = _FUSED.get(func)
         if kernel is not None:
             output = kernel(*args, **(kwargs or {}))

@@ -29,6 +29,10 @@ async function act(mode, work) {
 const picture = async (job) => (job.status !== "completed" ? null
   : readContent(job.id, "thumbnail").then((blob) => URL.createObjectURL(blob), () => null));
 
+// As the form has it: a number of frames is so many seconds.
+const requestOf = ({ prompt, seconds, samovar: { request } }) => (
+  { prompt, ...request, ...(request.num_frames ? { seconds: Number(seconds) } : {}) });
+
 export class History {
   constructor(onChoose) {
     this.entries = [];
@@ -49,7 +53,7 @@ export class History {
     this.entries = await Promise.all(jobs.filter((job) => !hidden.has(job.id)).map(async (job) => {
       const image = known.get(job.id)?.cached.image ?? (await picture(job));
       const cached = { image, word: job.status === "in_progress" ? `${job.progress} %` : job.status };
-      return { id: job.id, job, exact: exacts.get(job.id) ?? null, request: { prompt: job.prompt, ...job.samovar.request }, cached };
+      return { id: job.id, job, exact: exacts.get(job.id) ?? null, request: requestOf(job), cached };
     }));
     const drawn = JSON.stringify([this.current, this.entries.map((entry) => [entry.id, entry.exact?.id, entry.cached])]);
     if (drawn !== this.drawn) this.draw(this.current); // Whoever is on a button stays there.

@@ -109,12 +109,13 @@ function readRequest() {
 }
 
 function fillForm(request) {
-  const [width, height] = (request.size || "x").split("x");
+  const [width, height] = request.width ? [request.width, request.height ?? ""] : (request.size || "x").split("x");
+  const lora = Array.isArray(request.lora) ? request.lora[0] : request.lora; // The form has one.
   $("prompt").value = request.prompt;
   $("width").value = width;
   $("height").value = height;
-  $("lora").value = request.lora?.name ?? "";
-  $("lora-scale").value = request.lora?.scale ?? "";
+  $("lora").value = lora?.name ?? "";
+  $("lora-scale").value = lora?.scale ?? "";
   for (const id of ["steps", "seed", "true-cfg", "guidance", "negative", "seconds"]) $(id).value = request[$(id).name] ?? "";
 }
 
