@@ -197,7 +197,7 @@ def test_what_cannot_overlap_is_refused(
 ) -> None:
     (tmp_path / "pixel.safetensors").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingError, match=f"overlap=True cannot be combined with {name}") as caught:
+    with pytest.raises(SettingError, match=f"overlap cannot be combined with {name}") as caught:
         OmniDiffusionConfig(str(folder), device="cpu", overlap=True, **settings)
     assert caught.value.param == "overlap"
 

@@ -57,7 +57,8 @@ class Experiment:
         kinds = sorted({kind for model in self.runner.denoisers.values() if (kind := quantised_as(model))})
         return (
             f"samovar {self._options.command} of {about['model']}, {len(tasks)} images of {self.runner.steps} steps, "
-            f"{', '.join([about['dtype'], *kinds])}, {about['date']}, samovar {about['samovar']}, diffusers {about['diffusers']}"
+            f"{', '.join([about['dtype'], *kinds])}, {about['date']}, samovar {about['samovar']}, "
+            f"diffusers {about['diffusers']}"
         )
 
     def finish(self, name: str, result: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def _twin(pipeline: Any) -> Any:
     inner = [name for name, value in vars(pipeline).items() if isinstance(value, DiffusionPipeline)]
     if is_modular(type(pipeline)) or not isinstance(pipeline, DiffusionPipeline) or inner:
         what = f"it is made of others ({', '.join(inner)})" if inner else "it is none of the usual kind"
-        message = f"overlap=True needs a pipeline that can be copied, and {type(pipeline).__name__} cannot: {what}."
+        message = f"overlap needs a pipeline that can be copied, and {type(pipeline).__name__} cannot: {what}."
         raise SettingError(f"{message} Leave out overlap.", param="overlap")
     twin = copy.copy(pipeline)
     for name, component in pipeline.components.items():

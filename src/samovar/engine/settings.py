@@ -165,7 +165,7 @@ class OmniDiffusionConfig:
         }
         for name, reason in reasons.items():
             if reason:
-                message = f"overlap=True cannot be combined with {name}, which {reason}. Leave out one of them."
+                message = f"overlap cannot be combined with {name}, which {reason}. Leave out one of them."
                 raise SettingError(message, param="overlap")
 
     def _check_kinds(self) -> None:
