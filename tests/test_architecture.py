@@ -81,6 +81,13 @@ def test_imports_go_downwards_only(file: Path) -> None:
             assert layer_of(room_of(imported)) < layer_of(room), f"{module_name(file)} imports {imported}"
 
 
+def test_large_libraries_are_imported_when_they_are_needed() -> None:
+    """diffusers takes seconds, and libraries of quantisation that it imports print what they lack."""
+    names = "diffusers|transformers|peft|accelerate|torchao|bitsandbytes|sdnq|av"
+    large = re.compile(rf"^(?:from|import) ({names})\b", re.MULTILINE)
+    assert [str(file) for file in FILES if large.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_every_room_has_a_place() -> None:
     known = {room for rooms in LAYERS for room in rooms}
     assert {room_of(module) for module in MODULES} - {"", "__main__"} <= known

@@ -116,6 +116,8 @@ def test_videos_are_listed_by_age(client: openai.OpenAI) -> None:
     for query in ({"limit": 0}, {"limit": 101}, {"limit": "0001000"}, {"limit": "\u0665"}, {"order": "up"}):
         with pytest.raises(openai.BadRequestError):
             client.videos.list(**query)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match=r"'limt' is not a parameter .* Did you mean 'limit'"):
+        client.videos.list(extra_query={"limt": 3})
     with pytest.raises(openai.NotFoundError):
         client.videos.list(after="video_0")
 

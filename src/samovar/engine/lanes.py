@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 
 from ..arch import find_denoisers
 from ..arch.modular import is_modular
@@ -114,6 +113,8 @@ class _TurnHook(ModelHook):
 
 def _twin(pipeline: Any) -> Any:
     """The pipeline again, with the same modules; SettingError if it keeps what a call changes in other places."""
+    from diffusers import DiffusionPipeline
+
     inner = [name for name, value in vars(pipeline).items() if isinstance(value, DiffusionPipeline)]
     if is_modular(type(pipeline)) or not isinstance(pipeline, DiffusionPipeline) or inner:
         what = f"it is made of others ({', '.join(inner)})" if inner else "it is none of the usual kind"

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from ..engine import Job
+from ..errors import nearest
 from .api_errors import ApiError
 from .app_state import AppState
 from .asking import FORM, JSON, Asked, check_asked, read_asked, unless_gone
@@ -90,8 +91,11 @@ class Videos:
     async def retrieve(self, video_id: str) -> Response:
         return self._answer(self._jobs.find(video_id))
 
-    async def page(self, after: str | None = None, limit: str = "20", order: str = "desc") -> Response:
+    async def page(
+        self, request: Request, after: str | None = None, limit: str = "20", order: str = "desc"
+    ) -> Response:
         """Videos by age, the newest first."""
+        _check_query(request, "after", "limit", "order")
         if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MAX_PAGE:
             raise _bad("limit", f"limit must be a number from 1 to {_MAX_PAGE}, not {limit[:40]!r}.")
         if order not in ("asc", "desc"):
@@ -101,8 +105,9 @@ class Videos:
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
 
-    async def content(self, video_id: str, variant: str = "video") -> Response:
+    async def content(self, request: Request, video_id: str, variant: str = "video") -> Response:
         """The video, or an image of it. While it is made, the thumbnail is the last preview."""
+        _check_query(request, "variant")
         if variant not in VARIANTS:
             raise _bad("variant", f"variant must be {', '.join(VARIANTS)}, not {variant[:40]!r}.")
         job = self._jobs.find(video_id)
@@ -176,6 +181,13 @@ class Videos:
             error=job.error,
             samovar={"request": settings, "has_preview": job.id in self._jobs.previews, **job.details},
         ).model_dump()
+
+
+def _check_query(request: Request, *known: str) -> None:
+    for name in request.query_params:
+        if name not in known:
+            message = f"{name[:50]!r} is not a parameter of this address. {nearest(name, known)}"
+            raise ApiError(400, message, param=name[:100], code="unknown_field")
 
 
 def _bad(param: str, message: str) -> ApiError:
