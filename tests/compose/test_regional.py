@@ -124,9 +124,9 @@ def test_attached_again_nothing_is_compiled_again() -> None:
     assert counts[0] == counts[1] == counts[2] > 0
 
 
-def test_many_classes_of_hooked_blocks_share_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=8)  # sdnq, once imported, makes it 8192.
+def test_many_classes_of_hooked_blocks_share_no_limit() -> None:
     """torch gives up after eight graphs of one piece of code: every hooked class has its own."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # sdnq, once imported, makes it 8192.
     counter = CompileCounterWithBackend("eager")
     for number in range(11):
         made = type(f"Block{number}", (torch.nn.Linear,), {})
