@@ -11,6 +11,7 @@ from PIL import Image
 from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar import Omni
 from samovar.engine.input_media import Inputs, find_inputs
+from samovar.engine.request import Request
 from samovar.errors import SettingError
 from samovar.media import Audio, Video
 
@@ -36,6 +37,18 @@ SOUND = Audio(np.linspace(-1, 1, 200, dtype=np.float32).reshape(2, 100), 100)
         ("Cosmos2VideoToWorldPipeline", {"image", "video"}, set()),
         ("StableAudioPipeline", {"initial_audio_waveforms"}, set()),
         ("StableDiffusionControlNetPipeline", {"image"}, {"image"}),
+        # These compare the input with None: after they have used its size,
+        ("QwenImageEditPipeline", {"image"}, {"image"}),
+        ("QwenImageLayeredPipeline", {"image"}, {"image"}),
+        # to refuse it,
+        ("StableDiffusionInstructPix2PixPipeline", {"image"}, {"image"}),
+        ("StableAudio3InpaintPipeline", {"audio", "mask"}, {"audio"}),
+        ("FluxKontextInpaintPipeline", {"image", "mask_image"}, {"image", "mask_image"}),
+        # or for something else, and give it to a processor all the same.
+        ("StableDiffusionXLInpaintPipeline", {"image", "mask_image"}, {"image", "mask_image"}),
+        ("HunyuanImageRefinerPipeline", {"image"}, {"image"}),
+        ("CogVideoXFunControlPipeline", {"control_video"}, {"control_video"}),
+        ("Cosmos2_5_TransferPipeline", {"controls"}, {"controls"}),
     ],
 )
 def test_what_a_pipeline_takes_and_needs(name: str, takes: set[str], needs: set[str]) -> None:
@@ -44,6 +57,27 @@ def test_what_a_pipeline_takes_and_needs(name: str, takes: set[str], needs: set[
     found = find_inputs(getattr(diffusers, name))
     assert takes <= set(found.takes)
     assert set(found.needs) == needs
+
+
+def test_one_input_may_do_instead_of_another() -> None:
+    import diffusers
+
+    inputs = find_inputs(diffusers.Cosmos2VideoToWorldPipeline)
+    assert inputs.instead == {"video": ("image",)}
+    for given in ({"image": PICTURE}, {"video": FILM}):
+        inputs.check_missing(given, "P")
+    with pytest.raises(SettingError, match=r"^P needs a video or an image. Give it as video or image.$"):
+        inputs.check_missing({}, "P")
+
+
+def test_rows_of_images_are_taken_upright_with_their_gaps() -> None:
+    rows = [[PICTURE.convert("RGBA"), PICTURE], [PICTURE, None]]
+    inputs = Inputs(("image",), several=("image",))
+    found = inputs.prepare(inputs.check({"image": rows}, "P"), None)["image"]
+    assert [[image and image.mode for image in row] for row in found] == [["RGB", "RGB"], ["RGB", None]]
+    assert [image.size for image in Request("a cat", image=rows).images] == [(24, 16)] * 3
+    with pytest.raises(SettingError, match="image must be a PIL image"):
+        Request("a cat", image=[[None], []])
 
 
 def test_our_words_are_the_pipelines() -> None:

@@ -128,7 +128,7 @@ class PipelineFacts:
         """The request's settings over the model's defaults. An image to edit sets the size, or the aspect ratio if one
         side is given; of a video it sets the aspect ratio alone."""
         params = request.params.over(self.defaults)
-        image: Any = request.image[0] if isinstance(request.image, (list, tuple)) else request.image
+        image = request.images[0] if request.images else None
         if image is None or not self.can_edit or not {"height", "width"} <= self.takes:
             return params
         image_width, image_height = upright_size(image)
