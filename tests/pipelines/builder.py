@@ -51,6 +51,8 @@ class Recipe:
     call: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the call; one that is None is left out, unless the pipeline takes it."""
     dtype: str = "float32"
+    cause: str = ""
+    """Why it cannot pass, in words; shown before what it says itself."""
     inputs: tuple[str, ...] = ()
     """Inputs that it gets beside those that it needs by its code."""
 

@@ -138,6 +138,7 @@ RECIPES: dict[str, Recipe] = {
         {"joint_attention_dim": 24, "text_encoder_dim": 12}, text=12, latents=4, call=_WIDE, inputs=("image",),
         prompt='{"edit_instruction": "a cat"}',
     ),
+    "ChromaInpaintPipeline": Recipe(cause="diffusers reads a setting that no Chroma transformer has"),
     "CogVideoXPipeline": Recipe(call=_COG),
     "CogVideoXImageToVideoPipeline": Recipe({"in_channels": 8}, call=_COG),
     "CogVideoXVideoToVideoPipeline": Recipe(call=_COG, inputs=("video",)),
@@ -169,11 +170,15 @@ RECIPES: dict[str, Recipe] = {
             encoder_hidden_states_channels=20,
         )},
         call={"num_frames_per_chunk": 9, "max_sequence_length": 128},
+        cause="its ControlNet resizes with torchvision",
     ),
     "CosmosTextToWorldPipeline": Recipe(),
     "CosmosVideoToWorldPipeline": Recipe({"in_channels": 5}, latents=4, inputs=("image",)),
     "Cosmos3OmniPipeline": Recipe({"vocab_size": 400}, latents=4),
     "DiTPipeline": Recipe({"num_embeds_ada_norm": 1000}, latents=4, components=_DDIM, call={"class_labels": [1]}),
+    "EasyAnimateControlPipeline": Recipe(
+        cause="diffusers calls a method of its own with an argument that it does not take"
+    ),
     "EasyAnimateInpaintPipeline": Recipe({"in_channels": 12, "resize_inpaint_mask_directly": False}, call={
         "video": torch.linspace(0, 1, 3 * 9 * 32 * 48).reshape(1, 3, 9, 32, 48),
         "mask": 255.0 * (torch.arange(9 * 32 * 48).reshape(1, 1, 9, 32, 48) % 48 > 24),
@@ -237,7 +242,9 @@ RECIPES: dict[str, Recipe] = {
     "LTXPipeline": Recipe(latents=4, call=_LARGE),
     "LTXImageToVideoPipeline": Recipe(latents=4, call=_LARGE),
     "LTXConditionPipeline": Recipe(latents=4, call=_LARGE, inputs=("image",)),
-    "LTXI2VLongMultiPromptPipeline": Recipe(latents=4, call=_LARGE),
+    "LTXI2VLongMultiPromptPipeline": Recipe(
+        latents=4, call=_LARGER, components={"scheduler": _make("LTXEulerAncestralRFScheduler")}
+    ),
     "LTX2Pipeline": Recipe(_LTX2, latents=4, call=_LARGER),
     "LTX2ImageToVideoPipeline": Recipe(_LTX2, latents=4, call=_LARGER, inputs=("image",)),
     "LTX2DFRPipeline": Recipe(_LTX2 | {"use_keyframes_abs_pos_embedding": True}, latents=4, call=_LARGER),
@@ -272,11 +279,13 @@ RECIPES: dict[str, Recipe] = {
         "QwenImageControlNetModel", in_channels=8, num_layers=1, attention_head_dim=8, num_attention_heads=2,
         axes_dims_rope=(2, 2, 4), out_channels=2, joint_attention_dim=12, extra_condition_channels=4,
     )}),
+    "RFD4ProteinaPipeline": Recipe(cause="it makes proteins, and is refused as a model"),
     "SanaPipeline": Recipe(**_SANA),
     "SanaPAGPipeline": Recipe(**_SANA),
     "SanaControlNetPipeline": Recipe(**_SANA),
     "SanaSprintPipeline": Recipe(**_SPRINT),
     "SanaSprintImg2ImgPipeline": Recipe(**_SPRINT),
+    "SanaWMLTX2Refiner": Recipe(cause="it refines latents of another pipeline, and returns latents"),
     "SanaWMPipeline": Recipe(
         {"chunk_plucker_channels": 48}, call={"action": "w-8", "intrinsics": [80.0, 80.0, 96.0, 64.0]} | _LARGER
     ),

@@ -103,7 +103,8 @@ def try_pipeline(cls: Any, recipe: Recipe) -> Row:
                 row.works[step] = stats.skipped > 0
                 row.problem = "" if stats.skipped else f"cached: no step was skipped: {stats}"
         except Exception as error:  # Whatever it is, it is the row's.
-            row.problem = f"{step}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            row.problem = f"{step}: {f'{recipe.cause} ({said})' if recipe.cause else said}"
     return row
 
 

@@ -118,8 +118,9 @@ def test_videos_are_listed_by_age(client: openai.OpenAI) -> None:
             client.videos.list(**query)  # type: ignore[arg-type]
     with pytest.raises(openai.BadRequestError, match=r"'limt' is not a parameter .* Did you mean 'limit'"):
         client.videos.list(extra_query={"limt": 3})
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as missing:
         client.videos.list(after="video_0")
+    assert missing.value.param == "after"
 
 
 def test_a_remix_is_the_same_with_another_prompt(client: openai.OpenAI, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class PipelineFacts:
     """The types of arguments that take plain values."""
     size: tuple[int, int] | None = None
     """The height and width that the pipeline takes by default."""
+    positions: int | None = None
+    """Tokens along a side, and frames of latents, that the model has positions for, if it says so."""
 
     @property
     def can_edit(self) -> bool:
@@ -80,6 +82,7 @@ class PipelineFacts:
                 near = f"{below} or {above}" if below < size else f"{below}"
                 message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
                 raise SettingError(message, param=name)
+        self._check_positions(params)
         if not request.exact and self.scheduled_steps not in (None, params.num_inference_steps):
             raise SettingError(
                 f"num_inference_steps={params.num_inference_steps}, but the cache has a schedule for "
@@ -113,6 +116,21 @@ class PipelineFacts:
             raise SettingError(message, param="tolerance")
         self._check_adapters([adapter.name for adapter in request.lora])
         return call
+
+    def _check_positions(self, params: OmniDiffusionSamplingParams) -> None:
+        """Refuse what is larger or longer than the model can tell places apart."""
+        if self.positions is None:
+            return
+        for name in ("height", "width"):
+            size, most = getattr(params, name), self.positions * self.multiple
+            if size is not None and size > most:
+                raise SettingError(f"{name} must be at most {most} for this model, not {size}.", param=name)
+        most = self.output.most_frames(self.positions)
+        is_asked = params.num_frames is not None or params.seconds is not None
+        if is_asked and self.num_frames(params) > most:
+            param = "num_frames" if params.seconds is None else "seconds"
+            message = f"This model makes at most {most} frames, not {self.num_frames(params)}. Ask for fewer."
+            raise SettingError(message, param=param)
 
     def _check_adapters(self, names: list[str]) -> None:
         for name in names:
@@ -235,6 +253,7 @@ def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFa
         needs=tuple(needs),
         types={name: plain for name, each in named.items() if (plain := _plain_types(each.annotation))},
         size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
+        positions=getattr(getattr(pipeline, "transformer", None), "config", {}).get("rope_max_seq_len"),
     )
 
 

@@ -51,6 +51,8 @@ class OutputKind:
     fps_argument: str | None = None
     duration_argument: str | None = None
     """The argument that sets the seconds of sound."""
+    seconds: float | None = None
+    """Its default."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -61,6 +63,11 @@ class OutputKind:
         extra = 1 if self.frames is None else self.frames % self.frame_group
         groups = max(0 if extra else 1, round((seconds * fps - extra) / self.frame_group))
         return max(1, groups * self.frame_group + extra)
+
+    def most_frames(self, groups: int) -> int:
+        """Frames that the VAE makes at most of this number of latents, of which the first may be a single frame."""
+        is_single = self.frames is None or bool(self.frames % self.frame_group)
+        return (groups - is_single) * self.frame_group + is_single
 
 
 def output_fields(cls: type) -> tuple[str, str, str | None]:
@@ -98,7 +105,9 @@ def find_output(pipeline: Any) -> OutputKind:
         if rate is None:
             raise ModelError(f"No part of this {cls.__name__} says how many samples of sound it makes per second.")
         duration = next((name for name in _DURATIONS if name in parameters), None)
-        return OutputKind(kind, field, rate=rate, duration_argument=duration)
+        usual = parameters[duration].default if duration else None
+        seconds = float(usual) if isinstance(usual, (int, float)) else _longest(pipeline, rate)
+        return OutputKind(kind, field, rate=rate, duration_argument=duration, seconds=seconds)
     fps_argument = next((name for name in _FRAME_RATES if name in parameters), None)
     fps = parameters[fps_argument].default if fps_argument else None
     if not isinstance(fps, (int, float)):
@@ -189,6 +198,13 @@ def _sample_rate(pipeline: Any) -> int | None:
                 return rate
     rate = getattr(pipeline, "sample_rate", None)
     return rate if isinstance(rate, int) else None
+
+
+def _longest(pipeline: Any, rate: int) -> float | None:
+    """The seconds of sound that all latents make which the model was trained with: who says nothing gets them."""
+    latents = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "sample_size", None)
+    samples = getattr(getattr(pipeline, "vae", None), "hop_length", None)
+    return latents * samples / rate if isinstance(latents, int) and isinstance(samples, int) else None
 
 
 def _frame_group(pipeline: Any) -> int:

@@ -59,12 +59,13 @@ class StepWatch:
         self._wants_previews = any(batch[index].num_previews for index, _ in slots)
 
     def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The callback for the pipeline."""
+        """The callback for the pipeline. What it returned would take the place of the pipeline's own tensors, and some
+        have them in another form by then."""
         self.end_step(step, tensors.get("latents"))
         if step + 1 == self._run.total():
             self.last_stats = None if self._cache is None else self._cache.stats()
             self._end_steps()
-        return tensors
+        return {}
 
     def end_step(self, step: int, latents: Any, total: int | None = None) -> None:
         """Step `step` of `total`, counted from 0, has ended with these latents."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..cache import AutoConfig
-from ..engine import Request
 from ..errors import SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
 from ..tolerances import read_tolerance
@@ -71,7 +70,7 @@ class AppState:
                     param=option,
                 )
         try:
-            check_extent(extent_of(self.omni.facts, Request("")), self.omni.facts, limits)
+            check_extent(extent_of(self.omni.facts), self.omni.facts, limits)
         except SettingError as error:
             raise SettingError(f"The model's defaults are above a limit. {error}", param=error.param) from error
         words = ("image", "mask", "control_image", *["last_image"] * (self.omni.output.kind == "video"))
