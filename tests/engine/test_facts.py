@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
     assert TEXT.check(ask(seed=1, num_outputs_per_prompt=2)) == {"height": 64, "num_inference_steps": 9}
     assert TEXT.check(ask(height=32))["height"] == 32
     assert not TEXT.can_edit
+    assert replace(TEXT, inputs=Inputs(("input_images",))).can_edit, "whatever its argument is called"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
         (TEXT, ask(height=18), "height must be a multiple of 16 for this model, not 18: try 16 or 32"),
         (TEXT, ask(width=2), "width must be a multiple of 16 for this model, not 2: try 16"),
         (TEXT, ask(true_cfg_scale=2.0), "TextPipeline does not take true_cfg_scale"),
-        (TEXT, ask(PICTURE), r"TextPipeline takes no image\. It starts from text alone"),
+        (TEXT, ask(PICTURE), r"^TextPipeline takes no image\. To start from one, .* such as task='img2img'\.$"),
         (PAINT, ask(PICTURE.convert("RGB")), "needs a mask, or an image with an alpha channel"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from PIL import Image
 
 from pipelines import PIPELINES, tiny_flux_pipeline
+from pipelines.builder import build
+from pipelines.recipes import RECIPES
 from samovar import Omni
 from samovar.engine.input_media import Inputs, find_inputs
 from samovar.engine.request import Request
@@ -204,3 +207,27 @@ def test_an_image_to_animate_sets_the_shape_of_a_video_and_not_its_size() -> Non
     photo = Image.new("RGB", (4000, 3000))
     call = facts.check(Request("", OmniDiffusionSamplingParams(), photo))
     assert (call["width"], call["height"]) == (720, 544)
+    facts = replace(facts, defaults=OmniDiffusionSamplingParams(width=128, height=96))
+    call = facts.check(Request("", OmniDiffusionSamplingParams(), photo))
+    assert (call["width"], call["height"]) == (128, 96), "the model's own size counts, if it has one"
+
+
+def test_a_last_image_needs_a_transformer_for_two() -> None:
+    """One with an image encoder; those without take the images as frames."""
+    import diffusers
+
+    recipe = RECIPES["WanImageToVideoPipeline"]
+    for transformer, components, takes in (
+        ({}, recipe.components, False),
+        ({"pos_embed_seq_len": 10}, recipe.components, True),
+        ({"image_dim": None, "added_kv_proj_dim": None}, {**recipe.components, "image_encoder": None}, True),
+    ):
+        changed = replace(recipe, transformer={**recipe.transformer, **transformer}, components=components)
+        with Omni(build(diffusers.WanImageToVideoPipeline, changed), progress=False) as omni:
+            how = {"num_frames": 5, "width": 32, "height": 32, "num_inference_steps": 1, "max_sequence_length": 16}
+            given = {"image": PICTURE, "last_image": PICTURE}
+            if takes:
+                assert omni.generate("a cat", **given, **how)[0].videos
+                continue
+            with pytest.raises(SettingError, match="takes last_image with a transformer for two images, and this one"):
+                omni.generate("a cat", **given, **how)

@@ -257,7 +257,7 @@ PARTS: dict[str, Callable[[int, int], Any]] = {
     ),
     "AceStepConditionEncoder": _ace_step_conditions,
     "AutoencoderOobleck": vae(
-        "AutoencoderOobleck", encoder_hidden_size=6, downsampling_ratios=[1, 2], decoder_channels=3,
+        "AutoencoderOobleck", encoder_hidden_size=_twice, downsampling_ratios=[1, 2], decoder_channels=3,
         decoder_input_channels=_same, channel_multiples=[2, 4], sampling_rate=8,
     ),
 }  # fmt: skip

@@ -64,7 +64,7 @@ class PipelineFacts:
     @property
     def can_edit(self) -> bool:
         """Whether an image can be given, as such or as the only one that guides the model."""
-        return not self.takes.isdisjoint(("image", "control_image"))
+        return self.inputs.takes_image
 
     @property
     def takes_prompt(self) -> bool:
@@ -152,9 +152,10 @@ class PipelineFacts:
         image_width, image_height = upright_size(image)
         width, height = request.params.width, request.params.height
         if self.output.kind != "image" and width is None and height is None:
-            if self.size is None:
+            pixels = (params.width or 0) * (params.height or 0) or math.prod(self.size or (0,))
+            if not pixels:
                 return params
-            scale = math.sqrt(math.prod(self.size) / max(1, image_width * image_height))
+            scale = math.sqrt(pixels / max(1, image_width * image_height))
             image_width, image_height = round(image_width * scale), round(image_height * scale)
         if width is None:
             width = self._rounded(image_width if height is None else image_width * height // max(1, image_height))
@@ -178,6 +179,9 @@ class PipelineFacts:
 
     def _given_inputs(self, request: Request) -> dict[str, Any]:
         given = dict(request.inputs) if request.image is None else {"image": request.image, **request.inputs}
+        if request.image is not None and self.output.kind == "image" and not self.can_edit:
+            remedy = "To start from one, choose another task with the same weights, such as task='img2img'."
+            raise SettingError(f"{self.class_name} takes no image. {remedy}", param="image")
         return self.inputs.check(given, self.class_name)
 
     def _length(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
@@ -249,7 +253,7 @@ def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFa
         _size_multiple(pipeline),
         defaults,
         output=find_output(pipeline),
-        inputs=_with_controlnets(inputs, pipeline),
+        inputs=_for_this_model(_with_controlnets(inputs, pipeline), pipeline),
         needs=tuple(needs),
         types={name: plain for name, each in named.items() if (plain := _plain_types(each.annotation))},
         size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
@@ -263,6 +267,16 @@ def _with_controlnets(inputs: Inputs, pipeline: Any) -> Inputs:
     if len(nets) < 2:
         return inputs
     return replace(inputs, exactly={inputs.argument("control_image", type(pipeline).__name__): len(nets)})
+
+
+def _for_this_model(inputs: Inputs, pipeline: Any) -> Inputs:
+    """Without what its transformer cannot take: one that sees images by an encoder tells the first and the last frame
+    apart by positions, which not all of them have."""
+    config = getattr(getattr(pipeline, "transformer", None), "config", {})
+    if "last_image" not in inputs.takes or config.get("image_dim") is None or config.get("pos_embed_seq_len"):
+        return inputs
+    takes = tuple(name for name in inputs.takes if name != "last_image")
+    return replace(inputs, takes=takes, lacking={**inputs.lacking, "last_image": "transformer for two images"})
 
 
 def _is_small(image: Any) -> bool:

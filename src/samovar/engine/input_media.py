@@ -50,6 +50,11 @@ class Inputs:
     lacking: Mapping[str, str] = field(default_factory=dict)
     """Those that the pipeline could take, each with the component that it would need."""
 
+    @property
+    def takes_image(self) -> bool:
+        """Whether there is an argument for `image`."""
+        return not {*_WORDS["image"], "control_image"}.isdisjoint(self.takes)
+
     def argument(self, name: str, class_name: str) -> str:
         """The pipeline's argument for an input; SettingError if it has none."""
         for candidate in (name, *_WORDS.get(name, ())):
