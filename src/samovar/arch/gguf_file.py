@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ModelError
 from ..files import brief, reading
-from ..other_libraries import QUANTISERS, converted_names
+from ..quantisers import QUANTISERS, converted_names
 from .skeleton import Part, Parts
 from .stored import Stored
 

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ModelError, nearest
 from ..files import brief, index_file, read_json, reading
-from ..other_libraries import quantization_kind
+from ..quantisers import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
 from .folder import check_files, check_folder, components, library_of, pipeline_class, read_index

@@ -51,7 +51,7 @@ class Experiment:
         return Session(runner, tasks, self._journal, name, timed=timed, progress=self._progress)
 
     def origin(self, tasks: Sequence[Task]) -> str:
-        from ..other_libraries import quantised_as
+        from ..quantisers import quantised_as
 
         about = self._about
         kinds = sorted({kind for model in self.runner.denoisers.values() if (kind := quantised_as(model))})

@@ -15,7 +15,8 @@ from ..arch.modules import named_parts, unwrapped
 from ..arch.skeleton import loaded_parts
 from ..cache import AutoConfig, CacheBackend, TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
-from ..other_libraries import compiled_call, quantised_as
+from ..other_libraries import compiled_call
+from ..quantisers import quantised_as
 from .config import skipped_share
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ class Quantization:
 def check_kind(name: str, device: torch.device) -> Kind:
     """A kind by its name, if it runs here."""
     from ..arch.quantised import find_kind
-    from ..other_libraries import QUANTISERS
+    from ..quantisers import QUANTISERS
 
     kind = find_kind(name)
     if device.type not in kind.devices:
@@ -110,7 +110,7 @@ def check_kind(name: str, device: torch.device) -> Kind:
 
 
 def _check_file(name: str) -> None:
-    from ..other_libraries import QUANTISERS
+    from ..quantisers import QUANTISERS
 
     if not Path(name).expanduser().is_file():
         raise SettingError(f"quantization={name!r} is not a file here.", param="quantization")
@@ -126,7 +126,7 @@ def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
     """Refuse a folder with components that were saved quantised by a package that is not here, or that needs a GPU."""
     import torch
 
-    from ..other_libraries import QUANTISERS, quantization_kind
+    from ..quantisers import QUANTISERS, quantization_kind
 
     for name, entry in index.items():
         file = folder / name / "config.json"

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ModelError
-from ..other_libraries import compute_dtype, is_packed_for_cpu, kept_beside_weights
+from ..other_libraries import compute_dtype
+from ..quantisers import is_packed_for_cpu, kept_beside_weights
 from ..tensors import is_bound_to_its_device, is_plain, problem_of, take_apart
 
 ALIGNMENT = 512

@@ -29,7 +29,8 @@ from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..errors import ModelError
 from ..files import index_file, reading
 from ..hooks import NOT_BYPASSED
-from ..other_libraries import declared_plans, quantised_as
+from ..other_libraries import declared_plans
+from ..quantisers import quantised_as
 from ..tensors import problem_of
 from .forward import filled
 from .watch import Gate, Gates, Watcher
