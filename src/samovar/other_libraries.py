@@ -203,9 +203,12 @@ def pipeline_steps(pipeline: Any) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def kept_in_float32(model: torch.nn.Module) -> frozenset[str]:
-    """Names of modules that a model of diffusers or transformers keeps in float32, anywhere in a path."""
-    return frozenset(_strings(model, "_keep_in_fp32_modules"))
+def kept_in_float32(model: torch.nn.Module, dtype: torch.dtype | None = None) -> frozenset[str]:
+    """Names of modules that a model of diffusers or transformers keeps in float32, anywhere in a path: in any dtype, or
+    where it is loaded in this one."""
+    always = _strings(model, "_keep_in_fp32_modules_strict")
+    is_exempt = dtype is torch.bfloat16 and type(model).__module__.startswith("transformers.")
+    return frozenset(always if is_exempt else (*always, *_strings(model, "_keep_in_fp32_modules")))
 
 
 # ------------------------------------------------------------------------------------------------ cache-dit, peft

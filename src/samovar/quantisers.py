@@ -5,6 +5,9 @@ As in `other_libraries`, names that belong to no type stand in this file and now
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +21,24 @@ class Quantiser(NamedTuple):
     """As Python imports it."""
     requirement: str
     """As pip installs it."""
+
+    def problem(self) -> str:
+        """Why it cannot be used here: it is not installed, or too old; empty if it can."""
+        from packaging.requirements import Requirement
+
+        try:
+            is_here = importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:  # Of the package that it is in.
+            is_here = False
+        if not is_here:
+            return "which is not installed"
+        wanted = Requirement(self.requirement)
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:  # A folder on the path, without a version.
+            return ""
+        is_enough = wanted.specifier.contains(version, prereleases=True)
+        return "" if is_enough else f"of which {version} is installed, and {wanted.specifier} is needed"
 
 
 QUANTISERS = {
@@ -58,14 +79,24 @@ def quantised_as(model: torch.nn.Module) -> str | None:
     return quantization_kind(settings)
 
 
+def is_loadable_from_a_file(cls: type) -> bool:
+    """Whether diffusers loads models of this class from single files."""
+    from diffusers.loaders import single_file_model as loader
+
+    return loader._get_single_file_loadable_mapping_class(cls) is not None
+
+
+def left_out(cls: type, name: str) -> bool:
+    """Whether a model's authors expect a tensor of this name in files, though the model does not have it."""
+    patterns = getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
 def converted_names(cls: type, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a single file by the names of diffusers, as its `from_single_file` renames and splits them.
-    ValueError if diffusers cannot load this class from a single file."""
+    """The tensors of a single file by the names of diffusers, as its `from_single_file` renames and splits them."""
     from diffusers.loaders import single_file_model as loader
 
     known = loader._get_single_file_loadable_mapping_class(cls)
-    if known is None:
-        raise ValueError(f"diffusers cannot load a {cls.__name__} from a single file")
     if not loader._should_convert_state_dict_to_diffusers(model.state_dict(), tensors):
         return tensors
     convert = loader.SINGLE_FILE_LOADABLE_CLASSES[known]["checkpoint_mapping_fn"]
@@ -112,5 +143,7 @@ def is_untraceable(tensor: torch.Tensor) -> bool:
 
 
 def is_packed_for_cpu(tensor: torch.Tensor) -> bool:
-    """Whether a 4-bit weight was repacked in its first call on a CPU, so that no other device can read it."""
-    return bool(getattr(vars(tensor).get("quant_state"), "packing_format_for_cpu", False))
+    """Whether a 4-bit weight is packed for a CPU, so that no other device can read it: by bitsandbytes in its first
+    call there, by torchao when it was quantised there."""
+    by_call = getattr(vars(tensor).get("quant_state"), "packing_format_for_cpu", False)
+    return bool(by_call) or type(tensor).__name__ == "Int4OpaqueTensor"

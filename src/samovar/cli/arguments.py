@@ -136,7 +136,13 @@ def quantization_of(texts: list[str]) -> Any:
             f"transformer={whole[0]}.",
             param="quantization",
         )
-    return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
+    kinds: dict[str, str] = {}
+    for name, kind in (match.groups() for text in texts if (match := _COMPONENT.match(text))):
+        if name in kinds:
+            message = f"quantization={name}={kind}, and {name}={kinds[name]} is given too. Give each component once."
+            raise SettingError(message, param="quantization")
+        kinds[name] = kind
+    return kinds
 
 
 def lora_of(texts: list[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ..errors import ModelError, SettingError, nearest
 from ..files import INDEX, brief, first_line, index_file, reading
 from .controlnet import TASK as CONTROLLED
 from .controlnet import controlled_class, load_controlnets
-from .quantize import Quantization, check_saved, loading_arguments
+from .quantize import GGUF, Quantization, check_saved, loading_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,11 @@ def find_model(model: str) -> Path | None:
             return folder
         if _HUB_NAME.fullmatch(model) and not folder.is_dir():
             return None
+    if model.endswith(GGUF):
+        raise ModelError(
+            f"{brief(model)} is a GGUF file, which holds one component. Give the model's folder or name, and the file "
+            "as quantization."
+        )
     raise ModelError(
         f"{brief(model)} is not a built-in model, a folder with a {INDEX}, or a model of the hub such as 'owner/name'. "
         f"{nearest(model, BUILTIN_MODELS)}"

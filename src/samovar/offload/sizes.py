@@ -13,7 +13,7 @@ from ..arch.components import Role
 from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
 from ..arch.quantised import as_stored
-from ..arch.skeleton import Parts, loaded_parts, read_skeleton
+from ..arch.skeleton import Parts, cast, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import check_names
 from ..tensors import take_apart
@@ -225,7 +225,7 @@ def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
         )
     for part in parts.values():
         if part.module is not None and dtype is not None:
-            part.module.to(dtype)
+            cast(part.module, dtype)
     return parts
 
 
@@ -238,11 +238,7 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
 
 
 def sizes_in(file: GgufFile) -> tuple[ComponentSize, ...]:
-    """The size of the component in a GGUF file. Its blocks are known by the numbers in the names of their tensors."""
-    blocks: dict[str, int] = {}
-    for name, num_bytes in file.num_bytes.items():
-        match = re.match(r"(.*?\.\d+)\.", name)
-        blocks[match[1] if match else ""] = blocks.get(match[1] if match else "", 0) + num_bytes
-    rest = blocks.pop("", 0)
-    sizes = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in blocks.items())
-    return (ComponentSize("transformer", "denoiser", file.kind, rest, sizes),)
+    """The size of the component in a GGUF file."""
+    blocks = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in file.blocks.items())
+    rest = sum(file.num_bytes.values()) - sum(block.num_bytes for block in blocks)
+    return (ComponentSize(file.name, file.role, file.kind, rest, blocks),)

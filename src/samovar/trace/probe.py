@@ -256,9 +256,20 @@ def _report_file(source: str) -> ModelReport:
     """What a GGUF file holds. It has weights and their names, and not what they are the weights of."""
     file = read_gguf(source)
     count, num_bytes = sum(map(math.prod, file.shapes.values())), sum(file.num_bytes.values())
-    part = ComponentReport("transformer", "denoiser", file.architecture, count, num_bytes, quantization=file.kind)
-    why = "a GGUF file does not say how its model is built: plan or generate with the model's folder and this file as "
-    features = [FeatureReport(name, None, f"{why}--quantization") for name in ("step cache", "layerwise offload")]
+    part = ComponentReport(file.name, file.role, file.architecture, count, num_bytes, quantization=file.kind)
+    if file.role == "denoiser":
+        works, why = (
+            None,
+            "does not say how its model is built: plan or generate with the model's folder and this file as ",
+        )
+    else:
+        works, why = (
+            False,
+            "of a text encoder cannot be loaded by diffusers: generate with the model's folder and a kind as ",
+        )
+    features = [
+        FeatureReport(name, works, f"a GGUF file {why}--quantization") for name in ("step cache", "layerwise offload")
+    ]
     return ModelReport(source, f"GGUF file of {file.architecture}", file.types[0], (part,), tuple(features))
 
 
