@@ -172,8 +172,7 @@ class Worker:
         self, config: OmniDiffusionConfig, folder: Path, dtype: Any, defaults: OmniDiffusionSamplingParams
     ) -> tuple[Quantization | None, str]:
         """What to quantise, and why."""
-        attached, quantised = config.attach_config, config.quantised()
-        offload = attached.offload
+        attached, quantised, offload = config.attach_config, config.quantised(), config.attach_config.offload
         if config.loss in (None, "exact") or offload is None:
             return quantised, "asked for" if quantised is not None else ""
         frames = defaults.num_frames

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..arch import find_anatomy, find_denoisers
-from ..arch.modules import unwrapped
+from ..arch.modules import main_dtype, unwrapped
 from ..arch.skeleton import read_skeleton
 from ..engine import Worker, call_pipeline
 from ..engine.models import fetch_model
@@ -167,7 +167,7 @@ class ImageRunner:
             "model": self.model,
             "pipeline": type(self.pipeline).__name__,
             "settings": self.params.given(),
-            "dtype": str(next(next(iter(self.denoisers.values())).parameters()).dtype).removeprefix("torch."),
+            "dtype": str(main_dtype(next(iter(self.denoisers.values())))).removeprefix("torch."),
             "device": device,
             "batch": self.batch,
             **({"engine": {name: str(value) for name, value in self._engine.items()}} if self._engine else {}),
