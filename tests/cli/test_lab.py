@@ -140,6 +140,7 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
         (["tune", "--target-speedup", "0.5"], "--target-speedup 0.5"),
         (["tune", "--target-psnr", "30", "--num-prompts", "8"], "8 images to tune with: 45 or more are needed"),
         (["compare", "--offload", "layrwise"], "Did you mean 'layerwise'?"),
+        (["compare", "--quantization", "transfomer=int8"], "Did you mean 'transformer'?"),
         (["bench", "--gpu-memory", "many"], "--gpu-memory 'many'"),
         (["tune", "--target-speedup", "2", "--quantization", "int7"], "Did you mean 'int"),
         (["bench", "--plot-from", "nowhere.json"], "--plot-from 'nowhere.json' is not a file"),

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import SettingError
 from ..files import read_json, reading
 from . import arguments
-from .experiment import disjoint_tasks, experiment, methods_of, table, tasks_of
+from .experiment import check_quantisations, disjoint_tasks, experiment, methods_of, table, tasks_of
 
 _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
 
@@ -110,16 +110,12 @@ def _compare(options: argparse.Namespace) -> int:
       samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
       samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache forecast
     """
-    from ..engine.quantize import Quantization
-    from ..engine.settings import OmniDiffusionConfig
     from ..lab.compare import compare, contact_sheet, figures, page
     from ..lab.methods import cached, quantised
     from ..lab.times import footnote
 
-    device = OmniDiffusionConfig(device=options.device).execution_device()
     settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
-    for setting in settings:
-        Quantization.read(setting, device)  # Refused before anything is loaded.
+    check_quantisations(options, settings)
     methods = [*map(quantised, settings), *methods_of(options)] or [cached("forecast", {}), cached("tea_cache", {})]
     tasks = tasks_of(options)
     # Images of methods are in folders by number, so other methods are another run.

@@ -211,6 +211,7 @@ class ImageRunner:
             raise SettingError(f"{what}. Give the model's folder, and one quantization.", param="quantization")
         _, parts = read_skeleton(str(fetch_model(self.model)))
         exact, pipeline = self._worker, self.pipeline
+        wanted.applied(parts)  # Refused before anything is moved.
         chosen = wanted.by_component(parts)
         others = {name: part for name, part in pipeline.components.items() if name not in chosen}
         exact.close()
