@@ -16,7 +16,7 @@ import pytest
 
 import samovar
 from benchmarks import regimes_table
-from docs.generate import code, diagrams, pages, plots, regimes_plots, tables
+from docs.generate import code, diagrams, pages, plots, quantised, regimes_plots, results, tables
 from pipelines import PIPELINES, text
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
@@ -316,3 +316,35 @@ def test_plots_of_regimes(tmp_path: Path) -> None:
         assert f"<!-- {words} -->" in drawn
     assert regimes_plots.gaps_of("##.#..#.") == [1, 2, 2, 3, 3, 3, 2, 2]
     assert "it does not know the model" in regimes_table.all_methods({"cells": cells})
+
+
+def test_what_the_guide_says_of_quantised_weights_was_measured() -> None:
+    text = " ".join((ROOT / "docs" / "guides" / "quantise.md").read_text(encoding="utf-8").split())
+    found = results.read("gpu_quantised")
+    flux, rows = found["flux"], [row for model in ("flux", "qwen") for row in found[model].values()]
+
+    def between(values: list[float], form: str) -> str:
+        return f"{min(values):{form}} to {max(values):{form}}"
+
+    slower = {
+        kind: f"{100 * flux[kind]['within'][0]['over_resident']:.1f} %" for kind in ("nf4", "gguf-q4", "sdnq-uint4")
+    }
+    gguf, added = flux["gguf-q4"], [row["host_gib_after"] - row["host_gib_before"] for row in rows]
+    eight = [row["pinned_of_weights"] for row in rows if row["ahead_gib"]]
+    peers = [flux[k]["group_offload"]["ms"] / flux[k]["least_measured"]["ms"] for k in ("gguf-q4", "sdnq-uint4")]
+    for words in (
+        f"{between([100 * row['least']['over_limit'] for row in rows], '.0f')} % more than the bound",
+        f"are {slower['nf4']} (nf4), {slower['gguf-q4']} (GGUF Q4_0) and {slower['sdnq-uint4']} (sdnq) slower",
+        f"GGUF is {100 * gguf['least_measured']['over_limit']:.1f} % slower",
+        f"{gguf['within'][0]['launch_ms']:.0f} of its {gguf['within'][0]['blocks_ms']:.0f} ms",
+        f"{peers[0]:.1f} and {peers[1]:.1f} times as long",
+        f"{between(added, '.1f')} GiB, which makes {between(list(map(quantised.host_memory, rows)), '.2f')} times the",
+        f"themselves take {between([row['host_gib_before'] - row['weights_gib'] for row in rows], '.1f')} GiB more",
+        f"are {between(eight, '.2f')} of the weights in 8 bits",
+    ):
+        assert words in text, words
+    above = {kind for kind, row in flux.items() if round(quantised.host_memory(row), 2) > 1.05}
+    assert above == {"int8", "nf4"}
+    assert not any(round(quantised.host_memory(row), 2) > 1.05 for row in found["qwen"].values())
+    assert not any(row["skip"]["skip_moved_bytes"] for row in rows)
+    assert all(row["least_measured"]["bound"] == "computing" for row in flux.values())
