@@ -54,11 +54,13 @@ def make_plan(
     import torch
 
     from ..compose.vae import Way, divide_vaes
-    from ..offload import read_parts
+    from ..offload import Timing, read_parts
     from ..trace.activations import read_activations
     from ..trace.rehearse import RequestSize
 
     check_loss(loss, quantization, config)
+    speeds = _speeds(tflops, bus)
+    config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
     if source.endswith(GGUF) and Path(source).expanduser().is_file():
         return _plan_file(source, config, quantization or loss)
     parts = read_parts(source, getattr(torch, dtype) if dtype else None)
@@ -68,7 +70,7 @@ def make_plan(
         try:
             with divide_vaes(vaes, way):
                 seen = read_activations(source, parts, RequestSize(**size))
-            made = _made(parts, seen, config, quantization, loss, _speeds(tflops, bus))
+            made = _made(parts, seen, config, quantization, loss, speeds)
         except SettingError as error:
             refused.append(error)
             if error.param not in ("gpu_memory", "vae_tiling", "vae_slicing"):
