@@ -207,9 +207,7 @@ def ring() -> str:
         '<line x1="530" y1="146" x2="530" y2="236" stroke="#bf360c" stroke-dasharray="4 3"/>',
         note(536, 252, "next step: its first blocks are already on their way", color="#bf360c", anchor="middle"),
         arrow((120, 280), (720, 280), text="time", at=(690, 274)),
-        note(
-            16, 306, "A block that stays costs memory; one that streams costs bus time, which is free while others compute."
-        ),
+        note(16, 306, "A block that stays costs memory; one that streams costs bus time, free while others compute."),
     ]
     return svg("Streaming through a ring", 740, 322, parts)
 

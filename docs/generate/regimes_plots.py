@@ -29,9 +29,9 @@ IMAGES = "../images"
 _NEARLY_ALL = 0.95
 """A run that computes more is nearly exact, and its PSNR would squeeze all others."""
 _UNKNOWN = """
-The curves above are of one regime: 50 steps, guidance 2, Euler. **Others have not been measured**, and nor has the
-cache `auto` in any of them, so this site claims nothing for them. `python benchmarks/regimes.py` measures them all on a
-GPU; [`samovar compare` and `samovar bench`](../guides/quality.md) measure the one that you use.
+The curves above are of one regime: 50 steps, guidance 2, Euler. **Others have not been measured** on this model, and
+nor has the cache `auto`, so nothing is claimed for them. `python benchmarks/regimes.py` measures them all on a GPU;
+[`samovar compare` and `samovar bench`](../guides/quality.md) measure the one that you use.
 """
 _HOW_TO_READ = """
 Pairs are captions of the kind that the model was taught; free captions are not. Each panel is one regime.

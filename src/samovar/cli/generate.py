@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
 from ..files import index_file, parse_yaml
-from ..media import SUFFIXES, check_suffix, numbered, read_image, read_media
+from ..media import SUFFIXES, check_suffix, numbered, read_image, read_media, usual_suffix
 from . import arguments
 from .terminal import Status
 
@@ -30,7 +30,7 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("prompt", help="what to draw")
     arguments.add_model(parser)
     suffixes = "; ".join(" ".join(each) for each in SUFFIXES.values())
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"{suffixes} (out.png, out.mp4 or out.wav)")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"{suffixes} (out.png, out.mp4 or .gif, out.wav)")
     arguments.add_output_options(parser)
     group = parser.add_argument_group("image, video or sound")
     arguments.add_image_options(group)
@@ -84,7 +84,7 @@ def _generate(options: argparse.Namespace) -> int:
         from ..omni import Omni
 
         with Omni(config=options.config, **settings) as omni:
-            output = options.output or f"out{SUFFIXES[omni.output.kind][0]}"
+            output = options.output or f"out{usual_suffix(omni.output.kind)}"
             if is_first:
                 check_suffix(output, omni.output.kind)
                 _check_output(output, params.num_outputs_per_prompt or omni.defaults.num_outputs_per_prompt)
