@@ -16,7 +16,7 @@ import pytest
 
 import samovar
 from benchmarks import regimes_table
-from docs.generate import code, diagrams, pages, plots, regimes_plots, tables
+from docs.generate import code, diagrams, pages, plots, regimes_plots, results, tables
 from pipelines import PIPELINES, text
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
@@ -183,6 +183,12 @@ def test_every_setting_is_explained(path: str) -> None:
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     assert f"\n{tables.headlines()}\n" in README.read_text(encoding="utf-8")
+
+
+def test_a_skipped_step_beside_other_libraries_is_as_measured() -> None:
+    found = results.read("gpu_offload")
+    ours, theirs = found["flux"]["skip"]["skip_ms"], found["peers"]["group_skip_ms"]
+    assert f"| {ours:.1f} ms, no weights moved | {theirs:.0f} ms |" in README.read_text(encoding="utf-8")
 
 
 def test_every_file_that_contributing_names_exists() -> None:
