@@ -135,6 +135,43 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_are_tables(page: Path) -> None:
+    """A row that stands alone is shown with its bars, as text."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        _, *rest = table.splitlines()
+        assert rest, table
+        assert re.fullmatch(r"\|(?: *:?-+:? *\|)+", rest[0]), table
+
+
+def test_every_guide_is_listed_where_people_look() -> None:
+    guides = {page.name for page in (ROOT / "docs" / "guides").glob("*.md")} - {"index.md"}
+    for page, folder in ((README, "docs/guides/"), (ROOT / "docs" / "guides" / "index.md", "")):
+        linked = set(re.findall(rf"\]\({folder}([\w-]+\.md)", page.read_text(encoding="utf-8")))
+        assert guides <= linked, page
+
+
+def test_the_first_example_is_for_the_card_that_it_names() -> None:
+    """Who has 12 GiB must not budget all of them: the driver needs some."""
+    guide = (ROOT / "docs" / "guides" / "index.md").read_text(encoding="utf-8")
+    (budget,) = re.findall(r'^\| 12 GiB \| `gpu_memory="(\w+)"', guide, re.MULTILINE)
+    for page in (README, ROOT / "docs" / "index.md", ROOT / "docs" / "getting-started.md"):
+        first = next(block for block in blocks_of(page, "python") if "attach" in block)
+        assert f'gpu_memory="{budget}"' in first, page
+
+
+@pytest.mark.slow
+def test_plans_are_printed_as_pages_show_them(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "guides" / "offload.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```sh\nsamovar (plan [^\n]*)\n```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 2
+    for command, expected in shown:
+        assert cli.main(shlex.split(command)) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in expected.splitlines() if line not in printed] == [], command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_generated_parts_can_be_made(page: Path) -> None:
     assert "<!-- generate:" not in pages.expand(page.read_text(encoding="utf-8"))
 
@@ -146,6 +183,12 @@ def test_every_setting_is_explained(path: str) -> None:
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     assert f"\n{tables.headlines()}\n" in README.read_text(encoding="utf-8")
+
+
+def test_a_skipped_step_beside_other_libraries_is_as_measured() -> None:
+    found = results.read("gpu_offload")
+    ours, theirs = found["flux"]["skip"]["skip_ms"], found["peers"]["group_skip_ms"]
+    assert f"| {ours:.1f} ms, no weights moved | {theirs:.0f} ms |" in README.read_text(encoding="utf-8")
 
 
 def test_every_file_that_contributing_names_exists() -> None:
@@ -300,6 +343,20 @@ def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
     assert "| 20-2-pairs-euler | 11 | peer | 42.0, 25.0, 0.001 | +0.0 | +1.0 | +4.0 | -1.0 | x 0.40 |" in text
     assert text.endswith("`auto` meets its goal in 1 of 1 cells, which is the goal. "
                          "`tuned` meets its goal in 0 of 1 cells, and the goal is 1.")  # fmt: skip
+
+
+def test_nothing_is_said_of_regimes_that_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regimes_plots, "RESULTS", tmp_path)
+    said = regimes_plots.section("")
+    assert "Others have not been measured" in said
+    assert "panel" not in said, "there is none to look at"
+    cells = {"20-2-pairs-euler": [regime_row("plain steps", 8, 40)]}
+    monkeypatch.setattr(regimes_plots, "read", lambda name: {"cells": cells})
+    (tmp_path / "regimes.json").touch()
+    said = regimes_plots.section("")
+    assert "Find the panel nearest to what you run" in said
+    assert "plot-regimes.svg" in said
+    assert "plot-gaps.svg" not in said
 
 
 def test_plots_of_regimes(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def headlines(folder: str = "") -> str:
             "gpu_compose",
         ],
         [
-            "Quality with 16 of 50 steps computed, built-in model",
+            "Quality with a tuned schedule, 16 of 50 steps computed, built-in model",
             f"**{ours['psnr']:.0f} dB** PSNR to the exact images",
             f"TaylorSeer {taylor['psnr']:.0f} dB, 16 plain steps {plain['psnr']:.0f} dB",
             "quality",

@@ -94,6 +94,17 @@ def test_tune_writes_a_setting_that_generate_takes(
     assert report["held_out"]["share_met"] == 1.0
     assert len(report["tried"]) >= 5
     assert "chosen:" in out
+    assert "1.5 times fewer forwards: met, with " in out
+    assert "95 of 100" not in out, "a speed-up promises nothing about single images"
+
+
+def test_compare_begins_with_the_cache_that_is_recommended(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *compare(model, prompts[0], 8, tmp_path / "out"), "--timed", "0")
+    assert (code, err) == (0, "")
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    assert [row["method"] for row in rows if row["family"].startswith("samovar")] == ["auto", "forecast"]
 
 
 def test_bench_writes_rows_from_which_curves_are_drawn(

@@ -25,6 +25,7 @@ FLUX = "FluxTransformer2DModel"
 
 def test_each_choice_has_its_memory_and_time() -> None:
     made = make_plan(FLUX, OffloadConfig(gpu_memory="6GiB"), SIZE, tflops=600, bus="50GiB")
+    assert "s at 50.00 GiB/s" in str(made.plan), "the plan is for the same bus as the table"
     found = {rung.name: rung for rung in made.rungs}
     assert list(found) == ["exact", "int8", "fp8", "int4", "nf4"]
     assert found["exact"].weight_bytes > 1.9 * found["int8"].weight_bytes > 3 * found["int4"].weight_bytes

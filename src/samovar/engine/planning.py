@@ -59,16 +59,18 @@ def make_plan(
     import torch
 
     from ..compose.vae import Way
-    from ..offload import read_parts
+    from ..offload import Timing, read_parts
     from ..trace.rehearse import RequestSize
 
     check_loss(loss, quantization, config)
+    speeds = _speeds(tflops, bus)
+    config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
     if source.endswith(GGUF) and Path(source).expanduser().is_file():
         return _plan_file(source, config, quantization or loss)
     parts = read_parts(source, getattr(torch, dtype) if dtype else None)
 
     def made(seen: Activations) -> MadePlan:
-        return _made(source, parts, seen, config, quantization, loss, _speeds(tflops, bus))
+        return _made(source, parts, seen, config, quantization, loss, speeds)
 
     found, way = _in_the_first_way(source, parts, RequestSize(**size), Way(), (None, None), made)
     if way == Way():
@@ -227,7 +229,7 @@ def choose_quantization(
     model will run with."""
     from ..arch.quantised import kinds_within
     from ..compose.vae import Way
-    from ..offload import read_parts
+    from ..offload import Timing, read_parts
     from ..offload.ladder import EXACT, Ladder, Speeds, choose_rung
     from ..trace.rehearse import RequestSize
 
@@ -237,6 +239,7 @@ def choose_quantization(
     _refuse_quantised(str(folder), parts)
     # Ranks must choose alike, and would not measure alike.
     speeds = _measured(device) if attached.num_ranks == 1 else Speeds()
+    config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
     left: list[str] = []
     kinds: list[Kind] = []
     for kind in kinds_within(loss):

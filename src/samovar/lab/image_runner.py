@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from ..arch import find_anatomy, find_denoisers
+from ..arch.calls import call_parameters
 from ..arch.modules import main_dtype, unwrapped
 from ..arch.skeleton import read_skeleton
 from ..engine import Worker, call_pipeline
@@ -130,7 +130,7 @@ class ImageRunner:
             raise ModelError(f"{message} Use a model that makes these.")
         self.params = self._facts.completed(Request("", params))
         if self.params.num_inference_steps is None:
-            takes = inspect.signature(self.pipeline.__call__).parameters
+            takes = call_parameters(type(self.pipeline))
             default = takes["num_inference_steps"].default if "num_inference_steps" in takes else None
             if not isinstance(default, int):
                 raise SettingError(

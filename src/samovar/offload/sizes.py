@@ -33,8 +33,16 @@ def parse_bytes(value: str | int | None, param: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SettingError(f"{param}={value!r} is not a size. Use text such as '12GiB', or bytes.", param=param)
+        raise SettingError(f"{param}={value!r} is not a size. {_meant(value)}", param=param)
     return int(float(match[1]) * unit)
+
+
+def _meant(value: object) -> str:
+    """What to write instead of a size without a unit, or with the first letter of one."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)\s*", str(value).lower())
+    if match is None:
+        return "Use text such as '12GiB', or bytes."
+    return f"Did you mean '{match[1]}{(match[2] or 'g').upper()}iB'?"
 
 
 def format_bytes(num_bytes: float) -> str:

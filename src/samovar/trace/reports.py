@@ -212,7 +212,7 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
         found = f"{blocks} blocks in {len(stacks)} stack{plural}; steps are judged at {leaders}"
         streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
         yield FeatureReport("step cache", True, found)
-        held = f"{blocks} blocks hold {streamed / max(whole, 1):.0%} of the denoiser"
+        held = f"{blocks} blocks hold {100 * streamed / max(whole, 1):.1f} % of the denoiser"
         yield FeatureReport("layerwise offload", not unmovable, unmovable or held)
     else:
         nothing = "no stack of blocks was found; declare one with register_declaration"
