@@ -1,6 +1,7 @@
 """What does a skipped step cost, and a computed one? TeaCache beside its peers, in one run, at full size.
 
     python benchmarks/gpu_cache.py [--models flux qwen] [--repeats 40] [--json FILE] [--profile FILE] [--tiny]
+    python benchmarks/gpu_cache.py --runs --json FILE    # whole runs only; the rest of the file stays as it is
 
 Every contestant gets a model of its own over the same weights, so that all of them and the bare one can run in turn.
 The latent moves a little from step to step, and the timestep goes down. That a step was skipped or computed is not
@@ -13,6 +14,7 @@ import argparse
 import cProfile
 import io
 import itertools
+import json
 import pstats
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +29,14 @@ import torch
 from diffusers import FirstBlockCacheConfig
 
 from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
+from samovar.cache.config import EVERY_BRANCH
+from samovar.lab.closed_loop import even_mask
 
 TARGETS = {"skip_percent": {"flux": 1.0, "qwen": 0.8}, "computed_percent": 0.3, "promise_percent": 3.0}
 THRESHOLDS = (0.2, 0.4)
 STEPS = 50
+TUNED_SHARE = 0.4
+"""Of the steps, computed by the tuned setting of a run."""
 DRIFT = 0.02
 """How far a latent of unit variance moves in a step."""
 LONG = 10_000
@@ -261,13 +267,23 @@ def measure_computed(course: Course) -> dict[str, Any]:
     return found
 
 
+def tuned() -> TeaCacheConfig:
+    """What `samovar tune` writes: a schedule, and weights of computed outputs for each skipped one. Which weights does
+    not matter to the time."""
+    mask = even_mask(STEPS, round(TUNED_SHARE * STEPS))
+    known = {step: [old for old in range(step) if mask[old] == "#"][-3:] for step in range(STEPS) if mask[step] == "."}
+    rows = {str(step): {str(old): 1 / len(of) for old in of} for step, of in known.items()}
+    return TeaCacheConfig(schedule=mask, forecast="fitted", forecast_of="output", forecast_weights={EVERY_BRANCH: rows})
+
+
 @torch.no_grad()
 def measure_runs(course: Course, skip_cost: float) -> list[dict[str, Any]]:
     """Whole runs, with the settings a user would give: do they gain what the count of their steps promises?"""
     device, rows = course.device, []
     bare = Line(course.model, course.run)
     bare_ms = [gpu.once_ms(lambda: bare.steps(STEPS), device)]
-    for config in (*(TeaCacheConfig(rel_l1_thresh=threshold) for threshold in THRESHOLDS), AutoConfig(1e6)):
+    by_signal = (TeaCacheConfig(rel_l1_thresh=threshold) for threshold in THRESHOLDS)
+    for config in (*by_signal, AutoConfig(1e6), tuned()):
         line = Line(course.model, course.run)
         hook = apply_teacache_hook(line.model, config)
         hook.refresh(line.model, STEPS)
@@ -298,6 +314,7 @@ def promise(row: dict[str, Any], bare_ms: float, skip_cost: float) -> dict[str, 
         "promised_by_counts": round(by_count, 3),
         "promised_with_skip_cost": round(with_cost, 3),
         "off_by_percent": round((measured / with_cost - 1) * 100, 2),
+        "off_counts_percent": round((measured / by_count - 1) * 100, 2),
     }
 
 
@@ -321,15 +338,20 @@ def profile(course: Course, title: str) -> str:
 # ------------------------------------------------------------------------------------------------ the whole
 
 
-def measure(name: str, device: str, tiny: bool, repeats: int) -> tuple[dict[str, Any], str]:
-    """All figures of one model, and its profile."""
+def prepare(name: str, device: str, tiny: bool, repeats: int) -> tuple[str, Course]:
+    """A model's title, and its course."""
     title = gpu.spec(name, tiny=tiny).title
     start = time.perf_counter()
     model = gpu.build(name, device, tiny=tiny)
     gpu.synchronise(device)
     print(f"\n{title}: built in {time.perf_counter() - start:.1f} s")
     walk = trajectory(name, device, tiny, 3 * SKIPS_A_REPEAT * repeats + 2 * PROFILED_STEPS)
-    course = Course(device, model, trajectory(name, device, tiny, STEPS), walk, repeats)
+    return title, Course(device, model, trajectory(name, device, tiny, STEPS), walk, repeats)
+
+
+def measure(name: str, device: str, tiny: bool, repeats: int) -> tuple[dict[str, Any], str]:
+    """All figures of one model, and its profile."""
+    title, course = prepare(name, device, tiny, repeats)
     bare = course.line()
     if not torch.isfinite(torch.no_grad()(bare.step)()[0]).all():
         raise RuntimeError(f"{title} with these random weights gives no finite numbers: its times mean nothing.")
@@ -348,7 +370,7 @@ def measure(name: str, device: str, tiny: bool, repeats: int) -> tuple[dict[str,
         row["percent_of_bare"] = round(row["ms"]["median"] / bare_ms * 100, 3)
     result = {
         "title": title,
-        "weights_mib": gpu.mib(sum(p.numel() * p.element_size() for p in model.parameters())),
+        "weights_mib": gpu.mib(sum(p.numel() * p.element_size() for p in course.model.parameters())),
         "bare": {"start_ms": gpu.summary(bare_at_start), "end_ms": gpu.summary(bare_at_end), "peak_mib": bare_peak_mib},
         "without_blocks": {
             "ms": gpu.summary(without_blocks),
@@ -391,13 +413,32 @@ def show(result: Mapping[str, Any]) -> None:
             over = computed["over_bare_percent"]
             line += f"{over['median']:+12.2f} % ({over['quarter']:+.2f} to {over['three_quarters']:+.2f})"
         print(line)
-    for row in result["runs"]:
-        print(f"{STEPS} steps at {row['setting']}: {row['computed']} computed, {row['skipped']} skipped, "
-              f"{row['speedup']:.3f}x; promised {row['promised_with_skip_cost']:.3f}x "
-              f"({row['off_by_percent']:+.1f} %), by counts alone {row['promised_by_counts']:.3f}x")  # fmt: skip
+    show_runs(result["runs"])
     if result["holds"]:
         missed = [key for key, holds in result["holds"].items() if not holds]
         print(f"targets missed: {'; '.join(missed)}" if missed else "all targets hold")
+
+
+def show_runs(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print(f"{STEPS} steps at {row['setting']}: {row['computed']} computed, {row['skipped']} skipped, "
+              f"{row['speedup']:.3f}x; promised {row['promised_with_skip_cost']:.3f}x "
+              f"({row['off_by_percent']:+.1f} %), by counts alone {row['promised_by_counts']:.3f}x "
+              f"({row['off_counts_percent']:+.1f} %)")  # fmt: skip
+
+
+def measure_only_runs(options: argparse.Namespace, device: str, header: dict[str, Any]) -> None:
+    """Whole runs, in place of those in the file. A skipped step costs what the file says."""
+    file: Path | None = options.json
+    result = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {"models": {}}
+    for name in options.models:
+        title, course = prepare(name, device, options.tiny, options.repeats)
+        known = result["models"].setdefault(name, {"title": title})
+        percent = known["skipped"][MAIN]["percent_of_bare"] if "skipped" in known else 0.0
+        known["runs"], known["runs_made"] = measure_runs(course, percent / 100), header
+        show_runs(known["runs"])
+        if file is not None:
+            gpu.write(file, result)
 
 
 def main() -> None:
@@ -405,11 +446,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=gpu.NAMES, default=gpu.NAMES)
     parser.add_argument("--repeats", type=int, default=40, help="how often each step is timed")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: shows that it runs, not how fast")
+    parser.add_argument("--runs", action="store_true", help="only whole runs")
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--profile", type=Path, help="write where the host spends its time on skipped steps here")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     packages = ["cache_dit"] if find_spec("cache_dit") else []
+    if options.runs:
+        measure_only_runs(options, device, gpu.header(device, *packages))
+        return
     result = gpu.header(device, *packages) | {"targets": TARGETS, "models": {}}
     profiles = ""
     for name in options.models:

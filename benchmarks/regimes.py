@@ -181,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="methods with these words in their names")
     parser.add_argument("--images", type=int, default=IMAGES)
     parser.add_argument("--tuning-images", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=96)
+    # With all tuning images in one batch, weights are fitted in one pass of the closed loop, not in several.
+    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", help="cuda or cpu (a GPU if there is one)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
     parser.add_argument("--state", type=Path, required=True, help="where the next run goes on")

@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
     {"errors"},
-    {"files", "media", "other_libraries", "tensors", "tolerances", "tree"},
+    {"files", "media", "other_libraries", "quantisers", "tensors", "tolerances", "tree"},
     {"hooks", "arch", "builtin", "aliases"},
     {"trace"},
     {"cache", "graphs", "offload", "parallel"},

@@ -16,7 +16,7 @@ import pytest
 
 import samovar
 from benchmarks import regimes_table
-from docs.generate import code, diagrams, pages, plots, regimes_plots, tables
+from docs.generate import code, diagrams, pages, plots, quantised, regimes_plots, results, tables
 from pipelines import PIPELINES, text
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
@@ -135,6 +135,43 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_are_tables(page: Path) -> None:
+    """A row that stands alone is shown with its bars, as text."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        _, *rest = table.splitlines()
+        assert rest, table
+        assert re.fullmatch(r"\|(?: *:?-+:? *\|)+", rest[0]), table
+
+
+def test_every_guide_is_listed_where_people_look() -> None:
+    guides = {page.name for page in (ROOT / "docs" / "guides").glob("*.md")} - {"index.md"}
+    for page, folder in ((README, "docs/guides/"), (ROOT / "docs" / "guides" / "index.md", "")):
+        linked = set(re.findall(rf"\]\({folder}([\w-]+\.md)", page.read_text(encoding="utf-8")))
+        assert guides <= linked, page
+
+
+def test_the_first_example_is_for_the_card_that_it_names() -> None:
+    """Who has 12 GiB must not budget all of them: the driver needs some."""
+    guide = (ROOT / "docs" / "guides" / "index.md").read_text(encoding="utf-8")
+    (budget,) = re.findall(r'^\| 12 GiB \| `gpu_memory="(\w+)"', guide, re.MULTILINE)
+    for page in (README, ROOT / "docs" / "index.md", ROOT / "docs" / "getting-started.md"):
+        first = next(block for block in blocks_of(page, "python") if "attach" in block)
+        assert f'gpu_memory="{budget}"' in first, page
+
+
+@pytest.mark.slow
+def test_plans_are_printed_as_pages_show_them(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "guides" / "offload.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```sh\nsamovar (plan [^\n]*)\n```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 2
+    for command, expected in shown:
+        assert cli.main(shlex.split(command)) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in expected.splitlines() if line not in printed] == [], command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_generated_parts_can_be_made(page: Path) -> None:
     assert "<!-- generate:" not in pages.expand(page.read_text(encoding="utf-8"))
 
@@ -146,6 +183,12 @@ def test_every_setting_is_explained(path: str) -> None:
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     assert f"\n{tables.headlines()}\n" in README.read_text(encoding="utf-8")
+
+
+def test_a_skipped_step_beside_other_libraries_is_as_measured() -> None:
+    found = results.read("gpu_offload")
+    ours, theirs = found["flux"]["skip"]["skip_ms"], found["peers"]["group_skip_ms"]
+    assert f"| {ours:.1f} ms, no weights moved | {theirs:.0f} ms |" in README.read_text(encoding="utf-8")
 
 
 def test_every_file_that_contributing_names_exists() -> None:
@@ -302,6 +345,20 @@ def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
                          "`tuned` meets its goal in 0 of 1 cells, and the goal is 1.")  # fmt: skip
 
 
+def test_nothing_is_said_of_regimes_that_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regimes_plots, "RESULTS", tmp_path)
+    said = regimes_plots.section("")
+    assert "Others have not been measured" in said
+    assert "panel" not in said, "there is none to look at"
+    cells = {"20-2-pairs-euler": [regime_row("plain steps", 8, 40)]}
+    monkeypatch.setattr(regimes_plots, "read", lambda name: {"cells": cells})
+    (tmp_path / "regimes.json").touch()
+    said = regimes_plots.section("")
+    assert "Find the panel nearest to what you run" in said
+    assert "plot-regimes.svg" in said
+    assert "plot-gaps.svg" not in said
+
+
 def test_plots_of_regimes(tmp_path: Path) -> None:
     rows = [regime_row(f, c, 30 + c) for f in ("plain steps", "samovar auto", "samovar schedule") for c in (6, 8, 11)]
     problem = {"method": "peer", "family": "peer", "problem": "it does not know the model"}
@@ -316,3 +373,35 @@ def test_plots_of_regimes(tmp_path: Path) -> None:
         assert f"<!-- {words} -->" in drawn
     assert regimes_plots.gaps_of("##.#..#.") == [1, 2, 2, 3, 3, 3, 2, 2]
     assert "it does not know the model" in regimes_table.all_methods({"cells": cells})
+
+
+def test_what_the_guide_says_of_quantised_weights_was_measured() -> None:
+    text = " ".join((ROOT / "docs" / "guides" / "quantise.md").read_text(encoding="utf-8").split())
+    found = results.read("gpu_quantised")
+    flux, rows = found["flux"], [row for model in ("flux", "qwen") for row in found[model].values()]
+
+    def between(values: list[float], form: str) -> str:
+        return f"{min(values):{form}} to {max(values):{form}}"
+
+    slower = {
+        kind: f"{100 * flux[kind]['within'][0]['over_resident']:.1f} %" for kind in ("nf4", "gguf-q4", "sdnq-uint4")
+    }
+    gguf, added = flux["gguf-q4"], [row["host_gib_after"] - row["host_gib_before"] for row in rows]
+    eight = [row["pinned_of_weights"] for row in rows if row["ahead_gib"]]
+    peers = [flux[k]["group_offload"]["ms"] / flux[k]["least_measured"]["ms"] for k in ("gguf-q4", "sdnq-uint4")]
+    for words in (
+        f"{between([100 * row['least']['over_limit'] for row in rows], '.0f')} % more than the bound",
+        f"are {slower['nf4']} (nf4), {slower['gguf-q4']} (GGUF Q4_0) and {slower['sdnq-uint4']} (sdnq) slower",
+        f"GGUF is {100 * gguf['least_measured']['over_limit']:.1f} % slower",
+        f"{gguf['within'][0]['launch_ms']:.0f} of its {gguf['within'][0]['blocks_ms']:.0f} ms",
+        f"{peers[0]:.1f} and {peers[1]:.1f} times as long",
+        f"{between(added, '.1f')} GiB, which makes {between(list(map(quantised.host_memory, rows)), '.2f')} times the",
+        f"themselves take {between([row['host_gib_before'] - row['weights_gib'] for row in rows], '.1f')} GiB more",
+        f"are {between(eight, '.2f')} of the weights in 8 bits",
+    ):
+        assert words in text, words
+    above = {kind for kind, row in flux.items() if round(quantised.host_memory(row), 2) > 1.05}
+    assert above == {"int8", "nf4"}
+    assert not any(round(quantised.host_memory(row), 2) > 1.05 for row in found["qwen"].values())
+    assert not any(row["skip"]["skip_moved_bytes"] for row in rows)
+    assert all(row["least_measured"]["bound"] == "computing" for row in flux.values())

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
+import torch
 
 from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
@@ -40,6 +42,8 @@ def test_a_list_gives_a_list_in_order_and_overrides_win(folder: Path) -> None:
         assert omni.generate("a dog", params, seed=9)[0].seeds == (9,)
         with pytest.raises(SettingError, match="Did you mean 'height'"):
             omni.generate("a dog", hieght=16)
+        with pytest.raises(SettingError, match="prompt=5; expected text, or a list of texts"):
+            omni.generate(5)  # type: ignore[call-overload]
         assert omni.generate("a dog", params)[0].seeds == (3,), "usable after an error"
     with pytest.raises(SettingError, match="This Omni is closed"):
         omni.generate("a dog")
@@ -94,6 +98,25 @@ def test_a_loaded_pipeline_is_used_and_given_back(folder: Path) -> None:
         AsyncOmni(pipe)
     with pytest.raises(SettingError, match="model=3; expected a name, a folder or a loaded pipeline"):
         Omni(3)
+
+
+class Wrapped(diffusers.FluxPipeline):  # type: ignore[misc]
+    """As people write it to set or log something at each call."""
+
+    def __call__(self, prompt: str, **kwargs: Any) -> Any:
+        return super().__call__(prompt=f"{prompt}, 3d style", **kwargs)
+
+
+def test_a_class_of_ones_own_takes_what_its_parent_takes(folder: Path) -> None:
+    pipe = Wrapped.from_pretrained(folder)
+    with Omni(pipe, progress=False, gpu_memory="1GiB", tolerance="high") as omni:
+        (result,) = omni.generate("a cat", seed=3, **SETTINGS | {"num_inference_steps": 2})
+        with pytest.raises(SettingError, match="Wrapped does not take kwargs"):
+            omni.generate("a cat", kwargs=1)
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(3)
+    (image,) = pipe("a cat", generator=generator, **SETTINGS | {"num_inference_steps": 2}).images
+    assert np.array_equal(np.asarray(result.images[0]), np.asarray(image))
 
 
 def test_offload_gives_the_same_picture(folder: Path) -> None:

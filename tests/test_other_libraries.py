@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 
 from samovar import other_libraries as others
-from samovar.arch.quantised import KINDS
 
 
 def test_a_plain_module_has_no_marks() -> None:
@@ -20,7 +17,7 @@ def test_a_plain_module_has_no_marks() -> None:
     assert others.accelerate_hook(module) is None
     assert others.accelerate_weights(module) is None
     assert others.diffusers_hooks(module) == {}
-    assert others.compute_dtype(module) is others.quantization(module) is None
+    assert others.compute_dtype(module) is None
     assert others.attention_backend(module) is None
     assert others.declared_plans(module) == {}
     assert not others.has_cache_dit(module)
@@ -29,13 +26,6 @@ def test_a_plain_module_has_no_marks() -> None:
     assert others.repeated_blocks(module) == others.unsplit_modules(module) == ()
     assert others.streamed_lists(module) == {}
     assert others.scheduler_step(module) is others.pipeline_steps(module) is None
-
-
-def test_what_quantises_is_what_the_extra_installs() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extra = project["optional-dependencies"]["quantised"]
-    assert sorted(extra) == sorted(quantiser.requirement for quantiser in others.QUANTISERS.values())
-    assert {kind.package for kind in KINDS.values()} <= set(others.QUANTISERS)
 
 
 def test_both_ways_to_compile() -> None:

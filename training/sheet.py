@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,6 @@ def write_sheet(path: Path, images: Tensor, captions: Sequence[str], columns: in
     for index, (picture, text) in enumerate(zip(pixels, captions, strict=True)):
         x, y = GAP + index % columns * cell[0], GAP + index // columns * cell[1]
         page.paste(Image.fromarray(picture).resize((side, side)), (x, y))
-        draw.text((x, y + side), text[:letters], fill=(0, 0, 0))
-        draw.text((x, y + side + LINE), text[letters : 2 * letters], fill=(0, 0, 0))
+        for number, line in enumerate(textwrap.wrap(text, letters)[:2]):
+            draw.text((x, y + side + number * LINE), line, fill=(0, 0, 0))
     page.save(path, optimize=True)

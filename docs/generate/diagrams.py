@@ -109,7 +109,7 @@ def call() -> str:
             at=(505, 150),
         ),
         arrow((190, 345), (110, 345), (110, 420)),
-        note(14, 300, "if anything raises", color="#bf360c"),
+        note(72, 335, "if anything raises", color="#bf360c"),
         box(20, 420, 150, 70, "failed_forward", "ours", small="innermost first, then\nthe error goes on"),
     ]
     return svg("Life of a call", 690, 532, parts)
@@ -207,9 +207,7 @@ def ring() -> str:
         '<line x1="530" y1="146" x2="530" y2="236" stroke="#bf360c" stroke-dasharray="4 3"/>',
         note(536, 252, "next step: its first blocks are already on their way", color="#bf360c", anchor="middle"),
         arrow((120, 280), (720, 280), text="time", at=(690, 274)),
-        note(
-            16, 306, "A block that stays costs memory; one that streams costs bus time, which is free beside computing."
-        ),
+        note(16, 306, "A block that stays costs memory; one that streams costs bus time, free while others compute."),
     ]
     return svg("Streaming through a ring", 740, 322, parts)
 
@@ -230,7 +228,7 @@ def bus() -> str:
         note(x + sent + 12, 156, f"pinned: {flux['pinned_of_weights']:.0%}\nof the weights"),
         frame(14, 212, 728, 118, "", "ours"),
         note(728, 233, "GPU memory", anchor="end", bold=True),
-        arrow((middle, 92), (middle, 250), text="once a run,\nlayer by layer", at=(middle + 8, 142)),
+        arrow((middle, 92), (middle, 250), text="once a run,\nby layer", at=(middle + 8, 142)),
         arrow((x + 60, 180), (x + 60, 250), text="while other blocks compute", at=(x + 70, 200)),
         box(30, 250, early, 64, "outputs", "ours", small="for all steps;\neach uses a few MiB"),
         box(x, 250, 170, 64, "decode", "strong", small="into the ring,\nthe same bits"),
@@ -315,7 +313,7 @@ def splitting() -> str:
             small="Ulysses: the other half of the heads\n" + shared,
         ),
         arrow((332, 222), (408, 222), both=True),
-        note(370, 212, "exchange", anchor="middle"),
+        box(336, 196, 68, 20, "", "plain", small="exchange"),
         arrow((180, 286), (330, 312)),
         arrow((560, 286), (410, 312)),
         box(250, 312, 240, 36, "gather: the whole output", "other"),

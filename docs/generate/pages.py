@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # The source of this checkout, whatever is installed.
 
-from docs.generate import code, regimes_plots, results, tables  # noqa: E402
+from docs.generate import code, quantised, regimes_plots, results, tables  # noqa: E402
 
 MARKER = re.compile(r"^<!-- generate: (\w+) ?(.*?) -->$", flags=re.MULTILINE)
 MAKERS: dict[str, Callable[[str], str]] = {
@@ -37,9 +37,10 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "coding": tables.coding,
     "disk": tables.disk,
     "offload_peers": tables.offload_peers,
-    "quantised_choices": tables.quantised_choices,
-    "quantised_quality": tables.quantised_quality,
-    "quantised_gpu": tables.quantised_gpu,
+    "quantised_choices": quantised.choices,
+    "quantised_quality": quantised.quality,
+    "quantised_gpu": quantised.gpu,
+    "quantised_bounds": quantised.bounds,
     "parallel": tables.parallel,
     "hooks": tables.hooks,
     "server": tables.server,

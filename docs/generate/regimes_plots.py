@@ -28,6 +28,28 @@ IMAGES = "../images"
 """Seen from a page of a section."""
 _NEARLY_ALL = 0.95
 """A run that computes more is nearly exact, and its PSNR would squeeze all others."""
+_UNKNOWN = """
+The curves above are of one regime: 50 steps, guidance 2, Euler. **Others have not been measured** on this model, and
+nor has the cache `auto`, so nothing is claimed for them. `python benchmarks/regimes.py` measures them all on a GPU;
+[`samovar compare` and `samovar bench`](../guides/quality.md) measure the one that you use.
+"""
+_HOW_TO_READ = """
+Pairs are captions of the kind that the model was taught; free captions are not. Each panel is one regime.
+
+How to choose with it:
+
+- **Find the panel nearest to what you run.** Guidance matters most: it multiplies what an error does.
+- **Nothing tuned?** Look at the line of `auto`: you choose how near images stay, not how many steps are computed.
+- **One model and one number of steps for months?** `samovar tune` takes minutes to hours, once, and holds for the
+  regime that it was tuned in and no other. Compare its line with that of `auto` at the count that you can afford.
+- **Is the line of the others as high?** Then fewer plain steps do, and there is nothing to attach.
+- **Read the dots before the lines.** The band reaches to the 5th percentile, the dots are the worst image. A mean of
+  50 dB with a worst image of 25 dB means that some user gets another image.
+"""
+_GAPS = """
+How many steps `auto` goes from one computed step to the next, for the quarter of images that took the fewest steps and
+for the quarter that took the most:
+"""
 _POINTS = 60
 """Places at which the best of the others is looked up."""
 
@@ -118,13 +140,13 @@ def gaps_of(mask: str) -> list[int]:
 
 
 def section(_: str) -> str:
-    """What a page shows of the regimes: the plots and the table, where they are measured."""
+    """What a page shows of the regimes: how to read them, the plots and the table, where they are measured."""
     if not (RESULTS / "regimes.json").is_file():
-        return "*Not measured in this checkout: `python benchmarks/regimes.py` makes the table.*"
-    parts = [f"![PSNR over computed steps in every regime]({IMAGES}/plot-regimes.svg)", markdown(read("regimes"))]
+        return _UNKNOWN.strip()
+    parts = [_HOW_TO_READ, f"![PSNR over computed steps in every regime]({IMAGES}/plot-regimes.svg)"]
     if (RESULTS / "regimes_gaps.json").is_file():
-        parts.insert(1, f"![The gap over the run, for easy and for hard images]({IMAGES}/plot-gaps.svg)")
-    return "\n\n".join(parts)
+        parts += [_GAPS, f"![The gap over the run, for easy and for hard images]({IMAGES}/plot-gaps.svg)"]
+    return "\n\n".join(part.strip() for part in (*parts, markdown(read("regimes"))))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

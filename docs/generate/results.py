@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+TITLES = {"flux": "FLUX.1 12B", "qwen": "Qwen-Image 20B"}
 
 
 @functools.cache
@@ -33,3 +34,8 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def time_and_peak(row: dict[str, Any]) -> str:
+    """What a forward took."""
+    return f"{row['ms']:.0f} ms, {row['peak_gib']:.2f} GiB"

@@ -5,15 +5,13 @@ python -m docs.generate.tables    # writes the table at the top of the README
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
 
-from docs.generate.results import RESULTS, about, markdown_table, read
+from docs.generate.results import TITLES, markdown_table, read, time_and_peak
 
 SCHEDULE, TAYLOR, PLAIN = "samovar schedule", "diffusers TaylorSeer lite", "plain steps"
-_TITLES = {"flux": "FLUX.1 12B", "qwen": "Qwen-Image 20B"}
 _SPARE = 1.05
 """What counts as the speed of a model with all weights on the GPU."""
 README = Path(__file__).parents[2] / "README.md"
@@ -85,7 +83,7 @@ def headlines(folder: str = "") -> str:
             "gpu_compose",
         ],
         [
-            "Quality with 16 of 50 steps computed, built-in model",
+            "Quality with a tuned schedule, 16 of 50 steps computed, built-in model",
             f"**{ours['psnr']:.0f} dB** PSNR to the exact images",
             f"TaylorSeer {taylor['psnr']:.0f} dB, 16 plain steps {plain['psnr']:.0f} dB",
             "quality",
@@ -154,10 +152,10 @@ def combined(_: str) -> str:
     result = read("gpu_compose")
     rows = []
     for name in result["flux"]["contestants"]:
-        found = [result[model]["contestants"][name] for model in _TITLES]
+        found = [result[model]["contestants"][name] for model in TITLES]
         rows.append([titled(name), *(f"{each['s']:.2f} s, {each['peak_gib']:.1f} GiB" for each in found)])
     rows.sort(key=lambda row: (row[0] != "nothing", row[0].count("+"), row[0]))
-    return markdown_table(["20 steps with", *_TITLES.values()], rows)
+    return markdown_table(["20 steps with", *TITLES.values()], rows)
 
 
 def titled(name: str) -> str:
@@ -188,23 +186,23 @@ def offload(model: str) -> str:
 
 def offload_summary(_: str) -> str:
     """The figures of both models beside each other."""
-    found = [read("gpu_offload")[model] for model in _TITLES]
+    found = [read("gpu_offload")[model] for model in TITLES]
 
     def row(what: str, cell: Any) -> list[str]:
         return [what, *(cell(model) for model in found)]
 
     rows = [
-        row("all weights on the GPU", lambda m: _time(m["resident"])),
-        row("the same, layers that see time alone computed ahead", lambda m: _time(m["ahead"])),
-        row("least memory", lambda m: _time(m["least"])),
+        row("all weights on the GPU", lambda m: time_and_peak(m["resident"])),
+        row("the same, layers that see time alone computed ahead", lambda m: time_and_peak(m["ahead"])),
+        row("least memory", lambda m: time_and_peak(m["least"])),
         row("... what the bus alone would take", lambda m: f"{m['least']['bus_ms']:.0f} ms"),
         row(
             "... without computing ahead and compression",
-            lambda m: _time(m["before"]["least"]) + _when(m["before"]),
+            lambda m: time_and_peak(m["before"]["least"]) + _when(m["before"]),
         ),
-        row("least memory within 5 % of all weights' speed", lambda m: _time(at_speed(m, m["curve"]))),
-        row("... without computing ahead and compression", lambda m: _time(at_speed(m, m["before"]["curve"]))),
-        row("batch of two in the least memory", lambda m: _time(m["batch_of_2"]["least"])),
+        row("least memory within 5 % of all weights' speed", lambda m: time_and_peak(at_speed(m, m["curve"]))),
+        row("... without computing ahead and compression", lambda m: time_and_peak(at_speed(m, m["before"]["curve"]))),
+        row("batch of two in the least memory", lambda m: time_and_peak(m["batch_of_2"]["least"])),
         row(
             "... images a second, of those with all weights on the GPU",
             lambda m: f"{m['batch_of_2']['throughput']:.2f}",
@@ -216,11 +214,7 @@ def offload_summary(_: str) -> str:
         row("... without computing ahead and compression", lambda m: f"{m['before']['pinned_of_weights']:.2f}"),
         row("same bits in every row", lambda m: "yes" if m["same_bits"] else "**no**"),
     ]
-    return markdown_table(["one forward at 1024 x 1024", *_TITLES.values()], rows)
-
-
-def _time(row: dict[str, Any]) -> str:
-    return f"{row['ms']:.0f} ms, {row['peak_gib']:.2f} GiB"
+    return markdown_table(["one forward at 1024 x 1024", *TITLES.values()], rows)
 
 
 def offload_models(_: str) -> str:
@@ -231,8 +225,8 @@ def offload_models(_: str) -> str:
             found["title"],
             f"{found['weights_gib']:.1f} GiB",
             f"{found['ahead_share']:.0%}",
-            _time(found["resident"]),
-            _time(found["least"]),
+            time_and_peak(found["resident"]),
+            time_and_peak(found["least"]),
             f"{found['before']['least']['ms']:.0f} ms" if "before" in found else "not measured",
             "yes" if found["least"]["same_bits"] else "**no**",
         ]
@@ -279,7 +273,11 @@ def offload_peers(_: str) -> str:
     flux, peers = result["flux"], result["peers"]
     qwen, qwen_peers = result["qwen"], result.get("qwen-peers")
     rows = [
-        ["least memory, one forward", _time(flux["least"]), f"diffusers group offload: {_group(peers)}{_when(peers)}"],
+        [
+            "least memory, one forward",
+            time_and_peak(flux["least"]),
+            f"diffusers group offload: {_group(peers)}{_when(peers)}",
+        ],
         [
             "a step that the cache skips",
             f"{flux['skip']['skip_ms']:.1f} ms, {flux['skip']['skip_moved_bytes']} bytes moved",
@@ -299,7 +297,7 @@ def offload_peers(_: str) -> str:
     ]
     if qwen_peers is not None:
         rows.append(
-            ["Qwen-Image, least memory", _time(qwen["least"]), f"diffusers group offload: {_group(qwen_peers)}"]
+            ["Qwen-Image, least memory", time_and_peak(qwen["least"]), f"diffusers group offload: {_group(qwen_peers)}"]
         )
     return markdown_table(["FLUX.1 12B", "Samovar", "peer"], rows)
 
@@ -357,76 +355,6 @@ def attacks(_: str) -> str:
         rows.append([row["attack"], f"{row['/live']['attacks_per_s']:.0f}", *cells])
     head = ["eight attackers", "times a second", "`/live`", "a server at rest", "an edit", "a server at rest"]
     return markdown_table(head, rows)
-
-
-@functools.cache
-def quantised_choices(_: str) -> str:
-    """What each kind takes of FLUX within some budgets, as the planner says."""
-    from samovar.arch.quantised import KINDS
-    from samovar.offload import OffloadConfig, format_bytes, read_parts
-    from samovar.offload.ladder import EXACT, Ladder
-    from samovar.trace.activations import read_activations
-    from samovar.trace.rehearse import RequestSize
-
-    source = "FluxTransformer2DModel"
-    parts = read_parts(source)
-    seen = read_activations(source, parts, RequestSize(1024, 1024))
-    budgets = ("24GiB", "12GiB", "6GiB", "3GiB")
-    ladders = [Ladder(parts, seen, OffloadConfig(gpu_memory=budget)) for budget in budgets]
-    rows = []
-    for name in (EXACT, *KINDS):
-        rungs = [ladder.rung(name) for ladder in ladders]
-        cells = [f"{rung.forward_s:.2f} s, {format_bytes(rung.bus_bytes)}" for rung in rungs]
-        rows.append([name, format_bytes(rungs[0].weight_bytes), *cells])
-    return markdown_table(["weights", "size", *(f"within {budget}" for budget in budgets)], rows)
-
-
-def quantised_quality(_: str) -> str:
-    """What quantised weights do to the images of the built-in model, beside a cache and fewer steps."""
-    result = read("quantised_quality")
-    rows = [
-        [
-            row["method"],
-            f"{row['computed']:g} of {row['steps']}",
-            f"{row['psnr']:.1f}",
-            f"{min(row['each']['psnr']):.0f}",
-            f"{row['lpips']:.5f}",
-        ]
-        for row in result["rows"]
-        if row["family"] != "exact"
-    ]
-    table = markdown_table(["", "steps computed", "PSNR, dB", "worst image, dB", "LPIPS"], rows)
-    return f"{table}\n\n{about('quantised_quality')}"
-
-
-def quantised_gpu(model: str) -> str:
-    """Quantised weights of a model on a GPU: resident, in the least memory, and by diffusers' group offload."""
-    if not (RESULTS / "gpu_quantised.json").is_file():
-        return f"*{_TITLES[model]} has not been measured yet: `python benchmarks/gpu_quantised.py`.*"
-    found = read("gpu_quantised").get(model, {})
-    rows = []
-    for kind, row in found.items():
-        if "resident" not in row or "ms" not in row.get("least_measured", row.get("least", {})):
-            rows.append([kind, f"does not run: {row.get('failed', 'unknown')[:80]}", "", "", "", ""])
-            continue
-        least, within = row.get("least_measured", row["least"]), next(iter(row.get("within", [])), {})
-        group = row.get("group_offload", {})
-        rows.append(
-            [
-                kind,
-                _time(row["resident"]),
-                _time(least),
-                _time(within) if "ms" in within else "refused",
-                _time(group) if "ms" in group else f"fails: {group.get('failed', 'not measured')[:60]}",
-                "yes" if row.get("same_bits") else "**no**",
-            ]
-        )
-    head = [_TITLES[model], "all on the GPU", "least memory", "within 2 GiB", "diffusers group offload", "same bits"]
-    return (
-        f"{markdown_table(head, rows)}\n\n{about('gpu_quantised')}"
-        if rows
-        else f"*{_TITLES[model]}: not measured yet.*"
-    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .omni import AsyncOmni, Omni
     from .parallel import SequenceParallelConfig
     from .trace import probe_anatomy, survey_pipeline
-    from .trace.probe import survey
+    from .trace.reports import survey
 
 __version__ = "0.1.0"
 

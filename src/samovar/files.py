@@ -58,7 +58,7 @@ def parse_json(file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def reading(what: str, done: str = "loaded") -> Iterator[None]:
+def reading(what: str, done: str = "loaded", remedy: str = "Check its files.") -> Iterator[None]:
     """Name what was read if another library fails over it: files of a model can be wrong in any way, and each gives
     another error there."""
     try:
@@ -71,7 +71,7 @@ def reading(what: str, done: str = "loaded") -> Iterator[None]:
         if not isinstance(error, Exception):
             raise  # Ctrl-C.
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        raise ModelError(f"{what} cannot be {done}: {kind}{first_line(error)} Check its files.") from error
+        raise ModelError(f"{what} cannot be {done}: {kind}{first_line(error)} {remedy}") from error
 
 
 def first_line(error: Exception) -> str:

@@ -175,6 +175,8 @@ class Omni:
         params = OmniDiffusionSamplingParams.from_arguments(plain).over(
             sampling_params or OmniDiffusionSamplingParams()
         )
+        if not isinstance(prompt, Iterable):
+            raise SettingError(f"prompt={prompt!r}; expected text, or a list of texts.", param="prompt")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         how: dict[str, Any] = {"exact": exact, "lora": lora, "tolerance": tolerance, "inputs": inputs}
         if stream:

@@ -10,7 +10,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -203,121 +203,12 @@ def pipeline_steps(pipeline: Any) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-class Quantiser(NamedTuple):
-    """A package that quantises weights."""
-
-    package: str
-    """As Python imports it."""
-    requirement: str
-    """As pip installs it."""
-
-
-QUANTISERS = {
-    "torchao": Quantiser("torchao", "torchao>=0.17"),
-    "bitsandbytes": Quantiser("bitsandbytes", "bitsandbytes>=0.49"),
-    "gguf": Quantiser("gguf", "gguf>=0.17"),
-    "quanto": Quantiser("optimum.quanto", "optimum-quanto>=0.2.7"),
-    "sdnq": Quantiser("sdnq", "sdnq>=0.2.2"),
-}
-"""By the method that a saved component names. What is required is what the extra "quantised" installs."""
-
-
-def quantization(model: torch.nn.Module) -> str | None:
-    """How a model of diffusers or transformers is quantised, as its configuration says; None if it is not."""
-    settings = _entry(getattr(model, "config", None), "quantization_config")
-    method = _entry(settings, "quant_method")
-    return None if settings is None else str(getattr(method, "value", method))
-
-
-def quantization_kind(settings: Any) -> str | None:
-    """A `quantization_config` in a few words, such as "torchao Int8WeightOnlyConfig"; None if there is none."""
-    if settings is None:
-        return None
-    to_dict = getattr(settings, "to_dict", None)
-    values: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else (to_dict() if to_dict else {})
-    method = values.get("quant_method", getattr(settings, "quant_method", None))
-    name = str(getattr(method, "value", method))
-    chosen = values.get("quant_type")
-    if isinstance(chosen, Mapping):  # torchao's: {"default": {"_type": ..., "_data": ...}}
-        inner = chosen.get("default", chosen)
-        chosen = inner.get("_type") if isinstance(inner, Mapping) else inner
-    if values.get("load_in_4bit"):
-        chosen = values.get("bnb_4bit_quant_type", "4 bit")
-    elif values.get("load_in_8bit"):
-        chosen = "int8"
-    chosen = chosen or values.get("weights_dtype") or values.get("weights") or values.get("bits")
-    return f"{name} {chosen}" if chosen else name
-
-
-def quantised_as(model: torch.nn.Module) -> str | None:
-    """How a loaded model of diffusers or transformers is quantised, in a few words; None if it is not."""
-    settings = _entry(getattr(model, "config", None), "quantization_config")
-    if settings is None:  # Of a single file, it is only here.
-        settings = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    return quantization_kind(settings)
-
-
-def converted_names(cls: type, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a single file by the names of diffusers, as its `from_single_file` renames and splits them.
-    ValueError if diffusers cannot load this class from a single file."""
-    from diffusers.loaders import single_file_model as loader
-
-    known = loader._get_single_file_loadable_mapping_class(cls)
-    if known is None:
-        raise ValueError(f"diffusers cannot load a {cls.__name__} from a single file")
-    if not loader._should_convert_state_dict_to_diffusers(model.state_dict(), tensors):
-        return tensors
-    convert = loader.SINGLE_FILE_LOADABLE_CLASSES[known]["checkpoint_mapping_fn"]
-    found: dict[str, torch.Tensor] = convert(config=dict(model.config), checkpoint=dict(tensors))
-    return found
-
-
-def kept_in_float32(model: torch.nn.Module) -> frozenset[str]:
-    """Names of modules that a model of diffusers or transformers keeps in float32, anywhere in a path."""
-    return frozenset(_strings(model, "_keep_in_fp32_modules"))
-
-
-def _entry(holder: Any, name: str) -> Any:
-    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
-
-
-# ------------------------------------------------------------------------------------------------ quantised weights
-
-
-def kept_beside_weights(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors that belong to a module's weights and are no parameters: an 8-bit layer of bitsandbytes moves its
-    scales from the weight to its state in the first call."""
-    state: Any = vars(module).get("state")
-    if type(state).__name__ != "MatmulLtState":
-        return []
-    return [tensor for tensor in (state.CB, state.SCB) if tensor is not None]
-
-
-def begin_state(module: torch.nn.Module) -> None:
-    """Have such a layer do now what it does at the beginning of its first call: its shadow would do it to the weight
-    that they share."""
-    weight = module._parameters.get("weight")
-    if type(vars(module).get("state")).__name__ == "MatmulLtState" and getattr(weight, "CB", None) is not None:
-        module.init_8bit_state()  # type: ignore[operator]
-
-
-def move_beside_weights(module: torch.nn.Module, device: torch.device) -> None:
-    """Have the state of such a layer hold them on another device."""
-    state = vars(module).get("state")
-    if type(state).__name__ == "MatmulLtState":
-        for name in ("CB", "SCB"):
-            if getattr(state, name) is not None:
-                setattr(state, name, getattr(state, name).to(device))
-
-
-def is_untraceable(tensor: torch.Tensor) -> bool:
-    """Whether torch.compile fails on a quantised weight: on those of GGUF, and on some 4-bit ones of quanto."""
-    return type(tensor).__name__ in ("GGUFParameter", "TinyGemmWeightQBitsTensor")
-
-
-def is_packed_for_cpu(tensor: torch.Tensor) -> bool:
-    """Whether a 4-bit weight was repacked in its first call on a CPU, so that no other device can read it."""
-    return bool(getattr(vars(tensor).get("quant_state"), "packing_format_for_cpu", False))
+def kept_in_float32(model: torch.nn.Module, dtype: torch.dtype | None = None) -> frozenset[str]:
+    """Names of modules that a model of diffusers or transformers keeps in float32, anywhere in a path: in any dtype, or
+    where it is loaded in this one."""
+    always = _strings(model, "_keep_in_fp32_modules_strict")
+    is_exempt = dtype is torch.bfloat16 and type(model).__module__.startswith("transformers.")
+    return frozenset(always if is_exempt else (*always, *_strings(model, "_keep_in_fp32_modules")))
 
 
 # ------------------------------------------------------------------------------------------------ cache-dit, peft

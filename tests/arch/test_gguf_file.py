@@ -10,6 +10,7 @@ import torch
 
 from pipelines import tiny_flux_pipeline
 from pipelines.gguf_files import write_gguf
+from samovar.arch import gguf_file
 from samovar.arch.gguf_file import GgufFile, read_gguf, stored_in
 from samovar.arch.modules import tensor_bytes
 from samovar.arch.quantised import as_stored
@@ -17,6 +18,7 @@ from samovar.arch.skeleton import Parts, read_skeleton
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
 from samovar.errors import ModelError
+from samovar.offload.sizes import sizes_in
 
 pytest.importorskip("gguf")
 
@@ -54,8 +56,59 @@ def test_a_file_of_another_model_is_refused(folder: Path, tmp_path: Path) -> Non
         stored_in(file, "transformer", parts_of(folder))
     del other.single_transformer_blocks[2]
     shorter = read_gguf(write_gguf(tmp_path / "short.gguf", other, architecture="sd3"))
-    with pytest.raises(ModelError, match=r"not of this FluxTransformer2DModel: its names .*architecture is 'sd3'"):
+    with pytest.raises(ModelError, match=r"FluxTransformer2DModel: diffusers cannot translate .*architecture is 'sd3'"):
         stored_in(shorter, "transformer", parts_of(folder))
+
+
+def test_a_file_of_a_deeper_model_is_refused() -> None:
+    """diffusers would load what it knows, and leave out the other blocks without a word."""
+    _, parts = read_skeleton("QwenImageTransformer2DModel")
+    model = parts["transformer"].module
+    assert model is not None
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored_in(a_file_of(shapes), "transformer", parts)
+    stored_in(
+        a_file_of(shapes | {"__index_timestep_zero__": (0,)}), "transformer", parts
+    )  # In files of Qwen-Image-Edit.
+    deeper = {name.replace("blocks.0.", "blocks.60."): shape for name, shape in shapes.items() if "blocks.0." in name}
+    assert deeper
+    more = len(deeper) - 1
+    with pytest.raises(
+        ModelError, match=rf"it has transformer_blocks\.60\.\S+ \(and {more} more\), which the model does"
+    ):
+        stored_in(a_file_of(shapes | deeper), "transformer", parts)
+
+
+def test_what_authors_expect_to_be_over_is_left_out() -> None:
+    _, parts = read_skeleton("WanTransformer3DModel")
+    model = parts["transformer"].module
+    assert model is not None
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert not any("norm_added_q" in name for name in shapes)
+    stored_in(a_file_of(shapes), "transformer", parts)
+    left_out = {
+        name.replace("norm_k", "norm_added_q"): shape for name, shape in shapes.items() if "attn2.norm_k" in name
+    }
+    assert gguf_file._difference(shapes, shapes | left_out, parts["transformer"].cls) == ""
+
+
+def a_file_of(shapes: dict[str, tuple[int, ...]]) -> GgufFile:
+    return GgufFile(Path("some.gguf"), "some", shapes, {}, dict.fromkeys(shapes, 1), ("F32",))
+
+
+def test_blocks_are_numbered_and_hold_layers() -> None:
+    names = (
+        "time_embedding.0.weight", "time_embedding.0.bias", "time_embedding.2.weight", "blocks.0.attn.q.weight",
+        "blocks.0.modulation", "blocks.1.attn.q.weight", "head.head.weight", "final.adaLN_modulation.1.bias",
+    )  # fmt: skip
+    file = a_file_of(dict.fromkeys(names, (2, 2)))
+    assert file.blocks == {"blocks.0": 2, "blocks.1": 1}
+    assert (file.name, file.role) == ("transformer", "denoiser")
+    (size,) = sizes_in(file)
+    assert (size.rest_bytes, size.num_bytes) == (5, 8)
+    language = a_file_of(dict.fromkeys(("token_embd.weight", "enc.blk.0.attn_q.weight"), (2, 2)))
+    assert (language.name, language.role) == ("text_encoder", "encoder")
+    assert list(language.blocks) == ["enc.blk.0"]
 
 
 def test_a_type_that_diffusers_cannot_load_is_refused_by_name(folder: Path) -> None:
@@ -66,13 +119,19 @@ def test_a_type_that_diffusers_cannot_load_is_refused_by_name(folder: Path) -> N
 
 def test_what_is_no_file_of_weights_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("no")
-    (tmp_path / "cut.gguf").write_bytes((folder / "q8.gguf").read_bytes()[:2000])
-    for name in ("text.gguf", "cut.gguf"):
-        with pytest.raises(ModelError, match=f"The GGUF file .*{name}' cannot be read"):
+    whole = (folder / "q8.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:2000])
+    (tmp_path / "half.gguf").write_bytes(whole[: len(whole) // 2])
+    for name in ("text.gguf", "cut.gguf", "half.gguf"):
+        with pytest.raises(ModelError, match=f"The GGUF file .*{name}' cannot be read: .*cut short: download it again"):
             read_gguf(tmp_path / name)
+    with pytest.raises(ModelError, match=r"empty\.gguf' holds no weights"):
+        read_gguf(write_gguf(tmp_path / "empty.gguf", torch.nn.Module()))
     with pytest.raises(ModelError, match="was given for 'unet'; this model has"):
         stored_in(read_gguf(folder / "q8.gguf"), "unet", parts_of(folder))
-    with pytest.raises(ModelError, match="diffusers cannot load a CLIPTextModel from a single file"):
+    with pytest.raises(
+        ModelError, match=r"cannot load a CLIPTextModel from a single file\. .* such as text_encoder=int8"
+    ):
         stored_in(read_gguf(folder / "q8.gguf"), "text_encoder", parts_of(folder))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines import tiny_flux_pipeline
+from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar.arch.modules import tensor_bytes
 from samovar.arch.quantised import as_stored
 from samovar.arch.skeleton import read_skeleton
@@ -16,6 +16,7 @@ from samovar.arch.stored import Header, read_headers, stored_dtype, stored_for
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
 from samovar.errors import ModelError
+from samovar.offload import read_parts
 from samovar.trace import survey, survey_pipeline
 
 
@@ -84,3 +85,49 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.safetensors is not a complete safetensors file"):
         read_headers(tmp_path)
     assert stored_dtype({}) is torch.bfloat16
+
+
+def test_names_of_older_versions_are_found_again(tmp_path: Path) -> None:
+    """transformers saves Qwen2.5-VL's model.language_model and model.visual as model and visual."""
+    pytest.importorskip("torchao")
+    PIPELINES["qwen-image"].build(0).save_pretrained(tmp_path / "exact")
+    setting = Quantization.read({"text_encoder": "int8", "transformer": "int8"}, torch.device("cpu"))
+    pipe = load_pipeline(tmp_path / "exact", torch.bfloat16, quantization=setting)
+    pipe.save_pretrained(tmp_path / "int8")
+    _, parts = read_skeleton(str(tmp_path / "int8"))
+    assert "model.layers.0.mlp.down_proj._weight_qdata" in read_headers(tmp_path / "int8" / "text_encoder")
+    with as_stored(parts):
+        sizes = {name: tensor_bytes([part.module]) for name, part in parts.items() if part.module is not None}
+    assert sizes == {name: tensor_bytes([getattr(pipe, name)]) for name in parts}
+
+
+def test_what_is_not_loaded_does_not_count() -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta")))
+    model.register_buffer("table", torch.empty(4, device="meta"))
+    headers = {
+        "0.0.weight": Header("I8", (4, 4)),
+        "0.0.bias": Header("F32", (4,)),
+        "table": Header("F32", (4,)),
+        "other.0.weight": Header("I8", (4, 4)),  # Of a tower that this model does not have.
+        "other.head": Header("F32", (4,)),
+    }
+    assert list(stored_for(headers, model)) == ["0.0"]
+    assert list(stored_for(headers, model)["0.0"]) == ["weight"]
+
+
+def test_what_authors_keep_in_float32_is_loaded_so(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    PIPELINES["wan"].build(0).save_pretrained(tmp_path / "exact")
+    setting = Quantization.read("int8", torch.device("cpu"))
+    for name, quantization in (("exact", None), ("int8", setting)):
+        pipe = load_pipeline(tmp_path / "exact", torch.bfloat16, quantization=quantization)
+        assert pipe.transformer.condition_embedder.time_embedder.linear_1.weight.dtype is torch.float32
+        parts = read_parts(str(tmp_path / "exact"), torch.bfloat16)
+        parts = parts if quantization is None else quantization.applied(parts)
+        sizes = {name: tensor_bytes([getattr(pipe, name)]) for name in parts}
+        with as_stored(parts):
+            assert {name: tensor_bytes([part.module]) for name, part in parts.items() if part.module} == sizes, name
+    pipe.save_pretrained(tmp_path / "int8")
+    _, saved = read_skeleton(str(tmp_path / "int8"))
+    with as_stored(saved):
+        assert {name: tensor_bytes([part.module]) for name, part in saved.items() if part.module} == sizes

@@ -344,5 +344,5 @@ def test_the_error_is_told() -> None:
     assert judged[0].step == 3
     assert all(steps[step.step - 1].computed for step in judged), "after each computed step"
     assert stats.error == steps[-1].accumulated
-    assert "may be off by" in str(stats)
+    assert "may have moved the sample by" in str(stats)
     assert stats.to_dict()["error"] == pytest.approx(stats.error, abs=1e-6)

@@ -94,6 +94,13 @@ def test_they_are_json() -> None:
     }  # fmt: skip
 
 
+def test_reasons_of_branches_that_are_alike_are_said_once() -> None:
+    alike = CacheStats("Model", "", "", {"cond": COND, "uncond": COND})
+    assert "  why steps were computed: first_steps (1), the threshold is reached (1)\n" in str(alike)
+    short = BranchStats(tuple(StepRecord(step, True, "min_steps") for step in range(4)))
+    assert "  why steps were computed: min_steps (4)\n" in str(CacheStats("Model", "", "", {"only": short}))
+
+
 @pytest.mark.parametrize("distance", [math.inf, math.nan])
 def test_they_are_json_whatever_was_measured(distance: float) -> None:
     """A change of something that was zero is infinite, and JSON has no word for that."""
@@ -108,6 +115,7 @@ def test_the_summary_lines_up() -> None:
         "  judged by what reaches blocks.0.attn",
         "  cond    2 computed, 2 skipped        #..#",
         "  uncond  1 computed, 1 skipped        #.",
+        "  why steps were computed: first_steps (2), the threshold is reached (1); in 2 branches",
         "  change per step: 0.050 to 0.150, 0.077 on average",
         "  expected speed-up of the denoiser: 1.98x",
     ]

@@ -81,6 +81,8 @@ def test_forms_of_a_quantisation(texts: list[str], expected: object) -> None:
 def test_a_kind_beside_others_needs_a_component() -> None:
     with pytest.raises(SettingError, match=r"quantization='int8' is given beside others\. .* such as transformer=int8"):
         quantization_of(["int8", "text_encoder=int8"])
+    with pytest.raises(SettingError, match=r"vae=int8 is given too\. Give each component once"):
+        quantization_of(["vae=int8,unet=int8", "vae=int4"])
 
 
 def test_adapters_are_given_by_name() -> None:

@@ -77,9 +77,18 @@ def test_bad_input_gets_a_message_and_exit_code_two() -> None:
             ["genrate", "cat"],
             "samovar: argument COMMAND: 'genrate' is not known. Did you mean 'generate'? See samovar --help.\n",
         ),
-        (["generate", "cat", "--steps", "abc"], "samovar generate: argument --steps: invalid int value: 'abc'. See"),
-        (["generate", "cat", "--stps", "5"], "samovar generate: unrecognized arguments: --stps 5. See samovar"),
-        (["serve", "emoji", "--port", "0", "other"], "samovar serve: unrecognized arguments: other. See samovar serve"),
+        (["generate", "cat", "--steps", "abc"], "samovar generate: argument --steps: 'abc' is not a whole number. See"),
+        (["generate", "cat", "--fps", "1,5"], "samovar generate: argument --fps: '1,5' is not a number. See"),
+        (
+            ["generate", "cat", "--stps", "5"],
+            "samovar generate: --stps is not an option. Did you mean '--steps'? See samovar generate --help.\n",
+        ),
+        (["--verson"], "samovar: --verson is not an option. Did you mean '--version'? See samovar --help.\n"),
+        (["serve", "--toleranse=high"], "samovar serve: --toleranse is not an option. Did you mean '--tolerance'?"),
+        (
+            ["serve", "emoji", "--port", "0", "other"],
+            "samovar serve: 'other' is one argument too many. Put a text of several words in quotes. See samovar serve",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(

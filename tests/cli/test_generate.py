@@ -132,6 +132,26 @@ def test_offload_gives_the_same_image(folder: Path, tmp_path: Path, capsys: pyte
     assert "'vea' is not a component, so it cannot be in exclude. Did you mean 'vae'?" in capsys.readouterr().err
 
 
+def test_the_steps_are_said_that_were_taken(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --steps it is the pipeline that knows how many."""
+    monkeypatch.chdir(tmp_path)
+    size = ["--height", "16", "--width", "16", "--max-sequence-length", "8"]
+    assert cli.main(["generate", "cat", str(folder), "--device", "cpu", *size]) == 0
+    assert " s for 1 x 28 steps; " in capsys.readouterr().out
+
+
+def test_an_option_that_a_pipeline_does_not_take_is_refused_with_names_for_option(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "cat", str(folder), "--device", "cpu", "--option", "xyz=1"]) == 2
+    said = capsys.readouterr().err
+    assert "FluxPipeline does not take xyz. Known: " in said
+    assert "'num_inference_steps'" in said
+    assert "'--" not in said
+
+
 def test_under_torchrun_all_ranks_make_the_image_and_one_writes_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

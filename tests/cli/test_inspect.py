@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from pipelines import tiny_flux_pipeline
@@ -220,3 +221,21 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "no.gguf").write_text("no")
     assert cli.main(["inspect", str(tmp_path / "no.gguf")]) == 2
     assert "no.gguf' cannot be read" in capsys.readouterr().err
+
+
+def test_a_gguf_file_of_a_text_encoder_is_not_taken_for_a_denoiser(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    model = torch.nn.ModuleDict(
+        {"blk": torch.nn.ModuleList([torch.nn.ModuleDict({"attn_q": torch.nn.Linear(32, 32)})])}
+    )
+    file = str(write_gguf(tmp_path / "t5.gguf", model, architecture="t5encoder"))
+    assert cli.main(["inspect", file]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[2].split()[:3] == ["encoder", "text_encoder", "t5encoder"]
+    assert "layerwise offload  no   a GGUF file of a text encoder cannot be loaded by diffusers" in out
+    assert cli.main(["plan", file, "--gpu-memory", "2GiB"]) == 0
+    assert "text_encoder" in capsys.readouterr().out
+    assert cli.main(["generate", "a cat", file]) == 2
+    assert "is a GGUF file, which holds one component. Give the model's folder" in capsys.readouterr().err

@@ -94,6 +94,17 @@ def test_tune_writes_a_setting_that_generate_takes(
     assert report["held_out"]["share_met"] == 1.0
     assert len(report["tried"]) >= 5
     assert "chosen:" in out
+    assert "1.5 times fewer forwards: met, with " in out
+    assert "95 of 100" not in out, "a speed-up promises nothing about single images"
+
+
+def test_compare_begins_with_the_cache_that_is_recommended(
+    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *compare(model, prompts[0], 8, tmp_path / "out"), "--timed", "0")
+    assert (code, err) == (0, "")
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    assert [row["method"] for row in rows if row["family"].startswith("samovar")] == ["auto", "forecast"]
 
 
 def test_bench_writes_rows_from_which_curves_are_drawn(
@@ -140,6 +151,7 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
         (["tune", "--target-speedup", "0.5"], "--target-speedup 0.5"),
         (["tune", "--target-psnr", "30", "--num-prompts", "8"], "8 images to tune with: 45 or more are needed"),
         (["compare", "--offload", "layrwise"], "Did you mean 'layerwise'?"),
+        (["compare", "--quantization", "transfomer=int8"], "Did you mean 'transformer'?"),
         (["bench", "--gpu-memory", "many"], "--gpu-memory 'many'"),
         (["tune", "--target-speedup", "2", "--quantization", "int7"], "Did you mean 'int"),
         (["bench", "--plot-from", "nowhere.json"], "--plot-from 'nowhere.json' is not a file"),

@@ -50,6 +50,7 @@ def test_what_and_why(explained: Explanation) -> None:
     assert [feature.name for feature in explained.features] == ["cache", "compile", "offload"]
     cache, compiled, offload = explained.features
     assert "schedule=#.#." in cache.settings
+    assert cache.why == "skips the steps of its schedule"
     assert re.search(r"transformer: blocks hold \d+\.\d % of the weights; outside: \w+ \d+\.\d %", cache.settings)
     assert "5 blocks (FluxSingleTransformerBlock, FluxTransformerBlock) by eager" in compiled.settings
     assert offload.settings.startswith("layerwise, computing on cpu\n")
@@ -62,7 +63,7 @@ def test_it_is_text_and_data(explained: Explanation) -> None:
     text = str(explained)
     assert text.startswith("FluxPipeline:\n  cache: TeaCache schedule=#.#.\n")
     assert "teacache (cache) > samovar_offload (offload) > compiled" in text
-    assert max(map(len, text.partition("Around a call")[2].splitlines())) < 130
+    assert max(map(len, text.partition("around a call")[2].splitlines())) < 130
     assert json.loads(json.dumps(explained.to_dict()))["pipeline"] == "FluxPipeline"
 
 
@@ -75,6 +76,8 @@ def test_nothing_and_a_lone_model() -> None:
         assert place_of(explained, "SD3Transformer2DModel.transformer_blocks.*").chain == ("teacache (cache)",)
         assert explained.interactions == ()
     assert attached.explain().places == (), "off is off"
+    with attach(model, offload={"mode": "layerwise", "device": "cpu"}) as attached:
+        assert "latents" not in str(attached.explain()), "a lone model makes none"
 
 
 def test_peers_are_told() -> None:

@@ -17,12 +17,16 @@ from .test_ahead import RANKS, small_layers_count
 CASES = [(kind, ranks) for kind in KINDS for ranks in RANKS]
 
 
-def on_a_rank(cases: list[tuple[str, str]]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Alone, on ranks, and on ranks with offload."""
-    found = []
+def on_a_rank(cases: list[tuple[str, str]]) -> list[tuple[torch.Tensor, ...]]:
+    """Alone, on ranks, and on ranks with offload; nothing for a kind whose library is not here."""
+    found: list[tuple[torch.Tensor, ...]] = []
     for kind, ranks in cases:
         call: dict[str, Any] = {"negative_prompt": "a dog", "true_cfg_scale": 2.0}
-        pipe = pipeline_with(KINDS[kind](plain_flux()))
+        try:
+            pipe = pipeline_with(KINDS[kind](plain_flux()))
+        except pytest.skip.Exception:
+            found.append(())
+            continue
         alone = draw(pipe, **call)
         with attach(pipe, parallel=RANKS[ranks]):
             apart = draw(pipe, **call)
@@ -37,7 +41,9 @@ def on_a_rank(cases: list[tuple[str, str]]) -> list[tuple[torch.Tensor, torch.Te
 def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
     for results in ranks.call(on_a_rank, cases, limit_s=900.0):
         assert len(results) == len(cases)
-        for case, (alone, apart, streamed) in zip(cases, results, strict=True):
+        here = [(case, made) for case, made in zip(cases, results, strict=True) if made]
+        assert here
+        for case, (alone, apart, streamed) in here:
             assert torch.equal(apart, streamed), case
             # Ranks add up in another order, in bfloat16, and 8-bit activations round at other places.
             assert (apart.float() - alone.float()).norm() < 0.1 * alone.float().norm(), case

@@ -10,9 +10,12 @@ import torch
 
 from pipelines.gguf_files import write_gguf
 from samovar import Omni
+from samovar.arch.quantised import KINDS
+from samovar.compose import AttachConfig
 from samovar.engine import OmniDiffusionConfig
 from samovar.engine.models import load_pipeline
 from samovar.engine.planning import check_loss, choose_quantization, make_plan
+from samovar.engine.quantize import Quantization
 from samovar.errors import ModelError, SettingError
 from samovar.offload import OffloadConfig
 
@@ -22,6 +25,7 @@ FLUX = "FluxTransformer2DModel"
 
 def test_each_choice_has_its_memory_and_time() -> None:
     made = make_plan(FLUX, OffloadConfig(gpu_memory="6GiB"), SIZE, tflops=600, bus="50GiB")
+    assert "s at 50.00 GiB/s" in str(made.plan), "the plan is for the same bus as the table"
     found = {rung.name: rung for rung in made.rungs}
     assert list(found) == ["exact", "int8", "fp8", "int4", "nf4"]
     assert found["exact"].weight_bytes > 1.9 * found["int8"].weight_bytes > 3 * found["int4"].weight_bytes
@@ -80,6 +84,8 @@ def test_speeds_at_which_nothing_moves_are_refused(folder: Path, speeds: dict[st
 def test_a_planned_kind_runs_elsewhere(folder: Path) -> None:
     made = make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}, quantization="nf4")
     assert len(made.rungs) == 1, "there is nothing left to choose"
+    table = make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32})
+    assert made.choices[1] == next(row for row in table.choices if row[0] == "nf4")
     exact = make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}, loss="exact")
     assert made.plan.component("transformer").num_bytes < exact.plan.component("transformer").num_bytes
 
@@ -131,7 +137,7 @@ def image_of(omni: Omni) -> bytes:
 
 def test_what_is_not_here_is_left_out_with_the_reason(folder: Path) -> None:
     pytest.importorskip("torchao")
-    config, cpu = OffloadConfig(gpu_memory="1GiB", device="cpu"), torch.device("cpu")
+    config, cpu = AttachConfig.read(gpu_memory="1GiB", device="cpu"), torch.device("cpu")
     taken, why = choose_quantization(folder, torch.float32, cpu, config, {"height": 16, "width": 32}, "int4")
     assert taken is None
     assert "'nf4' does not run on cpu" in why
@@ -144,3 +150,36 @@ def test_what_is_not_here_is_left_out_with_the_reason(folder: Path) -> None:
     pipe.save_pretrained(quantised)
     with pytest.raises(ModelError, match="is quantised already"):
         choose_quantization(quantised, torch.float32, cpu, config, {}, "int8")
+    with pytest.raises(
+        ModelError, match=r"is quantised already: transformer as torchao Int8WeightOnlyConfig\. Leave out"
+    ):
+        make_plan(str(quantised), OffloadConfig(gpu_memory="1GiB"), {}, loss="int8")
+    made = make_plan(str(quantised), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32})
+    assert made.choices[1][0] == "torchao Int8WeightOnlyConfig", "with its memory and time"
+
+
+def test_an_encoder_that_is_quantised_leaves_the_choice(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    setting = Quantization.read({"text_encoder_2": "int8"}, torch.device("cpu"))
+    load_pipeline(folder, torch.float32, quantization=setting).save_pretrained(tmp_path / "encoder")
+    config, size = OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32}
+    saved = make_plan(str(tmp_path / "encoder"), config, size, loss="int8")
+    asked = make_plan(str(folder), config, size, quantization={"text_encoder_2": "int8"})
+    assert [rung.name for rung in saved.rungs] == [rung.name for rung in asked.rungs] == ["exact", *KINDS]
+    exact = make_plan(str(folder), config, size)
+    sizes = [made.plan.component("text_encoder_2").num_bytes for made in (saved, asked, exact)]
+    assert sizes[0] == sizes[1] != sizes[2]
+
+
+def test_the_engine_finds_room_as_attach_does(folder: Path) -> None:
+    """A budget that is enough only if the VAE decodes image by image; and for videos, the frames count."""
+    pytest.importorskip("torchao")
+    size = {"height": 256, "width": 256, "batch": 4}
+    vae = make_plan(str(folder), OffloadConfig(gpu_memory="1GiB"), size).plan.component("vae")
+    budget = vae.num_bytes + vae.activation_bytes - 2**20
+    given = {"device": "cpu", "progress": False, "gpu_memory": budget, "max_batch": 4}
+    defaults = {"height": 256, "width": 256}
+    with Omni(str(folder), loss="int8", defaults=defaults, **given) as omni:
+        assert "exact weights are the fastest" in omni.explain().features[0].why
+    with pytest.raises(SettingError, match="is not enough"):
+        Omni(str(folder), loss="int8", defaults=defaults, vae_slicing=False, vae_tiling=False, **given)

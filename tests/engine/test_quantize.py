@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 
 from pipelines import tiny_flux_pipeline
 from pipelines.gguf_files import write_gguf
-from samovar import Omni
+from samovar import Omni, quantisers
+from samovar.arch.skeleton import read_skeleton
 from samovar.engine import OmniDiffusionConfig, Supervisor
-from samovar.engine import quantize as module
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization, loading_arguments
 from samovar.errors import ModelError, SettingError
@@ -47,7 +48,7 @@ def test_a_gguf_file_is_not_compiled(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantisers.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "any.gguf").touch()
     for name, package in (("int8", "torchao>="), ("int4", "sdnq>="), (str(tmp_path / "any.gguf"), "gguf>=")):
         with pytest.raises(SettingError, match=rf"needs \w+, which is not installed.*samovar\[quantised\].*{package}"):
@@ -60,14 +61,14 @@ def test_a_saved_component_whose_package_is_not_here_is_refused(
     copy = tmp_path / "saved"
     shutil.copytree(folder, copy)
     config = json.loads((copy / "transformer" / "config.json").read_text())
-    found = module.importlib.util.find_spec
+    found = quantisers.importlib.util.find_spec
     monkeypatch.setattr(
-        module.importlib.util, "find_spec", lambda name: None if name == "optimum.quanto" else found(name)
+        quantisers.importlib.util, "find_spec", lambda name: None if name == "optimum.quanto" else found(name)
     )
     for settings, words in (
         (
             {"quant_method": "quanto", "weights_dtype": "int8"},
-            r"transformer .* \(quanto int8\), which needs optimum.quanto: pip install 'optimum-quanto>=",
+            r"transformer .* \(quanto int8\), which needs optimum.quanto, which is not installed: pip install 'optim",
         ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, r"\(bitsandbytes nf4\)"),
     ):
@@ -92,10 +93,30 @@ def test_the_model_decides_what_can_be_quantised(folder: Path) -> None:
 def test_of_two_denoisers_a_file_must_name_one() -> None:
     both = {"transformer": "denoiser", "transformer_2": "denoiser"}
     parts: Any = {name: type("Part", (), {"role": role}) for name, role in both.items()}
-    with pytest.raises(SettingError, match=r"has the denoisers transformer and transformer_2. Say which"):
+    with pytest.raises(
+        SettingError, match=r"has the denoisers transformer and transformer_2\. .*transformer=x\.gguf in a"
+    ):
         Quantization({"": "x.gguf"}).by_component(parts)
     assert Quantization({"": "int8"}).by_component(parts) == dict.fromkeys(both, "int8")
     assert Quantization({"transformer_2": "x.gguf"}).by_component(parts) == {"transformer_2": "x.gguf"}
+
+
+def test_nothing_to_quantise_is_refused(folder: Path) -> None:
+    parts: Any = {"vae": type("Part", (), {"role": "vae"})}
+    with pytest.raises(
+        SettingError, match=r"quantization='int8' is for a denoiser, and this model has none, only vae\. Say"
+    ):
+        Quantization({"": "int8"}).by_component(parts)
+    part = read_skeleton(str(folder))[1]["vae"]
+    convolutions = replace(part, module=torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)), cls=torch.nn.Sequential)
+    with pytest.raises(
+        SettingError, match=r"vae, a Sequential, has no linear layers that int8 would quantise\. Leave it out"
+    ):
+        Quantization({"vae": "int8"}).applied({"vae": convolutions})
+    with pytest.raises(
+        SettingError, match="vae cannot be planned as int8: a checkpoint says how a Sequential is built"
+    ):
+        Quantization({"vae": "int8"}).applied({"vae": replace(convolutions, module=None)})
 
 
 def quantised_layers_of(pipe: Any) -> set[str]:

@@ -208,6 +208,13 @@ def test_quantised_weights_under_offload(tmp_path: Path) -> None:
     assert not torch.equal(beside.images, before.images)
     with pytest.raises(SettingError, match=r"The model is quantised\."), loaded.under(quantised("int4")):
         pass
+    with (
+        pytest.raises(SettingError, match="Did you mean 'transformer'"),
+        exact.under(quantised({"transfomer": "int8"})),
+    ):
+        pass
+    with exact.under(EXACT) as make:
+        assert torch.equal(make(TASKS[:1]).images, before.images)
 
 
 def test_a_cache_of_the_environment_is_not_taken_for_exact(

@@ -67,6 +67,13 @@ def test_a_speedup_is_judged_on_held_out_prompts() -> None:
     for computed, share in ((8, 1.0), (12, 0.0)):
         found = Tuned(Target("speedup", 2.0), chosen, row([40.0], computed=computed), chosen, [chosen], 20)
         assert (found.share_met, found.is_met) == (share, share == 1.0)
+        assert found.verdict == {8: "met, with 2.50 times fewer", 12: "missed, with 1.67 times fewer"}[computed]
+
+
+def test_a_verdict_says_how_many_images_meet_a_quality() -> None:
+    near, mixed = row([40.0] * 4), row([40.0, 20.0, 40.0, 40.0])
+    verdicts = [Tuned(Target("psnr", 30), near, one, near, [near], 20).verdict for one in (near, mixed)]
+    assert verdicts == ["met by 100.0 % of these images", "met by 75.0 % of these images, and 95 % are asked for"]
 
 
 @pytest.mark.parametrize(

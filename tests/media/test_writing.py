@@ -10,7 +10,18 @@ import pytest
 from PIL import Image
 
 from samovar.errors import SettingError
-from samovar.media import Audio, Video, check_suffix, numbered, read_audio, read_image, read_video, save
+from samovar.media import (
+    SUFFIXES,
+    Audio,
+    Video,
+    check_suffix,
+    numbered,
+    read_audio,
+    read_image,
+    read_video,
+    save,
+    usual_suffix,
+)
 
 RATE = 16_000
 
@@ -91,8 +102,13 @@ def test_without_pyav_it_says_what_to_install(tmp_path: Path, monkeypatch: pytes
         check_suffix("film.mp4", "video")
     with pytest.raises(SettingError, match=r"pip install 'samovar\[video\]'"):
         read_video(tmp_path / "film.mp4")
+    assert [usual_suffix(kind) for kind in SUFFIXES] == [".png", ".gif", ".wav"]
     assert len(read_video(film().save(tmp_path / "film.gif"))) == 9
     assert read_audio(tone().save(tmp_path / "tone.wav")).rate == RATE
+
+
+def test_the_usual_files_are_those_that_people_expect() -> None:
+    assert [usual_suffix(kind) for kind in SUFFIXES] == [".png", ".mp4", ".wav"]
 
 
 def test_several_files_get_numbers() -> None:

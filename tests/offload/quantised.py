@@ -46,10 +46,10 @@ def _in_blocks(name: str) -> bool:
     return "transformer_blocks." in name
 
 
-def _torchao(make: str, **settings: Any) -> Quantise:
+def _torchao(make: str, package: str = "torchao.quantization", **settings: Any) -> Quantise:
     def quantise(model: torch.nn.Module) -> torch.nn.Module:
-        library = pytest.importorskip("torchao.quantization")
-        library.quantize_(model, getattr(library, make)(**settings), filter_fn=_is_linear_in_blocks)
+        config = getattr(pytest.importorskip(package), make)(**settings)
+        pytest.importorskip("torchao.quantization").quantize_(model, config, filter_fn=_is_linear_in_blocks)
         return model
 
     return quantise
@@ -142,6 +142,24 @@ def _sdnq(weights: str) -> Quantise:
     return quantise
 
 
+def _bfl(kind: str) -> Quantise:
+    """What diffusers makes of the files that FLUX's authors have quantised."""
+
+    def quantise(model: torch.nn.Module) -> torch.nn.Module:
+        library = pytest.importorskip("diffusers.quantizers.bfl.utils")
+        for path, linear in [(p, m) for p, m in model.named_modules() if _is_linear_in_blocks(m, p)]:
+            has_bias = linear.bias is not None
+            layer = library.QUANTIZED_LINEARS[kind](linear.in_features, linear.out_features, has_bias, COMPUTE)
+            weight, *scales = getattr(library, f"quantize_{kind}")(linear.weight)
+            layer.weight, layer.bias = torch.nn.Parameter(weight, requires_grad=False), linear.bias
+            layer._buffers.update(zip(layer._buffers, [*scales, torch.tensor(1.0)], strict=False))
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, layer.eval())
+        return model
+
+    return quantise
+
+
 def _cast(model: Any) -> torch.nn.Module:
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=COMPUTE)
     return model
@@ -152,6 +170,10 @@ KINDS: dict[str, Quantise] = {
     "torchao-int8-dynamic": _torchao("Int8DynamicActivationInt8WeightConfig"),
     "torchao-float8": _torchao("Float8WeightOnlyConfig"),
     "torchao-int4": _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+    "torchao-int4-packed": _torchao(
+        "PrototypeInt4WeightOnlyConfig", "torchao.prototype.quantization.int4", group_size=32
+    ),
+    "torchao-nvfp4": _torchao("NVFP4WeightOnlyConfig", "torchao.prototype.mx_formats"),
     "quanto-int8": _quanto("qint8"),
     "quanto-float8": _quanto("qfloat8"),
     "quanto-int4": _quanto("qint4"),
@@ -162,6 +184,8 @@ KINDS: dict[str, Quantise] = {
     "gguf-q4": _gguf("Q4_0"),
     "sdnq-int8": _sdnq("int8"),
     "sdnq-uint4": _sdnq("uint4"),
+    "bfl-fp8": _bfl("fp8r"),
+    "bfl-nvfp4": _bfl("nvfp4"),
     "layerwise-casting": _cast,
 }
 """By name: a function that quantises the blocks of a model."""

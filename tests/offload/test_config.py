@@ -16,7 +16,10 @@ from samovar.offload import OffloadConfig, Timing
     ("settings", "param", "message"),
     [
         ({"mode": "layer"}, "mode", "mode='layer'. Did you mean 'layerwise'"),
-        ({"gpu_memory": "12"}, "gpu_memory", "gpu_memory='12' is not a size"),
+        ({"gpu_memory": "12"}, "gpu_memory", "gpu_memory='12' is not a size. Did you mean '12GiB'?"),
+        ({"gpu_memory": 12}, "gpu_memory", "gpu_memory=12 is not a size. Did you mean '12GiB'?"),
+        ({"host_memory": "1.5T"}, "host_memory", "host_memory='1.5T' is not a size. Did you mean '1.5TiB'?"),
+        ({"gpu_memory": "12 bananas"}, "gpu_memory", "is not a size. Use text such as '12GiB', or bytes."),
         ({"host_memory": -1}, "host_memory", "host_memory=-1"),
         ({"activations": {"vae": "much"}}, "activations", "activations='much'"),
         ({"exclude": True}, "exclude", "exclude=True; expected names of components"),

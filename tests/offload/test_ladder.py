@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from samovar.arch.quantised import kinds_within
+from samovar.arch.quantised import KINDS, kinds_within
 from samovar.arch.skeleton import Parts
 from samovar.errors import SettingError
 from samovar.offload import OffloadConfig, plan_offload, read_parts
@@ -79,3 +81,12 @@ def test_the_fastest_rung_of_flux(budget: dict[str, str], loss: str, tflops: flo
     rung, why = choose_rung([ladder.rung(name) for name in names])
     assert rung.name == taken
     assert taken in why
+
+
+def test_a_kind_that_would_change_nothing_is_no_rung() -> None:
+    parts = read_parts("UNet2DModel")
+    ladder = Ladder(parts, Activations({}, "", None), OffloadConfig(gpu_memory="40GiB"))
+    assert ladder.changes(KINDS["int8"]), "its attention has linear layers"
+    (name,) = parts
+    convolutions = {name: replace(parts[name], module=torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))}
+    assert not Ladder(convolutions, Activations({}, "", None), OffloadConfig(gpu_memory="1GiB")).changes(KINDS["int8"])

@@ -178,19 +178,16 @@ def test_weights_that_are_over_the_host_budget(kind: str, tmp_path: Any) -> None
     assert torch.equal(draw(pipe), expected)
 
 
-COMPILED = {
-    "torchao-int8": True, "torchao-float8": True, "quanto-int8": True, "bitsandbytes-nf4": True, "sdnq-int8": True,
-    "layerwise-casting": True, "gguf-q4": False, "quanto-int4": False,
-}  # fmt: skip
-"""Whether torch.compile can trace it."""
+UNTRACEABLE = ("gguf-q4", "gguf-q8", "quanto-int4")
+"""What torch.compile fails on."""
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if works else kind for kind, works in COMPILED.items()]
+    "kind", [kind if kind in UNTRACEABLE else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_compiled_blocks(kind: str) -> None:
     pipe = build(kind)
-    if not COMPILED[kind]:
+    if kind in UNTRACEABLE:
         with pytest.raises(SettingError, match=r"transformer_blocks\.0 cannot be compiled: torch.compile cannot trace"):
             attach(pipe, compile="aot_eager", offload=LAYERWISE)
         assert torch.equal(draw(pipe), draw(build(kind)))  # Nothing has moved.
@@ -327,6 +324,9 @@ def test_weights_that_were_packed_for_a_cpu_are_refused_on_a_gpu() -> None:
     model.transformer_blocks[0].ff.net[2].weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(ModelError, match=r"ff\.net\.2\.weight cannot be offloaded: it is a bitsandbytes.*packed for"):
         check_movable("transformer", model, torch.device("cuda"))
+    packed = KINDS["torchao-int4-packed"](plain_flux())
+    with pytest.raises(ModelError, match=r"is a torchao\..* that is packed for the CPU; quantise it on the GPU"):
+        check_movable("transformer", packed, torch.device("cuda"))
 
 
 def test_what_cannot_be_moved_can_be_left_out() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from samovar.arch import BlockDeclaration
 from samovar.arch.declarations import DECLARATIONS
 from samovar.errors import ModelError
 from samovar.hooks import HookRegistry, ModelHook
-from samovar.trace import ModelReport, probe_anatomy, probe_pipeline, survey, survey_by_running, survey_pipeline
+from samovar.trace import probe_anatomy, probe_pipeline
 
 
 def case(name: str) -> zoo.Case:
@@ -293,176 +291,3 @@ def test_values_of_any_form_beside_the_streams() -> None:
     model.blocks = torch.nn.ModuleList([Lister(), Lister()])
     anatomy = probe_anatomy(model, composed_inputs(0), composed_inputs(1))
     assert [stream.kind for stream in anatomy.stacks[0].streams] == ["image", "text", None]
-
-
-def works(report: ModelReport) -> dict[str, bool | None]:
-    return {feature.name: feature.works for feature in report.features}
-
-
-def test_a_class() -> None:
-    report = survey("FluxTransformer2DModel")
-    (part,) = report.components
-    assert (report.class_name, report.dtype) == ("FluxTransformer2DModel", "bfloat16")
-    assert (part.role, part.num_bytes) == ("denoiser", 2 * part.num_parameters)
-    assert [len(stack) for stack in part.anatomy.stacks] == [19, 38]
-    assert works(report) == {
-        "step cache": True, "layerwise offload": True, "model offload": False, "sequence parallel": True,
-    }  # fmt: skip
-
-
-def test_components_come_in_order_of_their_role() -> None:
-    report = survey("WanPipeline")
-    assert [part.name for part in report.components] == ["transformer", "transformer_2", "text_encoder", "vae"]
-    assert report.components[2].num_bytes is None
-    assert works(report)["model offload"]
-
-
-def test_where_a_plan_for_sequence_parallel_comes_from() -> None:
-    reasons = {name: survey(name).features[-1].reason for name in ("FluxTransformer2DModel", "SD3Transformer2DModel")}
-    assert reasons["FluxTransformer2DModel"] == "the plan comes with transformer"
-    assert reasons["SD3Transformer2DModel"].startswith("a plan is derived")
-
-
-def test_a_loaded_pipeline_and_a_bare_transformer() -> None:
-    pipe = tiny_flux_pipeline()
-    report = survey_pipeline(pipe)
-    assert [part.name for part in report.components] == ["transformer", "text_encoder", "text_encoder_2", "vae"]
-    assert all(works(report).values())
-    bare = survey_pipeline(pipe.transformer)
-    assert [part.name for part in bare.components] == ["transformer"]
-    assert bare.components[0].num_bytes == report.components[0].num_bytes
-
-
-def test_what_has_no_blocks_is_ready_for_nothing() -> None:
-    report = survey_pipeline(torch.nn.Linear(2, 2))
-    assert works(report) == dict.fromkeys(works(report), False)
-    assert len(report.features) == 4
-
-
-def test_running_adds_what_the_streams_hold(tmp_path: Path) -> None:
-    tiny_flux_pipeline().save_pretrained(tmp_path)
-    report = survey_by_running(str(tmp_path))
-    kinds = [
-        stream.kind for part in report.components if part.anatomy for s in part.anatomy.stacks for stream in s.streams
-    ]
-    assert kinds == ["text", "image", "text", "image"]
-    data = json.loads(json.dumps(report.to_dict()))
-    assert data["components"][0]["anatomy"]["stacks"][0]["streams"][0] == {
-        "parameter": "encoder_hidden_states",
-        "kind": "text",
-    }
-
-
-def roles(report: ModelReport) -> dict[str, str]:
-    return {part.name: part.role for part in report.components}
-
-
-def test_what_needs_a_checkpoint_to_be_known_is_said_to_be_unknown() -> None:
-    report = survey("LattePipeline")
-    assert works(report) == {
-        "step cache": None, "layerwise offload": None, "model offload": True, "sequence parallel": None,
-    }  # fmt: skip
-    unknown = [feature for feature in report.features if feature.works is None]
-    assert all(
-        "unknown without a checkpoint, which says how LatteTransformer3DModel is" in feature.reason
-        for feature in unknown
-    )
-    assert json.loads(json.dumps(report.to_dict()))["features"][0]["works"] is None
-
-
-def test_an_autoencoder_is_no_denoiser() -> None:
-    assert roles(survey("AutoencoderKL")) == roles(survey_pipeline(tiny_flux_pipeline().vae)) == {"vae": "vae"}
-
-
-def test_the_roles_that_were_declared_are_kept() -> None:
-    class Declared(torch.nn.Module):
-        _dit_modules: ClassVar[list[str]] = ["net"]
-        _encoder_modules: ClassVar[list[str]] = ["vae"]
-        _vae_modules: ClassVar[list[str]] = []
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.vae = tiny_flux_pipeline().transformer, torch.nn.Linear(2, 2)
-
-    report = survey_pipeline(Declared())
-    assert roles(report) == {"net": "denoiser", "vae": "encoder"}
-    assert [len(stack) for stack in report.components[0].anatomy.stacks] == [2, 3]
-
-
-def test_a_compiled_transformer_is_reported_like_a_bare_one() -> None:
-    model = tiny_flux_pipeline().transformer
-    assert survey_pipeline(torch.compile(model)) == survey_pipeline(model)
-
-
-def test_a_bfloat16_folder_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_flux_pipeline().to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    report = survey_by_running("~/model")
-    assert (report.source, report.dtype) == ("~/model", "bfloat16")
-    assert {stack.evidence for stack in report.components[0].anatomy.stacks} == {"probe"}
-
-
-def test_what_offload_refuses_is_not_promised() -> None:
-    pipe = tiny_flux_pipeline()
-    assert all(feature.works for feature in survey_pipeline(pipe).features)
-    pipe.transformer.register_buffer("odd", torch.zeros(2, 2).to_sparse())
-    features = {feature.name: feature for feature in survey_pipeline(pipe).features}
-    for name in ("layerwise offload", "model offload"):
-        assert not features[name].works
-        assert (
-            features[name].reason == "transformer.odd is torch.sparse_coo; leave transformer out: exclude='transformer'"
-        )
-    assert features["step cache"].works
-
-
-def test_only_a_pipeline_folder_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusers import DiffusionPipeline
-
-    def look_up(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the hub was asked")
-
-    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", look_up)
-    tiny_flux_pipeline().transformer.save_pretrained(tmp_path)
-    for source in ("FluxPipeline", "black-forest-labs/FLUX.1-dev", str(tmp_path), str(tmp_path / "nowhere")):
-        with pytest.raises(
-            ModelError, match=f"'{source}' cannot be run; expected a local folder that holds a whole pipeline"
-        ):
-            survey_by_running(source)
-
-
-def test_a_folder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    tiny_flux_pipeline().save_pretrained(tmp_path)
-    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ModelError, match=f"The pipeline in {tmp_path} cannot be loaded"):
-        survey_by_running(str(tmp_path))
-
-
-def run_in_place_of_a_folder(pipe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelReport:
-    from diffusers import DiffusionPipeline
-
-    tiny_flux_pipeline().save_pretrained(folder)
-    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: pipe)
-    return survey_by_running(str(folder))
-
-
-def test_a_denoiser_that_two_steps_do_not_call_stays_as_structure_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe = tiny_flux_pipeline()
-    pipe.transformer_2 = copy.deepcopy(pipe.transformer)
-    first, second, *_ = run_in_place_of_a_folder(pipe, tmp_path, monkeypatch).components
-    assert (first.name, second.name) == ("transformer", "transformer_2")
-    assert {stack.evidence for stack in first.anatomy.stacks} == {"probe"}
-    assert {stack.evidence for stack in second.anatomy.stacks} == {"structure"}
-    assert len(second.anatomy.stacks) == 2
-
-
-def test_a_pipeline_that_takes_no_prompt_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tiny_flux_pipeline()
-
-    class Unprompted(type(pipe)):
-        def __call__(self, class_labels: Any) -> None: ...
-
-    pipe.__class__ = Unprompted
-    with pytest.raises(ModelError, match="Unprompted could not be run with the settings"):
-        run_in_place_of_a_folder(pipe, tmp_path, monkeypatch)

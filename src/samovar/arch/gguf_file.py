@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,15 @@ import torch
 
 from ..errors import ModelError
 from ..files import brief, reading
-from ..other_libraries import QUANTISERS, converted_names
+from ..quantisers import QUANTISERS, converted_names, is_loadable_from_a_file, left_out
+from .components import Role
 from .skeleton import Part, Parts
 from .stored import Stored
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
 """Types that are loaded as plain tensors."""
+_LANGUAGE = re.compile(r"(enc\.|dec\.)?blk\.\d+\.")
+"""How names of blocks begin in files of language models, which text encoders are."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,27 @@ class GgufFile:
         """In a few words."""
         return f"gguf {', '.join(self.types)}"
 
+    @property
+    def name(self) -> str:
+        """The component that it would be in a pipeline, as far as names show."""
+        return "text_encoder" if any(map(_LANGUAGE.match, self.shapes)) else "transformer"
+
+    @property
+    def role(self) -> Role:
+        return "encoder" if self.name == "text_encoder" else "denoiser"
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Bytes of each block, known by the number in the names of its tensors. What is numbered and holds nothing but
+        a weight and a bias is a layer of an embedding."""
+        found: dict[str, int] = {}
+        inner: dict[str, bool] = {}
+        for tensor, num_bytes in self.num_bytes.items():
+            if match := re.match(r"(.*?\.\d+)\.(.*)", tensor):
+                found[match[1]] = found.get(match[1], 0) + num_bytes
+                inner[match[1]] = inner.get(match[1], False) or "." in match[2]
+        return {path: num_bytes for path, num_bytes in found.items() if inner[path]}
+
 
 def read_gguf(file: str | Path) -> GgufFile:
     """The header of a file. ModelError if it is none or broken."""
@@ -46,7 +73,7 @@ def read_gguf(file: str | Path) -> GgufFile:
     except ImportError as error:
         needs = QUANTISERS["gguf"].requirement
         raise ModelError(f"{str(file)!r} cannot be read without gguf: pip install '{needs}'") from error
-    with reading(f"The GGUF file {str(file)!r}", "read"):
+    with reading(f"The GGUF file {str(file)!r}", "read", "It is broken or cut short: download it again."):
         reader = GGUFReader(path)
         field = reader.get_field("general.architecture")
         architecture = "unknown" if field is None else str(field.contents())
@@ -63,6 +90,8 @@ def read_gguf(file: str | Path) -> GgufFile:
         if kind not in _PLAIN:
             block, size = GGML_QUANT_SIZES[tensor.tensor_type]
             packed[tensor.name] = (*shape[:-1], shape[-1] // block * size)
+    if not shapes:
+        raise ModelError(f"The GGUF file {str(file)!r} holds no weights. Give the file of a model.")
     types = tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
     return GgufFile(path, architecture, shapes, packed, num_bytes, types)
 
@@ -74,6 +103,11 @@ def stored_in(file: GgufFile, name: str, parts: Parts) -> Parts:
     part = parts[name]
     if part.module is None or part.kind is not None:
         raise ModelError(f"{file.path} cannot take the place of {name}, which is {part.kind or 'not built'}.")
+    if not is_loadable_from_a_file(part.cls):
+        raise ModelError(
+            f"{file.path} cannot take the place of {name}: diffusers cannot load a {part.cls.__name__} from a single "
+            f"file. Quantise it by kind, such as {name}=int8."
+        )
     _check_types(file)
     return {**parts, name: replace(part, kind=file.kind, stored=_stored(file, part))}
 
@@ -95,24 +129,39 @@ def _stored(file: GgufFile, part: Part) -> Stored:
     own = {path: tuple(tensor.shape) for path, tensor in part.module.state_dict().items()}
     shapes = _converted(file, file.shapes, part)
     packed = _converted(file, file.shapes | file.bytes_of, part)
-    missing = [path for path in own if path not in shapes]
-    wrong = [path for path, shape in own.items() if path in shapes and shapes[path] != shape]
-    if missing or wrong:
-        first = (
-            f"it has no {missing[0]}, and {len(missing) - 1} more are missing"
-            if missing
-            else f"{wrong[0]} is {_times(shapes[wrong[0]])} in it, and {_times(own[wrong[0]])} in the model"
-        )
-        raise ModelError(
-            f"{file.path} is not of this {part.cls.__name__}: {first}. Its architecture is {brief(file.architecture)}, "
-            f"with {len(file.shapes)} tensors. Give the file of the model that the folder is of."
-        )
+    if problem := _difference(own, shapes, part.cls):
+        raise _of_another_model(file, part, problem)
     stored: dict[str, dict[str, torch.Tensor | None]] = {}
     for path, shape in packed.items():
         if path in own and shape != own[path]:
             module, _, tensor = path.rpartition(".")
             stored.setdefault(module, {})[tensor] = torch.empty(shape, dtype=torch.uint8, device="meta")
     return stored
+
+
+def _difference(own: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], cls: type) -> str:
+    """Why the tensors of a file are not those of a model; empty if they are. diffusers would leave out what is over."""
+    missing = [path for path in own if path not in shapes]
+    wrong = [path for path, shape in own.items() if path in shapes and shapes[path] != shape]
+    # A single number is a mark that somebody's converter left.
+    over = [path for path, shape in shapes.items() if path not in own and math.prod(shape) > 1]
+    over = [path for path in over if not left_out(cls, path)]
+    if missing:
+        return f"it has no {missing[0]}{_and_more(missing)}"
+    if wrong:
+        return f"{wrong[0]} is {_times(shapes[wrong[0]])} in it, and {_times(own[wrong[0]])} in the model"
+    return f"it has {over[0]}{_and_more(over)}, which the model does not have" if over else ""
+
+
+def _and_more(paths: list[str]) -> str:
+    return f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+
+
+def _of_another_model(file: GgufFile, part: Part, problem: str) -> ModelError:
+    return ModelError(
+        f"{file.path} is not of this {part.cls.__name__}: {problem}. Its architecture is {brief(file.architecture)}, "
+        f"with {len(file.shapes)} tensors. Give the file of the model that the folder is of."
+    )
 
 
 def _times(shape: tuple[int, ...]) -> str:
@@ -124,9 +173,6 @@ def _converted(file: GgufFile, shapes: dict[str, tuple[int, ...]], part: Part) -
     given: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         found = converted_names(part.cls, part.module, given)
-    except (KeyError, IndexError, RuntimeError, ValueError) as error:
-        raise ModelError(
-            f"{file.path} is not of this {part.cls.__name__}: its names cannot be translated ({error!r}). Its "
-            f"architecture is {brief(file.architecture)}, with {len(file.shapes)} tensors."
-        ) from error
+    except (KeyError, IndexError, RuntimeError, ValueError) as error:  # It looks for names that are not there.
+        raise _of_another_model(file, part, f"diffusers cannot translate names such as {min(shapes)}") from error
     return {name: tuple(tensor.shape) for name, tensor in found.items()}

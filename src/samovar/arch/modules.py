@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -45,6 +46,15 @@ def members(container: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of a module's forward."""
     return inspect.signature(unwrapped(module).forward).parameters
+
+
+def main_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype of most of a module's weights: some models keep a few in float32. None if it has none."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def tensor_bytes(modules: Iterable[torch.nn.Module]) -> int:

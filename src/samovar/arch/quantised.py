@@ -146,18 +146,20 @@ def quantised_parts(parts: Parts, kinds: Mapping[str, str]) -> Parts:
     check_names(kinds, parts, "a component of this model, so it cannot be quantised", param="quantization")
     found = dict(parts)
     for name, kind in kinds.items():
-        module = parts[name].module
-        if module is not None:
-            _refuse_twice(name, parts[name].kind)
-            found[name] = replace(parts[name], kind=kind, stored=_stored(module, find_kind(kind)))
+        part = parts[name]
+        if part.kind is not None:
+            raise _refusal(f"{name} is quantised already, as {part.kind}")
+        if part.module is None:
+            raise _refusal(f"{name} cannot be planned as {kind}: a checkpoint says how a {part.cls.__name__} is built")
+        stored = _stored(part.module, find_kind(kind))
+        if not stored:
+            raise _refusal(f"{name}, a {part.cls.__name__}, has no linear layers that {kind} would quantise")
+        found[name] = replace(part, kind=kind, stored=stored)
     return found
 
 
-def _refuse_twice(name: str, kind: str | None) -> None:
-    if kind is not None:
-        raise SettingError(
-            f"{name} is quantised already, as {kind}. Leave it out of quantization.", param="quantization"
-        )
+def _refusal(problem: str) -> SettingError:
+    return SettingError(f"{problem}. Leave it out of quantization.", param="quantization")
 
 
 def _stored(model: torch.nn.Module, kind: Kind) -> Stored:

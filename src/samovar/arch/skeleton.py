@@ -17,7 +17,8 @@ import torch
 
 from ..errors import ModelError, nearest
 from ..files import brief, index_file, read_json, reading
-from ..other_libraries import quantization_kind
+from ..other_libraries import kept_in_float32
+from ..quantisers import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
 from .folder import check_files, check_folder, components, library_of, pipeline_class, read_index
@@ -218,10 +219,20 @@ def _part_from_folder(role: Role, cls: Any, folder: Path) -> Part:
         else:
             module = cls.from_config(settings)
         kind = quantization_kind(settings.get("quantization_config"))
-        if kind is None:
-            return Part(role, cls, module)
-        module.to(stored_dtype(headers, module))
-        return Part(role, cls, module, kind, stored_for(headers, module))
+        cast(module, stored_dtype(headers, None if kind is None else module))
+        return Part(role, cls, module, kind, {} if kind is None else stored_for(headers, module))
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Have a model without weights be as if it were loaded in a dtype: what its authors keep in float32 stays so, and
+    what is in no file is as it was made."""
+    kept = kept_in_float32(model, dtype)
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_floating_point() or name in module._non_persistent_buffers_set:
+                    continue
+                tensor.data = tensor.data.to(torch.float32 if kept.intersection((*path.split("."), name)) else dtype)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,33 +41,71 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
 
 def stored_dtype(headers: Mapping[str, Header], model: torch.nn.Module | None = None) -> torch.dtype:
-    """The dtype of the weights on disk, or of those that are a model's own as they are; bfloat16 if there are none."""
+    """The dtype of most weights on disk, or of most that are a model's own as they are; bfloat16 if there are none."""
     own = None if model is None else {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    plain = [h.dtype for name, h in headers.items() if h.dtype in _DTYPES and (own is None or own.get(name) == h.shape)]
-    return _DTYPES[plain[0]] if plain else torch.bfloat16
+    counts: Counter[str] = Counter()
+    for name, header in headers.items():
+        if header.dtype in _DTYPES and (own is None or own.get(name) == header.shape):
+            counts[header.dtype] += math.prod(header.shape)
+    return _DTYPES[counts.most_common(1)[0][0]] if counts else torch.bfloat16
 
 
 def stored_for(headers: Mapping[str, Header], model: torch.nn.Module) -> Stored:
     """What is stored in place of a model's weights, for modules of which more or other tensors are stored."""
     modules = dict(model.named_modules())
-    of_module: dict[str, dict[str, Header]] = {}
-    for key, header in headers.items():
-        owner = key.rpartition(".")[0]
-        while owner not in modules:
-            owner = owner.rpartition(".")[0]
-        of_module.setdefault(owner, {})[key[len(owner) :].lstrip(".")] = header
     found: dict[str, dict[str, torch.Tensor | None]] = {}
-    for path, stored in of_module.items():
+    for path, stored in _by_module(headers, modules).items():
         module = modules[path]
         own = {**module._parameters, **module._buffers}
         same = {name for name, header in stored.items() if _is_plain(header, own.get(name))}
         others = {name: header for name, header in stored.items() if name not in same}
         if others:
-            found[path] = {name: None for name in own if name not in same}
+            kept = same | module._non_persistent_buffers_set
+            found[path] = {name: None for name in own if name not in kept}
             found[path] |= {
                 name: torch.empty(header.num_bytes, dtype=torch.uint8, device="meta") for name, header in others.items()
             }
     return found
+
+
+def _by_module(headers: Mapping[str, Header], modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, Header]]:
+    """The tensors in files by the path of the module that they are loaded into. Some models of transformers are saved
+    by the names of older versions, which begin otherwise. What belongs nowhere is not loaded."""
+    found: dict[str, dict[str, Header]] = {}
+    strangers: dict[str, Header] = {}
+    for key, header in headers.items():
+        for path, name in _divisions(key):
+            if path in modules and _is_of(name, modules[path]):
+                found.setdefault(path, {})[name] = header
+                break
+        else:
+            strangers[key] = header
+    ends: dict[str, list[str]] = {}
+    for path in modules.keys() - found.keys() if strangers else ():
+        for start in range(path.count(".") + 1):
+            ends.setdefault(".".join(path.split(".")[start:]), []).append(path)
+    for key, header in strangers.items():
+        for path, name in _divisions(key):
+            of_path = path.split(".")
+            ways = (ends.get(".".join(of_path[start:]), []) for start in range(len(of_path)))
+            alike = next((paths for paths in ways if paths), [])
+            if len(alike) == 1 and _is_of(name, modules[alike[0]]):
+                found.setdefault(alike[0], {})[name] = header
+                break
+    return found
+
+
+def _divisions(key: str) -> Iterator[tuple[str, str]]:
+    """The ways to see a name as that of a module and that of a tensor in it, the longest of modules first."""
+    parts = key.split(".")
+    for cut in range(len(parts) - 1, -1, -1):
+        yield ".".join(parts[:cut]), ".".join(parts[cut:])
+
+
+def _is_of(name: str, module: torch.nn.Module) -> bool:
+    """Whether a tensor can be a module's own, or one of several in its place. A layer may have further ones."""
+    own = {*module._parameters, *module._buffers}
+    return name.partition(".")[0] in own or (bool(own) and not module._modules)
 
 
 def _is_plain(header: Header, own: torch.Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -55,6 +56,10 @@ class BranchStats:
     def mask(self) -> str:
         """The steps as a schedule: `#` computed, `.` skipped."""
         return "".join("#" if record.computed else "." for record in self.steps)
+
+    def reasons(self) -> Counter[str]:
+        """Why steps were computed, and how often."""
+        return Counter(record.reason for record in self.steps if record.computed and record.reason)
 
     def computed_by_image(self) -> list[int]:
         """For each image of a batch, how many steps were computed for it; none if they were the same for all."""
@@ -143,18 +148,28 @@ class CacheStats:
             lines.append(f"  {name:<{width}}  {counts:<28} {branch.mask}")
             if branch.computed_by_image():  # A step of the batch is computed if it is for any image.
                 lines.append(f"  {'':<{width}}  computed by image: {', '.join(map(str, branch.computed_by_image()))}")
+        if why := self._why():
+            lines.append(f"  why steps were computed: {why}")
         distances = [r.distance for b in self.branches.values() for r in b.steps if r.distance is not None]
         if distances:
             mean = sum(distances) / len(distances)
             of = "error of a forecast step" if self.judges_error else "change per step"
             lines.append(f"  {of}: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
         if self.error is not None:
-            lines.append(f"  the sample may be off by {self.error:.3f} of its size")
+            lines.append(f"  all skipped steps together may have moved the sample by {self.error:.3f} of its size")
         if self.outliers:
             lines.append(f"  outliers: {sum(self.outliers)} of {len(self.outliers)} images")
         if self.branches:
             lines.append(f"  expected speed-up of the denoiser: {self.expected_speedup:.2f}x")
         return "\n".join(lines)
+
+    def _why(self) -> str:
+        """The reasons of computed steps: those of each branch if they are the same, else of all together."""
+        each = [branch.reasons() for branch in self.branches.values()]
+        are_alike = all(one == each[0] for one in each)
+        total = sum(each[:1] if are_alike else each, Counter[str]())
+        counts = ", ".join(f"{reason} ({count})" for reason, count in total.items())
+        return counts if are_alike else f"{counts}; in {len(each)} branches"
 
     def __repr__(self) -> str:
         return f"CacheStats({self.model}: {self.computed} computed, {self.skipped} skipped)"

@@ -269,12 +269,7 @@ def apply_teacache_hook(
         raise SettingError(f"TeaCache attaches to a denoiser, a torch.nn.Module; not to {module!r}.", param="module")
     module = unwrapped(module)
     registry = HookRegistry.get_or_create(module)
-    if HOOK_NAME in registry:
-        raise SettingError(
-            f"This {type(module).__name__} has a cache already, perhaps from attach() on a pipeline that shares it. "
-            "Take that off first: samovar.detach(that pipeline).",
-            param="cache",
-        )
+    registry.refuse_second(HOOK_NAME, "a cache", param="cache")
     hook = TeaCacheHook(config if isinstance(config, AutoConfig) else TeaCacheConfig.read(config), agree)
     hook.attach(registry)
     return hook

@@ -89,13 +89,13 @@ def add_engine_options(parser: Any) -> None:
     group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
     group.add_argument("--tolerance", metavar="X",
-                       help="what the cache auto may lose: exact, high, fast or a number (of --cache auto: high)"
+                       help="how much --cache auto may lose: exact, high, fast or a number; alone it means that cache"
     )  # fmt: skip
     add_memory_options(group)
     group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
     add_quantization(group)
-    group.add_argument("--lora-modules", "--lora", action="append", dest="lora", metavar="NAME=ADAPTER",
-                       help="a LoRA adapter: a .safetensors file, a folder, or a hub name")  # fmt: skip
+    group.add_argument("--lora", "--lora-modules", action="append", dest="lora", metavar="NAME=ADAPTER",
+                       help="a LoRA adapter: a .safetensors file, a folder, or a hub name; again for more")  # fmt: skip
     group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
     group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
                        help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
@@ -136,7 +136,13 @@ def quantization_of(texts: list[str]) -> Any:
             f"transformer={whole[0]}.",
             param="quantization",
         )
-    return {match[1]: match[2] for text in texts if (match := _COMPONENT.match(text))}
+    kinds: dict[str, str] = {}
+    for name, kind in (match.groups() for text in texts if (match := _COMPONENT.match(text))):
+        if name in kinds:
+            message = f"quantization={name}={kind}, and {name}={kinds[name]} is given too. Give each component once."
+            raise SettingError(message, param="quantization")
+        kinds[name] = kind
+    return kinds
 
 
 def lora_of(texts: list[str]) -> dict[str, str]:
@@ -224,12 +230,18 @@ def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -
 
 
 def in_options(error: BaseException, parser: argparse.ArgumentParser) -> str:
-    """An error's message with the options of a command in place of Python's names for its settings."""
-    options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    """An error's message with the options of a command in place of Python's names for its settings. A list of all that
+    is known stays as it is: --option takes these names."""
+    options = {
+        action.dest: next((name for name in action.option_strings if name.startswith("--")), action.option_strings[0])
+        for action in parser._actions
+        if action.option_strings
+    }
 
     def option(match: re.Match[str]) -> str:
         name, sign = match[1], match[2]
         begins = match.start() == 0 and name == getattr(error, "param", None)  # Elsewhere it may be a mere word.
         return options[name] + " " * len(sign) if name in options and (sign or "_" in name or begins) else match[0]
 
-    return re.sub(r"(?<![\w-])(\w+)(=?)", option, str(error))
+    text, *known = re.split(r"(?=Known: )", str(error), maxsplit=1)
+    return "".join((re.sub(r"(?<![\w-])(\w+)(=?)", option, text), *known))

@@ -18,6 +18,7 @@ from .lab import add_bench, add_calibrate, add_compare, add_tune
 from .serve import add_serve
 
 SHELLS = ("bash", "zsh", "fish")
+_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not rest[0].startswith("-") and getattr(options, "positional_model", "") is None:
         options.positional_model = rest.pop(0)  # argparse takes an optional argument only right behind a required one.
     if rest:
-        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
+        command = getattr(options, "parser", parser)
+        command.error(_unknown(rest[0], command))
     if options.run is None:
         parser.print_help(sys.stderr)
         return EXIT_BAD_INPUT
@@ -53,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """Why an argument is refused that no option and no place takes."""
+    if not word.startswith("-"):
+        return f"{word!r} is one argument too many. Put a text of several words in quotes"
+    option = word.partition("=")[0]
+    return f"{option} is not an option. {nearest(option, parser._option_string_actions)}"
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses arguments in one line, as all our errors are."""
 
@@ -71,6 +81,14 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r} is not known. {nearest(value, action.choices)}")
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            if action.type not in _NUMBERS:
+                raise
+            raise argparse.ArgumentError(action, f"{text!r} is not {_NUMBERS[action.type]}") from error
 
 
 def make_parser() -> argparse.ArgumentParser:

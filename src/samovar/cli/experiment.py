@@ -51,7 +51,7 @@ class Experiment:
         return Session(runner, tasks, self._journal, name, timed=timed, progress=self._progress)
 
     def origin(self, tasks: Sequence[Task]) -> str:
-        from ..other_libraries import quantised_as
+        from ..quantisers import quantised_as
 
         about = self._about
         kinds = sorted({kind for model in self.runner.denoisers.values() if (kind := quantised_as(model))})
@@ -91,6 +91,22 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
     arguments.use_saved_steps(options, caches)
     _use_saved_params(options, caches)
     return [read_method(arguments.read_setting("cache", text)) for text in caches]
+
+
+def check_quantisations(options: argparse.Namespace, settings: Sequence[Any]) -> None:
+    """Refuse quantisations that cannot be had of this model, before it is loaded."""
+    from ..arch.skeleton import read_skeleton
+    from ..engine.models import fetch_model
+    from ..engine.quantize import Quantization
+    from ..engine.settings import OmniDiffusionConfig
+
+    device = OmniDiffusionConfig(device=options.device).execution_device()
+    wanted = list(filter(None, (Quantization.read(setting, device) for setting in settings)))
+    if wanted:
+        model = arguments.model_of(options) or "emoji"
+        _, parts = read_skeleton(str(fetch_model(model, trust_remote_code=bool(options.trust_remote_code))))
+        for each in wanted:
+            each.applied(parts)
 
 
 def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> None:

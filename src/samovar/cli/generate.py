@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
 from ..files import index_file, parse_yaml
-from ..media import SUFFIXES, check_suffix, numbered, read_image, read_media
+from ..media import SUFFIXES, check_suffix, numbered, read_image, read_media, usual_suffix
 from . import arguments
 from .terminal import Status
 
@@ -30,7 +30,7 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("prompt", help="what to draw")
     arguments.add_model(parser)
     suffixes = "; ".join(" ".join(each) for each in SUFFIXES.values())
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"{suffixes} (out.png, out.mp4 or out.wav)")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"{suffixes} (out.png, out.mp4 or .gif, out.wav)")
     arguments.add_output_options(parser)
     group = parser.add_argument_group("image, video or sound")
     arguments.add_image_options(group)
@@ -84,12 +84,12 @@ def _generate(options: argparse.Namespace) -> int:
         from ..omni import Omni
 
         with Omni(config=options.config, **settings) as omni:
-            output = options.output or f"out{SUFFIXES[omni.output.kind][0]}"
+            output = options.output or f"out{usual_suffix(omni.output.kind)}"
             if is_first:
                 check_suffix(output, omni.output.kind)
                 _check_output(output, params.num_outputs_per_prompt or omni.defaults.num_outputs_per_prompt)
             lora = [{"name": name, "scale": options.lora_scale} for name in settings.get("lora", ())]
-            result = _result(omni, options.prompt, params, status, lora=lora, **inputs)
+            result, steps = _result(omni, options.prompt, params, status, lora=lora, **inputs)
             load_seconds = omni.load_seconds
     if is_under_torchrun():
         import torch.distributed as dist
@@ -100,7 +100,7 @@ def _generate(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(_report(files, result, load_seconds), indent=2))
         elif not quiet:
-            _print_result(files, result, load_seconds)
+            _print_result(files, result, steps, load_seconds)
     return 0
 
 
@@ -143,18 +143,21 @@ def _read_inputs(options: argparse.Namespace) -> dict[str, Any]:
     return inputs
 
 
-def _result(omni: Omni, prompt: str, params: Any, status: Status, **how: Any) -> GenerationResult:
+def _result(omni: Omni, prompt: str, params: Any, status: Status, **how: Any) -> tuple[GenerationResult, int | None]:
+    """What was made, and in how many steps, which not every model has a default for."""
     from ..engine import Done, Failed, Progress
 
+    steps: int | None = None
     status.update("generating")
     for event in omni.generate(prompt, params, stream=True, **how):
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Progress):
+            steps = event.num_steps
             number = f"{event.image_index + 1}/{event.num_images}, " if event.num_images > 1 else ""
             status.update(f"{number}step {event.step}/{event.num_steps}")
     assert isinstance(event, Done)  # The last event, if it is not a failure.
-    return event.result
+    return event.result, steps
 
 
 def _report(files: list[Path], result: GenerationResult, load_seconds: float) -> dict[str, Any]:
@@ -169,11 +172,11 @@ def _report(files: list[Path], result: GenerationResult, load_seconds: float) ->
     }
 
 
-def _print_result(files: list[Path], result: GenerationResult, load_seconds: float) -> None:
+def _print_result(files: list[Path], result: GenerationResult, steps: int | None, load_seconds: float) -> None:
     for file, seed in zip(files, result.seeds, strict=True):
         print(f"{file}  seed {seed}")
-    steps = result.params.num_inference_steps
-    print(f"{result.seconds:.1f} s for {len(files)} x {steps} steps; {load_seconds:.1f} s to load the weights")
+    what = f"{len(files)} x {steps} steps" if steps else str(len(files))
+    print(f"{result.seconds:.1f} s for {what}; {load_seconds:.1f} s to load the weights")
     for stats in result.cache:
         print(stats)
     for note in result.notes:

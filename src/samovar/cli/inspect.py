@@ -17,7 +17,7 @@ from .terminal import Status, aligned
 if TYPE_CHECKING:
     from ..arch.blocks import BlockStack
     from ..trace import ModelReport
-    from ..trace.probe import ComponentReport
+    from ..trace.reports import ComponentReport
 
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))

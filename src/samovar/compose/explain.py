@@ -15,13 +15,15 @@ from ..arch.modules import named_parts, unwrapped
 from ..arch.skeleton import loaded_parts
 from ..cache import AutoConfig, CacheBackend, TeaCacheBackend
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
-from ..other_libraries import compiled_call, quantised_as
+from ..other_libraries import compiled_call
+from ..quantisers import quantised_as
 from .config import skipped_share
 
 if TYPE_CHECKING:
     from .attached import Attached
 
 _QUANTIZATION = "quantization"
+_LITTLE = "skips steps that would change little"
 _WHY = {
     HookOrder.OUTERMOST: "identifies the branch of the call for the hooks inside",
     HookOrder.SHARD: "splits the work over ranks; it is outside the cache, so that all ranks decide alike",
@@ -88,13 +90,13 @@ class Explanation:
             head, *rest = feature.settings.splitlines()
             lines += [f"  {feature.name}: {head}", *(f"    {line}" for line in rest if line), f"    {feature.why}"]
         if self.pipeline_hooks:
-            lines += ["", f"Around a run: {', '.join(self.pipeline_hooks)}"]
-        lines += ["", "Around a call, outermost first:"] if self.places else []
+            lines += ["", f"Hooks around a run: {', '.join(self.pipeline_hooks)}"]
+        lines += ["", "Hooks around a call, outermost first:"] if self.places else []
         for place in self.places:
             lines += [f"  {' > '.join(place.chain)}", *(f"    {line}" for line in place.lines())]
         lines += ["", *(f"  {line}" for line in self.order)] if self.order else []
         if self.interactions:
-            lines += ["", "How they work together:", *(f"  - {line}" for line in self.interactions)]
+            lines += ["", "Good to know:", *(f"  - {line}" for line in self.interactions)]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -179,12 +181,13 @@ def _graphs(attached: Attached) -> Iterator[Feature]:
 
 def _cache(cache: CacheBackend, denoisers: dict[str, torch.nn.Module]) -> Feature:
     if not isinstance(cache, TeaCacheBackend):
-        return Feature("cache", type(cache).__name__.removesuffix("Backend"), "skips steps that would change little")
+        return Feature("cache", type(cache).__name__.removesuffix("Backend"), _LITTLE)
     if isinstance(cache.config, AutoConfig):
         why = "leaves out whole forwards, as many as the error of its last forecast allows"
         return Feature("cache", f"auto {cache.config.summary()}", why)
     settings = "\n".join((f"TeaCache {cache.config.summary()}", *_covered(denoisers)))
-    return Feature("cache", settings, "skips steps that would change little")
+    is_scheduled = cache.config.schedule is not None
+    return Feature("cache", settings, "skips the steps of its schedule" if is_scheduled else _LITTLE)
 
 
 def _covered(denoisers: dict[str, torch.nn.Module]) -> Iterator[str]:
@@ -205,7 +208,7 @@ def _interactions(attached: Attached) -> Iterator[str]:
         yield f"the offload planner assumes that the cache skips {skips}"
     if offloaded is not None and config.cache is not None and not isinstance(config.cache.settings, AutoConfig):
         yield "the cache keeps its own copies of the few weights that it needs to decide, if their block is offloaded"
-    if offloaded is not None:
+    if offloaded is not None and not isinstance(attached.pipe, torch.nn.Module):
         yield f"the pipeline creates its latents on {offloaded.execution_device}, wherever its weights are"
     if attached.regions and config.num_ranks > 1:
         yield "the graphs of blocks break at each attention, where ranks exchange tokens"

@@ -17,7 +17,8 @@ import torch
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError
-from ..other_libraries import COMPILED_CALL, is_compiled, is_untraceable
+from ..other_libraries import COMPILED_CALL, is_compiled
+from ..quantisers import is_untraceable
 
 Regions = dict[str, torch.nn.Module]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,13 +22,15 @@ def call_pipeline(
     generators; beside another call nobody can tell."""
     import torch
 
+    from ..arch.calls import call_parameters
+
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
     if len(prompts) == 1:
         call |= {"prompt": prompts[0], "generator": generators[0]}
     elif "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
-    if not any(prompts) and "prompt" not in inspect.signature(pipeline.__call__).parameters:
+    if not any(prompts) and "prompt" not in call_parameters(type(pipeline)):
         del call["prompt"]
     try:
         with _drawn_by(seeds[0], note_draws) if is_alone else contextlib.nullcontext():

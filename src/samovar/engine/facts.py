@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import types
 import typing
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt", "num_frames", "fps", "seconds")
 """Each output has its own generator and its own place in the batch; the rest has other names in pipelines."""
-_OURS = frozenset({"self", "args", "kwargs", "prompt", "generator", "return_dict", "output_type", "callback",
+_OURS = frozenset({"prompt", "generator", "return_dict", "output_type", "callback",
                    "callback_steps", "callback_on_step_end", "callback_on_step_end_tensor_inputs"})  # fmt: skip
 """Arguments that the engine gives itself."""
 _CONTROL_SCALE = "controlnet_conditioning_scale"
@@ -239,13 +238,13 @@ class PipelineFacts:
 
 def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFacts:
     """The facts of a loaded pipeline."""
+    from ..arch.calls import call_parameters
+
     cls = type(pipeline)
-    parameters = inspect.signature(pipeline.__call__).parameters
+    parameters = call_parameters(cls)
     inputs = find_inputs(cls)
-    named = {
-        name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-    }
-    needs = [name for name, each in named.items() if each.default is each.empty and name not in {*inputs.takes, *_OURS}]
+    ours = {*inputs.takes, *_OURS}
+    needs = [name for name, each in parameters.items() if each.default is each.empty and name not in ours]
     sides: list[Any] = [parameters[name].default if name in parameters else None for name in ("height", "width")]
     return PipelineFacts(
         cls.__name__,
@@ -255,7 +254,7 @@ def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFa
         output=find_output(pipeline),
         inputs=_for_this_model(_with_controlnets(inputs, pipeline), pipeline),
         needs=tuple(needs),
-        types={name: plain for name, each in named.items() if (plain := _plain_types(each.annotation))},
+        types={name: plain for name, each in parameters.items() if (plain := _plain_types(each.annotation))},
         size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
         positions=getattr(getattr(pipeline, "transformer", None), "config", {}).get("rope_max_seq_len"),
     )

@@ -179,9 +179,10 @@ class Inputs:
 
 def find_inputs(cls: type) -> Inputs:
     """The inputs of a pipeline class."""
+    from ..arch.calls import call_parameters
     from ..arch.modular import ModularCall
 
-    parameters = inspect.signature(cls.__call__).parameters
+    parameters = call_parameters(cls)
     takes = _media_of(cls)
     code = CallCode.of(cls, tuple(takes))
     needs = [
@@ -199,8 +200,9 @@ def find_inputs(cls: type) -> Inputs:
 
 
 def _media_of(cls: type) -> list[str]:
-    names = inspect.signature(cls.__call__).parameters
-    return [name for name in names if _MEDIA.search(name) and not _NOT_MEDIA.search(name)]
+    from ..arch.calls import call_parameters
+
+    return [name for name in call_parameters(cls) if _MEDIA.search(name) and not _NOT_MEDIA.search(name)]
 
 
 def is_media(value: Any) -> bool:

@@ -18,7 +18,7 @@ from ..files import INDEX, brief, first_line, index_file, reading
 from .controlnet import TASK as CONTROLLED
 from .controlnet import controlled_class, load_controlnets
 from .failures import naming_packages
-from .quantize import Quantization, check_saved, loading_arguments
+from .quantize import GGUF, Quantization, check_saved, loading_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,11 @@ def find_model(model: str) -> Path | None:
             return folder
         if _HUB_NAME.fullmatch(model) and not folder.is_dir():
             return None
+    if model.endswith(GGUF):
+        raise ModelError(
+            f"{brief(model)} is a GGUF file, which holds one component. Give the model's folder or name, and the file "
+            "as quantization."
+        )
     raise ModelError(
         f"{brief(model)} is not a built-in model, a folder with a {INDEX}, or a model of the hub such as 'owner/name'. "
         f"{nearest(model, BUILTIN_MODELS)}"

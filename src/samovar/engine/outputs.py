@@ -11,7 +11,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,8 @@ class OutputKind:
 
 def output_fields(cls: type) -> tuple[str, str, str | None]:
     """The kind of output of a pipeline class and the fields that hold it and its sound; ModelError if it is unknown."""
+    from ..arch.calls import call_parameters
+
     fields = {field.name for found in _output_classes(cls) for field in dataclasses.fields(found)}
     images, videos, sounds = (
         next((name for name in names if name in fields), None) for names in (_IMAGES, _VIDEOS, _SOUNDS)
@@ -79,7 +81,7 @@ def output_fields(cls: type) -> tuple[str, str, str | None]:
     if videos is not None:
         return "video", videos, sounds
     if images is not None:
-        counts_frames = any(name in _parameters(cls) for name in _FRAME_COUNTS)
+        counts_frames = any(name in call_parameters(cls) for name in _FRAME_COUNTS)
         return ("video" if counts_frames else "image"), images, None
     if sounds is not None:
         return "audio", sounds, None
@@ -92,11 +94,13 @@ def output_fields(cls: type) -> tuple[str, str, str | None]:
 
 def find_output(pipeline: Any) -> OutputKind:
     """What a loaded pipeline makes."""
+    from ..arch.calls import call_parameters
+
     cls = type(pipeline)
     kind, field, audio_field = output_fields(cls)
     if kind == "image":
         return OutputKind(kind, field)
-    parameters = _parameters(cls)
+    parameters = call_parameters(cls)
     rate = _sample_rate(pipeline) if audio_field or kind == "audio" else None
     notes: list[str] = []
     if audio_field and rate is None:  # Such as a model without its sound part.
@@ -183,10 +187,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
-
-
-def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(cls.__call__).parameters
 
 
 def _sample_rate(pipeline: Any) -> int | None:

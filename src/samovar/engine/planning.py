@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ModelError, SettingError
 from .quantize import GGUF, Quantization, QuantizationSetting, check_kind
@@ -15,10 +14,16 @@ from .quantize import GGUF, Quantization, QuantizationSetting, check_kind
 if TYPE_CHECKING:
     import torch
 
+    from ..arch.quantised import Kind
     from ..arch.skeleton import Parts
+    from ..compose import AttachConfig
+    from ..compose.vae import Way
     from ..offload import OffloadConfig, OffloadPlan, TierPlan
     from ..offload.ladder import Ladder, Rung, Speeds
     from ..trace.activations import Activations
+    from ..trace.rehearse import RequestSize
+
+Planned = TypeVar("Planned")
 
 
 @dataclass(frozen=True)
@@ -53,35 +58,56 @@ def make_plan(
     """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
     import torch
 
-    from ..compose.vae import Way, divide_vaes
-    from ..offload import read_parts
-    from ..trace.activations import read_activations
+    from ..compose.vae import Way
+    from ..offload import Timing, read_parts
     from ..trace.rehearse import RequestSize
 
     check_loss(loss, quantization, config)
+    speeds = _speeds(tflops, bus)
+    config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
     if source.endswith(GGUF) and Path(source).expanduser().is_file():
         return _plan_file(source, config, quantization or loss)
     parts = read_parts(source, getattr(torch, dtype) if dtype else None)
+
+    def made(seen: Activations) -> MadePlan:
+        return _made(source, parts, seen, config, quantization, loss, speeds)
+
+    found, way = _in_the_first_way(source, parts, RequestSize(**size), Way(), (None, None), made)
+    if way == Way():
+        return found
+    notes = (*found.plan.notes, f"{way.chosen}, since gpu_memory is not enough otherwise")
+    return replace(found, plan=replace(found.plan, notes=notes))
+
+
+def _in_the_first_way(
+    source: str,
+    parts: Parts,
+    size: RequestSize,
+    way: Way,
+    may: tuple[bool | None, bool | None],
+    plan: Callable[[Activations], Planned],
+) -> tuple[Planned, Way]:
+    """A plan, with VAEs that decode in the first way for which the budget is enough, as in `attach`. `may`: whether
+    they may decode in tiles, and one image after the other."""
+    from ..compose.vae import divide_vaes
+    from ..trace.activations import read_activations
+
     vaes = [part.module for part in parts.values() if part.role == "vae" and part.module is not None]
     refused: list[SettingError] = []
-    for way in Way().smaller(None, None) if vaes else (Way(),):  # As `attach` does.
+    for each in way.smaller(*may) if vaes else (way,):
         try:
-            with divide_vaes(vaes, way):
-                seen = read_activations(source, parts, RequestSize(**size))
-            made = _made(parts, seen, config, quantization, loss, _speeds(tflops, bus))
+            with divide_vaes(vaes, each):
+                seen = read_activations(source, parts, size)
+            return plan(seen), each
         except SettingError as error:
             refused.append(error)
             if error.param not in ("gpu_memory", "vae_tiling", "vae_slicing"):
                 raise
-            continue
-        if not refused:
-            return made
-        notes = (*made.plan.notes, f"{way.chosen}, since gpu_memory is not enough otherwise")
-        return replace(made, plan=replace(made.plan, notes=notes))
     raise refused[0]
 
 
 def _made(
+    source: str,
     parts: Parts,
     seen: Activations,
     config: OffloadConfig,
@@ -89,25 +115,29 @@ def _made(
     loss: str | None,
     speeds: Speeds,
 ) -> MadePlan:
-    if quantization is not None:
-        # A plan is for any machine, so nothing need be installed here but what reads the file.
-        chosen = Quantization.read(quantization, None)
-        parts = parts if chosen is None else chosen.applied(parts)
-    from ..offload.ladder import EXACT, Ladder
+    from ..offload.ladder import EXACT, Ladder, table_of
 
+    # A plan is for any machine, so nothing need be installed here but what reads the file.
+    chosen = Quantization.read(quantization, None)
+    if loss is not None:
+        _refuse_quantised(source, parts)
+    parts = parts if chosen is None else chosen.applied(parts)
     ladder = Ladder(parts, seen, config, speeds)
-    if quantization is not None or any(part.kind for part in parts.values()):
-        rung = ladder.rung(EXACT)
-        return MadePlan(_planned(rung), _tiers(rung), (rung,))
-    return _with_choices(ladder, loss)
+    kinds = dict.fromkeys(part.kind for part in parts.values() if part.role == "denoiser" and part.kind)
+    if not kinds:
+        return _with_choices(ladder, loss)
+    rung = replace(ladder.rung(EXACT), name=", ".join(kinds))
+    return MadePlan(_planned(rung), _tiers(rung), (rung,), tuple(table_of([rung], {})), _times_of(ladder))
 
 
 def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
     from ..arch.quantised import KINDS, kinds_within
     from ..offload.ladder import EXACT, choose_rung, table_of
+    from ..quantisers import QUANTISERS
 
-    rungs = [ladder.rung(name) for name in (EXACT, *KINDS)]
-    notes = {name: f"needs {kind.package}" for name, kind in KINDS.items() if find_spec(kind.package) is None}
+    rungs = [ladder.rung(name) for name in (EXACT, *(name for name, kind in KINDS.items() if ladder.changes(kind)))]
+    needs = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
+    notes = {name: f"needs {package.requirement}" for name, package in needs.items() if package.problem()}
     if loss is None:
         taken, why = rungs[0], "Nothing is quantised unless --loss or --quantization says so"
         fitting = [rung.name for rung in rungs if rung.plan is not None]
@@ -117,8 +147,12 @@ def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
         allowed = {EXACT, *(kind.name for kind in kinds_within(loss))}
         taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
     notes[taken.name] = "taken"
-    why = f"{why[0].upper()}{why[1:]}. Times are for {ladder.speeds}; give --tflops and --bus of yours."
+    why = f"{why[0].upper()}{why[1:]}. {_times_of(ladder)}"
     return MadePlan(_planned(taken), _tiers(taken), tuple(rungs), tuple(table_of(rungs, notes)), why)
+
+
+def _times_of(ladder: Ladder) -> str:
+    return f"Times are for {ladder.speeds}; give --tflops and --bus of yours."
 
 
 def _planned(rung: Rung) -> OffloadPlan:
@@ -187,42 +221,50 @@ def choose_quantization(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    config: OffloadConfig,
+    attached: AttachConfig,
     size: Mapping[str, int | None],
     loss: str,
-    *,
-    is_alone: bool = True,
 ) -> tuple[Quantization | None, str]:
-    """Of what may be lost, the quantisation that is the fastest within the budgets here, and why."""
+    """Of what may be lost, the quantisation that is the fastest within the budgets here, and why. `attached`: what the
+    model will run with."""
     from ..arch.quantised import kinds_within
+    from ..compose.vae import Way
+    from ..offload import Timing, read_parts
     from ..offload.ladder import EXACT, Ladder, Speeds, choose_rung
-    from ..trace.activations import read_activations
     from ..trace.rehearse import RequestSize
 
-    parts = _read(folder, dtype)
-    seen = read_activations(str(folder), parts, RequestSize(**size))
+    config = attached.offload
+    assert config is not None, "there is no budget without offload"
+    parts = read_parts(str(folder), dtype)
+    _refuse_quantised(str(folder), parts)
     # Ranks must choose alike, and would not measure alike.
-    ladder = Ladder(parts, seen, config, _measured(device) if is_alone else Speeds())
+    speeds = _measured(device) if attached.num_ranks == 1 else Speeds()
+    config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
     left: list[str] = []
-    names = [EXACT]
+    kinds: list[Kind] = []
     for kind in kinds_within(loss):
         try:
-            names.append(check_kind(kind.name, device).name)
+            kinds.append(check_kind(kind.name, device))
         except SettingError as error:
             left.append(str(error))
-    taken, why = choose_rung([ladder.rung(name) for name in names])
+
+    def chosen(seen: Activations) -> tuple[Rung, str]:
+        ladder = Ladder(parts, seen, config, speeds)
+        return choose_rung(
+            [ladder.rung(name) for name in (EXACT, *(kind.name for kind in kinds if ladder.changes(kind)))]
+        )
+
+    way, may = Way(bool(attached.vae_tiling), bool(attached.vae_slicing)), (attached.vae_tiling, attached.vae_slicing)
+    (taken, why), _ = _in_the_first_way(str(folder), parts, RequestSize(**size), way, may, chosen)
     why = " ".join([f"{why}.", *left])
     return None if taken.name == EXACT else Quantization.read(taken.name, device), why
 
 
-def _read(folder: Path, dtype: torch.dtype) -> Parts:
-    from ..offload import read_parts
-
-    parts = read_parts(str(folder), dtype)
-    kinds = {name: part.kind for name, part in parts.items() if part.role == "denoiser" and part.kind}
+def _refuse_quantised(source: str, parts: Parts) -> None:
+    """Refuse to choose for denoisers that are quantised already."""
+    kinds = [f"{name} as {part.kind}" for name, part in parts.items() if part.role == "denoiser" and part.kind]
     if kinds:
-        raise ModelError(f"{folder} is quantised already: {kinds}. Leave out loss.")
-    return parts
+        raise ModelError(f"{source} is quantised already: {', '.join(kinds)}. Leave out loss.")
 
 
 def _measured(device: torch.device) -> Speeds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ QuantizationSetting = str | Path | Mapping[str, str | Path] | None
 GGUF = ".gguf"
 _DENOISERS = ""
 """Stands for all denoisers, which are what is quantised unless components are named."""
-_INSTALL = "Install what all kinds need with pip install 'samovar[quantised]', or this alone:"
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,22 @@ class Quantization:
 
     def by_component(self, parts: Parts) -> dict[str, str]:
         """Kinds and files by the name of a component of this model."""
-        found: dict[str, str] = {}
-        for name, each in self.kinds.items():
-            denoisers = [part for part, found_part in parts.items() if found_part.role == "denoiser"]
-            if name == _DENOISERS and each.endswith(GGUF) and len(denoisers) > 1:
-                raise SettingError(
-                    f"quantization={each!r} is the file of one component, and this model has the denoisers "
-                    f"{' and '.join(denoisers)}. Say which: {{{denoisers[0]!r}: {each!r}}}.",
-                    param="quantization",
-                )
-            found |= dict.fromkeys(denoisers, each) if name == _DENOISERS else {name: each}
-        return found
+        if _DENOISERS not in self.kinds:
+            return dict(self.kinds)
+        each = self.kinds[_DENOISERS]
+        denoisers = [name for name, part in parts.items() if part.role == "denoiser"]
+        if not denoisers:
+            problem = f"is for a denoiser, and this model has none, only {', '.join(parts)}"
+        elif each.endswith(GGUF) and len(denoisers) > 1:
+            problem = f"is the file of one component, and this model has the denoisers {' and '.join(denoisers)}"
+        else:
+            return dict.fromkeys(denoisers, each)
+        first = [*denoisers, *parts][0]
+        raise SettingError(
+            f"quantization={each!r} {problem}. Say which component it is for: {{{first!r}: {each!r}}} in Python, "
+            f"{first}={each} in a command.",
+            param="quantization",
+        )
 
     def applied(self, parts: Parts) -> Parts:
         """Components that were read without weights, as they will be stored. Refused if they cannot be."""
@@ -91,7 +94,6 @@ class Quantization:
 def check_kind(name: str, device: torch.device) -> Kind:
     """A kind by its name, if it runs here."""
     from ..arch.quantised import find_kind
-    from ..other_libraries import QUANTISERS
 
     kind = find_kind(name)
     if device.type not in kind.devices:
@@ -100,24 +102,25 @@ def check_kind(name: str, device: torch.device) -> Kind:
             "only. Use 'int4', 'int8' or 'fp8' there.",
             param="quantization",
         )
-    if not _is_installed(kind.package):
-        raise SettingError(
-            f"quantization={name!r} needs {kind.package}, which is not installed. {_INSTALL} "
-            f"pip install '{QUANTISERS[kind.package].requirement}'",
-            param="quantization",
-        )
+    _check_package(kind.package, name)
     return kind
 
 
 def _check_file(name: str) -> None:
-    from ..other_libraries import QUANTISERS
-
     if not Path(name).expanduser().is_file():
         raise SettingError(f"quantization={name!r} is not a file here.", param="quantization")
-    if not _is_installed("gguf"):
+    _check_package("gguf", name)
+
+
+def _check_package(method: str, name: str) -> None:
+    """Refuse a quantisation whose package is not here, or is too old."""
+    from ..quantisers import QUANTISERS
+
+    quantiser = QUANTISERS[method]
+    if problem := quantiser.problem():
         raise SettingError(
-            f"quantization={name!r} needs gguf, which is not installed. {_INSTALL} "
-            f"pip install '{QUANTISERS['gguf'].requirement}'",
+            f"quantization={name!r} needs {quantiser.package}, {problem}. Install what all kinds need with "
+            f"pip install 'samovar[quantised]', or this alone: pip install '{quantiser.requirement}'",
             param="quantization",
         )
 
@@ -126,7 +129,7 @@ def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
     """Refuse a folder with components that were saved quantised by a package that is not here, or that needs a GPU."""
     import torch
 
-    from ..other_libraries import QUANTISERS, quantization_kind
+    from ..quantisers import QUANTISERS, quantization_kind
 
     for name, entry in index.items():
         file = folder / name / "config.json"
@@ -135,21 +138,14 @@ def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
         kind = quantization_kind(read_json(file).get("quantization_config"))
         method = "" if kind is None else kind.split()[0]
         needs = QUANTISERS.get(method)
-        if needs is not None and not _is_installed(needs.package):
-            message = f"{name} of {folder} is quantised ({kind}), which needs {needs.package}"
+        if needs is not None and (problem := needs.problem()):
+            message = f"{name} of {folder} is quantised ({kind}), which needs {needs.package}, {problem}"
             raise ModelError(f"{message}: pip install '{needs.requirement}'")
         if method == "bitsandbytes" and entry[0] == "diffusers" and not torch.cuda.is_available():
             raise ModelError(
                 f"{name} of {folder} is quantised ({kind}), and diffusers loads such weights on a GPU only; there is "
                 "none here. Use a folder with other weights, and quantization='int4'."
             )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # Of the package that it is in.
-        return False
 
 
 def loading_arguments(folder: Path, dtype: torch.dtype, quantization: Quantization) -> dict[str, Any]:

@@ -172,16 +172,16 @@ class Worker:
         self, config: OmniDiffusionConfig, folder: Path, dtype: Any, defaults: OmniDiffusionSamplingParams
     ) -> tuple[Quantization | None, str]:
         """What to quantise, and why."""
-        offload = config.attach_config.offload
+        attached, quantised, offload = config.attach_config, config.quantised(), config.attach_config.offload
         if config.loss in (None, "exact") or offload is None:
-            return config.quantised(), "asked for" if config.quantization else ""
-        size = {"height": defaults.height, "width": defaults.width, "batch": config.max_batch}
-        is_alone = config.num_ranks == 1
+            return quantised, "asked for" if quantised is not None else ""
+        frames = defaults.num_frames
+        size = {"height": defaults.height, "width": defaults.width, "frames": frames, "batch": config.max_batch}
         if config.controlnet is not None and offload.gpu_memory is not None:
             beside = controlnet_bytes(read_controlnets(config.controlnet))
             budget = parse_bytes(offload.gpu_memory, "gpu_memory") or 0
-            offload = replace(offload, gpu_memory=max(1, budget - beside))
-        return choose_quantization(folder, dtype, self.device, offload, size, config.loss, is_alone=is_alone)
+            attached = replace(attached, offload=replace(offload, gpu_memory=max(1, budget - beside)))
+        return choose_quantization(folder, dtype, self.device, attached, size, config.loss)
 
     def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
         """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a

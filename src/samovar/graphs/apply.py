@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..arch.modules import unwrapped
-from ..errors import SettingError
 from ..hooks import Handle, HookRegistry, ModelHook
 from .config import GraphsConfig
 from .replayer import Replayer, ReplayStats
@@ -52,12 +51,7 @@ def apply_graphs(module: torch.nn.Module, config: GraphsConfig | None = None, re
     none can be, if that is known already."""
     module = unwrapped(module)
     registry = HookRegistry.get_or_create(module)
-    if HOOK_NAME in registry:
-        raise SettingError(
-            f"This {type(module).__name__} has graphs already, perhaps from attach() on a pipeline that shares it. "
-            "Take those off first: samovar.detach(that pipeline).",
-            param="compile",
-        )
+    registry.refuse_second(HOOK_NAME, "graphs", param="compile")
     hook = GraphsHook(config or GraphsConfig(), refused)
     registry.register_hook(HOOK_NAME, hook)
     hook._undo.callback(registry.remove_hook, HOOK_NAME)

@@ -296,6 +296,15 @@ class HookRegistry:
     def __contains__(self, name: str) -> bool:
         return name in self._hooks
 
+    def refuse_second(self, name: str, what: str, param: str) -> None:
+        """Refuse a module that has this hook of a feature already. `what` it has then, and by which setting."""
+        if name in self:
+            raise SettingError(
+                f"This {type(self._module).__name__} has {what} already, perhaps from attach() on a pipeline that "
+                "shares it. Detach that first: samovar.detach(that pipeline).",
+                param=param,
+            )
+
     def __repr__(self) -> str:
         chain = ", ".join(f"{name} ({order.name.lower()})" for name, order in self.chain)
         return f"HookRegistry({type(self._module).__name__}: {chain or 'no hooks'})"

@@ -30,6 +30,8 @@ BACK = 0.5
 """How much of the way back to the exact run the weights aim for."""
 _SEARCHES = 10
 """Passes to find a schedule with a wanted number of computed steps."""
+_SOUGHT_ON = 32
+"""Images on which it is found, at most: weights need more of them, and cost fewer passes."""
 _FIRST, _LONGEST = 3, 5
 """While a schedule is sought, the steps that are computed at the beginning, and the most that are skipped in a row."""
 _LARGEST_MISS = 1e-2
@@ -136,7 +138,8 @@ class _Loop:
         own, exact = output.double().flatten(), self._exact[self._batch]
         if size is None or not self._is_flow or self._step + 1 >= len(exact):
             return own
-        back = (exact[self._step + 1].to(sample.device).double() - sample.double()).flatten() / size
+        aim = exact[self._step + 1][: len(sample)].to(sample.device)  # A schedule is sought on some of the batch.
+        back = (aim.double() - sample.double()).flatten() / size
         return (1 - BACK) * own + BACK * back
 
     def _watch(self, output: torch.Tensor, sample: torch.Tensor, size: float | None) -> None:
@@ -185,7 +188,7 @@ class ClosedLoop:
 
     def seek(self, computed: int) -> str:
         """A schedule with at most this many computed steps: skipped are those that stay within a limit, the same for
-        all steps, on the way that they make. It is found on the first batch."""
+        all steps, on the way that they make. It is found on some images of the first batch."""
         key, journal = f"closed loop, schedule with {computed} {BACK}", self._session.journal
         if key in journal:
             return str(journal[key])
@@ -195,7 +198,7 @@ class ClosedLoop:
         for number in range(_SEARCHES):
             limit = math.sqrt(low * high)
             loop.mask, loop.limit, loop.weights, loop.sums = None, limit, None, {}
-            self._run(f"closed loop, schedule with {computed} computed, {number + 1} of {_SEARCHES}", 1)
+            self._run(f"closed loop, schedule with {computed} computed, {number + 1} of {_SEARCHES}", _SOUGHT_ON)
             count = loop.found.count("#")
             if count <= computed:
                 best, high = loop.found, limit
@@ -212,13 +215,16 @@ class ClosedLoop:
             self._run("exact, watched for the closed loop")
             self._is_watched = True
 
-    def _run(self, name: str, count: int | None = None) -> int:
-        """Make the images of all batches, or of the first few."""
+    def _run(self, name: str, most: int | None = None) -> int:
+        """Make the images of all batches, or at most a number of those of the first. Returns the number of batches."""
         runner = self._session.runner
-        batches = runner.batches(self._session.tasks)[:count]
+        batches = runner.batches(self._session.tasks)
+        if most is not None:
+            batches = [batches[0][:most]]
+        count = sum(map(len, batches))
         with runner.under(Method(name, EXACT.family, attached=self._loop.on)) as make:
             for number, tasks in enumerate(batches):
-                self._session.progress.say(f"{name}: {number * runner.batch} of {len(self._session.tasks)} images")
+                self._session.progress.say(f"{name}: {number * runner.batch} of {count} images")
                 self._loop.begin(number)
                 make(tasks)
                 self._session.progress.add(len(tasks))

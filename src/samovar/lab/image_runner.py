@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,8 @@ import numpy as np
 import torch
 
 from ..arch import find_anatomy, find_denoisers
-from ..arch.modules import unwrapped
+from ..arch.calls import call_parameters
+from ..arch.modules import main_dtype, unwrapped
 from ..arch.skeleton import read_skeleton
 from ..engine import Worker, call_pipeline
 from ..engine.models import fetch_model
@@ -130,7 +130,7 @@ class ImageRunner:
             raise ModelError(f"{message} Use a model that makes these.")
         self.params = self._facts.completed(Request("", params))
         if self.params.num_inference_steps is None:
-            takes = inspect.signature(self.pipeline.__call__).parameters
+            takes = call_parameters(type(self.pipeline))
             default = takes["num_inference_steps"].default if "num_inference_steps" in takes else None
             if not isinstance(default, int):
                 raise SettingError(
@@ -167,7 +167,7 @@ class ImageRunner:
             "model": self.model,
             "pipeline": type(self.pipeline).__name__,
             "settings": self.params.given(),
-            "dtype": str(next(next(iter(self.denoisers.values())).parameters()).dtype).removeprefix("torch."),
+            "dtype": str(main_dtype(next(iter(self.denoisers.values())))).removeprefix("torch."),
             "device": device,
             "batch": self.batch,
             **({"engine": {name: str(value) for name, value in self._engine.items()}} if self._engine else {}),
@@ -211,6 +211,7 @@ class ImageRunner:
             raise SettingError(f"{what}. Give the model's folder, and one quantization.", param="quantization")
         _, parts = read_skeleton(str(fetch_model(self.model)))
         exact, pipeline = self._worker, self.pipeline
+        wanted.applied(parts)  # Refused before anything is moved.
         chosen = wanted.by_component(parts)
         others = {name: part for name, part in pipeline.components.items() if name not in chosen}
         exact.close()

@@ -165,6 +165,14 @@ class Tuned:
         return self.share_met >= SHARE
 
     @property
+    def verdict(self) -> str:
+        """Whether held-out images meet the target, and by how much."""
+        if self.target.metric == "speedup":
+            return f"{'met' if self.is_met else 'missed'}, with {self.held_out.saving:.2f} times fewer"
+        few = "" if self.is_met else f", and {100 * SHARE:g} % are asked for"
+        return f"met by {100 * self.share_met:.1f} % of these images{few}"
+
+    @property
     def is_worth_it(self) -> bool:
         """Whether it is closer than as many plain steps, by the target metric."""
         if self.target.metric == "lpips":

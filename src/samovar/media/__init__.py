@@ -3,7 +3,7 @@
 from .reading import read_audio, read_image, read_media, read_video, upright, upright_size
 from .stills import spritesheet, thumbnail, webp
 from .values import Audio, Video
-from .writing import SUFFIXES, check_suffix, encode, numbered, save
+from .writing import SUFFIXES, check_suffix, encode, numbered, save, usual_suffix
 
 __all__ = [
     "SUFFIXES",
@@ -21,5 +21,6 @@ __all__ = [
     "thumbnail",
     "upright",
     "upright_size",
+    "usual_suffix",
     "webp",
 ]

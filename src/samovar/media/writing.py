@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import wave
@@ -17,7 +18,7 @@ SUFFIXES = {
     "video": (".mp4", ".webm", ".gif"),
     "audio": (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aac", ".pcm"),
 }
-"""What each kind of output can be saved as; the first is the usual one."""
+"""What each kind of output can be saved as; the first that can be written is the usual one."""
 
 _CODECS = {
     ".mp4": ("libx264", {"crf": "18"}, "aac"),
@@ -50,6 +51,14 @@ def check_suffix(file: str | Path, kind: str | None = None) -> str:
     if suffix in _CODECS:
         load_av(f"To write {suffix} files", _WITHOUT)
     return suffix
+
+
+def usual_suffix(kind: str) -> str:
+    """What an output of this kind is saved as unless somebody says: the first suffix that can be written here."""
+    for suffix in SUFFIXES[kind]:
+        with contextlib.suppress(SettingError):
+            return check_suffix(f"out{suffix}", kind)
+    raise AssertionError("each kind has a suffix that needs no other package")
 
 
 def load_av(purpose: str, instead: str) -> Any:

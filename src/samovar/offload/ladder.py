@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..arch.quantised import KINDS, as_stored, quantised_layers, quantised_parts
-from ..arch.skeleton import Parts
+import torch
+
+from ..arch.quantised import Kind, as_stored, quantised_layers, quantised_parts
+from ..arch.skeleton import Part, Parts
 from ..errors import ModelError, SettingError
 from ..trace.activations import Activations
 from ..trace.compute import operations_of
@@ -84,6 +86,13 @@ class Ladder:
     def denoisers(self) -> list[str]:
         return [name for name, part in self._parts.items() if part.role == "denoiser" and part.module is not None]
 
+    def changes(self, kind: Kind) -> bool:
+        """Whether there is anything in each denoiser that a kind would quantise."""
+        modules = [
+            part.module for name, part in self._parts.items() if name in self.denoisers and part.module is not None
+        ]
+        return all(quantised_layers(module, kind) for module in modules)
+
     def rung(self, name: str) -> Rung:
         """What a choice would take; the problem if it cannot be had within the budgets."""
         kinds = {} if name == EXACT else dict.fromkeys(self.denoisers, name)
@@ -92,36 +101,36 @@ class Ladder:
             sizes = measure_components(self._components, coded=True)
         weights = sum(size.num_bytes for size in sizes)
         try:
-            return self._planned(name, sizes, weights)
+            return self._planned(name, sizes, weights, parts)
         except (SettingError, ModelError) as error:
             return Rung(name, weights, problem=str(error))
 
-    def _planned(self, name: str, sizes: Sequence[ComponentSize], weights: int) -> Rung:
+    def _planned(self, name: str, sizes: Sequence[ComponentSize], weights: int, parts: Parts) -> Rung:
         config = self._config
         is_counted = config.gpu_memory is not None and config.activations is None
         plan = plan_offload(sizes, config, self._seen if is_counted else None)
         tiers = plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory"))
-        times = [self._forward_s(size, plan, name) for size in sizes if size.name in self.denoisers]
+        times = [self._forward_s(size, plan, parts[size.name]) for size in sizes if size.name in self.denoisers]
         known = [seconds for seconds in times if seconds is not None]
         forward = max(sum(known) / len(known), tiers.read_seconds("forward")) if known else None
         return Rung(name, weights, plan, tiers, forward)
 
-    def _forward_s(self, size: ComponentSize, plan: OffloadPlan, name: str) -> float | None:
+    def _forward_s(self, size: ComponentSize, plan: OffloadPlan, part: Part) -> float | None:
         """Seconds of one forward of a denoiser as it is planned."""
-        seconds, placed = self._compute_s(size.name, name), plan.component(size.name)
+        seconds, placed = self._compute_s(size.name, part), plan.component(size.name)
         if seconds is None or not placed.streamed:
             return seconds
         timing = Timing(self.speeds.bus_bytes_s, {size.name: seconds})
         sent = size.ahead if placed.ahead_bytes and size.ahead is not None else size
         return forward_seconds(sent if placed.is_coded else sent.uncoded(), placed.streamed, placed.ring_bytes, timing)
 
-    def _compute_s(self, part: str, name: str) -> float | None:
+    def _compute_s(self, name: str, part: Part) -> float | None:
         """Seconds of one forward with all weights on the card: quantised ones are first written in 16 bit, and read."""
-        operations, module = self._operations[part], self._parts[part].module
+        operations, module = self._operations[name], part.module
         if operations is None or module is None:
             return None
-        layers = quantised_layers(module, KINDS[name]) if name != EXACT else []
-        weights = sum(module.get_parameter(f"{path}.weight").numel() for path in layers)
+        layers = [module.get_submodule(path) for path in part.stored]
+        weights = sum(layer.weight.numel() for layer in layers if isinstance(layer, torch.nn.Linear))
         return operations / self.speeds.operations_s + 5 * weights / self.speeds.memory_bytes_s
 
 

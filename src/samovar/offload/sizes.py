@@ -13,7 +13,7 @@ from ..arch.components import Role
 from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
 from ..arch.quantised import as_stored
-from ..arch.skeleton import Parts, loaded_parts, read_skeleton
+from ..arch.skeleton import Parts, cast, loaded_parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import check_names
 from ..tensors import take_apart
@@ -33,8 +33,16 @@ def parse_bytes(value: str | int | None, param: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SettingError(f"{param}={value!r} is not a size. Use text such as '12GiB', or bytes.", param=param)
+        raise SettingError(f"{param}={value!r} is not a size. {_meant(value)}", param=param)
     return int(float(match[1]) * unit)
+
+
+def _meant(value: object) -> str:
+    """What to write instead of a size without a unit, or with the first letter of one."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)\s*", str(value).lower())
+    if match is None:
+        return "Use text such as '12GiB', or bytes."
+    return f"Did you mean '{match[1]}{(match[2] or 'g').upper()}iB'?"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -225,7 +233,7 @@ def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:
         )
     for part in parts.values():
         if part.module is not None and dtype is not None:
-            part.module.to(dtype)
+            cast(part.module, dtype)
     return parts
 
 
@@ -238,11 +246,7 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
 
 
 def sizes_in(file: GgufFile) -> tuple[ComponentSize, ...]:
-    """The size of the component in a GGUF file. Its blocks are known by the numbers in the names of their tensors."""
-    blocks: dict[str, int] = {}
-    for name, num_bytes in file.num_bytes.items():
-        match = re.match(r"(.*?\.\d+)\.", name)
-        blocks[match[1] if match else ""] = blocks.get(match[1] if match else "", 0) + num_bytes
-    rest = blocks.pop("", 0)
-    sizes = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in blocks.items())
-    return (ComponentSize("transformer", "denoiser", file.kind, rest, sizes),)
+    """The size of the component in a GGUF file."""
+    blocks = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in file.blocks.items())
+    rest = sum(file.num_bytes.values()) - sum(block.num_bytes for block in blocks)
+    return (ComponentSize(file.name, file.role, file.kind, rest, blocks),)

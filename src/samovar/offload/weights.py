@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ModelError
-from ..other_libraries import compute_dtype, is_packed_for_cpu, kept_beside_weights
+from ..other_libraries import compute_dtype
+from ..quantisers import is_packed_for_cpu, kept_beside_weights
 from ..tensors import is_bound_to_its_device, is_plain, problem_of, take_apart
 
 ALIGNMENT = 512
@@ -222,9 +223,11 @@ def check_movable(name: str, module: torch.nn.Module, device: torch.device) -> N
 def _problem_on(tensor: torch.Tensor, device: torch.device) -> str | None:
     """Why the bytes of a quantised tensor cannot be used where they are moved to."""
     kind = f"is a {type(tensor).__module__}.{type(tensor).__name__}"
+    wrappers = take_apart([tensor]).wrappers
     if is_packed_for_cpu(tensor) and device.type != "cpu":
-        return f"{kind} that a call on the CPU has packed for the CPU; load the model again, and offload it first"
+        other_way = "quantise it on the GPU" if wrappers else "load it again, and offload it before it is called there"
+        return f"{kind} that is packed for the CPU; {other_way}"
     other = device if tensor.device.type == "cpu" else torch.device("cpu")
-    if take_apart([tensor]).wrappers and other.type != tensor.device.type and is_bound_to_its_device(tensor, other):
+    if wrappers and other.type != tensor.device.type and is_bound_to_its_device(tensor, other):
         return f"{kind}, which is packed otherwise on {other.type} than on {tensor.device.type}"
     return None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..arch.calls import call_parameters
 from ..arch.components import ModuleDiscovery, is_denoiser_itself
 from ..arch.modular import called_as
 from ..arch.modules import unwrapped
@@ -117,7 +118,7 @@ def _check_made(pipeline: str, asked: RequestSize, made: RequestSize | None) -> 
 
 def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
     """The calls to try: with all the images that the pipeline can be given and the longest prompt, then with less."""
-    takes = inspect.signature(called_as(pipeline).__call__).parameters
+    takes = call_parameters(called_as(pipeline))
     asked = _asked(type(pipeline).__name__, takes, size)
     fixed = {"num_inference_steps": _STEPS, "output_type": "pt", "return_dict": False}
     images = [name for name in takes if name in _IMAGES]

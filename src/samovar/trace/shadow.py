@@ -35,12 +35,10 @@ from ..other_libraries import (
     FORWARD_WRAPPERS,
     accelerate_weights,
     adapter_settings,
-    begin_state,
     compute_dtype,
-    kept_beside_weights,
     loaded_adapters,
-    move_beside_weights,
 )
+from ..quantisers import begin_state, kept_beside_weights, move_beside_weights
 from ..tensors import is_plain, rebuilt
 
 Answer = Callable[[torch.nn.Module, Any, Any], Any]

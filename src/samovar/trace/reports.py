@@ -1,0 +1,241 @@
+"""What is a model built of, and which features can be used with it? Read without weights, or seen in a run."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from ..arch.blocks import Anatomy, Coverage, coverage, find_anatomy
+from ..arch.components import Role
+from ..arch.folder import check_loaded, pipeline_class, read_index
+from ..arch.gguf_file import read_gguf
+from ..arch.modules import main_dtype, tensor_bytes, unwrapped
+from ..arch.quantised import as_stored
+from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
+from ..errors import ModelError
+from ..files import index_file, reading
+from ..other_libraries import declared_plans
+from ..quantisers import quantised_as
+from ..tensors import problem_of
+from .probe import probe_pipeline
+
+
+@dataclass(frozen=True)
+class ComponentReport:
+    """One module of a pipeline."""
+
+    name: str
+    role: Role
+    class_name: str
+    num_parameters: int | None = None
+    """None where the size depends on a checkpoint that was not given."""
+    num_bytes: int | None = None
+    anatomy: Anatomy | None = None
+    coverage: Coverage | None = None
+    """How much of it is in blocks."""
+    quantization: str | None = None
+    """How it is quantised, in a few words; None if it is not."""
+
+
+@dataclass(frozen=True)
+class FeatureReport:
+    """Whether a feature can be used, and why."""
+
+    name: str
+    works: bool | None
+    """None where only a checkpoint can tell."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What a model is made of and which features can be used."""
+
+    source: str
+    class_name: str
+    dtype: str
+    components: tuple[ComponentReport, ...]
+    features: tuple[FeatureReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def survey(source: str) -> ModelReport:
+    """Read a model folder, a GGUF file, or a diffusers class by its name."""
+    if source.endswith(".gguf") and Path(source).expanduser().is_file():
+        return _report_file(source)
+    return _report(source, *read_skeleton(source))
+
+
+def _report_file(source: str) -> ModelReport:
+    """What a GGUF file holds. It has weights and their names, and not what they are the weights of."""
+    file = read_gguf(source)
+    count, num_bytes = sum(map(math.prod, file.shapes.values())), sum(file.num_bytes.values())
+    part = ComponentReport(file.name, file.role, file.architecture, count, num_bytes, quantization=file.kind)
+    if file.role == "denoiser":
+        works, why = (
+            None,
+            "does not say how its model is built: plan or generate with the model's folder and this file as ",
+        )
+    else:
+        works, why = (
+            False,
+            "of a text encoder cannot be loaded by diffusers: generate with the model's folder and a kind as ",
+        )
+    features = [
+        FeatureReport(name, works, f"a GGUF file {why}--quantization") for name in ("step cache", "layerwise offload")
+    ]
+    return ModelReport(source, f"GGUF file of {file.architecture}", file.types[0], (part,), tuple(features))
+
+
+def survey_pipeline(pipeline: Any) -> ModelReport:
+    """The same for a loaded pipeline or bare transformer."""
+    name = type(unwrapped(pipeline) if isinstance(pipeline, torch.nn.Module) else pipeline).__name__
+    return _report(name, name, loaded_parts(pipeline))
+
+
+def survey_by_running(source: str) -> ModelReport:
+    """Load a pipeline folder, run two steps, and report what was seen on the way."""
+    folder = Path(source).expanduser()
+    if not index_file(folder).is_file():
+        raise ModelError(
+            f"{source!r} cannot be run; expected a local folder that holds a whole pipeline, with a "
+            "model_index.json. Give one (hf download NAME --local-dir FOLDER), or inspect it without running it."
+        )
+    _, built = read_skeleton(source)  # Refuses a broken folder with a better message, before weights are read.
+    pipeline = _load(folder, built)
+    parts = loaded_parts(pipeline)
+    structure = _report(source, type(pipeline).__name__, parts)
+    # Quantised weights may be packed, several to an element.
+    counts = {name: _num_parameters(part.module) for name, part in built.items() if part.module is not None}
+    components = tuple(
+        replace(each, num_parameters=counts.get(each.name, each.num_parameters)) for each in structure.components
+    )
+    with reading(f"The pipeline in {folder}", "run"):
+        return replace(structure, components=_probed(pipeline, parts, components))
+
+
+def _load(folder: Path, parts: Parts) -> Any:
+    import diffusers
+    import transformers
+
+    cls = pipeline_class(folder, read_index(folder))
+    for logging in (transformers.utils.logging, diffusers.utils.logging):
+        logging.disable_progress_bar()  # Theirs are for people who load models by hand.
+    dtype = _dtype(sorted(parts.values(), key=_place))
+    given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    with reading(f"The pipeline in {folder}"), warnings.catch_warnings():
+        # diffusers 0.38 knows only this name; later versions warn about it.
+        warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
+        pipeline = cls.from_pretrained(str(folder), torch_dtype=dtype, **given)
+    check_loaded(pipeline, folder).set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:
+    """The components, with what two steps show of each denoiser that they call."""
+    probed: list[ComponentReport] = []
+    problems: list[ModelError] = []
+    for component in components:
+        module = parts[component.name].module
+        if component.anatomy and component.anatomy.stacks and module is not None:
+            try:
+                anatomy = probe_pipeline(pipeline, module)
+                component = replace(component, anatomy=anatomy, coverage=coverage(module, anatomy))
+            except ModelError as error:
+                problems.append(error)
+        probed.append(component)
+    if problems and all(component in components for component in probed):
+        raise problems[0]
+    return tuple(probed)
+
+
+def _report(source: str, class_name: str, parts: Parts) -> ModelReport:
+    dtype = str(_dtype(parts.values()) or "unknown").removeprefix("torch.")
+    ordered = sorted(parts.items(), key=lambda item: _place(item[1]))
+    components = tuple(_report_component(name, part) for name, part in ordered)
+    return ModelReport(source, class_name, dtype, components, tuple(_features(components, parts)))
+
+
+def _place(part: Part) -> int:
+    return get_args(Role).index(part.role)
+
+
+def _dtype(parts: Iterable[Part]) -> torch.dtype | None:
+    found = (main_dtype(part.module) for part in parts if part.module is not None)
+    return next(filter(None, found), None)
+
+
+def _num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _report_component(name: str, part: Part) -> ComponentReport:
+    if part.module is None:
+        return ComponentReport(name, part.role, part.cls.__name__)
+    anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
+    num_parameters, covered = _num_parameters(part.module), None
+    with as_stored({name: part}):
+        num_bytes = tensor_bytes([part.module])
+        if anatomy and anatomy.stacks:
+            stacks = [replace(stack, num_bytes=tensor_bytes(stack.modules(part.module))) for stack in anatomy.stacks]
+            anatomy = replace(anatomy, stacks=tuple(stacks))
+            covered = coverage(part.module, anatomy)
+    kind = part.kind or quantised_as(part.module)
+    return ComponentReport(name, part.role, part.cls.__name__, num_parameters, num_bytes, anatomy, covered, kind)
+
+
+def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
+    denoisers = [c for c in components if c.role == "denoiser"]
+    encoders = ", ".join(c.name for c in components if c.role == "encoder")
+    stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
+    unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
+    planned = [name for name, part in parts.items() if declared_plans(part.cls)]
+    unmovable = _unmovable(parts)
+    unknown = f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
+
+    def without_stacks(name: str, reason: str) -> FeatureReport:
+        return FeatureReport(name, None, unknown) if unbuilt else FeatureReport(name, False, reason)
+
+    if stacks:
+        blocks, plural = sum(map(len, stacks)), "s" if len(stacks) > 1 else ""
+        judged = [(c.name, c.anatomy.leader) for c in denoisers if c.anatomy and c.anatomy.leader]
+        leaders = ", ".join(f"{name}.{leader}" if len(denoisers) > 1 else leader for name, leader in judged)
+        found = f"{blocks} blocks in {len(stacks)} stack{plural}; steps are judged at {leaders}"
+        streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
+        yield FeatureReport("step cache", True, found)
+        held = f"{blocks} blocks hold {100 * streamed / max(whole, 1):.1f} % of the denoiser"
+        yield FeatureReport("layerwise offload", not unmovable, unmovable or held)
+    else:
+        nothing = "no stack of blocks was found; declare one with register_declaration"
+        yield without_stacks("step cache", nothing)
+        yield without_stacks("layerwise offload", nothing)
+    if denoisers and encoders:
+        turns = f"the denoiser takes turns with {encoders}"
+        yield FeatureReport("model offload", not unmovable, unmovable or turns)
+    else:
+        yield FeatureReport("model offload", False, "a denoiser and an encoder that can take turns are needed")
+    if planned:
+        yield FeatureReport("sequence parallel", True, f"the plan comes with {', '.join(planned)}")
+    elif stacks:
+        yield FeatureReport("sequence parallel", True, "a plan is derived from the stacks and checked before use")
+    else:
+        yield without_stacks("sequence parallel", "there is no plan, and no stack to derive one from")
+
+
+def _unmovable(parts: Parts) -> str:
+    """Why the components cannot all be offloaded, if weights are loaded that nobody can move."""
+    for name, module in [(name, part.module) for name, part in parts.items() if part.module is not None]:
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            problem = None if tensor.is_meta else problem_of(tensor)
+            if problem:
+                return f"{name}.{path} {problem}; leave {name} out: exclude={name!r}"
+    return ""
