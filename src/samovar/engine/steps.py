@@ -16,6 +16,7 @@ from ..arch import find_denoisers
 from ..cache import CacheBackend, PipelineStats
 from ..errors import CancelledRequestError, NanLatentsError
 from ..hooks import HookRegistry, ModelHook, Run
+from ..media import upright_size
 from .previews import NoPreview, decode_latents, predict_clean
 from .request import Listener, Preview, Progress, Request
 
@@ -117,10 +118,13 @@ class StepWatch:
         if not due:
             return
         scheduler = getattr(self._pipeline, "scheduler", None)
-        params = self._batch[self._slots[0][0]].params
+        request = self._batch[self._slots[0][0]]
+        params = request.params
         latents, before = (self._own(each) for each in (latents, self._before))
         clean = predict_clean(scheduler, before, latents, step)
         height, width = params.height or self._size[0], params.width or self._size[1]
+        if height is None and request.images:  # Of the same shape, as a rule.
+            width, height = upright_size(request.images[0])
         try:
             images = decode_latents(self._pipeline, clean, height, width)
             if len(images) != len(self._slots):
