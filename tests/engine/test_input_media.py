@@ -87,6 +87,7 @@ def test_our_words_are_the_pipelines() -> None:
     inputs = Inputs(("image", "mask_image", "src_audio", "control_video"))
     given = {"image": PICTURE, "mask": MASK, "audio": SOUND, "control_video": FILM}
     found = inputs.check(given, "P")
+    assert inputs.check({**given, "mask": MASK.resize((49, 32))}, "P"), "of another size, but of the same shape"
     assert set(found) == {"image", "mask_image", "src_audio", "control_video"}
     call = inputs.prepare(found, 200)
     assert (call["image"].mode, call["mask_image"].mode) == ("RGB", "L")
@@ -106,6 +107,16 @@ def test_our_words_are_the_pipelines() -> None:
         (Inputs(("image",)), {"image": [PICTURE, PICTURE]}, "image must be an image, not several images"),
         (Inputs(("video",)), {"video": "film.mp4"}, r"video must be a video, not 'film.mp4': .*read_video\(file"),
         (Inputs(("mask_image",)), {"mask": MASK, "mask_image": MASK}, "mask_image is given twice"),
+        (
+            Inputs(("image",), ("image",)),
+            {"image": PICTURE, "control_image": PICTURE},
+            "P takes no control_image beside image. Give one of them",
+        ),
+        (
+            Inputs(("image", "mask_image")),
+            {"image": PICTURE, "mask": MASK.resize((24, 24))},
+            "The mask is 24x24 and the image 24x16, which is another shape",
+        ),
     ],
 )
 def test_what_cannot_be_taken_is_said(inputs: Inputs, given: dict[str, Any], message: str) -> None:

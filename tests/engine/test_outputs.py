@@ -198,6 +198,12 @@ def test_how_long_a_sound_is_unless_somebody_says_so() -> None:
     with Omni(build(diffusers.StableAudioPipeline, RECIPES["StableAudioPipeline"]), progress=False) as omni:
         (sound,) = omni.generate("rain", num_inference_steps=1)[0].audios
         assert omni.output.seconds == pytest.approx(sound.seconds, abs=0.2)
+        half = sound.seconds / 2
+        (late,) = omni.generate("rain", num_inference_steps=1, seconds=half, audio_start_in_s=half / 2)[0].audios
+        assert late.seconds == pytest.approx(half, abs=0.2), "as long as without a start"
+        with pytest.raises(SettingError, match=r"makes at most \S+ seconds of sound, not \S+\. Ask for less") as long:
+            omni.generate("rain", seconds=2 * sound.seconds)
+        assert long.value.param == "seconds"
     assert find_output(build(diffusers.AceStepPipeline, RECIPES["AceStepPipeline"])).seconds == 60.0
 
 

@@ -118,6 +118,8 @@ def test_videos_are_listed_by_age(client: openai.OpenAI) -> None:
             client.videos.list(**query)  # type: ignore[arg-type]
     with pytest.raises(openai.BadRequestError, match=r"'limt' is not a parameter .* Did you mean 'limit'"):
         client.videos.list(extra_query={"limt": 3})
+    with pytest.raises(openai.BadRequestError, match=r"limit is given 2 times\. Give it once"):
+        client.get("/videos?limit=2&limit=3", cast_to=object)
     with pytest.raises(openai.NotFoundError) as missing:
         client.videos.list(after="video_0")
     assert missing.value.param == "after"
@@ -216,6 +218,7 @@ def test_forms_say_the_same(films: RunningServer) -> None:
         image = {"prompt": (None, PROMPT), "input_reference": ("a.png", png(), "image/png")}
         refused = http.post(VIDEOS, files=image)
         assert refused.json()["error"]["message"] == "WanPipeline takes no image. It starts from text alone."
+        assert refused.json()["error"]["param"] == "input_reference"
         for url in (data_url(png()), data_url(noise())):  # The second one is longer than any prompt.
             for body in (
                 {"json": {"prompt": PROMPT, "input_reference": {"image_url": url}}},

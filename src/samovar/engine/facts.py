@@ -13,7 +13,7 @@ from ..errors import SettingError, nearest
 from ..files import brief
 from ..media import upright_size
 from .input_media import Inputs, find_inputs
-from .outputs import OutputKind, find_output
+from .outputs import END, START, OutputKind, find_output
 from .request import OmniDiffusionSamplingParams, Request
 
 if TYPE_CHECKING:
@@ -201,11 +201,20 @@ class PipelineFacts:
             if output.kind == "video" and output.frames_argument:
                 call[output.frames_argument] = output.frames_in(params.seconds, self.fps(params) or 1.0)
             elif output.duration_argument:
-                call[output.duration_argument] = float(params.seconds)
+                call[output.duration_argument] = self._end_of(params.seconds, params.options.get(START))
             else:
                 message = f"{self.class_name} makes {output} whose duration cannot be chosen. Leave out seconds."
                 raise SettingError(message, param="seconds")
         return call
+
+    def _end_of(self, seconds: float, start: Any) -> float:
+        """What is given as the duration: some pipelines want the end of a part, which may start later."""
+        most = self.output.most_seconds
+        if most is not None and seconds > most:
+            message = f"This model makes at most {most:g} seconds of sound, not {seconds:g}. Ask for less."
+            raise SettingError(message, param="seconds")
+        is_part = self.output.duration_argument == END and isinstance(start, (int, float))
+        return float(seconds + start if is_part else seconds)
 
     def _check_option(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         if name in _COUNTS:

@@ -7,13 +7,14 @@ compares with None: it would fail, minutes later, with a message about types.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SettingError
-from ..media import Audio, Video, upright
+from ..media import Audio, Video, upright, upright_size
 from .call_code import CallCode
 
 _MEDIA = re.compile(
@@ -30,6 +31,8 @@ _WORDS = {
 """Our words, and the pipelines' words for the same."""
 INPUT_NAMES = frozenset({"mask", "last_image", "control_image", "control_video", "video", "audio"})
 """Inputs that have the same name for every pipeline; `image` is a parameter of its own."""
+_MOST_OFF = math.log(1.1)
+"""How far the shape of a mask may be from that of its image."""
 _ARTICLES = {"image": "an image", "images": "images", "video": "a video", "audio": "a sound", "mask": "a mask"}
 
 
@@ -76,9 +79,14 @@ class Inputs:
         for name, value in given.items():
             argument = self.argument(name, class_name)
             if argument in found:
-                raise SettingError(f"{name} is given twice, also as {argument}. Give it once.", param=name)
+                message = f"{name} is given twice, also as {argument}. Give it once."
+                if {"image", "control_image"} <= given.keys() and argument in ("image", "control_image"):
+                    message = f"{class_name} takes no control_image beside image. Give one of them."
+                raise SettingError(message, param=name)
             self._check_kind(name, argument, value)
             found[argument] = value
+        if self.mask is not None:
+            _check_shapes(found.get("image"), found.get(self.mask))
         return found
 
     @property
@@ -218,6 +226,15 @@ def _kind(argument: str) -> str:
         return "mask"
     others = {"waveforms": "audio", "conditioning_frames": "video", "controls": "video", "image_reference": "image"}
     return others.get(word, word)
+
+
+def _check_shapes(image: Any, mask: Any) -> None:
+    """Refuse a mask of another shape than the image: stretched, it would say something else. Its size may differ."""
+    if hasattr(image, "getexif") and hasattr(mask, "getexif"):
+        (width, height), (mask_width, mask_height) = upright_size(image), upright_size(mask)
+        if abs(math.log(width * mask_height / (height * mask_width))) > _MOST_OFF:
+            message = f"The mask is {mask_width}x{mask_height} and the image {width}x{height}, which is another shape."
+            raise SettingError(f"{message} Give a mask of the image's size.", param="mask")
 
 
 def _is_transparent(image: Any) -> bool:

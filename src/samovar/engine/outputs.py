@@ -20,7 +20,9 @@ from ..media import Audio, Video
 
 _IMAGES, _VIDEOS, _SOUNDS = ("images", "image"), ("frames", "videos", "video"), ("audios", "audio", "sound")
 _FRAME_COUNTS = ("num_frames", "video_length", "frames")
-_DURATIONS = ("audio_length_in_s", "audio_end_in_s", "audio_duration", "audio_duration_s", "duration")
+START, END = "audio_start_in_s", "audio_end_in_s"
+"""Of a pipeline that makes a part of a longer sound."""
+_DURATIONS = ("audio_length_in_s", END, "audio_duration", "audio_duration_s", "duration")
 _FRAME_RATES = ("fps", "frame_rate")
 _SAMPLE_RATES = ("output_sampling_rate", "sampling_rate", "sample_rate")
 _SOUND_PARTS = ("vocoder", "audio_vae", "sound_tokenizer", "vae", "unet")
@@ -53,6 +55,8 @@ class OutputKind:
     """The argument that sets the seconds of sound."""
     seconds: float | None = None
     """Its default."""
+    most_seconds: float | None = None
+    """Of sound, if the model has a limit."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -110,8 +114,10 @@ def find_output(pipeline: Any) -> OutputKind:
             raise ModelError(f"No part of this {cls.__name__} says how many samples of sound it makes per second.")
         duration = next((name for name in _DURATIONS if name in parameters), None)
         usual = parameters[duration].default if duration else None
-        seconds = float(usual) if isinstance(usual, (int, float)) else _longest(pipeline, rate)
-        return OutputKind(kind, field, rate=rate, duration_argument=duration, seconds=seconds)
+        longest = _longest(pipeline, rate)
+        seconds = float(usual) if isinstance(usual, (int, float)) else longest
+        most = longest if duration == END else None
+        return OutputKind(kind, field, rate=rate, duration_argument=duration, seconds=seconds, most_seconds=most)
     fps_argument = next((name for name in _FRAME_RATES if name in parameters), None)
     fps = parameters[fps_argument].default if fps_argument else None
     if not isinstance(fps, (int, float)):

@@ -186,7 +186,10 @@ class Videos:
 
 
 def _check_query(request: Request, *known: str) -> None:
-    for name in request.query_params:
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in given:
+        if name in known and given.count(name) > 1:
+            raise _bad(name, f"{name} is given {given.count(name)} times. Give it once.")
         if name not in known:
             message = f"{name[:50]!r} is not a parameter of this address. {nearest(name, known)}"
             raise ApiError(400, message, param=name[:100], code="unknown_field")
