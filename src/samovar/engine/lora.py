@@ -189,7 +189,7 @@ class Adapters:
         for name in names:
             if name not in self._loaded:
                 self._load(name, keep=names)
-        from ..other_libraries import switch_adapters  # Likewise.
+        from ..adapters import switch_adapters  # Likewise.
 
         scales = {self._inner[name]: scale for name, scale in chosen}
         switch_adapters(self._layers, scales, self._scaled)
@@ -220,7 +220,7 @@ class Adapters:
         self._make_room(size, keep or [])
         self._loaded.append(name)
         self._layers = _adapter_layers(self._pipeline)
-        from .lora_layers import quicken  # With torch, which reading settings does not need.
+        from ..adapters import quicken  # With torch, which reading settings does not need.
 
         quicken(self._layers)
 
@@ -311,7 +311,7 @@ def _load_into_packed_flux(pipeline: Any, folder: Path, inner: str, where: Mappi
 
 
 def _adapter_layers(pipeline: Any) -> list[Any]:
-    from ..other_libraries import adapter_layers
+    from ..adapters import adapter_layers
 
     parts = [part for part in pipeline.components.values() if hasattr(part, "named_parameters")]
     return adapter_layers(module for part in parts for module in part.modules())
