@@ -225,9 +225,7 @@ def run(bench: Bench, folder: Path, parts: Parts) -> None:
         if parts.is_due(f"layers/{name}", 5.0):
             parts.note(f"layers/{name}", operations(shape, bench))
     bench.clear()
-    if all(parts.get(name) is not None for name in ("bare", "adapters", *WAYS)):
-        return
-    if not parts.is_due("model", 60.0):
+    if not any(parts.is_missing(name) for name in ("bare", "adapters", *WAYS)) or not parts.is_due("model", 60.0):
         return
     subject = Subject(bench, folder)
     step_ms, peak_gib = bench.pass_ms(subject.forward)

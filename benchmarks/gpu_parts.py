@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to see that it runs")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin nothing that would end later (no limit)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep results here; what is there is not made again")
-    parser.add_argument("--again", action="store_true", help="make all of it again, whatever is there")
+    parser.add_argument("--again", action="store_true", help="make what is there again")
 
 
 class Parts:
@@ -34,18 +34,21 @@ class Parts:
         self.about = {**about, "tiny": options.tiny}
         self.rows: dict[str, Any] = {}
         self.left_out: list[str] = []
-        if self._file is not None and self._file.exists() and not options.again:
+        self._is_again: bool = options.again
+        if self._file is not None and self._file.exists():
             self.rows = json.loads(self._file.read_text(encoding="utf-8"))
             before = self.rows.get("about", {})
             differ = [name for name in _SAME if name in before and before[name] != self.about.get(name)]
-            if differ:
+            if differ and self._is_again:
+                self.rows = {}
+            elif differ:
                 what = ", ".join(f"{name} {before[name]} instead of {self.about.get(name)}" for name in differ)
                 raise SystemExit(f"{self._file} has results of another kind ({what}). Give another file, or --again.")
         self.rows = {"about": self.about} | {name: row for name, row in self.rows.items() if name != "about"}
 
     def is_due(self, name: str, takes_s: float) -> bool:
         """Whether a part is to be made now; says why not. `takes_s`: how long it may take, beside what is measured."""
-        if self.get(name) is not None:
+        if not self.is_missing(name):
             print(f"{self._clock()} {name}: is there", flush=True)
             return False
         if self._limit_s is not None and self.seconds + takes_s > self._limit_s:
@@ -57,6 +60,10 @@ class Parts:
             return False
         print(f"{self._clock()} {name} ...", flush=True)
         return True
+
+    def is_missing(self, name: str) -> bool:
+        """Whether a part is not there, or is to be made again."""
+        return self._is_again or self.get(name) is None
 
     def get(self, name: str) -> dict[str, Any] | None:
         """A part by its name, such as "flux256/max_batch_8"."""
