@@ -78,7 +78,10 @@ def test_bad_input_gets_a_message_and_exit_code_two() -> None:
             "samovar: argument COMMAND: 'genrate' is not known. Did you mean 'generate'? See samovar --help.\n",
         ),
         (["generate", "cat", "--steps", "abc"], "samovar generate: argument --steps: invalid int value: 'abc'. See"),
-        (["generate", "cat", "--stps", "5"], "samovar generate: unrecognized arguments: --stps 5. See samovar"),
+        (
+            ["generate", "cat", "--stps", "5"],
+            "samovar generate: unrecognized arguments: --stps 5. Did you mean '--steps'? See samovar",
+        ),
         (["serve", "emoji", "--port", "0", "other"], "samovar serve: unrecognized arguments: other. See samovar serve"),
     ],
 )

@@ -19,13 +19,21 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("12GiB", 12 * GIB), ("11.5 GB", 11_500_000_000), ("512 mib", 512 * 2**20), (7700, 7700), ("0B", 0), (None, None)],
+    [
+        ("12GiB", 12 * GIB),
+        ("11.5 GB", 11_500_000_000),
+        ("512 mib", 512 * 2**20),
+        (7700, 7700),
+        ("7700", 7700),
+        ("0B", 0),
+        (None, None),
+    ],
 )
 def test_parse_bytes(text: str | int | None, expected: int | None) -> None:
     assert parse_bytes(text, "gpu_memory") == expected
 
 
-@pytest.mark.parametrize("text", ["12", "GiB", "12 Gib/s", "-3GiB", -1, True, 1.5])
+@pytest.mark.parametrize("text", ["12", "1024", "9" * 30, "GiB", "12 Gib/s", "-3GiB", -1, True, 1.5])
 def test_what_is_no_size_is_refused_with_its_name(text: object) -> None:
     with pytest.raises(SettingError, match=r"gpu_memory=.*'12GiB'"):
         parse_bytes(text, "gpu_memory")  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not rest[0].startswith("-") and getattr(options, "positional_model", "") is None:
         options.positional_model = rest.pop(0)  # argparse takes an optional argument only right behind a required one.
     if rest:
-        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
+        _refuse(rest, getattr(options, "parser", parser))
     if options.run is None:
         parser.print_help(sys.stderr)
         return EXIT_BAD_INPUT
@@ -51,6 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("samovar: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _refuse(words: list[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Say which words are not known, and which option may be meant."""
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    hints = [nearest(word.partition("=")[0], known) for word in words if word.startswith("--")]
+    hint = next((hint for hint in hints if hint.startswith("Did you mean")), "")
+    parser.error(f"unrecognized arguments: {' '.join(words)}. {hint}".rstrip())
 
 
 class Parser(argparse.ArgumentParser):
