@@ -269,15 +269,14 @@ class Worker:
     def _run_batch(self, batch: Mapping[int, Request], listener: Listener) -> dict[int, Outcome]:
         slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
         made: dict[int, list[tuple[Any, int]]] = {index: [] for index in batch}
-        cache = self._cache_for(next(iter(batch.values())))
-        stats, started = list[Any](), time.perf_counter()
+        stats, started = {index: list[Any]() for index in batch}, time.perf_counter()
         for first in range(0, len(slots), self.max_batch):
             together = slots[first : first + self.max_batch]
             called, found, why = self._call(batch, together, listener)
             for (index, number), outputs in zip(together, called, strict=True):
                 made[index] += [(output, batch[index].seeds[number]) for output in outputs]
-            if cache is not None:
-                stats.append(found)
+            for index in found:
+                stats[index].append(found[index])
         seconds = time.perf_counter() - started
         return {
             index: GenerationResult(
@@ -286,7 +285,7 @@ class Worker:
                 tuple(seed for _, seed in made[index]),
                 request.params,
                 seconds,
-                cache=tuple(stats),
+                cache=tuple(stats[index]),
                 lora=request.lora,
                 notes=(f"there was no preview: {why}",) if request.num_previews and why else (),
             )
@@ -295,11 +294,11 @@ class Worker:
 
     def _call(
         self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener
-    ) -> tuple[list[list[Any]], Any, str]:
-        """What one pipeline call makes for each slot, the cache's `stats()`, and why there was no preview."""
+    ) -> tuple[list[list[Any]], dict[int, Any], str]:
+        """What one pipeline call makes for each slot, what the cache did by request, and why there was no preview."""
         import torch
 
-        from .steps import StepWatch, follow_steps
+        from .steps import StepWatch, follow_steps, stats_of
 
         lead = batch[slots[0][0]]
         call = self.facts.check(lead) | self.facts.inputs_of(lead)
@@ -320,8 +319,9 @@ class Worker:
                     output = call_pipeline(lane.pipeline, prompts, seeds, call, lane.note_draws, is_alone=lane.is_alone)
                     made = take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
                     # Of two lanes, another call may have begun since the steps of this one.
-                    found = watch.last_stats if self.num_lanes > 1 else None
-                    return made, found or (None if cache is None else cache.stats()), watch.no_preview
+                    found = (watch.last_stats if self.num_lanes > 1 else None) or (cache and cache.stats())
+                    stats = {index: stats_of(found, slots, index) for index in dict(slots) if cache is not None}
+                    return made, stats, watch.no_preview
         except SamovarError:
             raise
         except BaseException as error:
