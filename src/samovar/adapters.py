@@ -107,7 +107,7 @@ def _is_merged(settings: dict[str, Any] | None) -> bool:
 # ------------------------------------------------------------------------------------------------ layers
 
 # To a layer's output peft adds two products, times a scale, which is 1 for most adapters. On a GPU the multiplication
-# takes a third of all that an adapter costs: it reads and writes the whole output. Here a scale of 1 costs nothing, and
+# moves a third of all bytes that an adapter costs: it reads and writes the whole output. Here a scale of 1 costs nothing, and
 # a power of two is applied between the products, where the tensor is as narrow as the adapter's rank; neither changes
 # how anything is rounded. All else is left to peft.
 
