@@ -353,4 +353,6 @@ def header(device: str | torch.device, *packages: str) -> dict[str, Any]:
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    new = path.with_name(f"{path.name}.new")  # A run that is ended half-way leaves what was there.
+    new.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    new.replace(path)

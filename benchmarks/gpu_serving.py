@@ -1,13 +1,13 @@
 """What do batches and overlap bring, with many clients? The engine's own queue and workers, without HTTP.
 
-    python benchmarks/gpu_serving.py --only builtin --json benchmarks/results/gpu_serving.json    # likewise:
-    python benchmarks/gpu_serving.py --only flux256 --json benchmarks/results/gpu_serving.json    # flux1024, overlap
+    python benchmarks/gpu_serving.py --json benchmarks/results/gpu_serving.json --seconds 500
     python benchmarks/gpu_serving.py --tiny                   # all of it at tiny size on a CPU, to see that it runs
 
-`builtin` is the model that comes with Samovar; the others are FLUX.1 of full size (denoiser, T5-XXL, CLIP-L and VAE)
-with random weights that are made on the GPU. Each client asks for its next image as soon as it has its last one. A
-worker is a thread here and not a process, so that a model need not be written to a disk and read again; the rest is
-the engine of `samovar serve`. Each part is added to the file as soon as it is there, and takes under 100 s.
+`builtin` is the model that comes with Samovar, `cached` the same with the cache "auto"; the others are FLUX.1 of full
+size (denoiser, T5-XXL, CLIP-L and VAE) with random weights that are made on the GPU. Each client asks for its next
+image as soon as it has its last one. A worker is a thread here and not a process, so that a model need not be written
+to a disk and read again; the rest is the engine of `samovar serve`. Each row is kept in the file as soon as it is
+there, and not made again; --only makes some parts.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import argparse
 import contextlib
 import gc
 import hashlib
-import json
 import queue
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import gpu_models
 import torch
 from gpu_bench import gib
+from gpu_parts import Parts, add_options
 
 from samovar.builtin import BUILTIN_MODELS
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Supervisor, Worker
@@ -39,7 +38,11 @@ from samovar.engine.request import Done, Event, Listener
 PROMPT = "a photograph of a samovar on a garden table, number {}"
 FEW = 4
 """Steps of a distilled model."""
-GOALS = {"builtin": 8.0, "flux256": 1.7, "flux1024": 0.9}
+GOALS = {"builtin": 8.0, "flux256": 1.7, "flux512": 1.0, "flux1024": 1.0, "streamed": 0.9}
+"""Of the ratio of each part. Nowhere may a batch be slower than one at a time, but for what a measurement varies."""
+START_S, BUILD_S, MOVE_S = 25.0, 40.0, 60.0
+"""How long an engine takes beside what is measured, from its start to the last answer; FLUX.1 until it is made; and its
+weights to the host and back."""
 
 
 class Scale(NamedTuple):
@@ -234,86 +237,85 @@ def flux(scale: Scale, tiny: bool) -> Any:
 # ------------------------------------------------------------------------------------------------ the parts
 
 
-class Report:
-    """Says what is there, and keeps it."""
+class Benchmark:
+    """The rows that are asked for, one after the other."""
 
-    def __init__(self, file: Path | None, about: dict[str, Any]) -> None:
-        self.file = file
-        self.rows: dict[str, Any] = json.loads(file.read_text()) if file is not None and file.exists() else {}
-        self.rows["about"] = about
+    def __init__(self, scale: Scale, tiny: bool, parts: Parts) -> None:
+        self.scale, self.tiny, self.parts = scale, tiny, parts
+        self._flux: Any = None
 
-    def add(self, part: str, name: str, row: dict[str, Any]) -> dict[str, Any]:
-        print(f"{part} {name}: {json.dumps(row)}", flush=True)
-        self.rows.setdefault(part, {})[name] = row
-        if self.file is not None:
-            gpu_models.write(self.file, self.rows)
-        return row
+    def flux(self) -> Any:
+        """Made once, if a row needs it."""
+        if self._flux is None:
+            self._flux = flux(self.scale, self.tiny)
+        return self._flux
 
-    def ratio(self, part: str, one: dict[str, Any], other: dict[str, Any], what: str) -> None:
-        ratio = round(one["images_s"] / other["images_s"], 3)
-        self.add(part, "ratio", {"of": what, "ratio": ratio, "goal": GOALS.get(part)})
+    def row(self, name: str, clients: int, side: int = 0, steps: int | None = None, **settings: Any) -> None:
+        """Images a second of an engine with these settings; of FLUX.1 if they have sides."""
+        takes_s = self.scale.seconds + START_S + MOVE_S * ("offload" in settings)
+        takes_s += BUILD_S if side and self._flux is None else 0.0
+        if not self.parts.is_due(name, takes_s):
+            return
+        size = {"height": side, "width": side, "max_sequence_length": self.scale.tokens} if side else {}
+        params = {"num_inference_steps": 2 if self.tiny else steps}
+        with serving(self.flux() if side else None, self.scale, defaults=size, **settings) as served:
+            self.parts.note(name, load(served, self.scale, clients, **params))
 
+    def ratio(self, part: str, one: str, others: Sequence[str], what: str) -> None:
+        """One row over the best of others, once all are there."""
+        rows = [self.parts.get(f"{part}/{name}") for name in (one, *others)]
+        if None not in rows:
+            first, *rest = [row["images_s"] for row in rows if row is not None]
+            found = {"of": what, "ratio": first / max(rest), "goal": GOALS.get(part)}
+            self.parts.note(f"{part}/ratio", found)
 
-def batches(part: str, pipe: Any, scale: Scale, report: Report, clients: int, size: int, **params: Any) -> None:
-    """As many clients, one at a time and together."""
-    rows = {}
-    defaults = {} if pipe is None else {"height": size, "width": size, "max_sequence_length": scale.tokens}
-    for most in (1, clients):
-        with serving(pipe, scale, max_batch=most, defaults=defaults) as served:
-            rows[most] = report.add(part, f"max_batch_{most}", load(served, scale, clients, **params))
-    report.ratio(part, rows[clients], rows[1], f"max_batch {clients} over 1, {clients} clients")
+    def batches(self, part: str, clients: int, side: int = 0, steps: int | None = None, **settings: Any) -> None:
+        """As many clients, one at a time and together."""
+        for most in (1, clients):
+            self.row(f"{part}/max_batch_{most}", clients, side, steps, max_batch=most, **settings)
+        self.ratio(part, f"max_batch_{clients}", ["max_batch_1"], f"max_batch {clients} over 1, {clients} clients")
 
+    def builtin(self) -> None:
+        self.batches("builtin", 4 if self.tiny else 16)
 
-def builtin(scale: Scale, tiny: bool, report: Report) -> None:
-    batches("builtin", None, scale, report, 4 if tiny else 16, 0, num_inference_steps=2 if tiny else None)
+    def cached(self) -> None:
+        self.batches("cached", 4 if self.tiny else 16, cache="auto")
 
+    def flux256(self) -> None:
+        self.batches("flux256", 8, self.scale.small, self.scale.steps)
 
-def flux256(scale: Scale, tiny: bool, report: Report) -> None:
-    batches("flux256", flux(scale, tiny), scale, report, 8, scale.small, num_inference_steps=scale.steps)
+    def flux512(self) -> None:
+        self.batches("flux512", 8, self.scale.small * 2, self.scale.steps)
 
+    def flux1024(self) -> None:
+        self.batches("flux1024", 4, self.scale.large, FEW)
 
-def flux1024(scale: Scale, tiny: bool, report: Report) -> None:
-    """Streamed at the least memory with four clients, beside resident."""
-    pipe, scale = flux(scale, tiny), scale._replace(seconds=scale.seconds * 2 / 3)
-    size = {"height": scale.large, "width": scale.large, "max_sequence_length": scale.tokens}
-    rows = {}
-    for name, settings in (("resident", {}), ("streamed", {"offload": "layerwise"})):
-        with serving(pipe, scale, max_batch=4, defaults=size, **settings) as served:
-            for clients in (1, 4):
-                found = load(served, scale, clients, num_inference_steps=FEW)
-                rows[f"{name}_{clients}"] = report.add("flux1024", f"{name}_{clients}_clients", found)
-    best = max(rows["resident_1"], rows["resident_4"], key=lambda row: row["images_s"])
-    report.ratio("flux1024", rows["streamed_4"], best, "streamed with 4 clients over the better of resident")
+    def streamed(self) -> None:
+        """At the least memory with four clients, beside resident."""
+        self.row("streamed/resident_1_client", 1, self.scale.large, FEW, max_batch=4)
+        self.row("streamed/resident", 4, self.scale.large, FEW, max_batch=4)
+        self.row("streamed/streamed", 4, self.scale.large, FEW, max_batch=4, offload="layerwise")
+        resident = ["resident", "resident_1_client"]
+        self.ratio("streamed", "streamed", resident, "streamed with 4 clients over the better of resident")
 
-
-def overlap(scale: Scale, tiny: bool, report: Report) -> None:
-    """With two clients and few steps, where it can bring most; then the built-in model."""
-    pipe, scale = flux(scale, tiny), scale._replace(seconds=scale.seconds * 2 / 3)
-    size = {"height": scale.large, "width": scale.large, "max_sequence_length": scale.tokens}
-    report.add("overlap", "stages_ms", stages(pipe, scale))
-    rows = {}
-    for on in (False, True):
-        with serving(pipe, scale, overlap=on, defaults=size) as served:
-            found = load(served, scale, 2, num_inference_steps=FEW)
-            rows[on] = report.add("overlap", f"flux_{FEW}_steps_{'on' if on else 'off'}", found)
-    compare(report, f"flux_{FEW}_steps", rows)
-    del pipe
-    rows = {}
-    for on in (False, True):
-        with serving(None, scale, overlap=on) as served:
-            found = load(served, scale, 2, num_inference_steps=2 if tiny else None)
-            rows[on] = report.add("overlap", f"builtin_{'on' if on else 'off'}", found)
-    compare(report, "builtin", rows)
-
-
-def compare(report: Report, name: str, rows: dict[bool, dict[str, Any]]) -> None:
-    ratio = round(rows[True]["images_s"] / rows[False]["images_s"], 3)
-    report.add("overlap", f"{name}_ratio", {"ratio": ratio, "same_bits": rows[True]["first"] == rows[False]["first"]})
+    def overlap(self) -> None:
+        """With two clients and few steps, where it can bring most; then the built-in model."""
+        if self.parts.is_due("overlap/stages", START_S + BUILD_S):
+            self.parts.note("overlap/stages", stages(self.flux(), self.scale))
+        for on in (False, True):
+            self.row(f"overlap/flux_{'on' if on else 'off'}", 2, self.scale.large, FEW, overlap=on)
+        for on in (False, True):
+            self.row(f"overlap/builtin_{'on' if on else 'off'}", 2, overlap=on)
+        for model in ("flux", "builtin"):
+            on_row, off_row = (self.parts.get(f"overlap/{model}_{word}") for word in ("on", "off"))
+            if on_row is not None and off_row is not None:
+                found = {"ratio": on_row["images_s"] / off_row["images_s"]}
+                self.parts.note(f"overlap/{model}_ratio", found | {"same_bits": on_row["first"] == off_row["first"]})
 
 
 @torch.no_grad()
 def stages(pipe: Any, scale: Scale) -> dict[str, Any]:
-    """Milliseconds of what could be overlapped, and of a step."""
+    """Milliseconds of what could be overlapped."""
     side = scale.large // pipe.vae_scale_factor
     latents = torch.randn(1, 16, side, side, device=scale.device, dtype=scale.dtype)
 
@@ -327,29 +329,23 @@ def stages(pipe: Any, scale: Scale) -> dict[str, Any]:
     return {name: gpu_models.summary(gpu_models.times_ms(call, scale.device, 5)) for name, call in found.items()}
 
 
-PARTS: dict[str, Callable[[Scale, bool, Report], None]] = {
-    "builtin": builtin,
-    "flux256": flux256,
-    "flux1024": flux1024,
-    "overlap": overlap,
-}
+PARTS = ("builtin", "cached", "flux256", "flux1024", "streamed", "overlap", "flux512")
+"""Those with a goal first."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=tuple(PARTS), help="one part (all)")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
-    parser.add_argument("--seconds", type=float, help="of each measurement (12; 1.5 with --tiny)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept, beside those that are there")
+    add_options(parser)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts (all)")
+    parser.add_argument("--each", type=float, metavar="S", help="seconds of each measurement (12; 1.5 with --tiny)")
     options = parser.parse_args(arguments)
     scale = TINY if options.tiny else FULL
-    scale = scale._replace(seconds=options.seconds or scale.seconds)
-    report = Report(options.json, gpu_models.header(scale.device) | {"tiny": options.tiny})
-    for name in PARTS if options.only is None else (options.only,):
-        started = time.perf_counter()
-        PARTS[name](scale, options.tiny, report)
-        print(f"{name}: {time.perf_counter() - started:.0f} s in all", flush=True)
-    return 0
+    scale = scale._replace(seconds=options.each or scale.seconds)
+    parts = Parts(options, gpu_models.header(scale.device))
+    benchmark = Benchmark(scale, options.tiny, parts)
+    for name in options.only:
+        getattr(benchmark, name)()
+    return parts.end()
 
 
 if __name__ == "__main__":

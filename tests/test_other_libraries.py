@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,8 +20,6 @@ def test_a_plain_module_has_no_marks() -> None:
     assert others.attention_backend(module) is None
     assert others.declared_plans(module) == {}
     assert not others.has_cache_dit(module)
-    assert others.loaded_adapters(module) == ()
-    assert others.adapter_settings(module) is None
     assert others.repeated_blocks(module) == others.unsplit_modules(module) == ()
     assert others.streamed_lists(module) == {}
     assert others.scheduler_step(module) is others.pipeline_steps(module) is None
@@ -84,41 +81,7 @@ def test_where_a_scheduler_is() -> None:
     assert others.scheduler_step(scheduler) == 3
 
 
-def test_an_attention_backend_and_adapters() -> None:
+def test_an_attention_backend() -> None:
     module = torch.nn.Linear(2, 2)
     module.processor = SimpleNamespace(_attention_backend=SimpleNamespace(value="sage"))
     assert others.attention_backend(module) == "sage"
-    module.scaling, module._active_adapter = {"style": 0.5}, ["style"]  # type: ignore[assignment]
-    before = others.adapter_settings(module)
-    assert before is not None
-    assert before["style"] == 0.5
-    module._active_adapter.append("other")  # type: ignore[operator]
-    assert others.adapter_settings(module) != before
-
-
-def test_adapters_are_switched_as_peft_does() -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    given = torch.randn(2, 4)
-    bare = model(given)
-    for name, target in (("one", "0"), ("two", "1")):
-        config = LoraConfig(r=2, lora_alpha=3, target_modules=[target], init_lora_weights=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inject_adapter_in_model(config, model, name)
-    layers = others.adapter_layers(model.modules())
-    assert len(layers) == 2
-    for names, scales in ((["one"], [0.5]), (["one", "two"], [1.0, -2.0]), (["two"], [1.0])):
-        for layer in layers:
-            layer.enable_adapters(True)
-            layer.set_adapter(names)
-            for name, scale in zip(names, scales, strict=True):
-                layer.set_scale(name, scale)
-        expected = model(given)
-        others.switch_adapters(layers, {})
-        assert torch.equal(model(given), bare)
-        others.switch_adapters(layers, dict(zip(names, scales, strict=True)))
-        assert torch.equal(model(given), expected)
-        assert not torch.equal(expected, bare)

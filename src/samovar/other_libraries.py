@@ -6,10 +6,9 @@ Their marks are not part of any type and can only be read by name. The names sta
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -211,44 +210,12 @@ def kept_in_float32(model: torch.nn.Module, dtype: torch.dtype | None = None) ->
     return frozenset(always if is_exempt else (*always, *_strings(model, "_keep_in_fp32_modules")))
 
 
-# ------------------------------------------------------------------------------------------------ cache-dit, peft
+# ------------------------------------------------------------------------------------------------ cache-dit
 
 
 def has_cache_dit(part: Any) -> bool:
     """Whether cache-dit is enabled on a pipeline or a model."""
     return bool(getattr(part, "_is_cached", False))
-
-
-def loaded_adapters(model: torch.nn.Module) -> tuple[str, ...]:
-    """The names of the adapters that peft has put into a model."""
-    return tuple(vars(model).get("peft_config") or ())
-
-
-def adapter_settings(module: torch.nn.Module) -> dict[str, Any] | None:
-    """The scales of peft's adapters on a layer, and which of them are active; None if the layer has none."""
-    entries = vars(module)
-    if not isinstance(entries.get("scaling"), Mapping):
-        return None
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
-    return dict(entries["scaling"]) | {name: copy.copy(entries.get(name)) for name in names}
-
-
-def adapter_layers(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """The layers that peft has put adapters on."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [module for module in modules if isinstance(module, BaseTunerLayer)]
-
-
-def switch_adapters(layers: Iterable[Any], scales: Mapping[str, float]) -> None:
-    """Use these adapters, and no others, in layers that peft made: as peft's own methods, without marking weights as
-    trainable: in a large model that takes a tenth of a second."""
-    names = list(scales)
-    for layer in layers:
-        layer._active_adapter = names
-        layer._disable_adapters = not names
-        for name, scale in scales.items():
-            layer.set_scale(name, scale)
 
 
 # ------------------------------------------------------------------------------------------------ hints about blocks

@@ -344,5 +344,8 @@ def test_the_error_is_told() -> None:
     assert judged[0].step == 3
     assert all(steps[step.step - 1].computed for step in judged), "after each computed step"
     assert stats.error == steps[-1].accumulated
+    sums = [step.accumulated or 0.0 for step in steps]
+    for first in (step.step for step in steps if not step.computed and steps[step.step - 1].computed):
+        assert sums[first] > sums[first - 2], "a gap counts from its first step on, the last one too"
     assert "may have moved the sample by" in str(stats)
     assert stats.to_dict()["error"] == pytest.approx(stats.error, abs=1e-6)

@@ -136,8 +136,10 @@ def test_the_error_of_all_gaps_is_summed() -> None:
     image = Image()
     image.set_gap(0.5, 1, 3, 2, 0.01)
     assert image.error == 0.0, "nothing was skipped"
-    image.set_gap(0.002, 1, 6, 3, 0.01)
-    assert image.error == pytest.approx(0.006)
+    image.set_gap(0.002, 1, 6, 3, 0.006)
+    assert (image.gap, image.error) == (2, pytest.approx(0.006 + 0.006 * (2 / 3) ** 2.5)), "that of the next gap too"
+    image.set_gap(0.004, 1, 8, 6, 0.001)
+    assert (image.gap, image.error) == (1, pytest.approx(0.006 + 0.008)), "now it is judged, and there is no other"
 
 
 def test_branches_of_other_steps_do_not_count() -> None:

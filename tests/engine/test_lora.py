@@ -342,7 +342,26 @@ def test_replayed_forwards_follow_a_switch(lora: dict[str, str], expected: Mappi
     with simulated, Omni(tiny_flux_pipeline(), lora=lora, device="cpu", compile="graphs") as omni:
         for order in ORDERS:
             assert np.array_equal(made_by(omni, order), expected[str(order)]), order
-        assert "48 calls replayed, 12 run" in str(omni.explain())
+        assert "52 calls replayed, 8 run" in str(omni.explain())
+
+
+def test_scales_that_others_ask_for_cost_nobody_a_recording(lora: dict[str, str]) -> None:
+    def run() -> int:
+        return int(str(omni.explain()).split(" calls replayed, ")[1].split(" run")[0])
+
+    simulated = recording_by(SimulatedRecorder(), torch.device("cpu"))
+    with simulated, Omni(tiny_flux_pipeline(), lora=lora, device="cpu", compile="graphs") as omni:
+        for order in (None, "ink"):
+            made_by(omni, order)
+        before = run()
+        for scale in (0.5, 0.25):
+            made_by(omni, {"name": "pixel", "scale": scale})
+            with_scale = run()
+            assert with_scale == before + 2, "that is another form"
+            for order in (None, "ink"):
+                made_by(omni, order)
+            before = run()
+            assert before == with_scale
 
 
 def test_what_cannot_be_attached_leaves_no_adapters(lora: dict[str, str]) -> None:

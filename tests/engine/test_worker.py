@@ -275,12 +275,19 @@ def test_auto_decides_for_each_image_of_a_batch(automatic: Worker) -> None:
     """Together they are what they are alone, up to rounding, with the steps computed that each needs."""
     requests = [ask("a cat", seed=3, num_inference_steps=12), ask("an owl with a hat", seed=9, num_inference_steps=12)]
     requests = [replace(request, tolerance=1.0) for request in requests]
-    together = automatic.run(requests)
-    for request, result in zip(requests, together, strict=True):
+    told: list[tuple[int, Event]] = []
+    together = automatic.run(requests, Listener(lambda index, event: told.append((index, event)), lambda index: False))
+    for number, (request, result) in enumerate(zip(requests, together, strict=True)):
         (alone,) = automatic.run([request])
         assert not isinstance(result, SamovarError)
         assert not isinstance(alone, SamovarError)
         assert alone.cache[0].skipped > 0
+        mine, own = (made.cache[0].denoisers["transformer"] for made in (result, alone))
+        assert mine.branches["cond"].mask == own.branches["cond"].mask, "each hears of its own steps"
+        assert mine.error == pytest.approx(own.error, rel=1e-3)
+        assert mine.to_dict().keys() == own.to_dict().keys()
+        flags = [event.is_computed for index, event in told if index == number and isinstance(event, Progress)]
+        assert flags == [letter == "#" for letter in own.branches["cond"].mask]
         assert np.abs(pixels(result.images[0]).astype(int) - pixels(alone.images[0])).max() <= 1
 
 

@@ -17,7 +17,9 @@ ANSWERS: dict[str, tuple[int, bytes]] = {
     "a page": (502, b"<html>Bad gateway</html>"),
     "ours": (429, b'{"error": {"message": "full", "type": "rate_limit_error", "param": null, "code": "queue_full"}}'),
     "vllm's": (400, b'{"error": {"message": "no", "type": "BadRequestError", "code": null}}'),
+    "vllm's with a number": (404, b'{"error": {"message": "no", "type": "NotFoundError", "param": null, "code": 404}}'),
     "fastapi's": (422, b'{"detail": [{"msg": "no"}]}'),
+    "vllm-omni's": (503, b'{"detail": "The engine\\n is busy"}'),
 }
 
 

@@ -15,7 +15,7 @@ from samovar.lab.load import Answer, LoadConfig, LoadReport, percentile, run_loa
 
 COUNTED = {
     "HTTP 200 without an image": 2, "HTTP 502, not JSON": 1, "HTTP 429 queue_full": 1, "HTTP 400 BadRequestError": 1,
-    "HTTP 422": 1, "RemoteDisconnected": 1,
+    "HTTP 404 NotFoundError": 1, "HTTP 422 no": 1, "HTTP 503 The engine is busy": 1, "RemoteDisconnected": 1,
 }  # fmt: skip
 
 
@@ -80,6 +80,14 @@ def test_every_answer_of_another_server_is_counted_as_what_it_is() -> None:
 def test_a_load_that_cannot_be_is_refused(how: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         LoadConfig(**how)
+
+
+def test_an_address_may_end_with_its_version() -> None:
+    with stranger() as url:
+        config = LoadConfig(f"{url}/base/v1/", num_requests=1, prompts=["an image"])
+        assert run_load(config).succeeded == 1
+        assert served_model(config) == "theirs"
+    assert [body["path"] for body in Stranger.asked] == ["/base/v1/images/generations"]
 
 
 def test_a_server_that_is_not_there_is_no_result() -> None:

@@ -213,14 +213,17 @@ def test_what_cannot_be_shared_is_not(memory: Path, tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        assert shared_copy([(0, truth)], 7000, fill_with(1, log)) is None
+        with pytest.warns(UserWarning, match=r"6.84 KiB of weights cannot be shared .*: No space left .* --shm-size"):
+            assert shared_copy([(0, truth)], 7000, fill_with(1, log)) is None
     assert not copies(memory)
     name = shared._name_of([(0, truth)], 7000)[0]
     (memory / name).touch(mode=0o666)
     (memory / name).chmod(0o666)
     shared._sweep(os.getpid())
-    assert shared_copy([(0, truth)], 7000, fill_with(1, log)) is None, "others could have written to it"
+    with pytest.warns(UserWarning, match="is somebody else's"):
+        assert shared_copy([(0, truth)], 7000, fill_with(1, log)) is None, "others could have written to it"
     monkeypatch.setattr(shared, "FOLDER", memory / "nowhere")
     shared._locks.cache_clear()
-    assert shared_copy([(0, truth)], 7000, fill_with(1, log)) is None
+    with pytest.warns(UserWarning, match="cannot be shared"):
+        assert shared_copy([(0, truth)], 7000, fill_with(1, log)) is None
     assert log == []

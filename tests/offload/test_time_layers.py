@@ -293,6 +293,33 @@ def test_adapters_come_change_and_go(which: str, is_within: bool) -> None:
     assert same_state(bare.transformer, pipe.transformer)
 
 
+def test_a_switch_back_to_an_adapter_finds_what_was_computed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    for one in (bare, pipe):
+        adapt(one, "modulations")
+    searches: list[Any] = []
+    search = time_layers.find_tape
+    monkeypatch.setattr(
+        time_layers, "find_tape", lambda *given, **named: searches.append(given) or search(*given, **named)
+    )
+    offloaded = ahead(pipe)
+    switches: list[Callable[[Any], None]] = [
+        lambda pipe: pipe.transformer.disable_adapters(), lambda pipe: pipe.transformer.enable_adapters(),
+    ]  # fmt: skip
+    for number in range(6):
+        for one in (bare, pipe):
+            switches[number % 2](one)
+        assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
+        kinds = min(number + 1, 2)
+        assert (len(searches), stats(offloaded).computed_steps) == (kinds, 2 * STEPS * kinds), "of two branches"
+    for one in (bare, pipe):  # What merging leaves of the weights is not what they were.
+        one.transformer.fuse_lora()
+        one.transformer.unfuse_lora()
+    assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
+    assert stats(offloaded).computed_steps == 3 * 2 * STEPS
+    offloaded.detach()
+
+
 def test_an_adapter_that_was_there_before() -> None:
     bare, pipe = FLUX.build(0), FLUX.build(0)
     for one in (bare, pipe):

@@ -87,6 +87,15 @@ def test_a_server_does_not_lose_more_by_default_than_it_allows() -> None:
         AppState(AsyncOmni("emoji", device="cpu", cache="auto"), ServerConfig(max_tolerance=0.01))
     assert refused.value.param == "max_tolerance"
     AppState(AsyncOmni("emoji", device="cpu", tolerance=0.01), ServerConfig(max_tolerance=0.01))
+    AppState(AsyncOmni("emoji", device="cpu"), ServerConfig(max_tolerance=0.01))
+
+
+@pytest.mark.parametrize("cache", ["tea_cache", "forecast"])
+def test_a_limit_that_a_cache_cannot_keep_is_refused(cache: str) -> None:
+    with pytest.raises(
+        SettingError, match=r"max_tolerance=0.02 cannot be kept by the cache .* Choose the cache 'auto'"
+    ):
+        AppState(AsyncOmni("emoji", device="cpu", cache=cache), ServerConfig(max_tolerance=0.02))
 
 
 @pytest.mark.parametrize("name", ["other", "../emoji", "/etc/passwd", "emoji/", "emoji\x00", "%2e%2e", "EMOJI"])
@@ -173,6 +182,10 @@ def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:
     omni: Any = SimpleNamespace(defaults=defaults, can_edit=False, config=config, output=OutputKind(), facts=facts)
     with pytest.raises(SettingError, match=says):
         AppState(omni, ServerConfig(limits=limits)).open()
+    omni.facts = PipelineFacts("Tiny", frozenset(), 16, defaults)
+    with pytest.raises(SettingError, match=r"would all be refused: height must be a multiple of 16 .*, not 30: try 16"):
+        AppState(omni, ServerConfig()).open()
+    omni.facts = facts
     opened = AppState(omni, ServerConfig())
     opened.open()
     assert (opened.phase, opened.is_loaded) == ("serving", True)
@@ -183,9 +196,7 @@ async def make_video(folder: Path, jobs: Path) -> None:
     call: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "seed": 2}
     async with AsyncOmni(str(folder), device="cpu") as omni:
         few = Limits(max_frames=160)
-        with pytest.raises(
-            SettingError, match=r"defaults are above a limit. The video has 161 frames; the limit is 160"
-        ):
+        with pytest.raises(SettingError, match=r"would all be refused: The video has 161 frames; the limit is 160"):
             AppState(omni, ServerConfig(limits=few, jobs=jobs)).open()
         state = AppState(omni, ServerConfig(jobs=jobs))
         state.open()

@@ -13,7 +13,8 @@ import pytest
 from samovar.engine import Done, Failed, GenerationResult, OmniDiffusionSamplingParams, Progress, Started
 from samovar.engine.lora import Adapter
 from samovar.errors import QueueFullError, SettingError
-from samovar.server import ServerConfig
+from samovar.omni import AsyncOmni
+from samovar.server import AppState, ServerConfig, create_app
 from samovar.server.guard import Guard
 from samovar.server.traces import Traces, account_of, keep_account
 
@@ -100,6 +101,70 @@ def test_a_request_is_a_span_below_the_clients_with_its_parts() -> None:
     assert generate.times[1] - generate.times[0] == pytest.approx(2e9)  # type: ignore[operator]
     assert request.times[1] is not None, "it ended"
     assert "secret" not in str([span.attributes for span in recorder.spans])
+
+
+class Everything(trace.TracerProvider, trace.Tracer):  # type: ignore[misc, name-defined]
+    """Keeps the names of all spans, whoever starts them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def get_tracer(self, *given: Any, **named: Any) -> Any:
+        return self
+
+    def start_span(self, name: str, *given: Any, **named: Any) -> Any:
+        self.names.append(name)
+        return trace.NonRecordingSpan(trace.SpanContext(7, 8, is_remote=False))
+
+    def start_as_current_span(self, name: str, *given: Any, **named: Any) -> Any:
+        return trace.use_span(self.start_span(name))
+
+
+def test_a_request_is_one_span_of_the_whole_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FastAPI has spans of its own."""
+    provider = Everything()
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    app = create_app(AppState(AsyncOmni("emoji", device="cpu"), ServerConfig()))
+
+    async def ask() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            wrong = await http.post("/v1/images/generations", json={"prompt": 3})
+            return [(await http.get("/live")).status_code, wrong.status_code]
+
+    assert asyncio.run(ask()) == [200, 400]
+    assert provider.names == ["POST", "GET"]
+
+
+def test_the_sdk_gets_one_tree_for_a_request() -> None:
+    """With OpenTelemetry's own SDK, if it is installed."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        keep_account(scope, job(Started(0.5), *STEPS, Done(RESULT)))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    guard = Guard(app, ServerConfig(), lambda *_: None)
+    guard._traces._tracer = provider.get_tracer("samovar")
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost") as http:
+            await http.post("/x", headers={"traceparent": PARENT})
+
+    asyncio.run(ask())
+    queue, generate, request = exporter.get_finished_spans()
+    assert [span.name for span in (queue, generate, request)] == ["queue", "generate", "POST other"]
+    assert {span.parent.span_id for span in (queue, generate)} == {request.context.span_id}
+    assert f"{request.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert {f"{span.context.trace_id:032x}" for span in (queue, generate, request)} == {PARENT.split("-")[1]}
+    assert generate.end_time - generate.start_time == pytest.approx(2e9)
+    assert request.attributes["samovar.lora"] == "ink"
 
 
 def test_without_the_package_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from .model import About, CacheableModel, Forward, Instruction, Outcome, side_ef
 from .pace import LEAST_KNOWN, Judged, numbers_in
 from .rows import Tensors, chosen
 from .some_rows import SomeRows
-from .stats import StepRecord
+from .stats import WITHIN, StepRecord
 from .step import AGAIN, Call, Plan, computed_alone, stray, times_on_device
 
 _asked: ContextVar[float | None] = ContextVar("samovar_tolerance", default=None)
@@ -174,7 +174,7 @@ class AutoSteps(NamedTuple):
             judged = pace.judge(history, self._samples(call), clock.step.total, summed)
             pace.set_gaps(history, self._agreed(judged, call), self.tolerance, clock.step.total)
         pace.due = [clock.index >= image.due for image in pace.images]
-        return _DUE if any(pace.due) else Verdict("skip", "within the tolerance")
+        return _DUE if any(pace.due) else Verdict("skip", WITHIN)
 
     def _samples(self, call: Call) -> list[torch.Tensor]:
         """The samples of a call. Ranks split them before this, but some gather their outputs inside."""
@@ -196,8 +196,11 @@ class AutoSteps(NamedTuple):
     def take(self, call: Call, plan: Plan) -> tuple[StepRecord, Outcome]:
         """Compute the step, or leave it out."""
         is_computed, images = plan.verdict.action == "compute", call.clock.pace.images
-        error = max((image.error for image in images), default=0.0)
-        record = StepRecord(call.clock.index, is_computed, plan.verdict.reason, call.clock.pace.drift, error)
+        errors = tuple(image.error for image in images)
+        record = StepRecord(
+            call.clock.index, is_computed, plan.verdict.reason, call.clock.pace.drift, max(errors, default=0.0),
+            errors=errors if len(errors) > 1 else (),
+        )  # fmt: skip
         if not is_computed:
             return record, Outcome(None, computed=False)
         some = self._some(call, plan)

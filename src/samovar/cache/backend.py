@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -63,6 +63,10 @@ class PipelineStats:
     @property
     def skipped(self) -> int:
         return sum(stats.skipped for stats in self.denoisers.values())
+
+    def of_images(self, which: Sequence[int], count: int) -> PipelineStats:
+        """The same for some images of a batch of `count` alone."""
+        return PipelineStats({name: stats.of_images(which, count) for name, stats in self.denoisers.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

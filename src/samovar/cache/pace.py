@@ -68,8 +68,13 @@ class Image:
         """The weights of computed steps in its last skipped one, if none was computed since."""
         self.used: list[float] = [1.0]
         """The same of the step before its last computed one."""
-        self.error = 0.0
+        self._judged = self._expected = 0.0
+        """The errors of its gaps that were judged, and that of the one after them."""
+
+    @property
+    def error(self) -> float:
         """How far all of its skipped steps may have taken it off its way."""
+        return self._judged + self._expected
 
     def set_gap(
         self, drift: float, order: float, number: int, before: int, tolerance: float, num_steps: int = _USUAL_STEPS
@@ -77,12 +82,14 @@ class Image:
         """The next gap, from the error of a forecast over the last one, which ended at step `number`."""
         distance = number - before
         error = drift * distance
-        self.error += error if distance > 1 else 0.0
+        self._judged += error if distance > 1 else 0.0
         ratio = tolerance / max(error, 1e-30)  # Of an infinite error, 0.
         longest = 1 + max(_SHORTEST, round(_LONGEST * num_steps))
         allowed = min(distance * _SAFETY * ratio ** (1 / (order + _RISE)), longest, self.gap + 1)
         self.gap = max(1, int(allowed))
         self.due = number + self.gap
+        # No step after the last gap of a run judges it.
+        self._expected = error * (self.gap / distance) ** (order + _RISE) if self.gap > 1 else 0.0
 
 
 class Judged(NamedTuple):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..arch import Coverage
 
+WITHIN = "within the tolerance"
+"""Why the cache "auto" skips a step."""
 SKIP_COST = 0.01
 """Cost of a skipped step, relative to a computed one; roughly what benchmarks/gpu_cache.py measures."""
 
@@ -30,12 +32,37 @@ class StepRecord(NamedTuple):
     """For each image whether it is an outlier, at the step that shows it."""
     images: tuple[bool, ...] = ()
     """For each image whether it was computed, where some of a batch were and some were not."""
+    errors: tuple[float, ...] = ()
+    """What `accumulated` is the largest of, where it is known for each image of a batch."""
+
+    def is_computed_for(self, which: Sequence[int]) -> bool:
+        """Whether the step was computed for one of some images of a batch."""
+        is_known = bool(self.images) and max(which) < len(self.images)
+        return any(self.images[number] for number in which) if is_known else self.computed
+
+    def of_images(self, which: Sequence[int]) -> StepRecord:
+        """The same for some images of a batch alone."""
+        images, outliers = ([each[number] for number in which if each] for each in (self.images, self.outliers))
+        errors = tuple(self.errors[number] for number in which if self.errors)
+        differ = tuple(images) if len({*images}) > 1 else ()
+        record = self._replace(errors=errors, outliers=tuple(outliers), images=differ)
+        if errors:  # How far one step would have gone is that of the worst of all.
+            record = record._replace(accumulated=max(errors), distance=None)
+        if images and not any(images):
+            record = record._replace(computed=False, reason=WITHIN)
+        return record
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, where None stands for infinity and NaN."""
         values = self._asdict() | {"outliers": list(self.outliers), "images": list(self.images)}
+        del values["errors"]
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
         return {name: value for name, value in finite.items() if value != []}
+
+
+def _in_json(error: float) -> float | None:
+    """None stands for infinity and NaN."""
+    return round(error, 6) if math.isfinite(error) else None
 
 
 @dataclass(frozen=True)
@@ -101,6 +128,21 @@ class CacheStats:
         return max((error for error in sums if error is not None), default=0.0)
 
     @property
+    def errors(self) -> tuple[float, ...]:
+        """The same for each image of a batch; empty for one alone."""
+        last = [record.errors for branch in self.branches.values() for record in branch.steps[-1:] if record.errors]
+        return tuple(map(max, zip(*last, strict=True)))
+
+    def of_images(self, which: Sequence[int], count: int) -> CacheStats:
+        """The same for some images of a batch alone; for all where it is not known for each of `count`."""
+        steps = [record for branch in self.branches.values() for record in branch.steps]
+        lengths = {len(each) for record in steps for each in (record.images, record.errors, record.outliers)}
+        if len(which) == count or not lengths <= {0, count}:
+            return self
+        own = {name: BranchStats([one.of_images(which) for one in of.steps]) for name, of in self.branches.items()}
+        return replace(self, branches=own)
+
+    @property
     def computed(self) -> int:
         """Computed forwards of all branches."""
         return sum(branch.computed for branch in self.branches.values())
@@ -132,7 +174,8 @@ class CacheStats:
             "problem": self.problem,
             "covered": None if self.coverage is None else round(self.coverage.share, 4),
             "expected_speedup": round(self.expected_speedup, 3),
-            **({} if self.error is None else {"error": round(self.error, 6)}),
+            **({} if self.error is None else {"error": _in_json(self.error)}),
+            **({"errors": list(map(_in_json, self.errors))} if len(self.errors) > 1 else {}),
             "branches": {name: branch.to_dict() for name, branch in self.branches.items()},
         }
 

@@ -68,7 +68,8 @@ def _add_limit_options(group: Any) -> None:
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (16)")
     group.add_argument("--max-pixels", type=int, metavar="N", help="per image (4194304)")
     group.add_argument("--max-steps", type=int, metavar="N", help="per image (200)")
-    group.add_argument("--max-tolerance", type=float, metavar="X", help="that requests may ask of the cache auto")
+    group.add_argument("--max-tolerance", metavar="X",
+                       help="that requests may ask of the cache auto: a number, exact, high or fast (any)")  # fmt: skip
     group.add_argument("--max-images", type=int, metavar="N", help="per request (10)")
     group.add_argument("--max-frames", type=int, metavar="N", help="per video (513)")
     group.add_argument("--max-seconds", type=int, metavar="S", help="per video or sound (300)")

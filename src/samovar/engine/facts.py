@@ -73,15 +73,7 @@ class PipelineFacts:
         """The pipeline's arguments for a request but its inputs; SettingError if it does not take one of them."""
         given = self._given_inputs(request)
         params = self.completed(request)
-        for name in ("height", "width"):
-            size = getattr(params, name)
-            if size is not None and size % self.multiple:
-                below = self._rounded(size)
-                above = self._rounded(size + self.multiple)
-                near = f"{below} or {above}" if below < size else f"{below}"
-                message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
-                raise SettingError(message, param=name)
-        self._check_positions(params)
+        self.check_size(params)
         if not request.exact and self.scheduled_steps not in (None, params.num_inference_steps):
             raise SettingError(
                 f"num_inference_steps={params.num_inference_steps}, but the cache has a schedule for "
@@ -115,6 +107,18 @@ class PipelineFacts:
             raise SettingError(message, param="tolerance")
         self._check_adapters([adapter.name for adapter in request.lora])
         return call
+
+    def check_size(self, params: OmniDiffusionSamplingParams) -> None:
+        """Refuse sides that the model cannot make."""
+        for name in ("height", "width"):
+            size = getattr(params, name)
+            if size is not None and size % self.multiple:
+                below = self._rounded(size)
+                above = self._rounded(size + self.multiple)
+                near = f"{below} or {above}" if below < size else f"{below}"
+                message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
+                raise SettingError(message, param=name)
+        self._check_positions(params)
 
     def _check_positions(self, params: OmniDiffusionSamplingParams) -> None:
         """Refuse what is larger or longer than the model can tell places apart."""

@@ -162,6 +162,8 @@ class Adapters:
         """Those of the model that have adapters."""
         self._used: tuple[Adapter, ...] | None = None
         """What is switched on; None if that is not known."""
+        self._scaled: tuple[str, ...] = ()
+        """Those that a request has given a scale, as diffusers calls them."""
         try:
             for name in sources:
                 self._load(name)
@@ -187,10 +189,11 @@ class Adapters:
         for name in names:
             if name not in self._loaded:
                 self._load(name, keep=names)
-        from ..other_libraries import switch_adapters  # With torch, which reading settings does not need.
+        from ..adapters import switch_adapters  # Likewise.
 
-        switch_adapters(self._layers, {self._inner[name]: scale for name, scale in chosen})
-        self._used = chosen
+        scales = {self._inner[name]: scale for name, scale in chosen}
+        switch_adapters(self._layers, scales, self._scaled)
+        self._used, self._scaled = chosen, tuple(scales)
 
     def close(self) -> None:
         """Leave the pipeline as it was without adapters."""
@@ -217,6 +220,9 @@ class Adapters:
         self._make_room(size, keep or [])
         self._loaded.append(name)
         self._layers = _adapter_layers(self._pipeline)
+        from ..adapters import quicken  # With torch, which reading settings does not need.
+
+        quicken(self._layers)
 
     def _load_and_check(self, name: str, file: Path) -> int:
         """The adapter's bytes."""
@@ -305,7 +311,7 @@ def _load_into_packed_flux(pipeline: Any, folder: Path, inner: str, where: Mappi
 
 
 def _adapter_layers(pipeline: Any) -> list[Any]:
-    from ..other_libraries import adapter_layers
+    from ..adapters import adapter_layers
 
     parts = [part for part in pipeline.components.values() if hasattr(part, "named_parameters")]
     return adapter_layers(module for part in parts for module in part.modules())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..arch import find_denoisers
-from ..cache import CacheBackend, PipelineStats
+from ..cache import CacheBackend, PipelineStats, StepRecord
 from ..errors import CancelledRequestError, NanLatentsError
 from ..hooks import HookRegistry, ModelHook, Run
 from ..media import upright_size
@@ -24,6 +24,18 @@ HOOK_NAME = "samovar_steps"
 CALLBACK = "callback_on_step_end"
 Slot = tuple[int, int]
 """One image of a pipeline call: the index of its request in the batch, and its index within the request."""
+
+
+def stats_of(stats: Any, slots: Sequence[Slot], index: int) -> Any:
+    """What a cache did in a pipeline call for one request of it, as far as it knows."""
+    if not isinstance(stats, PipelineStats):
+        return stats
+    return stats.of_images(_places(slots, index), len(slots))
+
+
+def _places(slots: Sequence[Slot], index: int) -> list[int]:
+    """Those of a request's images in a pipeline call."""
+    return [place for place, (request, _) in enumerate(slots) if request == index]
 
 
 class StepWatch:
@@ -56,7 +68,8 @@ class StepWatch:
         self._run = Run(pipeline, None)
         self._began = time.perf_counter()
         self._before: torch.Tensor | None = None
-        self._counts = (0, 0)
+        self._counts: dict[str, tuple[int, int]] = {}
+        """By denoiser: the steps that were computed, and that were skipped."""
         self._wants_previews = any(batch[index].num_previews for index, _ in slots)
 
     def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -74,10 +87,12 @@ class StepWatch:
         if isinstance(latents, torch.Tensor):
             self._check(latents, step, total)  # Waits for the device, so the time below is right.
         seconds = time.perf_counter() - self._began
-        is_computed = self._is_computed()
+        records = self._records()
         first_images = dict(reversed(self._slots))
         for index in sorted(first_images):
             count = self._batch[index].num_images
+            places = _places(self._slots, index)
+            is_computed = any(record.is_computed_for(places) for record in records) if records else None
             progress = Progress(step + 1, total, first_images[index], count, seconds, is_computed)
             self._listener.on_event(index, progress)
         self.check_cancelled()
@@ -103,12 +118,15 @@ class StepWatch:
             cache,
         )
 
-    def _is_computed(self) -> bool | None:
+    def _records(self) -> list[StepRecord]:
+        """What the cache did at the step that has ended, in the denoisers that took part."""
         stats = None if self._cache is None else self._cache.stats()
         if not isinstance(stats, PipelineStats):
-            return None
-        before, self._counts = self._counts, (stats.computed, stats.skipped)
-        return None if self._counts == before else self._counts[0] > before[0]
+            return []
+        before = self._counts
+        self._counts = {name: (each.computed, each.skipped) for name, each in stats.denoisers.items()}
+        ran = [each for name, each in stats.denoisers.items() if self._counts[name] != before.get(name, (0, 0))]
+        return [record for each in ran for branch in each.branches.values() for record in branch.steps[-1:]]
 
     def _preview(self, step: int, total: int, latents: torch.Tensor) -> None:
         counts = [self._batch[index].num_previews for index, _ in self._slots]

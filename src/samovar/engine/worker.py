@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,7 @@ from .failures import described, is_out_of_memory, reason_of
 from .lanes import Lanes, must_be_alone
 from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
+from .notes import num_tokens, with_notes
 from .outputs import output_fields, take_outputs
 from .patience import shape_of
 from .planning import choose_quantization
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 Outcome = GenerationResult | SamovarError
 
-_TUNED_WITH = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "height", "width", "num_frames")
 RAISED_BY_ALL_RANKS = (CancelledRequestError, NanLatentsError, SettingError)
 """All ranks raise these at the same place. After other errors, the other ranks may wait for the one that failed."""
 
@@ -85,7 +85,8 @@ class Worker:
         """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
         from ..arch.modular import adapt
 
-        self._tuned, self._restore = saved_defaults(config.cache), _nothing
+        self._tuned = saved_defaults(config.cache)
+        self._restore: Callable[[], None] = lambda: None
         self.device = config.execution_device()
         defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
@@ -116,6 +117,8 @@ class Worker:
             self._restore()
             raise
         self.load_seconds = time.perf_counter() - started
+        self._mixes: bool | None = None
+        """Whether prompts of different lengths may be in one batch; None if that was not tried yet."""
         self._lock = threading.Lock()
         """One call at a time, without lanes: they share the scheduler, which counts the steps."""
 
@@ -249,11 +252,11 @@ class Worker:
                 outcomes[index] = error
                 continue
             with self._lanes.before_steps():
-                lengths[index] = self._num_tokens(request)
+                lengths[index] = num_tokens(self.pipeline, request.prompt)
             params = self.facts.completed(request)
             seed = self._from_first_rank(random.randrange(2**32)) if params.seed is None else params.seed
             ready[index] = replace(request, params=replace(params, seed=seed))
-        for attempt in [list(ready), *([index] for index in ready)]:
+        for attempt in self._attempts(ready):
             batch = {index: ready[index] for index in attempt if index not in outcomes}
             try:
                 outcomes |= self._run_batch(batch, listener) if batch else {}
@@ -262,22 +265,53 @@ class Worker:
                     outcomes |= dict.fromkeys(ready.keys() - outcomes.keys(), error)
                 elif len(batch) == 1:
                     outcomes |= dict.fromkeys(batch, error)
-        return [
-            self._with_notes(request, outcomes[index], lengths.get(index, 0)) for index, request in enumerate(requests)
-        ]
+        for index, outcome in outcomes.items():
+            if isinstance(outcome, GenerationResult):
+                about = requests[index], lengths[index], self.pipeline, self.facts, self._tuned
+                outcomes[index] = with_notes(outcome, *about)
+        return [outcomes[index] for index in range(len(requests))]
+
+    def _attempts(self, ready: Mapping[int, Request]) -> Iterator[list[int]]:
+        """The requests that are tried together: all, or those with prompts of one length if others would change their
+        images; then each that is left alone."""
+        from .neighbours import length_of
+
+        lengths = {index: length_of(self.pipeline, one.prompt) for index, one in ready.items() if self.max_batch > 1}
+        if len(set(lengths.values())) > 1 and not self._may_mix(ready, lengths):
+            yield from ([index for index in ready if lengths[index] == each] for each in sorted(set(lengths.values())))
+        else:
+            yield list(ready)
+        yield from ([index] for index in ready)
+
+    def _may_mix(self, ready: Mapping[int, Request], lengths: Mapping[int, Any]) -> bool:
+        """Whether prompts of other lengths leave an image as it is; tried once."""
+        from .neighbours import is_same_alone
+
+        if self._mixes is not None:
+            return self._mixes
+        short, long = min(ready, key=lengths.__getitem__), max(ready, key=lengths.__getitem__)
+        pair = {index: replace(ready[index], exact=True) for index in (short, long)}
+        try:
+            found = is_same_alone(self.pipeline, lambda *which: self._call(pair, [(each, 0) for each in which], SILENT),
+                                  short, long)  # fmt: skip
+        except SamovarError:
+            if self._attached.config.num_ranks > 1:
+                raise  # Other ranks may wait for this one.
+            return False  # What is wrong is seen again when they are made.
+        self._mixes = bool(self._from_first_rank(found))
+        return self._mixes
 
     def _run_batch(self, batch: Mapping[int, Request], listener: Listener) -> dict[int, Outcome]:
         slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
         made: dict[int, list[tuple[Any, int]]] = {index: [] for index in batch}
-        cache = self._cache_for(next(iter(batch.values())))
-        stats, started = list[Any](), time.perf_counter()
+        stats, started = {index: list[Any]() for index in batch}, time.perf_counter()
         for first in range(0, len(slots), self.max_batch):
             together = slots[first : first + self.max_batch]
             called, found, why = self._call(batch, together, listener)
             for (index, number), outputs in zip(together, called, strict=True):
                 made[index] += [(output, batch[index].seeds[number]) for output in outputs]
-            if cache is not None:
-                stats.append(found)
+            for index in found:
+                stats[index].append(found[index])
         seconds = time.perf_counter() - started
         return {
             index: GenerationResult(
@@ -286,7 +320,7 @@ class Worker:
                 tuple(seed for _, seed in made[index]),
                 request.params,
                 seconds,
-                cache=tuple(stats),
+                cache=tuple(stats[index]),
                 lora=request.lora,
                 notes=(f"there was no preview: {why}",) if request.num_previews and why else (),
             )
@@ -295,11 +329,11 @@ class Worker:
 
     def _call(
         self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener
-    ) -> tuple[list[list[Any]], Any, str]:
-        """What one pipeline call makes for each slot, the cache's `stats()`, and why there was no preview."""
+    ) -> tuple[list[list[Any]], dict[int, Any], str]:
+        """What one pipeline call makes for each slot, what the cache did by request, and why there was no preview."""
         import torch
 
-        from .steps import StepWatch, follow_steps
+        from .steps import StepWatch, follow_steps, stats_of
 
         lead = batch[slots[0][0]]
         call = self.facts.check(lead) | self.facts.inputs_of(lead)
@@ -320,8 +354,9 @@ class Worker:
                     output = call_pipeline(lane.pipeline, prompts, seeds, call, lane.note_draws, is_alone=lane.is_alone)
                     made = take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
                     # Of two lanes, another call may have begun since the steps of this one.
-                    found = watch.last_stats if self.num_lanes > 1 else None
-                    return made, found or (None if cache is None else cache.stats()), watch.no_preview
+                    found = (watch.last_stats if self.num_lanes > 1 else None) or (cache and cache.stats())
+                    stats = {index: stats_of(found, slots, index) for index in dict(slots) if cache is not None}
+                    return made, stats, watch.no_preview
         except SamovarError:
             raise
         except BaseException as error:
@@ -350,46 +385,6 @@ class Worker:
         shared = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.broadcast(shared, src=0)
         return int(shared.item())
-
-    @property
-    def _tokenizer(self) -> Any:
-        return getattr(self.pipeline, "tokenizer_2", None) or getattr(self.pipeline, "tokenizer", None)
-
-    def _num_tokens(self, request: Request) -> int:
-        tokenizer = self._tokenizer
-        return 0 if tokenizer is None else len(tokenizer(request.prompt, truncation=False, verbose=False).input_ids)
-
-    def _with_notes(self, request: Request, outcome: Outcome, length: int) -> Outcome:
-        """Add notes on a prompt that was truncated, on guidance without effect, and on a cache tuned for another."""
-        if not isinstance(outcome, GenerationResult):
-            return outcome
-        notes = list(outcome.notes)
-        limit = outcome.params.max_sequence_length or int(getattr(self._tokenizer, "model_max_length", length))
-        if length > limit:
-            notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
-        config = getattr(getattr(self.pipeline, "transformer", None), "config", {})
-        if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
-            notes.append("guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale")
-        asked = self.facts.num_frames(request.params.over(self.facts.defaults))
-        for video in outcome.videos:
-            if request.params.num_frames not in (None, len(video)):
-                notes.append(f"{asked} frames were asked for, and the model makes {len(video)}")
-        size = request.params.width, request.params.height
-        made = [(each.width, each.height) for each in outcome.images or outcome.videos]
-        if None not in size and made and made[0] != size:
-            notes.append(f"{size[0]}x{size[1]} was asked for, and the model makes {made[0][0]}x{made[0][1]}")
-        if not request.exact:
-            tuned, used = self._tuned.given(), outcome.params.given()
-            notes += [
-                f"the cache was tuned with {name}={tuned[name]}; with {used[name]}, how near it stays is unknown"
-                for name in _TUNED_WITH
-                if name in tuned and used.get(name, tuned[name]) != tuned[name]
-            ]
-        return replace(outcome, notes=(*notes, *self.facts.output.notes))
-
-
-def _nothing() -> None:
-    """What restores a pipeline that is nobody else's."""
 
 
 def _resident_bytes() -> int:

@@ -172,12 +172,17 @@ def _connect(config: LoadConfig) -> http.client.HTTPConnection:
     return kind(parts.hostname or "", parts.port, timeout=config.timeout_s)
 
 
+def _base(config: LoadConfig) -> str:
+    """What comes before the path. Clients of OpenAI's API are given the address with its version."""
+    return urlsplit(config.url).path.rstrip("/").removesuffix("/v1")
+
+
 def _ask(config: LoadConfig, number: int, due: float) -> Answer:
     headers = {"Content-Type": "application/json"}
     if config.api_key is not None:
         headers["Authorization"] = f"Bearer {config.api_key}"
     connection = _connect(config)
-    path = urlsplit(config.url).path.rstrip("/") + config.path
+    path = _base(config) + config.path
     try:
         connection.request("POST", path, json.dumps(config.request(number)), headers)
         response = connection.getresponse()
@@ -199,12 +204,21 @@ def _read(status: int, content: bytes) -> tuple[int, str | None]:
     except ValueError:
         return 0, f"HTTP {status}, not JSON"
     if status != 200:
-        error = body.get("error") if isinstance(body, dict) else None
-        code = error.get("code") or error.get("type") if isinstance(error, dict) else None
-        return 0, f"HTTP {status}{f' {code}'[:60] if code else ''}"
+        return 0, f"HTTP {status} {_reason(body)}"[:80].rstrip()
     data = body.get("data") if isinstance(body, dict) else None
     images = [one for one in data if isinstance(one, dict) and (one.get("b64_json") or one.get("url"))] if data else []
     return (len(images), None) if images else (0, "HTTP 200 without an image")
+
+
+def _reason(body: Any) -> str:
+    """Why there is no image, as a server says it: a code as OpenAI has it, or what FastAPI calls a detail."""
+    body = body if isinstance(body, dict) else {}
+    error, detail = body.get("error"), body.get("detail")
+    if isinstance(error, dict):
+        detail = next((error[name] for name in ("code", "type") if isinstance(error.get(name), str)), "")
+    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
+        detail = detail[0].get("msg")
+    return " ".join(detail.split()) if isinstance(detail, str) else ""
 
 
 def served_model(config: LoadConfig) -> str | None:
@@ -212,7 +226,7 @@ def served_model(config: LoadConfig) -> str | None:
     connection = _connect(config)
     headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
     try:
-        connection.request("GET", f"{urlsplit(config.url).path.rstrip('/')}/v1/models", headers=headers)
+        connection.request("GET", f"{_base(config)}/v1/models", headers=headers)
         response = connection.getresponse()
         body = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError):

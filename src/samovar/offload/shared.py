@@ -18,6 +18,7 @@ import random
 import stat
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from .sizes import format_bytes
 from .truth import Truth
 
 FOLDER = Path("/dev/shm")
@@ -54,7 +56,13 @@ def shared_copy(
         try:
             _sweep(os.getpid())
             memory = _joined(name, print_, num_bytes, fill)
-        except OSError:  # No such folder, no room in it, no locks.
+        except OSError as error:  # No such folder, no room in it, no locks.
+            warnings.warn(
+                f"{format_bytes(num_bytes)} of weights cannot be shared with other processes, each of which needs its "
+                f"own copy: {FOLDER}: {error.strerror or error}. Give it more room, which containers have little of: "
+                "docker run --shm-size=64g.",
+                stacklevel=2,
+            )
             return None
         _here[name] = memory
         _users[name] += 1

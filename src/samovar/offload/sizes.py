@@ -26,6 +26,8 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 def parse_bytes(value: str | int | None, param: str) -> int | None:
     """Bytes from a number, or from text such as "12GiB" or "11.5 GB"; None stays None."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{4,18}", value):  # As a command line has numbers.
+        value = int(value)
     # 12 is not a budget of twelve bytes.
     is_unit_forgotten = param in ("gpu_memory", "host_memory") and value in range(1, 1025)
     if value is None or (type(value) is int and value >= 0 and not is_unit_forgotten):

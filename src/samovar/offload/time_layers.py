@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..adapters import AdapterStates
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..errors import ModelError, SettingError
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, pipeline_hooks
 from ..hooks.runs import run_around
-from ..trace.shadow import Generation
 from ..trace.tape import Tape, tensors_in
 from ..trace.time_only import find_tape, is_autocast, is_plain
 from .ahead import HOOK, is_free, is_watched
@@ -98,8 +98,7 @@ class TimeLayers:
         self._known: dict[Hashable, KnownSteps] = {}
         self._seen: list[SeenWeights] = []
         self._parts: list[torch.nn.Module] = []
-        self._generation = Generation(self._model)
-        self._last_generation = self._generation.check()
+        self._adapters = AdapterStates(self._model)
         self._run: Run | None = None
         self._forward: _Forward | None = None
         self._doubts: list[torch.Tensor] = []
@@ -219,7 +218,7 @@ class TimeLayers:
         is_new_run, self._run = run is not self._run, run
         forward.settles_at_once = run is None or OFFLOAD_HOOK not in pipeline_hooks(run.pipeline)
         self._check_model(is_new_run)
-        form = forward.form = _numerics(), tree.signature((forward.args, forward.kwargs))
+        form = forward.form = self._adapters.number(), _numerics(), tree.signature((forward.args, forward.kwargs))
         tape = self._tape(form, forward)
         if tape is None:
             return
@@ -253,12 +252,11 @@ class TimeLayers:
         return self._tapes[form]
 
     def _check_model(self, is_new_run: bool) -> None:
-        """Drop what depends on weights, adapters or parts of the model that have changed."""
+        """Drop what depends on weights or parts of the model that have changed. What depends on how its adapters are
+        switched has a form of its own, and is there again when they are switched back."""
         parts = list(self._model.modules()) if is_new_run else self._parts
-        generation = self._generation.check()
-        is_other = len(parts) != len(self._parts) or any(one is not two for one, two in zip(parts, self._parts))  # noqa: B905
-        if is_other or generation != self._last_generation:
-            self._parts, self._last_generation = parts, generation
+        if len(parts) != len(self._parts) or any(one is not two for one, two in zip(parts, self._parts)):  # noqa: B905
+            self._parts = parts
             self._tapes.clear()
             self._known.clear()
         if not self._seen or not all(weight.is_same(is_new_run) for weight in self._seen):

@@ -36,7 +36,10 @@ _Answers = dict[int | str, dict[str, Any]]
 def create_app(state: AppState) -> ASGIApp:
     """The application: routes inside, the guard around them."""
     metrics = Metrics(state.omni.status)
-    app = FastAPI(title="Samovar", version=__version__, docs_url=None, redoc_url=None)
+    # Since 0.162 FastAPI has spans and logs of its own: beside ours each request would be there twice, and errors would
+    # be logged with what clients sent. Earlier versions take any name.
+    silent: Any = {"tracing": False, "logs": False}
+    app = FastAPI(title="Samovar", version=__version__, docs_url=None, redoc_url=None, telemetry=silent)
     _add_images(app, state)
     _add_videos(app, state)
     _add_sounds(app, state)

@@ -44,8 +44,16 @@ class AppState:
     def __post_init__(self) -> None:
         most = self.config.max_tolerance
         choice = None if most is None else self.omni.config.attach_config.cache
-        own = choice.settings.number if choice is not None and isinstance(choice.settings, AutoConfig) else 0.0
-        if most is not None and own > most:
+        if most is None or choice is None:
+            return
+        if not isinstance(choice.settings, AutoConfig):
+            raise SettingError(
+                f"max_tolerance={most:g} cannot be kept by the cache {choice.backend!r}, which does not know how much "
+                "it loses. Choose the cache 'auto', or leave it out.",
+                param="max_tolerance",
+            )
+        own = choice.settings.number
+        if own > most:
             raise SettingError(
                 f"max_tolerance={most:g} is less than what the cache loses for requests that say nothing, {own:g}. "
                 f"Give tolerance={most:g} too.",
@@ -70,9 +78,11 @@ class AppState:
                     param=option,
                 )
         try:
+            self.omni.facts.check_size(defaults)
             check_extent(extent_of(self.omni.facts), self.omni.facts, limits)
         except SettingError as error:
-            raise SettingError(f"The model's defaults are above a limit. {error}", param=error.param) from error
+            message = f"With the defaults, requests that leave them out would all be refused: {error}"
+            raise SettingError(message, param=error.param) from error
         words = ("image", "mask", "control_image", *["last_image"] * (self.omni.output.kind == "video"))
         self.omni.facts.inputs.check_sendable(words, self.omni.facts.class_name)
         for name in set(self.adapters) & set(self.model_names):

@@ -75,7 +75,7 @@ class ServerConfig:
     """"text", or "json" for one object per line."""
     limits: Limits = field(default_factory=Limits)
     max_tolerance: float | None = None
-    """The most that a request may let the cache "auto" lose; by default whatever it asks for."""
+    """The most that a request may let the cache "auto" lose, by number or by name; by default whatever it asks for."""
     request_timeout_s: float = 30.0
     """How long a request may take to arrive, from its first byte to its last."""
     shutdown_timeout_s: float = 30.0

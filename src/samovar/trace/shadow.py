@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from .. import tree
+from ..adapters import adapter_settings, adapters_of, loaded_adapters
 from ..arch.modules import unwrapped
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
 from ..hooks.intercept import attached_registry, bare_class, never_compiled
@@ -34,9 +35,7 @@ from ..other_libraries import (
     COMPILED_CALL,
     FORWARD_WRAPPERS,
     accelerate_weights,
-    adapter_settings,
     compute_dtype,
-    loaded_adapters,
 )
 from ..quantisers import begin_state, kept_beside_weights, move_beside_weights
 from ..tensors import is_plain, rebuilt
@@ -313,7 +312,7 @@ class Fingerprint:
                 for held in (module._parameters, module._buffers):
                     self._held.append((held, list(held.values())))
                 self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
-            self._adapters += _adapters([module])
+            self._adapters += adapters_of([module])
             self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
             if "processor" in vars(module):  # Of diffusers' attentions.
                 self._processors.append((module, vars(module)["processor"], _settings(vars(module)["processor"])))
@@ -354,7 +353,7 @@ class Generation:
     def _look(self) -> None:
         self._fingerprint = Fingerprint(self._modules())
         self._loaded = loaded_adapters(self._model)
-        self._adapters = _adapters(self._model.modules()) if self._loaded else []
+        self._adapters = adapters_of(self._model.modules()) if self._loaded else []
 
     def check(self) -> int:
         """The current generation; it grows when something is seen to have changed."""
@@ -363,12 +362,6 @@ class Generation:
             self._number += 1
             self._look()
         return self._number
-
-
-def _adapters(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
-    """The layers that peft has put adapters on, with their settings."""
-    found = ((module, adapter_settings(module)) for module in modules)
-    return [(module, adapter) for module, adapter in found if adapter is not None]
 
 
 def _count(hooks: Mapping[int, Any]) -> int:
