@@ -176,10 +176,10 @@ def test_the_queue_has_an_end(films: RunningServer, client: openai.OpenAI) -> No
     [
         ({"size": "50x32"}, "size", "width must be a multiple of 16 for this model, not 50: try 48 or 64"),
         ({"num_frames": 66}, "num_frames", "num_frames must be at most 65"),
-        ({"seconds": "5"}, "num_frames", "The video has 81 frames; the limit is 65 (--max-frames)"),
-        ({"seconds": "301"}, "seconds", "seconds; the limit is 300 (--max-seconds)"),
+        ({"seconds": "5"}, "seconds", "This model makes at most 61 frames, not 81. Ask for fewer"),
+        ({"seconds": "601", "fps": 0.1}, "seconds", "seconds; the limit is 300 (--max-seconds)"),
         ({"seconds": "four"}, "seconds", "seconds should be a valid number, not 'four'"),
-        ({"num_frames": 65, "size": "64x64"}, "size", "65 frames of 64x64 are 266,240 pixels; the limit is 100,000 ("),
+        ({"num_frames": 61, "size": "64x64"}, "size", "61 frames of 64x64 are 249,856 pixels; the limit is 100,000 ("),
         ({"num_frames": 9, "seconds": 1}, "seconds", "num_frames=9 and seconds=1.0 both say how long"),
         ({"size": "48x32", "width": 48}, "size", "size says the same as width and height"),
         ({"guidance_scale2": 3}, "guidance_scale2", "Did you mean 'guidance_scale_2'?"),
