@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -216,7 +217,8 @@ def test_an_interrupt_ends_it_cleanly_in_the_middle_of_a_image(folder: Path, tmp
     options = ["--model", str(folder), "--device", "cpu", *COMMON, "--steps", "5000", "-o", str(tmp_path / "cat.png")]
     command = [sys.executable, "-m", "samovar", "generate", "cat", *options]
     said = ""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # As no job in the background does.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, preexec_fn=listen) as process:
         os.close(theirs)
         try:
             while "/5000" not in said:

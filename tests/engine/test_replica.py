@@ -151,10 +151,11 @@ def test_a_worker_that_is_killed_costs_only_its_request_while_the_other_serves(
     status = twins.status()
     assert (status.is_ready, status.is_alive, status.replicas_ready) == (True, True, 1)
     for each in waiting:
-        assert np.array_equal(pixels(each.result()), expected), "by the one that took its place"
+        assert np.array_equal(pixels(each.result()), expected), "by the one that took its place, or by the other"
+    wait_for(lambda: twins.status().replicas_ready == 2)
     status = twins.status()
     assert [replica.restarts for replica in status.replicas] == [before + 1, 0]
-    assert (status.replicas_ready, status.worker_ids[1]) == (2, kept)
+    assert status.worker_ids[1] == kept
     assert not left.job.is_over, "it runs on"
     cancel(twins, left)
 
