@@ -111,7 +111,7 @@ class Omni:
         prompt: str | Sequence[str],
         sampling_params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | Sequence[Image] | None = None,
+        image: Image | Sequence[Any] | None = None,
         num_previews: int = 0,
         exact: bool = False,
         lora: Any = None,
@@ -126,7 +126,7 @@ class Omni:
         prompt: str | Sequence[str],
         sampling_params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | Sequence[Image] | None = None,
+        image: Image | Sequence[Any] | None = None,
         num_previews: int = 0,
         exact: bool = False,
         lora: Any = None,
@@ -140,7 +140,7 @@ class Omni:
         prompt: str | Sequence[str],
         sampling_params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | Sequence[Image] | None = None,
+        image: Image | Sequence[Any] | None = None,
         num_previews: int = 0,
         exact: bool = False,
         lora: Any = None,
@@ -153,7 +153,8 @@ class Omni:
         Args:
             prompt: One prompt or a list.
             sampling_params: Parameters for all prompts.
-            image: The image to start from, or several, for models that take them.
+            image: The image to start from, or several, for models that take them; or rows of images, for those that
+                learn from examples, with None for the one to make.
             num_previews: Number of previews per prompt, with `stream`.
             exact: Compute every step, whatever the cache would skip.
             lora: The adapters to use, of those registered by the setting `lora`: a name, {"name": ..., "scale": ...},
@@ -300,7 +301,7 @@ class AsyncOmni:
         prompt: str | Request,
         params: OmniDiffusionSamplingParams | None = None,
         *,
-        image: Image | Sequence[Image] | None = None,
+        image: Image | Sequence[Any] | None = None,
         inputs: Mapping[str, Any] | None = None,
         priority: int = 0,
         deadline_s: float | None = None,

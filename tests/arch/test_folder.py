@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from pipelines import tiny_flux_pipeline
 from samovar import survey
+from samovar.arch.folder import check_folder, components, read_index
 from samovar.engine.models import load_pipeline
 from samovar.errors import ModelError
 
@@ -362,6 +363,7 @@ def test_a_configuration_names_no_other_weights(folder: Path, name: Any) -> None
         ({"transformer": 5}, r"'transformer' is 5; expected a library and a class of it, because FluxPipeline needs"),
         ({"transformer": None}, r"'transformer' is None; expected a library"),
         ({"transformer": ["diffusers"]}, r"'transformer' is \['diffusers'\]; expected a name and a pair"),
+        ({"transformer": [2, 5]}, r"'transformer' is \[2, 5\]; expected a library and a class of it"),
         ({"transformer": ["diffusers", 5]}, r"'transformer' is \['diffusers', 5\]; expected a library and a class"),
         ({"transformer": ["diffusers", "logging"]}, r"cannot be loaded|which diffusers .* does not have"),
         ({"../../x": ["diffusers", "AutoencoderKL"]}, r"'../../x' is .*; expected a name and a pair"),
@@ -394,3 +396,10 @@ def test_no_file_of_json_is_too_deep_or_broken_for_an_answer(folder: Path, file:
 def test_what_describes_a_model_is_an_object(folder: Path, file: str, content: str) -> None:
     (folder / file).write_text(content)
     refused(folder, r"json must hold a JSON object")
+
+
+def test_a_list_of_numbers_is_a_setting_of_the_pipeline(folder: Path) -> None:
+    """Such as the layers of a text encoder that Krea 2 reads."""
+    before = components(folder, read_index(folder))
+    change(folder / "model_index.json", text_encoder_select_layers=[2, 5, 8], pairs=[[1, 2], [3, 4]])
+    assert components(folder, check_folder(folder)) == before

@@ -10,7 +10,8 @@ import torch
 
 from compose.matrix import footprint
 from pipelines import PIPELINES
-from samovar import attach
+from samovar import Omni, attach
+from samovar.compose import AttachConfig, tiled_if_needed
 from samovar.errors import SettingError
 
 
@@ -28,6 +29,24 @@ def test_on_and_off(name: str) -> None:
         assert "VAE: vae_tiling, vae_slicing: " in str(attached.explain())
     assert settings_of(pipe.vae) == settings
     assert footprint(pipe) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_vae_that_decodes_in_tiles_alone_gets_them() -> None:
+    """It would refuse its latents when all steps are done."""
+    import diffusers
+
+    from pipelines.builder import build
+    from pipelines.recipes import RECIPES
+
+    pipe = build(diffusers.AllegroPipeline, RECIPES["AllegroPipeline"])
+    assert tiled_if_needed(pipe, AttachConfig.read()).vae_tiling is True
+    assert tiled_if_needed(pipe, AttachConfig.read(vae_tiling=False)).vae_tiling is False, "unless that is refused"
+    assert tiled_if_needed(PIPELINES["flux"].build(0), AttachConfig.read()).vae_tiling is None
+    with Omni(pipe, progress=False) as omni:
+        assert pipe.vae.use_tiling
+        assert "vae_tiling" in str(omni.explain())
+    assert not pipe.vae.use_tiling
 
 
 def test_slices_are_the_same_images() -> None:

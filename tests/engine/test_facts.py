@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from samovar import OmniDiffusionSamplingParams
 from samovar.engine import PipelineFacts, Request
 from samovar.engine.facts import facts_of
 from samovar.engine.input_media import Inputs
+from samovar.engine.outputs import OutputKind
 from samovar.errors import SettingError
 
 TAKES = frozenset({"prompt", "height", "width", "num_inference_steps", "generator"})
@@ -32,6 +34,7 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
     assert TEXT.check(ask(seed=1, num_outputs_per_prompt=2)) == {"height": 64, "num_inference_steps": 9}
     assert TEXT.check(ask(height=32))["height"] == 32
     assert not TEXT.can_edit
+    assert replace(TEXT, inputs=Inputs(("input_images",))).can_edit, "whatever its argument is called"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,7 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
         (TEXT, ask(height=18), "height must be a multiple of 16 for this model, not 18: try 16 or 32"),
         (TEXT, ask(width=2), "width must be a multiple of 16 for this model, not 2: try 16"),
         (TEXT, ask(true_cfg_scale=2.0), "TextPipeline does not take true_cfg_scale"),
-        (TEXT, ask(PICTURE), r"TextPipeline takes no image\. It starts from text alone"),
+        (TEXT, ask(PICTURE), r"^TextPipeline takes no image\. To start from one, .* such as task='img2img'\.$"),
         (PAINT, ask(PICTURE.convert("RGB")), "needs a mask, or an image with an alpha channel"),
     ],
 )
@@ -48,6 +51,28 @@ def test_what_it_does_not_take_is_refused(facts: PipelineFacts, request_: Reques
     with pytest.raises(SettingError, match=message) as refused:
         facts.check(request_)
     assert refused.value.param in ("height", "width", "true_cfg_scale", "image")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"width": 512}, ""),
+        ({"width": 520}, "^width must be at most 512 for this model, not 520.$"),
+        ({"num_frames": 253}, ""),
+        ({"num_frames": 257}, "^This model makes at most 253 frames, not 257. Ask for fewer.$"),
+        ({"seconds": 30.0}, "^This model makes at most 253 frames, not 361. Ask for fewer.$"),
+    ],
+)
+def test_what_a_model_has_no_positions_for_is_refused(params: dict[str, Any], message: str) -> None:
+    output = OutputKind("video", "frames", fps=12.0, frames_argument="num_frames", frames=81, frame_group=4)
+    facts = PipelineFacts("VideoPipeline", TAKES | {"num_frames"}, 8, output=output, positions=64)
+    if not message:
+        facts.check(ask(**params))
+        return
+    with pytest.raises(SettingError, match=message) as refused:
+        facts.check(ask(**params))
+    assert refused.value.param in params
+    assert OutputKind("video", "frames", frames=16, frame_group=8).most_frames(4) == 32, "with no single first frame"
 
 
 def test_a_image_says_how_large_the_new_one_is() -> None:

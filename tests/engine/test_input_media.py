@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 from PIL import Image
 
 from pipelines import PIPELINES, tiny_flux_pipeline
+from pipelines.builder import build
+from pipelines.recipes import RECIPES
 from samovar import Omni
 from samovar.engine.input_media import Inputs, find_inputs
+from samovar.engine.request import Request
 from samovar.errors import SettingError
 from samovar.media import Audio, Video
 
@@ -36,6 +40,18 @@ SOUND = Audio(np.linspace(-1, 1, 200, dtype=np.float32).reshape(2, 100), 100)
         ("Cosmos2VideoToWorldPipeline", {"image", "video"}, set()),
         ("StableAudioPipeline", {"initial_audio_waveforms"}, set()),
         ("StableDiffusionControlNetPipeline", {"image"}, {"image"}),
+        # These compare the input with None: after they have used its size,
+        ("QwenImageEditPipeline", {"image"}, {"image"}),
+        ("QwenImageLayeredPipeline", {"image"}, {"image"}),
+        # to refuse it,
+        ("StableDiffusionInstructPix2PixPipeline", {"image"}, {"image"}),
+        ("StableAudio3InpaintPipeline", {"audio", "mask"}, {"audio"}),
+        ("FluxKontextInpaintPipeline", {"image", "mask_image"}, {"image", "mask_image"}),
+        # or for something else, and give it to a processor all the same.
+        ("StableDiffusionXLInpaintPipeline", {"image", "mask_image"}, {"image", "mask_image"}),
+        ("HunyuanImageRefinerPipeline", {"image"}, {"image"}),
+        ("CogVideoXFunControlPipeline", {"control_video"}, {"control_video"}),
+        ("Cosmos2_5_TransferPipeline", {"controls"}, {"controls"}),
     ],
 )
 def test_what_a_pipeline_takes_and_needs(name: str, takes: set[str], needs: set[str]) -> None:
@@ -46,10 +62,32 @@ def test_what_a_pipeline_takes_and_needs(name: str, takes: set[str], needs: set[
     assert set(found.needs) == needs
 
 
+def test_one_input_may_do_instead_of_another() -> None:
+    import diffusers
+
+    inputs = find_inputs(diffusers.Cosmos2VideoToWorldPipeline)
+    assert inputs.instead == {"video": ("image",)}
+    for given in ({"image": PICTURE}, {"video": FILM}):
+        inputs.check_missing(given, "P")
+    with pytest.raises(SettingError, match=r"^P needs a video or an image. Give it as video or image.$"):
+        inputs.check_missing({}, "P")
+
+
+def test_rows_of_images_are_taken_upright_with_their_gaps() -> None:
+    rows = [[PICTURE.convert("RGBA"), PICTURE], [PICTURE, None]]
+    inputs = Inputs(("image",), several=("image",))
+    found = inputs.prepare(inputs.check({"image": rows}, "P"), None)["image"]
+    assert [[image and image.mode for image in row] for row in found] == [["RGB", "RGB"], ["RGB", None]]
+    assert [image.size for image in Request("a cat", image=rows).images] == [(24, 16)] * 3
+    with pytest.raises(SettingError, match="image must be a PIL image"):
+        Request("a cat", image=[[None], []])
+
+
 def test_our_words_are_the_pipelines() -> None:
     inputs = Inputs(("image", "mask_image", "src_audio", "control_video"))
     given = {"image": PICTURE, "mask": MASK, "audio": SOUND, "control_video": FILM}
     found = inputs.check(given, "P")
+    assert inputs.check({**given, "mask": MASK.resize((49, 32))}, "P"), "of another size, but of the same shape"
     assert set(found) == {"image", "mask_image", "src_audio", "control_video"}
     call = inputs.prepare(found, 200)
     assert (call["image"].mode, call["mask_image"].mode) == ("RGB", "L")
@@ -69,6 +107,16 @@ def test_our_words_are_the_pipelines() -> None:
         (Inputs(("image",)), {"image": [PICTURE, PICTURE]}, "image must be an image, not several images"),
         (Inputs(("video",)), {"video": "film.mp4"}, r"video must be a video, not 'film.mp4': .*read_video\(file"),
         (Inputs(("mask_image",)), {"mask": MASK, "mask_image": MASK}, "mask_image is given twice"),
+        (
+            Inputs(("image",), ("image",)),
+            {"image": PICTURE, "control_image": PICTURE},
+            "P takes no control_image beside image. Give one of them",
+        ),
+        (
+            Inputs(("image", "mask_image")),
+            {"image": PICTURE, "mask": MASK.resize((24, 24))},
+            "The mask is 24x24 and the image 24x16, which is another shape",
+        ),
     ],
 )
 def test_what_cannot_be_taken_is_said(inputs: Inputs, given: dict[str, Any], message: str) -> None:
@@ -170,3 +218,27 @@ def test_an_image_to_animate_sets_the_shape_of_a_video_and_not_its_size() -> Non
     photo = Image.new("RGB", (4000, 3000))
     call = facts.check(Request("", OmniDiffusionSamplingParams(), photo))
     assert (call["width"], call["height"]) == (720, 544)
+    facts = replace(facts, defaults=OmniDiffusionSamplingParams(width=128, height=96))
+    call = facts.check(Request("", OmniDiffusionSamplingParams(), photo))
+    assert (call["width"], call["height"]) == (128, 96), "the model's own size counts, if it has one"
+
+
+def test_a_last_image_needs_a_transformer_for_two() -> None:
+    """One with an image encoder; those without take the images as frames."""
+    import diffusers
+
+    recipe = RECIPES["WanImageToVideoPipeline"]
+    for transformer, components, takes in (
+        ({}, recipe.components, False),
+        ({"pos_embed_seq_len": 10}, recipe.components, True),
+        ({"image_dim": None, "added_kv_proj_dim": None}, {**recipe.components, "image_encoder": None}, True),
+    ):
+        changed = replace(recipe, transformer={**recipe.transformer, **transformer}, components=components)
+        with Omni(build(diffusers.WanImageToVideoPipeline, changed), progress=False) as omni:
+            how = {"num_frames": 5, "width": 32, "height": 32, "num_inference_steps": 1, "max_sequence_length": 16}
+            given = {"image": PICTURE, "last_image": PICTURE}
+            if takes:
+                assert omni.generate("a cat", **given, **how)[0].videos
+                continue
+            with pytest.raises(SettingError, match="takes last_image with a transformer for two images, and this one"):
+                omni.generate("a cat", **given, **how)

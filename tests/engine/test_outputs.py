@@ -12,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from pipelines import PIPELINES
+from pipelines import PIPELINES, tiny_flux_pipeline
+from pipelines.builder import build
+from pipelines.recipes import RECIPES
 from samovar import Omni
 from samovar.engine import Event, OmniDiffusionConfig, Progress, Worker
 from samovar.engine.outputs import OutputKind, find_output, output_fields, take_outputs
@@ -187,6 +189,41 @@ def test_seconds_and_rate_say_how_many_frames(wan: Omni) -> None:
     (result,) = wan.generate("a cat", num_frames=6, **SIZE)
     assert len(result.videos[0]) == 5
     assert "6 frames were asked for, and the model makes 5" in result.notes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_how_long_a_sound_is_unless_somebody_says_so() -> None:
+    import diffusers
+
+    with Omni(build(diffusers.StableAudioPipeline, RECIPES["StableAudioPipeline"]), progress=False) as omni:
+        (sound,) = omni.generate("rain", num_inference_steps=1)[0].audios
+        assert omni.output.seconds == pytest.approx(sound.seconds, abs=0.2)
+        half = sound.seconds / 2
+        (late,) = omni.generate("rain", num_inference_steps=1, seconds=half, audio_start_in_s=half / 2)[0].audios
+        assert late.seconds == pytest.approx(half, abs=0.2), "as long as without a start"
+        with pytest.raises(SettingError, match=r"makes at most \S+ seconds of sound, not \S+\. Ask for less") as long:
+            omni.generate("rain", seconds=2 * sound.seconds)
+        assert long.value.param == "seconds"
+    assert find_output(build(diffusers.AceStepPipeline, RECIPES["AceStepPipeline"])).seconds == 60.0
+
+
+def test_another_size_than_was_asked_for_is_noted() -> None:
+    """Some pipelines, such as HiDream's, keep to the pixels that they know."""
+    from diffusers import FluxPipeline
+    from diffusers.pipelines.flux import FluxPipelineOutput
+
+    class Enlarging(FluxPipeline):  # type: ignore[misc]
+        def __call__(
+            self, prompt: Any = None, height: int = 16, width: int = 16, generator: Any = None
+        ) -> FluxPipelineOutput:
+            how = {"height": 2 * height, "width": 2 * width, "generator": generator}
+            return super().__call__(prompt, num_inference_steps=1, max_sequence_length=8, **how)
+
+    with Omni(Enlarging(**tiny_flux_pipeline().components), progress=False) as omni:
+        assert omni.generate("a cat")[0].notes == ()
+        assert omni.generate("a cat", width=24, height=16)[0].notes == (
+            "24x16 was asked for, and the model makes 48x32",
+        )
 
 
 @pytest.mark.parametrize(

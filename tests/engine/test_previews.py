@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -9,10 +10,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from pipelines import PIPELINES
 from pipelines.builder import Recipe, build
 from pipelines.recipes import RECIPES
+from pipelines.standins import standins
 from samovar import Omni
 from samovar.engine.previews import NoPreview, decode_latents, predict_clean
 from samovar.engine.request import Done, Preview
@@ -46,6 +49,27 @@ def test_the_last_latents_are_the_image(name: str) -> None:
     assert apart[0] < apart[1], "where it is heading is nearer to the end than where it is"
 
 
+@pytest.mark.filterwarnings("ignore")
+@standins()
+def test_the_channels_of_a_patch_may_come_last() -> None:
+    import diffusers
+
+    recipe = RECIPES["Ideogram4Pipeline"]
+    recipe = replace(recipe, latents=2, transformer={**recipe.transformer, "in_channels": 8})
+    pipe = build(diffusers.Ideogram4Pipeline, recipe)
+    pipe.vae.bn.running_mean.copy_(torch.linspace(-1, 1, 8))
+    seen: list[torch.Tensor] = []
+
+    def note(pipe: Any, step: int, when: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append(tensors["latents"].clone())
+        return tensors
+
+    wish = {"num_inference_steps": 6, "height": 32, "width": 48, "callback_on_step_end": note, **recipe.call}
+    picture = pipe("a cat", generator=torch.manual_seed(0), output_type="np", **wish).images
+    (preview,) = decode_latents(pipe, seen[-1], 32, 48)
+    assert np.abs(np.asarray(preview) / 255 - picture[0]).max() <= 0.51 / 255
+
+
 @pytest.mark.parametrize("name", ["wan", "ltx"])
 def test_the_preview_of_a_video_is_decoded_from_its_first_latents(name: str) -> None:
     """After the last step, from those that the pipeline gives to the VAE."""
@@ -60,6 +84,30 @@ def test_the_preview_of_a_video_is_decoded_from_its_first_latents(name: str) -> 
     whole, first = given
     assert whole.shape[2] > 1
     assert torch.allclose(whole[:, :, :1], first, atol=1e-5)
+
+
+def test_images_of_another_size_than_was_asked_for_are_shown_in_their_own() -> None:
+    """Some pipelines choose a size of the same shape. What has another shape has no preview."""
+    pipe, latents, picture = run("qwen-image")
+    height, width = (PIPELINES["qwen-image"].settings[side] for side in ("height", "width"))
+    for times in (2, 10):
+        (preview,) = decode_latents(pipe, latents[-1], times * height, times * width)
+        assert preview.size == (width, height)
+        assert np.abs(np.asarray(preview) / 255 - picture[0]).max() <= 0.51 / 255
+    with pytest.raises(NoPreview, match=f"tokens make no image of {width}x{width}, or of its shape"):
+        decode_latents(pipe, latents[-1], width, width)
+
+
+@pytest.mark.filterwarnings("ignore")
+@standins()
+def test_an_axis_for_the_images_of_a_request_is_left_out() -> None:
+    import diffusers
+
+    pipe = build(diffusers.JoyImageEditPipeline, RECIPES.get("JoyImageEditPipeline", Recipe()))
+    latents = torch.randn(2, 3, 1, 4, 6, generator=torch.manual_seed(0))
+    plain, six = (decode_latents(pipe, each, 32, 48) for each in (latents, latents[:, None]))
+    assert [np.array_equal(one, other) for one, other in zip(plain, six, strict=True)] == [True, True]
+    assert not np.array_equal(six[0], six[1])
 
 
 def test_latents_of_an_unknown_kind_have_no_preview() -> None:
@@ -89,16 +137,31 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
         ("PixArtSigmaPipeline", {"use_resolution_binning": False}),
         ("BriaFiboPipeline", {"width": 64, "negative_prompt": "a dog"}),
         ("Kandinsky5T2VPipeline", {"num_frames": 9, "max_sequence_length": 16}),
+        ("ErnieImagePipeline", {}),
+        ("Ideogram4Pipeline", {"num_inference_steps": 6}),
+        ("Krea2Pipeline", {}),
+        ("NucleusMoEImagePipeline", {}),
+        ("QwenImage21Pipeline", {}),
+        pytest.param("BriaFibo2Pipeline", {}, marks=pytest.mark.slow),
+        pytest.param("HunyuanVideo15ImageToVideoPipeline", {"num_frames": 9}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
+@standins()
 def test_every_layout_is_shown_as_the_pipeline_decodes_it(
     name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames before channels, channels last, frames for a VAE of images, both branches at once, tokens of a latent."""
+    """Frames before channels, channels last, frames for a VAE of images, both branches at once, tokens of a latent;
+    patches in the scale of a batch norm, packed, laid out and not yet made; methods that unpack with other arguments;
+    an image for a VAE of videos; and a size that only the input says."""
     import diffusers
 
-    pipe = build(getattr(diffusers, name), RECIPES.get(name, Recipe()))
+    recipe = RECIPES.get(name, Recipe())
+    pipe = build(getattr(diffusers, name), recipe)
+    has_norm = hasattr(pipe.vae, "bn")
+    if has_norm:  # So far from 0 that what is not scaled by it is nowhere near.
+        pipe.vae.bn.running_mean.fill_(10)
+        pipe.vae.bn.running_var.copy_(torch.linspace(0.5, 2, len(pipe.vae.bn.running_var)))
     given: list[torch.Tensor] = []
     decode = type(pipe.vae).decode
 
@@ -109,7 +172,9 @@ def test_every_layout_is_shown_as_the_pipeline_decodes_it(
     monkeypatch.setattr(type(pipe.vae), "decode", noted)
     pipe.save_pretrained(tmp_path)
     with Omni(tmp_path, device="cpu", progress=False) as omni:
-        wish = {"height": 32, "width": 48, "seed": 3, "num_inference_steps": 4, **settings}
+        wish = {"height": 32, "width": 48, "seed": 3, "num_inference_steps": 4, **recipe.call, **settings}
+        if "ImageToVideo" in name:
+            wish |= {"height": None, "width": None, "image": Image.new("RGB", (48, 32), "red")}
         events = list(omni.generate("a cat", num_previews=3, stream=True, **wish))
     previews = [event.image for event in events if isinstance(event, Preview)]
     assert isinstance(events[-1], Done), events[-1]
@@ -122,6 +187,7 @@ def test_every_layout_is_shown_as_the_pipeline_decodes_it(
     assert shown.shape == first.shape
     near, far = ((first - each).abs().mean() for each in (shown, -shown))
     assert near < far, "it is nearer to what is made than to its negative"
+    assert not has_norm or near < first.abs().mean() / 2
 
 
 @pytest.mark.filterwarnings("ignore")

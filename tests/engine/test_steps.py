@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from asking import generate
 
+from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
 from samovar.engine import Event, Listener, OmniDiffusionConfig, Preview, Progress, Request, Worker
-from samovar.engine.steps import CALLBACK, preview_steps
+from samovar.engine.request import SILENT
+from samovar.engine.steps import CALLBACK, StepWatch, preview_steps
 from samovar.errors import CancelledRequestError, NanLatentsError, SamovarError
 from samovar.hooks import HookRegistry, ModelHook
 
@@ -43,6 +46,13 @@ def test_every_step_is_told_with_what_the_cache_did(worker: Worker) -> None:
     assert [event.step for event in events if isinstance(event, Preview)] == [2, 4]
     assert set(vars(worker.pipeline.transformer)) == before
     assert np.array_equal(np.asarray(plain.images[0]), np.asarray(result.images[0]))
+
+
+def test_nothing_takes_the_place_of_a_pipelines_tensors() -> None:
+    """Some show latents in another form than they go on with, and would go on with what is returned."""
+    pipe = tiny_flux_pipeline()
+    watch = StepWatch(pipe, None, {0: Request("a cat")}, [(0, 0)], SILENT, bool)
+    assert watch.call_back(pipe, 0, None, {"latents": torch.zeros(1, 4)}) == {}
 
 
 def test_a_request_that_is_cancelled_stops_after_the_step(worker: Worker) -> None:

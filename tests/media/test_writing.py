@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from samovar.media import (
     Audio,
     Video,
     check_suffix,
+    encode,
     numbered,
     read_audio,
     read_image,
@@ -46,6 +48,19 @@ def test_a_video_is_read_back_as_it_was(suffix: str, tmp_path: Path) -> None:
     assert again.frames.shape == (9, 32, 48, 3)
     assert np.abs(again.frames.astype(int) - film().frames).mean() < 3
     assert again.seconds == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".webm", ".ogg", ".opus"])
+def test_the_same_output_is_the_same_file(suffix: str) -> None:
+    """Whatever is in memory, and whatever else is encoded."""
+    rows, columns = np.mgrid[:64, :64]
+    ball = [200 * (np.hypot(columns - 10 - 2 * number, rows - 30) < 9) + 20 for number in range(17)]
+    frames = [
+        np.stack([each, (columns + 2 * number) % 64 * 3, rows * columns // 16], -1) for number, each in enumerate(ball)
+    ]
+    output = Video(np.stack(frames).astype(np.uint8), 12.0, tone()) if suffix in (".mp4", ".webm") else tone()
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(lambda _: encode(output, suffix), range(24 if suffix == ".mp4" else 3)))) == 1
 
 
 def test_sides_may_be_odd(tmp_path: Path) -> None:
@@ -100,6 +115,7 @@ def test_without_pyav_it_says_what_to_install(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(SettingError, match=r"pip install 'samovar\[video\]'.* saved as \.gif"):
         check_suffix("film.mp4", "video")
+    (tmp_path / "film.mp4").write_bytes(b"\0" * 100)
     with pytest.raises(SettingError, match=r"pip install 'samovar\[video\]'"):
         read_video(tmp_path / "film.mp4")
     assert [usual_suffix(kind) for kind in SUFFIXES] == [".png", ".gif", ".wav"]

@@ -16,9 +16,16 @@ _QWEN_WORDS = [
     "system", "user", "assistant", "Describe", "Ġthe", "Ġimage", "Ġby", "Ġdetailing", "Ġcolor", "Ġshape", "Ġsize",
     "Ġtexture", "Ġquantity", "Ġtext", "Ġspatial", "Ġrelationships", "Ġof", "Ġobjects", "Ġand", "Ġbackground",
 ]  # fmt: skip
-_QWEN_MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_VISION_MARKS = {
+    "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+}  # fmt: skip
+_QWEN_MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_VISION_MARKS.values()]
 _QWEN_CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -59,7 +66,7 @@ def t5_tokenizer() -> Any:
     return T5TokenizerFast(tokenizer_object=tokenizer, extra_ids=0, model_max_length=16)
 
 
-def qwen_tokenizer() -> Any:
+def qwen_tokenizer(max_length: int | None = None) -> Any:
     """Bytes, the words of the templates, and the marks of a chat."""
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
@@ -67,10 +74,18 @@ def qwen_tokenizer() -> Any:
     merges = {(word[:end], word[end]): word[: end + 1] for word in _QWEN_WORDS for end in range(1, len(word))}
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *merges.values(), *_QWEN_MARKS]
     vocabulary = {word: index for index, word in enumerate(words)}
-    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=list(merges))
+    named = {"image_token": "<|image_pad|>", "grid_bos_token": "<|vision_start|>", "grid_eos_token": "<|vision_end|>"}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=list(merges), extra_special_tokens=named)
     tokenizer.add_tokens(_QWEN_MARKS, special_tokens=True)
     tokenizer.chat_template = _QWEN_CHAT
+    if max_length is not None:
+        tokenizer.model_max_length = max_length
     return tokenizer
+
+
+def vision_marks(tokenizer: Any) -> dict[str, int]:
+    """The settings of a model that reads images: which tokens stand for them."""
+    return {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in _VISION_MARKS.items()}
 
 
 def qwen_config(tokenizer: Any, layers: int) -> dict[str, Any]:
@@ -94,10 +109,11 @@ def qwen25_encoder(tokenizer: Any, layers: int = 1) -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
     vision = {
         "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 12,
-        "fullatt_block_indexes": [0],
+        "fullatt_block_indexes": [0], "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
     }  # fmt: skip
     text = qwen_config(tokenizer, layers) | {"rope_parameters": rope}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    marks = vision_marks(tokenizer)
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **marks))
 
 
 def byte_tokenizer() -> Any:

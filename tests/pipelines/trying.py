@@ -16,6 +16,7 @@ from samovar import Omni
 from samovar.media import Audio, Video, read_media
 
 from .builder import Recipe, build
+from .standins import standins
 
 CHECKS = ("loaded", "runs", "saved", "offloaded", "cached")
 STEPS = 6
@@ -34,8 +35,10 @@ class Row:
 
 def media(name: str, width: int, height: int) -> Any:
     """A tiny input for an argument."""
+    if "audio" in name:
+        return Audio(np.sin(np.linspace(0, 20, 32, dtype=np.float32))[None].repeat(2, 0), 8)
     ramp = np.linspace(0, 255, height * width * 3).reshape(height, width, 3).astype(np.uint8)
-    if "video" in name or name == "conditioning_frames":
+    if "video" in name or name in ("conditioning_frames", "controls"):
         return [Image.fromarray(np.roll(ramp, 3 * number, 1)) for number in range(9)]
     if "mask" in name:
         return Image.fromarray((ramp[..., 0] > 100).astype(np.uint8) * 255)
@@ -71,13 +74,17 @@ def same(one: Any, other: Any) -> bool:
 def try_pipeline(cls: Any, recipe: Recipe) -> Row:
     """All that is checked; the first thing that goes wrong ends it and is the row's problem."""
     row = Row(cls.__name__)
-    prompt = "a cat" if "prompt" in inspect.signature(cls.__call__).parameters else ""
-    with tempfile.TemporaryDirectory() as folder:
+    prompt = recipe.prompt if "prompt" in inspect.signature(cls.__call__).parameters else ""
+    how: dict[str, Any] = {"device": "cpu", "dtype": recipe.dtype, "progress": False}
+    with tempfile.TemporaryDirectory() as folder, standins():
         step = "built"
         try:
-            build(cls, recipe).save_pretrained(folder)
+            pipe = build(cls, recipe)
+            if getattr(pipe, "safety_checker", None) is not None:  # A stand-in, which cannot be saved.
+                pipe.register_modules(safety_checker=None)
+            pipe.save_pretrained(folder)
             step = "loaded"
-            with Omni(folder, device="cpu", progress=False) as omni:
+            with Omni(folder, **how) as omni:
                 row.makes, row.works[step] = str(omni.output), True
                 step = "runs"
                 call = call_of(omni, recipe)
@@ -87,21 +94,17 @@ def try_pipeline(cls: Any, recipe: Recipe) -> Row:
             step = "saved"
             row.works[step] = _is_read_back(plain, Path(folder))
             step = "offloaded"
-            with Omni(folder, device="cpu", progress=False, offload="layerwise") as omni:
+            with Omni(folder, offload="layerwise", **how) as omni:
                 torch.manual_seed(0)
                 row.works[step] = same(omni.generate(prompt, **call)[0].outputs[0], plain.outputs[0])
             step = "cached"
-            with Omni(
-                folder,
-                device="cpu",
-                progress=False,
-                cache=CACHE,
-            ) as omni:
+            with Omni(folder, cache=CACHE, **how) as omni:
                 stats = omni.generate(prompt, **call)[0].cache[0]
                 row.works[step] = stats.skipped > 0
                 row.problem = "" if stats.skipped else f"cached: no step was skipped: {stats}"
         except Exception as error:  # Whatever it is, it is the row's.
-            row.problem = f"{step}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            row.problem = f"{step}: {f'{recipe.cause} ({said})' if recipe.cause else said}"
     return row
 
 

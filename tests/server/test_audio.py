@@ -72,12 +72,7 @@ def test_the_client_makes_sound(sounds: RunningServer) -> None:
 def test_refusals_name_the_field(sounds: RunningServer) -> None:
     with sounds.client() as http:
         for path, values, param, message in (
-            (
-                GENERATE,
-                {"audio_length": 301},
-                "audio_length",
-                "The audio has 301 seconds; the limit is 300 (--max-seconds)",
-            ),
+            (GENERATE, {"audio_length": 301}, "audio_length", "makes at most 1.024 seconds of sound, not 301"),
             (GENERATE, {"response_format": "midi"}, "response_format", "not 'midi'"),
             (GENERATE, {"input": " "}, "input", "input is empty"),
             (GENERATE, {"prompt": "rain"}, "prompt", "'prompt' is not a known field. Did you mean 'negative_prompt'?"),

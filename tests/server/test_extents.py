@@ -19,6 +19,7 @@ VIDEO = PipelineFacts(
 )  # fmt: skip
 NO_SIZE = replace(VIDEO, size=None)
 AUDIO = PipelineFacts("Sound", TAKES, 8, output=OutputKind("audio", rate=100, duration_argument="seconds"))
+MUSIC = replace(AUDIO, output=replace(AUDIO.output, seconds=60.0))
 IMAGE = PipelineFacts("Flux", TAKES, 8)
 
 
@@ -29,6 +30,8 @@ IMAGE = PipelineFacts("Flux", TAKES, 8)
         (VIDEO, {"seconds": 1.0, "width": 64, "height": 32}, (64, 32, 17, 17 / 16, 64 * 32 * 17)),
         (VIDEO, {"num_frames": 9, "fps": 3.0}, (832, 480, 9, 3.0, 832 * 480 * 9)),
         (AUDIO, {"seconds": 2.5}, (0, 0, 1, 2.5, 2**20)),
+        (MUSIC, {}, (0, 0, 1, 60.0, 2**20)),
+        (MUSIC, {"seconds": 2.5}, (0, 0, 1, 2.5, 2**20)),
         (IMAGE, {"width": 64, "height": 32}, (64, 32, 1, None, 64 * 32)),
         (IMAGE, {}, (0, 0, 1, None, 2**20)),
         (NO_SIZE, {}, (0, 0, 81, 81 / 16, 81 * 2**20)),
@@ -46,6 +49,7 @@ def test_sides_frames_and_seconds(facts: PipelineFacts, params: dict[str, Any], 
         (VIDEO, {}, {"max_video_pixels": 10**7}, "size", "81 frames of 832x480 are 32,348,160 pixels; the limit is"),
         (VIDEO, {}, {"max_pixels": 10**5}, "size", "size 832x480 is 399,360 pixels; the limit is 100,000 (--max-p"),
         (NO_SIZE, {"num_frames": 200}, {}, "size", "200 frames of the model's size, taken as 1,048,576 pixels, are"),
+        (MUSIC, {}, {"max_seconds": 30}, "seconds", "The audio has 60 seconds; the limit is 30 (--max-seconds)"),
         (AUDIO, {"seconds": 301.0}, {}, "seconds", "The audio has 301 seconds; the limit is 300 (--max-seconds)"),
     ],
 )  # fmt: skip

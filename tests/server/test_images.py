@@ -303,7 +303,11 @@ def test_a_mask_says_what_is_redrawn(tmp_path: Path) -> None:
     expected = pipe(PROMPT, **call).images[0].tobytes()
     with running(tmp_path / "painter") as server:
         images = client(server).images
-        for given in ({"image": as_file(image), "mask": as_file(mask)}, {"image": as_file(see_through)}):
+        plain = as_file(image)
+        openais = PIL.Image.new("RGBA", size, "white")  # Transparent where the image is redrawn, as OpenAI has it.
+        openais.putalpha(see_through.getchannel("A"))
+        masks = (as_file(mask), as_file(openais), as_file(mask.convert("RGBA")))
+        for given in (*({"image": plain, "mask": each} for each in masks), {"image": as_file(see_through)}):
             made = images.edit(prompt=PROMPT, extra_body={"seed": 3, **settings}, **given)
             assert made.data is not None
             assert picture(made.data[0].b64_json).tobytes() == expected

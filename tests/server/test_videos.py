@@ -118,8 +118,11 @@ def test_videos_are_listed_by_age(client: openai.OpenAI) -> None:
             client.videos.list(**query)  # type: ignore[arg-type]
     with pytest.raises(openai.BadRequestError, match=r"'limt' is not a parameter .* Did you mean 'limit'"):
         client.videos.list(extra_query={"limt": 3})
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match=r"limit is given 2 times\. Give it once"):
+        client.get("/videos?limit=2&limit=3", cast_to=object)
+    with pytest.raises(openai.NotFoundError) as missing:
         client.videos.list(after="video_0")
+    assert missing.value.param == "after"
 
 
 def test_a_remix_is_the_same_with_another_prompt(client: openai.OpenAI, tmp_path: Path) -> None:
@@ -173,10 +176,10 @@ def test_the_queue_has_an_end(films: RunningServer, client: openai.OpenAI) -> No
     [
         ({"size": "50x32"}, "size", "width must be a multiple of 16 for this model, not 50: try 48 or 64"),
         ({"num_frames": 66}, "num_frames", "num_frames must be at most 65"),
-        ({"seconds": "5"}, "num_frames", "The video has 81 frames; the limit is 65 (--max-frames)"),
-        ({"seconds": "301"}, "seconds", "seconds; the limit is 300 (--max-seconds)"),
+        ({"seconds": "5"}, "seconds", "This model makes at most 61 frames, not 81. Ask for fewer"),
+        ({"seconds": "601", "fps": 0.1}, "seconds", "seconds; the limit is 300 (--max-seconds)"),
         ({"seconds": "four"}, "seconds", "seconds should be a valid number, not 'four'"),
-        ({"num_frames": 65, "size": "64x64"}, "size", "65 frames of 64x64 are 266,240 pixels; the limit is 100,000 ("),
+        ({"num_frames": 61, "size": "64x64"}, "size", "61 frames of 64x64 are 249,856 pixels; the limit is 100,000 ("),
         ({"num_frames": 9, "seconds": 1}, "seconds", "num_frames=9 and seconds=1.0 both say how long"),
         ({"size": "48x32", "width": 48}, "size", "size says the same as width and height"),
         ({"guidance_scale2": 3}, "guidance_scale2", "Did you mean 'guidance_scale_2'?"),
@@ -215,6 +218,7 @@ def test_forms_say_the_same(films: RunningServer) -> None:
         image = {"prompt": (None, PROMPT), "input_reference": ("a.png", png(), "image/png")}
         refused = http.post(VIDEOS, files=image)
         assert refused.json()["error"]["message"] == "WanPipeline takes no image. It starts from text alone."
+        assert refused.json()["error"]["param"] == "input_reference"
         for url in (data_url(png()), data_url(noise())):  # The second one is longer than any prompt.
             for body in (
                 {"json": {"prompt": PROMPT, "input_reference": {"image_url": url}}},

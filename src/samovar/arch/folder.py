@@ -87,7 +87,7 @@ def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]
     """The library and the class of each component that an index lists; those that were left out are null there."""
     found: dict[str, tuple[str, str]] = {}
     for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list):
+        if name.startswith("_") or not isinstance(entry, list) or _is_setting(entry):
             continue  # About the pipeline, or an argument of it.
         if not name.isidentifier() or len(entry) != 2:
             raise ModelError(
@@ -100,6 +100,11 @@ def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]
         elif entry != [None, None]:
             raise ModelError(f"{index_file(folder)}: {name!r} is {brief(entry)}; expected a library and a class of it.")
     return found
+
+
+def _is_setting(entry: Any) -> bool:
+    """Whether a list is an argument of the pipeline, such as layers of a text encoder: it names nothing."""
+    return isinstance(entry, list) and bool(entry) and all(isinstance(each, (int, float, list)) for each in entry)
 
 
 def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
@@ -119,7 +124,8 @@ def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
         )
     for parameter in inspect.signature(cls).parameters.values():
         is_needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if is_needed and not isinstance(index.get(parameter.name), list):
+        entry = index.get(parameter.name)
+        if is_needed and (not isinstance(entry, list) or _is_setting(entry)):
             raise ModelError(
                 f"{index_file(folder)}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library "
                 f"and a class of it, because {name} needs this component."

@@ -4,6 +4,7 @@ from ..cache import CacheSetting
 from .attached import Attached, AttachedStats, attach, detach
 from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
 from .explain import Explanation
+from .vae import tiled_if_needed
 
 __all__ = [
     "AttachConfig",
@@ -16,4 +17,5 @@ __all__ = [
     "ParallelSetting",
     "attach",
     "detach",
+    "tiled_if_needed",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,9 +13,16 @@ from ..arch import ModuleDiscovery
 from ..errors import SettingError
 from ..tensors import is_plain
 
+if TYPE_CHECKING:
+    from .config import AttachConfig
+
 _METHODS = {"tiling": "enable_tiling", "slicing": "enable_slicing"}
 """Of the VAEs of diffusers, for each way."""
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+_TILES_ONLY = ("AutoencoderKLAllegro",)
+"""VAEs that refuse to decode otherwise, when all steps are done."""
 
 
 class Way(NamedTuple):
@@ -37,6 +45,13 @@ class Way(NamedTuple):
         """What it does to save memory, in words."""
         names = [name for name in _METHODS if getattr(self, name)]
         return f"VAEs decode with {' and '.join(f'vae_{name}' for name in names)}"
+
+
+def tiled_if_needed(pipe: Any, config: AttachConfig) -> AttachConfig:
+    """The same settings, with tiles for a VAE that cannot do without, unless they say something else."""
+    names = {cls.__name__ for part in pipe.components.values() for cls in type(part).__mro__}
+    is_needed = config.vae_tiling is None and not names.isdisjoint(_TILES_ONLY)
+    return replace(config, vae_tiling=True) if is_needed else config
 
 
 def find_vaes(pipe: Any, way: Way) -> list[torch.nn.Module]:

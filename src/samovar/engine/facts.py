@@ -13,7 +13,7 @@ from ..errors import SettingError, nearest
 from ..files import brief
 from ..media import upright_size
 from .input_media import Inputs, find_inputs
-from .outputs import OutputKind, find_output
+from .outputs import END, START, OutputKind, find_output
 from .request import OmniDiffusionSamplingParams, Request
 
 if TYPE_CHECKING:
@@ -57,11 +57,13 @@ class PipelineFacts:
     """The types of arguments that take plain values."""
     size: tuple[int, int] | None = None
     """The height and width that the pipeline takes by default."""
+    positions: int | None = None
+    """Tokens along a side, and frames of latents, that the model has positions for, if it says so."""
 
     @property
     def can_edit(self) -> bool:
         """Whether an image can be given, as such or as the only one that guides the model."""
-        return not self.takes.isdisjoint(("image", "control_image"))
+        return self.inputs.takes_image
 
     @property
     def takes_prompt(self) -> bool:
@@ -116,6 +118,22 @@ class PipelineFacts:
                 near = f"{below} or {above}" if below < size else f"{below}"
                 message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
                 raise SettingError(message, param=name)
+        self._check_positions(params)
+
+    def _check_positions(self, params: OmniDiffusionSamplingParams) -> None:
+        """Refuse what is larger or longer than the model can tell places apart."""
+        if self.positions is None:
+            return
+        for name in ("height", "width"):
+            size, most = getattr(params, name), self.positions * self.multiple
+            if size is not None and size > most:
+                raise SettingError(f"{name} must be at most {most} for this model, not {size}.", param=name)
+        most = self.output.most_frames(self.positions)
+        is_asked = params.num_frames is not None or params.seconds is not None
+        if is_asked and self.num_frames(params) > most:
+            param = "num_frames" if params.seconds is None else "seconds"
+            message = f"This model makes at most {most} frames, not {self.num_frames(params)}. Ask for fewer."
+            raise SettingError(message, param=param)
 
     def _check_adapters(self, names: list[str]) -> None:
         for name in names:
@@ -131,15 +149,16 @@ class PipelineFacts:
         """The request's settings over the model's defaults. An image to edit sets the size, or the aspect ratio if one
         side is given; of a video it sets the aspect ratio alone."""
         params = request.params.over(self.defaults)
-        image: Any = request.image[0] if isinstance(request.image, (list, tuple)) else request.image
+        image = request.images[0] if request.images else None
         if image is None or not self.can_edit or not {"height", "width"} <= self.takes:
             return params
         image_width, image_height = upright_size(image)
         width, height = request.params.width, request.params.height
         if self.output.kind != "image" and width is None and height is None:
-            if self.size is None:
+            pixels = (params.width or 0) * (params.height or 0) or math.prod(self.size or (0,))
+            if not pixels:
                 return params
-            scale = math.sqrt(math.prod(self.size) / max(1, image_width * image_height))
+            scale = math.sqrt(pixels / max(1, image_width * image_height))
             image_width, image_height = round(image_width * scale), round(image_height * scale)
         if width is None:
             width = self._rounded(image_width if height is None else image_width * height // max(1, image_height))
@@ -163,6 +182,9 @@ class PipelineFacts:
 
     def _given_inputs(self, request: Request) -> dict[str, Any]:
         given = dict(request.inputs) if request.image is None else {"image": request.image, **request.inputs}
+        if request.image is not None and self.output.kind == "image" and not self.can_edit:
+            remedy = "To start from one, choose another task with the same weights, such as task='img2img'."
+            raise SettingError(f"{self.class_name} takes no image. {remedy}", param="image")
         return self.inputs.check(given, self.class_name)
 
     def _length(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
@@ -183,11 +205,20 @@ class PipelineFacts:
             if output.kind == "video" and output.frames_argument:
                 call[output.frames_argument] = output.frames_in(params.seconds, self.fps(params) or 1.0)
             elif output.duration_argument:
-                call[output.duration_argument] = float(params.seconds)
+                call[output.duration_argument] = self._end_of(params.seconds, params.options.get(START))
             else:
                 message = f"{self.class_name} makes {output} whose duration cannot be chosen. Leave out seconds."
                 raise SettingError(message, param="seconds")
         return call
+
+    def _end_of(self, seconds: float, start: Any) -> float:
+        """What is given as the duration: some pipelines want the end of a part, which may start later."""
+        most = self.output.most_seconds
+        if most is not None and seconds > most:
+            message = f"This model makes at most {most:g} seconds of sound, not {seconds:g}. Ask for less."
+            raise SettingError(message, param="seconds")
+        is_part = self.output.duration_argument == END and isinstance(start, (int, float))
+        return float(seconds + start if is_part else seconds)
 
     def _check_option(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         if name in _COUNTS:
@@ -234,10 +265,11 @@ def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFa
         _size_multiple(pipeline),
         defaults,
         output=find_output(pipeline),
-        inputs=_with_controlnets(inputs, pipeline),
+        inputs=_for_this_model(_with_controlnets(inputs, pipeline), pipeline),
         needs=tuple(needs),
         types={name: plain for name, each in parameters.items() if (plain := _plain_types(each.annotation))},
         size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
+        positions=getattr(getattr(pipeline, "transformer", None), "config", {}).get("rope_max_seq_len"),
     )
 
 
@@ -247,6 +279,16 @@ def _with_controlnets(inputs: Inputs, pipeline: Any) -> Inputs:
     if len(nets) < 2:
         return inputs
     return replace(inputs, exactly={inputs.argument("control_image", type(pipeline).__name__): len(nets)})
+
+
+def _for_this_model(inputs: Inputs, pipeline: Any) -> Inputs:
+    """Without what its transformer cannot take: one that sees images by an encoder tells the first and the last frame
+    apart by positions, which not all of them have."""
+    config = getattr(getattr(pipeline, "transformer", None), "config", {})
+    if "last_image" not in inputs.takes or config.get("image_dim") is None or config.get("pos_embed_seq_len"):
+        return inputs
+    takes = tuple(name for name in inputs.takes if name != "last_image")
+    return replace(inputs, takes=takes, lacking={**inputs.lacking, "last_image": "transformer for two images"})
 
 
 def _is_small(image: Any) -> bool:

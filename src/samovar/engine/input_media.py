@@ -6,30 +6,33 @@ compares with None: it would fail, minutes later, with a message about types.
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
+import math
 import re
-import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SettingError
-from ..media import Audio, Video, upright
+from ..media import Audio, Video, upright, upright_size
+from .call_code import CallCode
 
-_MEDIA = re.compile(r"(?:^|_)(image|images|video|audio|mask|waveforms)$|^(conditioning_frames|image_reference)$")
+_MEDIA = re.compile(
+    r"(?:^|_)(image|images|video|audio|mask|waveforms)$|^(conditioning_frames|image_reference|controls)$"
+)
 _NOT_MEDIA = re.compile(r"(sample|return|use|render|freeze|attention|padding|prompt|processed|resized)_")
 _WORDS = {
     "image": ("image", "images", "input_images", "cond_image"),
     "mask": ("mask_image", "mask", "control_mask", "mask_video"),
     "control_image": ("control_image",),
-    "control_video": ("control_video", "conditioning_frames"),
+    "control_video": ("control_video", "conditioning_frames", "controls"),
     "audio": ("audio", "src_audio", "initial_audio_waveforms", "reference_audio"),
 }
 """Our words, and the pipelines' words for the same."""
 INPUT_NAMES = frozenset({"mask", "last_image", "control_image", "control_video", "video", "audio"})
 """Inputs that have the same name for every pipeline; `image` is a parameter of its own."""
+_MOST_OFF = math.log(1.1)
+"""How far the shape of a mask may be from that of its image."""
 _ARTICLES = {"image": "an image", "images": "images", "video": "a video", "audio": "a sound", "mask": "a mask"}
 
 
@@ -43,10 +46,17 @@ class Inputs:
     """Those that take a list of images for one output."""
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For some, the others that they cannot do without."""
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For some that are needed, the others that do as well."""
     exactly: Mapping[str, int] = field(default_factory=dict)
     """Those that take as many images as the pipeline has ControlNets, which is more than one."""
     lacking: Mapping[str, str] = field(default_factory=dict)
     """Those that the pipeline could take, each with the component that it would need."""
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether there is an argument for `image`."""
+        return not {*_WORDS["image"], "control_image"}.isdisjoint(self.takes)
 
     def argument(self, name: str, class_name: str) -> str:
         """The pipeline's argument for an input; SettingError if it has none."""
@@ -69,9 +79,14 @@ class Inputs:
         for name, value in given.items():
             argument = self.argument(name, class_name)
             if argument in found:
-                raise SettingError(f"{name} is given twice, also as {argument}. Give it once.", param=name)
+                message = f"{name} is given twice, also as {argument}. Give it once."
+                if {"image", "control_image"} <= given.keys() and argument in ("image", "control_image"):
+                    message = f"{class_name} takes no control_image beside image. Give one of them."
+                raise SettingError(message, param=name)
             self._check_kind(name, argument, value)
             found[argument] = value
+        if self.mask is not None:
+            _check_shapes(found.get("image"), found.get(self.mask))
         return found
 
     @property
@@ -90,6 +105,11 @@ class Inputs:
         ):
             message = f"{class_name} needs a mask, or an image with an alpha channel: it redraws what is transparent."
             raise SettingError(message, param="image")
+        for name, others in self.instead.items():
+            if given.keys().isdisjoint((name, *others)):
+                what = " or ".join(_ARTICLES[_kind(each)] for each in (name, *others))
+                message = f"{class_name} needs {what}. Give it as {' or '.join((name, *others))}."
+                raise SettingError(message, param=others[0])
         beside = [name for other in given for name in self.beside.get(other, ()) if name in self.takes]
         for name in (*self.needs, *beside):
             if name not in given and name != self.mask:
@@ -172,7 +192,7 @@ def find_inputs(cls: type) -> Inputs:
 
     parameters = call_parameters(cls)
     takes = _media_of(cls)
-    code = _Code.of(cls)
+    code = CallCode.of(cls, tuple(takes))
     needs = [
         name
         for name in takes
@@ -180,10 +200,11 @@ def find_inputs(cls: type) -> Inputs:
         or (parameters[name].default is None and code is not None and not code.does_without(name))
     ]
     several = [name for name in takes if code is not None and name in code.lists]
+    instead = {} if code is None else {name: code.made[name] for name in takes if code.is_made_only(name)}
     if issubclass(cls, ModularCall):  # Its code is that of its blocks, which say so.
         several = [name for name in takes if name in cls.lists]
         return Inputs(tuple(takes), tuple(needs), tuple(several), beside=cls.beside, lacking=cls.lacking)
-    return Inputs(tuple(takes), tuple(needs), tuple(several))
+    return Inputs(tuple(takes), tuple(needs), tuple(several), instead=instead)
 
 
 def _media_of(cls: type) -> list[str]:
@@ -203,7 +224,17 @@ def _kind(argument: str) -> str:
     word = (found[1] or found[2]) if found else argument
     if word == "image" and "mask" in argument:
         return "mask"
-    return {"waveforms": "audio", "conditioning_frames": "video", "image_reference": "image"}.get(word, word)
+    others = {"waveforms": "audio", "conditioning_frames": "video", "controls": "video", "image_reference": "image"}
+    return others.get(word, word)
+
+
+def _check_shapes(image: Any, mask: Any) -> None:
+    """Refuse a mask of another shape than the image: stretched, it would say something else. Its size may differ."""
+    if hasattr(image, "getexif") and hasattr(mask, "getexif"):
+        (width, height), (mask_width, mask_height) = upright_size(image), upright_size(mask)
+        if abs(math.log(width * mask_height / (height * mask_width))) > _MOST_OFF:
+            message = f"The mask is {mask_width}x{mask_height} and the image {width}x{height}, which is another shape."
+            raise SettingError(f"{message} Give a mask of the image's size.", param="mask")
 
 
 def _is_transparent(image: Any) -> bool:
@@ -222,7 +253,7 @@ def _prepared(name: str, value: Any, rate: int | None) -> Any:
         return value.images
     if isinstance(value, Audio):
         return _waveform(name, value, rate)
-    if isinstance(value, (list, tuple)) and value and hasattr(value[0], "convert"):
+    if isinstance(value, (list, tuple)) and any(hasattr(each, "convert") or isinstance(each, list) for each in value):
         return [_prepared(name, image, rate) for image in value]
     if not hasattr(value, "convert"):
         return value
@@ -241,103 +272,3 @@ def _waveform(name: str, audio: Audio, rate: int | None) -> Any:
         count = round(samples.shape[1] * rate / audio.rate)
         samples = torch.nn.functional.interpolate(samples[None], count, mode="linear", antialias=False)[0]
     return samples if name in ("src_audio", "reference_audio") else samples[None]
-
-
-class _Code:
-    """What the code of a pipeline does with the arguments of its call."""
-
-    def __init__(
-        self, call: ast.AST, methods: Mapping[str, tuple[ast.AST, Collection[str]]], inputs: Collection[str]
-    ) -> None:
-        self._tested = set(_compared_with_none(call))
-        refusals: set[str] = set()
-        for method, (tree, own) in methods.items():
-            found = set(_compared_with_none(tree)) & set(own)
-            if method == "check_inputs":  # It may refuse two inputs together, and say nothing of none.
-                refusals = found
-            else:
-                self._tested |= found
-        self._tested |= refusals - set(_always_used(call))
-        self._made = set(_made_from_others(call, inputs))
-        self._handled = set(_used_beyond_passing(call))
-        self.lists = set(_asked_for_a_list(call))
-
-    @classmethod
-    @functools.lru_cache(maxsize=64)
-    def of(cls, pipeline: type) -> _Code | None:
-        """None if there is no source."""
-        try:
-            call = _parsed(pipeline.__call__)
-            methods = {
-                name: (_parsed(function), list(inspect.signature(function).parameters))
-                for name, function in inspect.getmembers(pipeline, inspect.isfunction)
-                if name != "__call__" and function.__module__ == pipeline.__call__.__module__
-            }
-        except (OSError, TypeError, SyntaxError):
-            return None
-        return cls(call, methods, _media_of(pipeline))
-
-    def does_without(self, name: str) -> bool:
-        """Whether the code has a way for this argument to be None, or leaves it to another pipeline."""
-        return name in self._tested or name in self._made or name not in self._handled
-
-
-def _parsed(function: Any) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-
-
-def _compared_with_none(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        tests: list[ast.expr] = []
-        if isinstance(node, ast.Compare) and any(isinstance(sign, (ast.Is, ast.IsNot)) for sign in node.ops):
-            tests = [node.left]
-        elif isinstance(node, (ast.If, ast.IfExp)):
-            tests = [node.test]
-        elif isinstance(node, ast.BoolOp):
-            tests = node.values
-        elif isinstance(node, ast.UnaryOp):
-            tests = [node.operand]
-        yield from (test.id for test in tests if isinstance(test, ast.Name))
-
-
-def _made_from_others(tree: ast.AST, inputs: Collection[str]) -> Iterator[str]:
-    """Inputs that are made from another one, such as a video from an image."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            used = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
-            names = {each.id for each in node.targets if isinstance(each, ast.Name)}
-            yield from (name for name in names - used if used & set(inputs))
-
-
-def _used_beyond_passing(tree: ast.AST) -> Iterator[str]:
-    """Names that are used otherwise than as an argument of the same name."""
-    passed = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.keyword) and isinstance(node.value, ast.Name) and node.arg == node.value.id
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in passed:
-            yield node.id
-
-
-def _always_used(tree: ast.AST) -> Iterator[str]:
-    """Names that are used whatever else is given, unless latents are."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If):
-            if "latents" in ast.dump(node.test):
-                yield from (name for statement in node.body for name in _always_used(statement))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "check_inputs":
-            continue
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif not isinstance(node, ast.IfExp):
-            yield from _always_used(node)
-
-
-def _asked_for_a_list(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-            value, kinds = node.args
-            if isinstance(value, ast.Name) and any(isinstance(n, ast.Name) and n.id == "list" for n in ast.walk(kinds)):
-                yield value.id

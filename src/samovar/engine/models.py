@@ -17,6 +17,7 @@ from ..errors import ModelError, SettingError, nearest
 from ..files import INDEX, brief, first_line, index_file, reading
 from .controlnet import TASK as CONTROLLED
 from .controlnet import controlled_class, load_controlnets
+from .failures import naming_packages
 from .quantize import GGUF, Quantization, check_saved, loading_arguments
 
 if TYPE_CHECKING:
@@ -186,9 +187,11 @@ def load_pipeline(
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
     from ..arch.folder import check_loaded, read_index
+    from ..arch.folder import components as listed
 
     loader = find_loader(folder, trust_remote_code=trust_remote_code, task=task, controlnets=controlnets)
-    check_saved(folder, read_index(folder))
+    index = read_index(folder)
+    check_saved(folder, index)
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
     if controlnets:
         given["controlnet"] = load_controlnets(controlnets, loader, folder, dtype)
@@ -196,7 +199,8 @@ def load_pipeline(
     if quantization is not None:
         given |= loading_arguments(folder, dtype, quantization)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
-    with reading(str(folder)), guard, warnings.catch_warnings(), _Missing().listening(folder):
+    packages = naming_packages(str(folder), loader, listed(folder, index))
+    with packages, reading(str(folder)), guard, warnings.catch_warnings(), _Missing().listening(folder):
         # diffusers 0.42 renamed the argument, and older versions only know this name.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         pipeline = loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)

@@ -42,6 +42,10 @@ def with_notes(
     for video in outcome.videos:
         if request.params.num_frames not in (None, len(video)):
             notes.append(f"{asked} frames were asked for, and the model makes {len(video)}")
+    size = request.params.width, request.params.height
+    made = [(each.width, each.height) for each in outcome.images or outcome.videos]
+    if None not in size and made and made[0] != size:
+        notes.append(f"{size[0]}x{size[1]} was asked for, and the model makes {made[0][0]}x{made[0][1]}")
     if not request.exact:
         then, used = tuned.given(), outcome.params.given()
         notes += [

@@ -20,7 +20,9 @@ from ..media import Audio, Video
 
 _IMAGES, _VIDEOS, _SOUNDS = ("images", "image"), ("frames", "videos", "video"), ("audios", "audio", "sound")
 _FRAME_COUNTS = ("num_frames", "video_length", "frames")
-_DURATIONS = ("audio_length_in_s", "audio_end_in_s", "audio_duration", "audio_duration_s", "duration")
+START, END = "audio_start_in_s", "audio_end_in_s"
+"""Of a pipeline that makes a part of a longer sound."""
+_DURATIONS = ("audio_length_in_s", END, "audio_duration", "audio_duration_s", "duration")
 _FRAME_RATES = ("fps", "frame_rate")
 _SAMPLE_RATES = ("output_sampling_rate", "sampling_rate", "sample_rate")
 _SOUND_PARTS = ("vocoder", "audio_vae", "sound_tokenizer", "vae", "unet")
@@ -51,6 +53,10 @@ class OutputKind:
     fps_argument: str | None = None
     duration_argument: str | None = None
     """The argument that sets the seconds of sound."""
+    seconds: float | None = None
+    """Its default."""
+    most_seconds: float | None = None
+    """Of sound, if the model has a limit."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -61,6 +67,11 @@ class OutputKind:
         extra = 1 if self.frames is None else self.frames % self.frame_group
         groups = max(0 if extra else 1, round((seconds * fps - extra) / self.frame_group))
         return max(1, groups * self.frame_group + extra)
+
+    def most_frames(self, groups: int) -> int:
+        """Frames that the VAE makes at most of this number of latents, of which the first may be a single frame."""
+        is_single = self.frames is None or bool(self.frames % self.frame_group)
+        return (groups - is_single) * self.frame_group + is_single
 
 
 def output_fields(cls: type) -> tuple[str, str, str | None]:
@@ -102,7 +113,11 @@ def find_output(pipeline: Any) -> OutputKind:
         if rate is None:
             raise ModelError(f"No part of this {cls.__name__} says how many samples of sound it makes per second.")
         duration = next((name for name in _DURATIONS if name in parameters), None)
-        return OutputKind(kind, field, rate=rate, duration_argument=duration)
+        usual = parameters[duration].default if duration else None
+        longest = _longest(pipeline, rate)
+        seconds = float(usual) if isinstance(usual, (int, float)) else longest
+        most = longest if duration == END else None
+        return OutputKind(kind, field, rate=rate, duration_argument=duration, seconds=seconds, most_seconds=most)
     fps_argument = next((name for name in _FRAME_RATES if name in parameters), None)
     fps = parameters[fps_argument].default if fps_argument else None
     if not isinstance(fps, (int, float)):
@@ -189,6 +204,13 @@ def _sample_rate(pipeline: Any) -> int | None:
                 return rate
     rate = getattr(pipeline, "sample_rate", None)
     return rate if isinstance(rate, int) else None
+
+
+def _longest(pipeline: Any, rate: int) -> float | None:
+    """The seconds of sound that all latents make which the model was trained with: who says nothing gets them."""
+    latents = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "sample_size", None)
+    samples = getattr(getattr(pipeline, "vae", None), "hop_length", None)
+    return latents * samples / rate if isinstance(latents, int) and isinstance(samples, int) else None
 
 
 def _frame_group(pipeline: Any) -> int:

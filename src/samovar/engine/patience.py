@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from .facts import PipelineFacts
 from .request import Request
@@ -70,8 +69,7 @@ def shape_of(requests: Sequence[Request], facts: PipelineFacts, max_batch: int =
     """What a graph is compiled for: requests that are equal in this run the same graphs."""
     first = requests[0]
     params = replace(facts.completed(first), seed=None, num_inference_steps=None, num_outputs_per_prompt=None)
-    images: Any = first.image if isinstance(first.image, (list, tuple)) else [first.image]
-    size = tuple(image.size for image in images if image is not None)
+    size = tuple(image.size for image in first.images)
     what = replace(params, negative_prompt=None), bool(params.negative_prompt), size, first.lora
     return (*what, _count(requests, max_batch))
 

@@ -7,7 +7,7 @@ A request that is refused or cancelled in the queue yields only `Failed`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,6 +129,14 @@ class OmniDiffusionSamplingParams:
         return OmniDiffusionSamplingParams(**theirs | ours, options={**other.options, **self.options})
 
 
+def _flat(images: Any) -> Iterator[Any]:
+    if isinstance(images, (list, tuple)):
+        for each in images:
+            yield from _flat(each)
+    elif images is not None:
+        yield images
+
+
 def _shown(value: Any) -> str:
     """A value for a message. Python refuses to print integers of thousands of digits."""
     return f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
@@ -159,8 +167,8 @@ class Request:
 
     prompt: str
     params: OmniDiffusionSamplingParams = field(default_factory=OmniDiffusionSamplingParams)
-    image: Image | Sequence[Image] | None = None
-    """The image to start from, or several, for pipelines that take them."""
+    image: Image | Sequence[Any] | None = None
+    """The image to start from, or several, for pipelines that take them; or rows of them, with None for one to make."""
     num_previews: int = 0
     exact: bool = False
     """Compute every step, whatever the cache would skip."""
@@ -176,8 +184,7 @@ class Request:
             raise SettingError(f"prompt must be text, not {self.prompt!r}.", param="prompt")
         if not isinstance(self.params, OmniDiffusionSamplingParams):
             raise SettingError(f"params must be OmniDiffusionSamplingParams, not {self.params!r}.", param="params")
-        images = self.image if isinstance(self.image, (list, tuple)) else () if self.image is None else (self.image,)
-        if not all(hasattr(image, "convert") for image in images) or (self.image is not None and not images):
+        if not all(hasattr(image, "convert") for image in self.images) or (self.image is not None and not self.images):
             remedy = "samovar.media.read_image(file) reads one."
             message = f"image must be a PIL image, or a list of them, not {self.image!r}. {remedy}"
             raise SettingError(message, param="image")
@@ -189,6 +196,11 @@ class Request:
         object.__setattr__(self, "lora", read_choice(self.lora))
         if self.tolerance is not None:
             read_tolerance(self.tolerance)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """All images to start from, whatever rows they are in."""
+        return tuple(_flat(self.image))
 
     @property
     def num_images(self) -> int:

@@ -16,6 +16,7 @@ from ..arch import find_denoisers
 from ..cache import CacheBackend, PipelineStats, StepRecord
 from ..errors import CancelledRequestError, NanLatentsError
 from ..hooks import HookRegistry, ModelHook, Run
+from ..media import upright_size
 from .previews import NoPreview, decode_latents, predict_clean
 from .request import Listener, Preview, Progress, Request
 
@@ -72,12 +73,13 @@ class StepWatch:
         self._wants_previews = any(batch[index].num_previews for index, _ in slots)
 
     def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The callback for the pipeline."""
+        """The callback for the pipeline. What it returned would take the place of the pipeline's own tensors, and some
+        have them in another form by then."""
         self.end_step(step, tensors.get("latents"))
         if step + 1 == self._run.total():
             self.last_stats = None if self._cache is None else self._cache.stats()
             self._end_steps()
-        return tensors
+        return {}
 
     def end_step(self, step: int, latents: Any, total: int | None = None) -> None:
         """Step `step` of `total`, counted from 0, has ended with these latents."""
@@ -134,10 +136,13 @@ class StepWatch:
         if not due:
             return
         scheduler = getattr(self._pipeline, "scheduler", None)
-        params = self._batch[self._slots[0][0]].params
+        request = self._batch[self._slots[0][0]]
+        params = request.params
         latents, before = (self._own(each) for each in (latents, self._before))
         clean = predict_clean(scheduler, before, latents, step)
         height, width = params.height or self._size[0], params.width or self._size[1]
+        if height is None and request.images:  # Of the same shape, as a rule.
+            width, height = upright_size(request.images[0])
         try:
             images = decode_latents(self._pipeline, clean, height, width)
             if len(images) != len(self._slots):

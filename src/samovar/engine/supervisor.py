@@ -213,7 +213,7 @@ class Supervisor:
     def fail_overdue(self, now: float) -> None:
         for job in self.queue.pop_overdue(now):
             waited = (job.deadline or now) - job.since
-            message = f"The request did not start within {waited:.1f} s. Allow more time, or try again later."
+            message = f"The request did not start within {waited:.3g} s. Allow more time, or try again later."
             self.fail([job], QueueTimeoutError(message))
 
     def check_down(self, now: float) -> None:

@@ -18,6 +18,7 @@ from ..offload.sizes import parse_bytes
 from .calling import call_pipeline
 from .controlnet import controlnet_bytes, read_controlnets
 from .facts import facts_of
+from .failures import described, is_out_of_memory, reason_of
 from .lanes import Lanes, must_be_alone
 from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 Outcome = GenerationResult | SamovarError
 
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED",
-              "Storage size calculation overflowed", "overflow")  # fmt: skip
 RAISED_BY_ALL_RANKS = (CancelledRequestError, NanLatentsError, SettingError)
 """All ranks raise these at the same place. After other errors, the other ranks may wait for the one that failed."""
 
@@ -128,7 +127,7 @@ class Worker:
         import torch
 
         from ..cache import AutoConfig
-        from ..compose import Attached
+        from ..compose import Attached, tiled_if_needed
 
         pipeline = self.pipeline
         self.facts = facts_of(pipeline, defaults)
@@ -151,7 +150,8 @@ class Worker:
         frames = defaults.num_frames
         size = {"height": defaults.height, "width": defaults.width, "frames": frames, "batch": self.max_batch}
         try:
-            self._attached = Attached(pipeline, self._with_room(config.attach_config.for_requests(**size)))
+            features = tiled_if_needed(pipeline, config.attach_config.for_requests(**size))
+            self._attached = Attached(pipeline, self._with_room(features))
         except BaseException:
             self._unload_adapters()
             raise
@@ -363,13 +363,14 @@ class Worker:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C.
             problem = next(iter(str(error).splitlines()), type(error).__name__)
-            if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
-                raise EngineError(f"{self.facts.class_name} failed: {type(error).__name__}: {error}") from error
+            if not is_out_of_memory(error):
+                raise EngineError(f"{self.facts.class_name} failed: {reason_of(error)}") from error
         # The error holds every frame of the call. Memory can be freed only now that it is gone.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        raise OutOfMemoryError(f"There is not enough memory for {_described(lead.params, len(slots))}: {problem}")
+        what = described(lead.params, len(slots), self.facts.output.kind)
+        raise OutOfMemoryError(f"There is not enough memory for {what}: {problem}")
 
     def _cache_for(self, request: Request) -> CacheBackend | None:
         return None if request.exact else self._attached.cache
@@ -391,9 +392,3 @@ def _resident_bytes() -> int:
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * 4096
     return 0
-
-
-def _described(params: OmniDiffusionSamplingParams, count: int) -> str:
-    size = f"{params.width} x {params.height} pixels" if params.width and params.height else "the default size"
-    frames = f", {params.num_frames} frames" if params.num_frames else ""
-    return f"{count} image{'s' * (count > 1)} of {size}{frames}"

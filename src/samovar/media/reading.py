@@ -38,10 +38,17 @@ def upright_size(image: Image) -> tuple[int, int]:
     return (height, width) if image.getexif().get(_ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
 
+def _check_there(file: str | Path, param: str) -> None:
+    if not Path(file).is_file():
+        why = "is a folder" if Path(file).is_dir() else "is not there"
+        raise SettingError(f"{param} {str(file)!r} {why}. Give a file.", param=param)
+
+
 def read_image(file: str | Path, param: str = "image") -> Image:
     """The image of a file."""
     from PIL import Image
 
+    _check_there(file, param)
     try:
         with Image.open(file) as image:
             image.load()
@@ -52,6 +59,7 @@ def read_image(file: str | Path, param: str = "image") -> Image:
 
 def read_video(file: str | Path, param: str = "video") -> Video:
     """The frames of a file and how fast they are played. An animation with a time for each frame gets their mean."""
+    _check_there(file, param)
     if Path(file).suffix.lower() in _ANIMATED:
         return _read_animation(file, param)
     import numpy as np
@@ -82,6 +90,7 @@ def read_audio(file: str | Path, param: str = "audio") -> Audio:
     """The sound of a file, or of a video."""
     import numpy as np
 
+    _check_there(file, param)
     try:
         if Path(file).suffix.lower() == ".wav":
             with wave.open(str(file), "rb") as sound:
@@ -89,9 +98,8 @@ def read_audio(file: str | Path, param: str = "audio") -> Audio:
                     levels = np.frombuffer(sound.readframes(sound.getnframes()), "<i2")
                     samples = levels.reshape(-1, sound.getnchannels()).T.astype(np.float32) / (2**15 - 1)
                     return Audio(samples.clip(-1, 1), sound.getframerate())
-    except (OSError, EOFError, wave.Error) as error:
-        if isinstance(error, FileNotFoundError):
-            raise SettingError(f"{param} {str(file)!r} is not there.", param=param) from error
+    except (OSError, EOFError, wave.Error):
+        pass  # Not of this kind: FFmpeg says what it is.
     with _stream(file, "audio", param, "Without it, .wav files of 16 bits can be read.") as (av, stream):
         resampler = av.AudioResampler(format="fltp", layout=stream.layout.name, rate=stream.rate)
         decoded = [part for frame in stream.container.decode(stream) for part in resampler.resample(frame)]

@@ -32,6 +32,10 @@ _CODECS = {
 """Of the frames, with its options, and of the sound."""
 _CONTAINERS = {".opus": "ogg", ".aac": "adts"}
 """Those that have another name than the suffix."""
+_REPEATABLE = {"mbtree": "0"}
+"""Where a row is not whole eights of macroblocks, x264 weighs them by memory that it has not written."""
+_MUXING = {"fflags": "+bitexact"}
+"""Without random numbers, or the same output would be another file each time."""
 _WITHOUT = "Without it, videos can be saved as .gif and sounds as .wav."
 _FULL_SCALE = 2**15 - 1
 
@@ -128,10 +132,11 @@ def _write_gif(video: Video, content: io.BytesIO) -> None:
 def _write_container(output: Audio | Video, content: io.BytesIO, suffix: str) -> None:
     av = load_av(f"To write {suffix} files", _WITHOUT)
     codec, options, sound_codec = _CODECS[suffix]
-    with av.open(content, "w", format=_CONTAINERS.get(suffix, suffix[1:])) as container:
+    with av.open(content, "w", format=_CONTAINERS.get(suffix, suffix[1:]), options=_MUXING) as container:
         audio = output if isinstance(output, Audio) else output.audio
         pictures = None
         if isinstance(output, Video):
+            options = options | (_REPEATABLE if suffix == ".mp4" and -(-output.width // 16) % 8 else {})
             pictures = container.add_stream(codec, rate=Fraction(output.fps).limit_denominator(1001), options=options)
             pictures.width, pictures.height = output.width, output.height
             # Half the colour resolution, which every player shows, needs even sides.

@@ -20,6 +20,7 @@ from .app_state import AppState
 from .asking import FORM, JSON
 from .audio import TYPES, Sounds
 from .bodies import AudioBody, EditBody, GenerationBody, RemixBody, SpeechBody, VideoBody, request_schema
+from .extents import extent_of
 from .guard import Guard
 from .images import Images
 from .metrics import Metrics
@@ -215,6 +216,7 @@ def _status(state: AppState) -> dict[str, Any]:
         "defaults": state.omni.defaults.given() if state.is_loaded else {},
         "can_edit": state.omni.can_edit if state.is_loaded else False,
         "output": state.omni.output.kind if state.is_loaded else None,
+        "seconds": extent_of(state.omni.facts).seconds if state.is_loaded else None,
         "inputs": state.omni.facts.inputs.takes if state.is_loaded else (),
         "is_cached": state.is_cached,
         "adapters": state.adapters,

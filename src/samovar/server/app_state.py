@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..cache import AutoConfig
-from ..engine import Request
 from ..errors import SamovarError, SettingError, nearest
 from ..omni import AsyncOmni
 from ..tolerances import read_tolerance
@@ -80,7 +79,7 @@ class AppState:
                 )
         try:
             self.omni.facts.check_size(defaults)
-            check_extent(extent_of(self.omni.facts, Request("")), self.omni.facts, limits)
+            check_extent(extent_of(self.omni.facts), self.omni.facts, limits)
         except SettingError as error:
             message = f"With the defaults, requests that leave them out would all be refused: {error}"
             raise SettingError(message, param=error.param) from error

@@ -174,6 +174,8 @@ class EditBody(ImageBody):
 class VideoBody(RequestBody):
     """The body of /v1/videos, without its file"""
 
+    wire_names = {"image": "input_reference"}
+
     prompt: Text = ""
     size: Size = None
     seconds: Seconds = None

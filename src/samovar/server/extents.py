@@ -23,13 +23,14 @@ class Extent(NamedTuple):
     """In all frames, at the usual size if it is not known."""
 
 
-def extent_of(facts: PipelineFacts, request: Request) -> Extent:
-    """How much a request makes; sides of 0 are not known before it runs."""
-    params = facts.completed(request)
+def extent_of(facts: PipelineFacts, request: Request | None = None) -> Extent:
+    """How much a request makes, or one that says nothing; sides of 0 are not known before it runs."""
+    params = facts.completed(request or Request(""))
     height, width = facts.size or (0, 0)
     width, height = params.width or width, params.height or height
     frames = facts.num_frames(params)
-    seconds = frames / (facts.fps(params) or 1) if facts.output.kind == "video" else params.seconds
+    is_video = facts.output.kind == "video"
+    seconds = frames / (facts.fps(params) or 1) if is_video else params.seconds or facts.output.seconds
     return Extent(width, height, frames, seconds, (width * height or USUAL_PIXELS) * frames)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from PIL.Image import Image
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,6 +42,9 @@ class Images:
         if not asked.image:
             raise ApiError(400, "image is missing. Send it as a file.", param="image", code="invalid_value")
         check_sides(asked.body.format, *asked.image[0].size)
+        if (mask := asked.inputs.get("mask")) is not None:
+            white = await asyncio.to_thread(_where_white, mask)
+            asked = replace(asked, inputs={**asked.inputs, "mask": white})
         return await self._respond(request, asked, "image_edit")
 
     async def _respond(self, request: Request, asked: Asked[Any], prefix: str) -> Response:
@@ -86,3 +91,11 @@ class Images:
 
     def _extra(self) -> dict[str, Any]:
         return {"memory_bytes": self.state.omni.status().memory_bytes}
+
+
+def _where_white(mask: Image) -> Image:
+    """A mask in OpenAI's way, which is transparent where the image is redrawn, in ours, which is white there."""
+    alpha = mask.getchannel("A") if "A" in mask.getbands() else None
+    if alpha is None or alpha.getextrema()[0] == 255:
+        return mask
+    return alpha.point(lambda level: 255 - level)

@@ -134,12 +134,11 @@ class VideoJobs:
             shutil.rmtree(self.store.folder / id, ignore_errors=True)
             raise ApiError(507, f"The files cannot be written: {error.strerror}.", code="disk_full") from error
 
-    def find(self, id: str) -> VideoJob:
+    def find(self, id: str, param: str = "id") -> VideoJob:
         job = self.store.get(id)
         if job is None:
-            raise ApiError(
-                404, f"There is no video {id[:80]!r}. It may have expired.", param="id", code="video_not_found"
-            )
+            message = f"There is no video {id[:80]!r}. It may have expired."
+            raise ApiError(404, message, param=param, code="video_not_found")
         return job
 
     def delete(self, id: str) -> None:

@@ -100,7 +100,9 @@ class Videos:
             raise _bad("limit", f"limit must be a number from 1 to {_MAX_PAGE}, not {limit[:40]!r}.")
         if order not in ("asc", "desc"):
             raise _bad("order", f"order must be asc or desc, not {order[:40]!r}.")
-        jobs, has_more = self._jobs.store.page(None if after is None else self._jobs.find(after).id, int(limit), order)
+        if after is not None:
+            self._jobs.find(after, "after")
+        jobs, has_more = self._jobs.store.page(after, int(limit), order)
         data = [self._described(job) for job in jobs]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
@@ -184,7 +186,10 @@ class Videos:
 
 
 def _check_query(request: Request, *known: str) -> None:
-    for name in request.query_params:
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in given:
+        if name in known and given.count(name) > 1:
+            raise _bad(name, f"{name} is given {given.count(name)} times. Give it once.")
         if name not in known:
             message = f"{name[:50]!r} is not a parameter of this address. {nearest(name, known)}"
             raise ApiError(400, message, param=name[:100], code="unknown_field")

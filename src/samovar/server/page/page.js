@@ -9,6 +9,7 @@ import { MaskPainter } from "./mask.js";
 import { curl, python } from "./snippets.js";
 import { Timeline } from "./timeline.js";
 
+const EXAMPLES = { image: "a grinning cat, 3d style", video: "rocket flying up", audio: "rain on a tin roof" };
 const $ = (id) => document.getElementById(id);
 const compare = new Compare();
 const history = new History(recall);
@@ -42,6 +43,7 @@ function showServer() {
   $("steps").placeholder = defaults.num_inference_steps || "";
   $("width").placeholder = defaults.width || "";
   $("height").placeholder = defaults.height || "";
+  $("seconds").placeholder = server.seconds ? Number(server.seconds.toFixed(2)) : "";
   $("true-cfg").placeholder = defaults.true_cfg_scale ?? "";
   $("guidance").placeholder = defaults.guidance_scale ?? "";
   $("steps").max = limits.max_steps;
@@ -53,6 +55,7 @@ function showServer() {
   const isVideo = server.output === "video";
   if (!isShown && server.output) {
     isShown = true;
+    $("prompt").placeholder = EXAMPLES[server.output];
     $("length").hidden = server.output === "image";
     for (const side of document.querySelectorAll(".side")) side.hidden = server.output === "audio";
     $("compare-row").hidden = server.output === "audio";
