@@ -1,12 +1,15 @@
 """What do graphs gain, alone and under a cache? Beside eager torch, torch.compile and other caches, in one run.
 
-    python benchmarks/gpu_graphs.py [--parts flux-512 ...] [--contestants eager graphs ...] [--json FILE] [--tiny]
+    python benchmarks/gpu_graphs.py --json FILE [--seconds 540] [--parts flux-512 ...] [--contestants ...] [--tiny]
 
-Every contestant gets a model of its own over the same weights. It makes every step, or skips all but the first; caches
-also make whole runs of 28 steps, of which about 10 are computed, beside what the counts promise: as many forwards of
-the bare graph, and nothing else. A part takes under a minute on an H200 without the contestants that compile; those run
-if they are named. The result is written after each contestant, and a call with the same --json goes on where an earlier
-one ended. `--tiny` tries it all out on a CPU, where a list of operations stands for a graph.
+Every contestant gets a model of its own over the same weights. It makes every step, or skips all but a few; caches also
+make whole runs of 28 steps, of which about 10 are computed, beside what the counts promise: as many forwards of the
+bare graph, and nothing else. GPUs slow down as they get warm, so the bare graph is replayed before each row of steps.
+
+The most important figures come first, and contestants that compile last. After each of them the result is written, and
+a call with the same --json goes on where an earlier one ended; what failed is tried again. Nothing is begun that would
+probably not end within --seconds. At the end there is a table with the goals (`graphs_goals.py FILE` prints it too).
+`--tiny` tries it all out on a CPU, where a list of operations stands for a graph.
 """
 
 from __future__ import annotations
@@ -16,43 +19,89 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import gpu_cache
 import gpu_models as gpu
+import graphs_contestants as who
 import torch
+from graphs_goals import summary
 
 from samovar import attach
 from samovar.builtin import BUILTIN_MODELS
-from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
-from samovar.cache.config import CacheConfig
+from samovar.cache import apply_teacache_hook
 from samovar.engine.models import load_pipeline
 from samovar.graphs import apply_graphs
 from samovar.graphs.forms import has_same_bits
 from samovar.graphs.recorders import recording_by
 from samovar.graphs.simulated import SimulatedRecorder
 
-STEPS, COMPUTED = 28, 10
-SECONDS_A_ROW = 1.0
-"""How long steps are made in a row, at least four and at most `--repeats` of them."""
-WALK = 64
-"""Different steps that a contestant is called with, in turn."""
+ROWS, SECONDS_A_ROW = 3, 0.7
+"""How often, and for how long, steps are made in a row: at least four and at most `--repeats` of them."""
+WALK = 300
+"""Different steps that a contestant is called with: more than any takes without beginning a new run."""
+USUAL_S, COMPILING_S = 30.0, 240.0
+"""How long a contestant takes, as far as is known beforehand."""
 _WAN_13B = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 _WAN_480P = (16, 21, 60, 104)
 """81 frames of 832 x 480."""
+PARTS = ("flux-1024", "qwen-1024", "flux-256", "flux-512", "qwen-512", "wan-480", "builtin")
+PICTURES: dict[str, dict[str, Any]] = {
+    "eager": {}, "graphs": {"compile": "graphs"}, "auto": {"cache": "auto"},
+    "auto + graphs": {"cache": "auto", "compile": "graphs"}, "compile": {"compile": True},
+}  # fmt: skip
+"""Settings for the built-in model."""
+FIGURES = {
+    "computed": "over_bare_percent",
+    "skipped": "in_a_row_percent",
+    "runs": "of_promise",
+    "pictures": "picture_ms",
+}
+"""What has been measured if a result has this."""
 
-Attach = Callable[[torch.nn.Module], Any]
+
+class Measure(NamedTuple):
+    """A figure that is to be found."""
+
+    part: str
+    kind: str
+    contestant: str
+
+    @property
+    def is_slow(self) -> bool:
+        return self.contestant in who.SLOW
 
 
-def part_of(name: str, tiny: bool) -> tuple[str, gpu.Spec]:
+def planned(parts: list[str], contestants: list[str]) -> list[Measure]:
+    """All measures, the most important ones first."""
+    large = [part for part in ("flux-1024", "qwen-1024") if part in parts]
+    order = [
+        part for part in ("flux-256", "flux-512", "flux-1024", "qwen-512", "qwen-1024", "wan-480") if part in parts
+    ]
+    skips, fast = (*who.IN_TURN, *who.SKIP), [name for name in who.COMPUTE if name not in who.SLOW]
+    found = [Measure(part, "skipped", name) for part in large for name in ("schedule + graphs", "signal + graphs")]
+    for part in order:
+        found += [Measure(part, "computed", name) for name in fast]
+        found += [Measure(part, "runs", name) for name in who.RUNS]
+        found += [Measure(part, "skipped", name) for name in skips]
+    if "builtin" in parts:
+        found += [Measure("builtin", "pictures", name) for name in PICTURES]
+    found += [Measure(part, "computed", name) for name in who.SLOW for part in order]
+    kept = [one for one in dict.fromkeys(found) if one.contestant in contestants]
+    return sorted(kept, key=lambda one: (one.is_slow, one.is_slow and one.kind == "skipped"))
+
+
+# ------------------------------------------------------------------------------------------------ a part
+
+
+def spec_of(part: str, tiny: bool) -> tuple[str, gpu.Spec]:
     """The model of a part, and its size."""
-    model, _, size = name.partition("-")
+    model, _, size = part.partition("-")
     base = gpu.spec(model, tiny=tiny)
     if tiny:
         return model, base
@@ -61,214 +110,183 @@ def part_of(name: str, tiny: bool) -> tuple[str, gpu.Spec]:
     return model, dataclasses.replace(base, side=int(size) // 16)
 
 
-PARTS = ("flux-512", "flux-256", "flux-1024", "qwen-512", "qwen-1024", "wan-480", "builtin")
+@functools.cache
+def built(model: str, device: str, tiny: bool) -> torch.nn.Module:
+    """A model, which all parts with it share."""
+    return gpu.build(model, device, tiny=tiny)
 
 
-# ------------------------------------------------------------------------------------------------ contestants
+class Bare:
+    """A plain CUDA graph of the bare forward: what can be had at best. On a CPU, the forward itself."""
 
-
-def compiled(mode: str | None) -> Attach:
-    def attach_it(model: Any) -> None:
-        if mode is None:
-            model.compile_repeated_blocks()
-        else:
-            model.compile(mode=mode)
-
-    return attach_it
-
-
-def under(cache: Callable[[torch.nn.Module, bool], None], skips: bool, then: Attach | None = None) -> Attach:
-    """A cache that computes every step, or skips all but the first ones, and what makes its forwards faster."""
-
-    def attach_it(model: torch.nn.Module) -> None:
-        cache(model, skips)
-        if then is not None:
-            then(model)
-
-    return attach_it
-
-
-SIGNAL = gpu_cache.samovar(3).attach
-SCHEDULE = gpu_cache.samovar(scheduled=True).attach
-OUTPUT_SCHEDULE = gpu_cache.samovar(2, scheduled=True, forecast="linear", forecast_of="output").attach
-COMPUTE: dict[str, Attach] = {
-    "eager": lambda model: None,
-    "graphs": apply_graphs,
-    "auto + graphs": under(gpu_cache.auto, False, apply_graphs),
-    "signal + graphs": under(SIGNAL, False, apply_graphs),
-    "schedule + graphs": under(SCHEDULE, False, apply_graphs),
-    "output schedule + graphs": under(OUTPUT_SCHEDULE, False, apply_graphs),
-    "signal": under(SIGNAL, False),
-    "compile": compiled(None),
-    "FirstBlockCache + compile": under(gpu_cache.first_block_cache, False, compiled(None)),
-    "DBCache + compile": under(gpu_cache.dbcache, False, compiled(None)),
-    "reduce-overhead": compiled("reduce-overhead"),
-}
-"""By name, what is attached so that every step is computed; slow ones last."""
-SKIP: dict[str, Attach] = {
-    "signal + graphs": under(SIGNAL, True, apply_graphs),
-    "schedule + graphs": under(SCHEDULE, True, apply_graphs),
-    "output schedule + graphs": under(OUTPUT_SCHEDULE, True, apply_graphs),
-    "signal": under(SIGNAL, True),
-    "FirstBlockCache + compile": under(gpu_cache.first_block_cache, True, compiled(None)),
-    "DBCache + compile": under(gpu_cache.dbcache, True, compiled(None)),
-}
-"""The same so that all steps after the first ones are skipped."""
-SLOW = tuple(name for name in COMPUTE if "compile" in name or name == "reduce-overhead")
-"""They take minutes."""
-
-
-def spread(count: int) -> list[bool]:
-    """A schedule of a run: so many computed steps, the first ones and then evenly."""
-    last = [step * (count - 1) // STEPS for step in range(-1, STEPS)]
-    return [step < 2 or last[step] != last[step + 1] for step in range(STEPS)]
-
-
-def threshold_for(count: int, distances: list[float]) -> float:
-    """Of the signal's changes from step to step, the threshold at which so many steps are computed."""
-
-    def computed(threshold: float) -> int:
-        summed, found = 0.0, STEPS - len(distances)
-        for distance in distances:
-            summed += distance
-            if summed >= threshold:
-                summed, found = 0.0, found + 1
-        return found
-
-    thresholds = sorted(distance * factor for distance in distances for factor in (0.5, 1.5, 2.5, 3.5, 4.5))
-    return min(thresholds, key=lambda threshold: abs(computed(threshold) - count))
-
-
-def signal_for_runs(model: torch.nn.Module, inputs: list[dict[str, Any]]) -> TeaCacheConfig:
-    """A threshold by which about 10 steps of a run are computed."""
-    plain: dict[str, Any] = {"coefficients": (0, 0, 0, 1, 0), "last_steps": 0, "max_skips": None, "min_steps": 0}
-    walk = Walk(model, inputs, lambda model: None)
-    hook = apply_teacache_hook(walk.model, TeaCacheConfig(rel_l1_thresh=1e-30, first_steps=2, **plain))
-    walk.run(hook)
-    steps = hook.stats().branches["cond"].steps
-    hook.detach()
-    distances = [step.distance for step in steps if step.distance is not None]
-    return TeaCacheConfig(rel_l1_thresh=threshold_for(COMPUTED, distances), first_steps=2, **plain)
-
-
-RUNS: dict[str, Callable[..., CacheConfig]] = {
-    "schedule + graphs": lambda *_: TeaCacheConfig(schedule=spread(COMPUTED)),
-    "output schedule + graphs": lambda *_: TeaCacheConfig(
-        schedule=spread(COMPUTED), forecast="linear", forecast_of="output"
-    ),
-    "signal + graphs": signal_for_runs,
-    "auto + graphs": lambda *_: AutoConfig("fast"),
-}
-"""Caches that make whole runs."""
-
-
-class Walk:
-    """A model of its own, called step after step."""
-
-    def __init__(self, model: torch.nn.Module, inputs: list[dict[str, Any]], put: Attach) -> None:
-        self.model: Any = gpu.twin(model)
-        self._all, self._inputs = inputs, itertools.cycle(inputs)
-        put(self.model)
-
-    def step(self) -> Any:
-        with self.model.cache_context("cond"):
-            return self.model(**next(self._inputs))
+    @torch.no_grad()
+    def __init__(self, model: torch.nn.Module, inputs: dict[str, Any], device: str) -> None:
+        self._model, self._inputs, self.device = gpu.twin(model), inputs, device
+        self._graph: Any = None
+        if torch.device(device).type != "cuda":
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._model(**inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._kept = self._model(**inputs)
 
     @torch.no_grad()
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.step()
+            if self._graph is None:
+                self._model(**self._inputs)
+            else:
+                self._graph.replay()
 
-    @torch.no_grad()
-    def run(self, hook: Any) -> None:
-        """A run of a cache, from its first step on."""
-        hook.refresh(self.model, STEPS)
-        self._inputs = itertools.cycle(self._all)
-        self.steps(STEPS)
-
-
-# ------------------------------------------------------------------------------------------------ measurements
+    def ms(self, count: int) -> float:
+        """Milliseconds of a forward, in a row."""
+        return gpu.once_ms(lambda: self.steps(count), self.device) / count
 
 
-@dataclasses.dataclass(frozen=True)
 class Course:
     """A model and its inputs, on which all contestants run."""
 
-    model: torch.nn.Module
-    inputs: list[dict[str, Any]]
-    device: str
-    repeats: int
+    def __init__(self, part: str, device: str, tiny: bool, repeats: int) -> None:
+        name, size = spec_of(part, tiny)
+        (gpu._TINY if tiny else gpu._FULL)[name] = size
+        self.title, self.device, self.repeats, self._tiny = size.title, device, repeats, tiny
+        self.model = built(name, device, tiny)
+        self.inputs = gpu_cache.trajectory(name, device, tiny, WALK)
+        self.bare = Bare(self.model, self.inputs[0], device)
+        self.bare.ms(2)
 
-    def row(self, walk: Walk, most: int = 1000) -> int:
-        """How many steps of a contestant fit in a row."""
-        return max(4, min(self.repeats, most, int(SECONDS_A_ROW * 1e3 / gpu.once_ms(walk.step, self.device))))
+    def measure(self, kind: str, contestant: str) -> dict[str, Any]:
+        if kind == "computed":
+            return self.computed(who.COMPUTE[contestant])
+        if kind == "runs":
+            return self.whole_run(contestant)
+        if contestant in who.IN_TURN:
+            return self.skipped_in_turn(who.IN_TURN[contestant])
+        return self.skipped(who.SKIP[contestant])
+
+    def row(self, ms: float) -> int:
+        """How many steps fit in a row."""
+        return max(4, min(self.repeats, int(SECONDS_A_ROW * 1e3 / ms)))
 
     @torch.no_grad()
-    def computed(self, put: Attach) -> dict[str, Any]:
-        """A contestant's first four and its later steps, in a row as a run has them, and whether they have the bits of
-        eager torch."""
+    def computed(self, put: who.Attach) -> dict[str, Any]:
+        """A contestant's first four and its later steps, in a row as a run has them, each row beside one of the bare
+        graph; and whether they have the bits of eager torch."""
         before = reserved(self.device)
-        walk = Walk(self.model, self.inputs, put)
+        walk = who.Walk(self.model, self.inputs, put)
         results: list[Any] = []
         first = [round(gpu.once_ms(lambda: results.append(walk.step()), self.device), 2) for _ in range(4)]
-        walk.steps(2)
-        count = self.row(walk)
-        rows = [gpu.once_ms(lambda: walk.steps(count), self.device) / count for _ in range(2)]
-        alone = median(gpu.times_ms(walk.step, self.device, 4, warm=0))
+        walk.steps(4)
+        count = self.row(gpu.once_ms(walk.step, self.device))
+        rows, bare = [], []
+        for _ in range(ROWS):
+            bare.append(self.bare.ms(count))
+            rows.append(gpu.once_ms(lambda: walk.steps(count), self.device) / count)
+            bare.append(self.bare.ms(count))
+        over = [
+            100 * (row / ((one + other) / 2) - 1) for row, one, other in zip(rows, bare[::2], bare[1::2], strict=True)
+        ]
         same = [has_same_bits(one, self.model(**given)) for one, given in zip(results, self.inputs, strict=False)]
-        taken = gpu.mib(reserved(self.device) - before)
-        return {"first_ms": first, "ms": round(min(rows), 3), "alone_ms": round(alone, 3), "same_bits": all(same),
-                "reserved_mib": taken}  # fmt: skip
+        return {"first_ms": first, "ms": round(min(rows), 3), "bare_ms": round(min(bare), 3),
+                "over_bare_percent": round(median(over), 3), "over_bare_each": [round(one, 3) for one in over],
+                "same_bits": all(same), "reserved_mib": gpu.mib(reserved(self.device) - before)}  # fmt: skip
+
+    def percent(self, ms: float, bare: float) -> float:
+        return round(100 * ms / bare, 4)
 
     @torch.no_grad()
-    def skipped(self, put: Attach) -> dict[str, Any]:
-        """What a skipped step takes, in a row and alone."""
-        walk = Walk(self.model, self.inputs, put)
+    def skipped(self, put: who.Attach) -> dict[str, Any]:
+        """What a skipped step takes, in a row."""
+        walk = who.Walk(self.model, self.inputs, put)
         walk.steps(8)
-        rows = [gpu.once_ms(lambda: walk.steps(self.repeats), self.device) / self.repeats for _ in range(3)]
-        alone = median(gpu.times_ms(walk.step, self.device, self.repeats, 0))
-        return {"ms": round(min(rows), 3), "alone_ms": round(alone, 3)}
+        rows = [gpu.once_ms(lambda: walk.steps(who.SKIPS), self.device) / who.SKIPS for _ in range(5)]
+        walk.must_have_taken("." * 5 * who.SKIPS)
+        bare = self.bare.ms(self.row(self.bare.ms(1)))
+        return {"in_a_row_ms": round(median(rows), 4), "bare_ms": round(bare, 3),
+                "in_a_row_percent": self.percent(median(rows), bare)}  # fmt: skip
 
     @torch.no_grad()
-    def whole_run(self, configured: Callable[..., CacheConfig], promised: float) -> dict[str, Any]:
-        """A run of 28 steps beside what the counts promise; `promised`: a forward of the bare graph."""
-        walk = Walk(self.model, self.inputs, apply_graphs)
-        hook = apply_teacache_hook(walk.model, configured(self.model, self.inputs))
-        walk.run(hook)
-        walk.run(hook)
-        taken = min(gpu.once_ms(lambda: walk.run(hook), self.device) for _ in range(2))
-        mask = hook.stats().branches["cond"].mask
+    def skipped_in_turn(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The same by schedule; and behind a computed step, where the host is ahead of the device, as in a run."""
+        walk = who.Walk(self.model, self.inputs, who.in_turn(settings, rounds=12))
+        walk.steps(who.FIRST + 2 * (1 + who.SKIPS))
+        alone, rows, together = [], [], []
+        for _ in range(5):
+            alone.append(gpu.once_ms(walk.step, self.device))
+            rows.append(gpu.once_ms(lambda: walk.steps(who.SKIPS), self.device) / who.SKIPS)
+            together.append(gpu.once_ms(lambda: walk.steps(1 + who.SKIPS), self.device))
+        walk.must_have_taken(("#" + "." * who.SKIPS) * 10)
+        behind = median((both - one) / who.SKIPS for both, one in zip(together, alone, strict=True))
+        bare = self.bare.ms(self.row(self.bare.ms(1)))
+        return {"in_a_row_ms": round(median(rows), 4), "behind_ms": round(behind, 4), "bare_ms": round(bare, 3),
+                "in_a_row_percent": self.percent(median(rows), bare),
+                "behind_a_computed_one_percent": self.percent(behind, bare)}  # fmt: skip
+
+    @torch.no_grad()
+    def whole_run(self, contestant: str) -> dict[str, Any]:
+        """A run of 28 steps beside what the counts promise, with the bare graph as often as a step is computed."""
+        walk = who.Walk(self.model, self.inputs, apply_graphs)
+        hook = apply_teacache_hook(walk.model, who.RUNS[contestant](self.model, self.inputs))
+        first = [round(gpu.once_ms(lambda: walk.run(hook), self.device), 1) for _ in range(2)]
+        shares, taken = [], []
+        for _ in range(ROWS):
+            mask = hook.stats().branches["cond"].mask
+            promised = self.bare.ms(mask.count("#")) * mask.count("#")
+            taken.append(gpu.once_ms(lambda: walk.run(hook), self.device))
+            shares.append(promised / taken[-1])
         hook.detach()
-        count = mask.count("#")
-        over = taken - count * promised
-        return {"run_ms": round(taken, 1), "steps": mask, "of_promise": round(count * promised / taken, 4),
-                "over_percent_a_skip": round(100 * over / max(1, STEPS - count) / promised, 3)}  # fmt: skip
+        return {"first_runs_ms": first, "run_ms": round(min(taken), 1), "steps": mask,
+                "of_promise": round(median(shares), 4)}  # fmt: skip
 
 
-@torch.no_grad()
-def bare_graph_ms(model: torch.nn.Module, inputs: dict[str, Any], device: str, repeats: int) -> float:
-    """A plain CUDA graph of the bare forward, replayed: what can be had at best."""
-    if torch.device(device).type != "cuda":
-        raise RuntimeError(f"there are no graphs on {device}")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            model(**inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = model(**inputs)
-    rows = [gpu.once_ms(lambda: [graph.replay() for _ in range(repeats)], device) / repeats for _ in range(3)]
-    del kept
-    return min(rows)
+# ------------------------------------------------------------------------------------------------ the built-in model
+
+
+class Pictures:
+    """Whole pictures of the built-in model, 28 steps with guidance, in this process."""
+
+    title = "the built-in model"
+
+    def __init__(self, device: str, tiny: bool) -> None:
+        dtype = torch.float32 if tiny else torch.bfloat16
+        self._pipe = load_pipeline(BUILTIN_MODELS["emoji"], dtype).to(device)
+        self._pipe.set_progress_bar_config(disable=True)
+        self._device, self._tiny, self._made = device, tiny, dict[str, Any]()
+
+    def measure(self, kind: str, contestant: str) -> dict[str, Any]:
+        base = contestant.replace(" + graphs", "").replace("graphs", "eager")
+        with attach(self._pipe, **PICTURES[contestant]):
+            first = [self._timed(contestant, seed) for seed in ((1,) if self._tiny else (1, 2))]
+            later = [self._timed(contestant, seed) for seed in ((7,) if self._tiny else (3, 4, 5, 7))]
+        if base != contestant and base not in self._made:  # An earlier call has measured it.
+            with attach(self._pipe, **PICTURES[base]):
+                self._timed(base, 7)
+        same = bool((self._made[contestant] == self._made[base]).all())
+        return {"first_ms": first, "picture_ms": min(later), f"same_bits_as_{base}": same}
+
+    def _timed(self, name: str, seed: int) -> float:
+        given = {"num_inference_steps": 3 if self._tiny else who.STEPS, "output_type": "np"}
+
+        def make() -> None:
+            generator = torch.Generator().manual_seed(seed)
+            self._made[name] = self._pipe("a grinning cat", generator=generator, **given).images
+
+        return round(gpu.once_ms(make, self._device), 1)
+
+
+# ------------------------------------------------------------------------------------------------ the whole
 
 
 def attempt(measure: Callable[[], Any]) -> Any:
     """A contestant that fails says so, and the others go on."""
     try:
         return measure()
-    except (RuntimeError, ImportError, TypeError, AssertionError) as error:
+    except (RuntimeError, ImportError, TypeError, ValueError, AssertionError) as error:
         return {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"}
 
 
@@ -284,112 +302,82 @@ def clear(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_model(
-    name: str, device: str, tiny: bool, names: list[str], repeats: int, found: dict[str, Any], save: Callable[[], None]
-) -> None:
-    """Add to what was found earlier."""
-    model_name, size = part_of(name, tiny)
-    known = gpu._TINY if tiny else gpu._FULL
-    known[model_name] = size
-    model = gpu.build(model_name, device, tiny=tiny)
-    inputs = gpu_cache.trajectory(model_name, device, tiny, WALK)
-    course = Course(model, inputs, device, repeats)
-    found["title"] = size.title
+class Clock:
+    """What is left of the time, and how long things take."""
 
-    def measured(kind: str, contestant: str, measure: Callable[[], Any]) -> None:
-        of_kind = found.setdefault(kind, {})
-        if contestant not in of_kind:
-            of_kind[contestant] = attempt(measure)
-            print(f"  {kind} {contestant}: {of_kind[contestant]}", flush=True)
-            save()
-            clear(device)
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._longest: dict[Any, float] = {}
 
-    measured("bare_graph", "ms", lambda: bare_graph_ms(gpu.twin(model), inputs[0], device, 5))
-    for contestant in (one for one in COMPUTE if one in names):
-        measured("computed", contestant, functools.partial(course.computed, COMPUTE[contestant]))
-    for contestant in (one for one in SKIP if one in names):
-        measured("skipped", contestant, functools.partial(course.skipped, SKIP[contestant]))
-    bare = found["bare_graph"]["ms"]
-    promised = bare if isinstance(bare, float) else found["computed"].get("graphs", {}).get("ms")
-    for contestant in (one for one in RUNS if one in names and promised):
-        measured("runs", contestant, functools.partial(course.whole_run, RUNS[contestant], promised))
+    def has_time_for(self, one: Measure) -> bool:
+        usual = COMPILING_S if one.is_slow else USUAL_S
+        expected = 1.2 * self._longest.get((one.kind, one.is_slow), usual)
+        return time.monotonic() + expected <= self._end
 
-
-def measure_builtin(device: str, tiny: bool, names: list[str], found: dict[str, Any], save: Callable[[], None]) -> None:
-    """Whole pictures of the built-in model, 28 steps with guidance, in this process."""
-    settings: dict[str, dict[str, Any]] = {
-        "eager": {}, "graphs": {"compile": "graphs"}, "auto": {"cache": "auto"},
-        "auto + graphs": {"cache": "auto", "compile": "graphs"}, "compile": {"compile": True},
-    }  # fmt: skip
-    dtype = torch.float32 if tiny else torch.bfloat16
-    pipe = load_pipeline(BUILTIN_MODELS["emoji"], dtype).to(device)
-    pipe.set_progress_bar_config(disable=True)
-    steps = 3 if tiny else STEPS
-    pictures: dict[str, Any] = {}
-
-    def timed(seed: int) -> float:
-        generator = torch.Generator().manual_seed(seed)
-        given = {"num_inference_steps": steps, "generator": generator, "output_type": "np"}
-        return round(gpu.once_ms(lambda: pictures.update({name: pipe("a grinning cat", **given).images}), device), 1)
-
-    def measure() -> dict[str, Any]:
-        with attach(pipe, **settings[name]):
-            first = [timed(seed) for seed in ((1,) if tiny else (1, 2))]
-            later = [timed(seed) for seed in ((7,) if tiny else (3, 4, 7))]
-        base = name.replace(" + graphs", "").replace("graphs", "eager")
-        same = {base: bool((pictures[name] == pictures[base]).all())} if base in pictures and base != name else {}
-        return {"first_ms": first, "picture_ms": min(later), "same_bits_as": same}
-
-    for name in settings:
-        if name not in found and (name != "compile" or "compile" in names):
-            found[name] = attempt(measure)
-            print(f"  {name}: {found[name]}", flush=True)
-            save()
-            clear(device)
-
-
-@contextlib.contextmanager
-def graphs_on(device: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if device == "cpu":
-            stack.enter_context(recording_by(SimulatedRecorder(), torch.device("cpu")))
+    @contextlib.contextmanager
+    def timing(self, one: Measure) -> Iterator[None]:
+        start, key = time.monotonic(), (one.kind, one.is_slow)
         yield
+        self._longest[key] = max(self._longest.get(key, 0.0), time.monotonic() - start)
+
+
+def measure_all(options: argparse.Namespace, device: str, result: dict[str, Any], save: Callable[[], None]) -> None:
+    """Add to what was found earlier."""
+    clock, course, on, left = Clock(options.seconds), None, "", list[Measure]()
+    for one in planned(options.parts, options.contestants):
+        found = result["parts"].setdefault(one.part, {})
+        if FIGURES[one.kind] in found.get(one.kind, {}).get(one.contestant, {}):
+            continue
+        if not clock.has_time_for(one):
+            left.append(one)
+            continue
+        with clock.timing(one):
+            if on != one.part:
+                course = None
+                clear(device)
+                make = functools.partial(Course, one.part, device, options.tiny, 3 if options.tiny else options.repeats)
+                course, on = Pictures(device, options.tiny) if one.part == "builtin" else make(), one.part
+            assert course is not None
+            found["title"] = course.title
+            figures = attempt(functools.partial(course.measure, one.kind, one.contestant))
+            found.setdefault(one.kind, {})[one.contestant] = figures
+            print(f"{one.part}, {one.kind}, {one.contestant}: {figures}", flush=True)
+            save()
+            clear(device)
+    if left:
+        first = ", ".join(left[0])
+        print(f"{len(left)} figures are left for another call, for want of time; the first of them is {first}.")
+
+
+def graphs_on(device: str) -> contextlib.AbstractContextManager[None]:
+    return recording_by(SimulatedRecorder(), torch.device("cpu")) if device == "cpu" else contextlib.nullcontext()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = tuple(dict.fromkeys((*who.COMPUTE, *who.IN_TURN, *who.SKIP, *who.RUNS, *PICTURES)))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    fast = tuple(name for name in COMPUTE if name not in SLOW)
-    parser.add_argument("--contestants", nargs="+", choices=tuple(COMPUTE), default=fast)
-    parser.add_argument("--repeats", type=int, default=20, help="how many steps are timed in a row")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no part after so long")
+    parser.add_argument("--contestants", nargs="+", choices=names, default=names)
+    parser.add_argument("--repeats", type=int, default=20, help="most steps that are timed in a row")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing that would not end within these")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: shows that it runs, not how fast")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=Path, help="write the result here, and go on from what is there")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     result: dict[str, Any] = gpu.header(device) | {"parts": {}}
     if options.json is not None and options.json.exists():
         result["parts"] = json.loads(options.json.read_text())["parts"]
-    start = time.monotonic()
 
     def save() -> None:
-        if options.json is not None:
-            gpu.write(options.json, result)
+        if options.json is not None:  # Whole at any time: a call may be ended while it writes.
+            unfinished = options.json.with_suffix(".part")
+            gpu.write(unfinished, result)
+            unfinished.replace(options.json)
 
     with graphs_on(device):
-        for name in options.parts:
-            if time.monotonic() - start > options.seconds:
-                print(f"{name} is left out: {options.seconds:.0f} s have passed.")
-                continue
-            print(name, flush=True)
-            found, names = result["parts"].setdefault(name, {}), list(options.contestants)
-            if name == "builtin":
-                measure_builtin(device, options.tiny, names, found, save)
-            else:
-                repeats = 3 if options.tiny else options.repeats
-                measure_model(name, device, options.tiny, names, repeats, found, save)
-            print(f"  {time.monotonic() - start:.0f} s have passed", flush=True)
-            clear(device)
+        measure_all(options, device, result, save)
+    print("\nOf tiny models on a CPU, so these figures mean nothing:" if options.tiny else "")
+    print(summary(result["parts"]))
 
 
 if __name__ == "__main__":

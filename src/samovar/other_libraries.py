@@ -6,9 +6,11 @@ Their marks are not part of any type and can only be read by name. The names sta
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +38,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------ torch
 
 
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each tensor into its target, in as few kernels as torch can."""
-    torch._foreach_copy_(targets, sources)
+def copy_each(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor into its target: of one dtype and device, in one kernel."""
+    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -60,42 +62,42 @@ def end_pool(device: torch.device, pool: Any) -> None:
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
-def num_dispatch_modes() -> int:
-    """How many modes, such as profilers, see each operation on this thread."""
-    return int(torch._C._len_torch_dispatch_stack())
+def modes() -> tuple[bool, torch.device | None]:
+    """Whether somebody, such as a profiler, sees each operation on this thread; and where tensors are made if nobody
+    says where, if that was chosen, which is a mode as well."""
+    is_seen, count = bool(torch._C._len_torch_dispatch_stack()), torch._C._len_torch_function_stack()
+    if not count:
+        return is_seen, None
+    from torch import overrides
+    from torch.utils._device import DeviceContext
+
+    stack: Any = overrides._get_current_function_mode_stack
+    devices = [mode.device for mode in stack() if isinstance(mode, DeviceContext)]
+    return is_seen or count > len(devices), next(reversed(devices), None)
 
 
-def has_global_hooks() -> bool:
-    """Whether somebody has asked torch to call a function around every module."""
-    has_any: Any = torch.nn.modules.module._has_any_global_hook
-    return bool(has_any())
+def global_hooks() -> list[Any]:
+    """Tables of the functions that torch calls around every module; all empty if nobody has asked for it."""
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_hooks", "backward_pre_hooks")
+    return [getattr(torch.nn.modules.module, f"_global_{kind}") for kind in kinds]
 
 
 def kernel_settings() -> tuple[Any, ...]:
     """Torch's global settings that decide which kernels run, and diffusers' choice of attention."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     registry = getattr(dispatch, "_AttentionBackendRegistry", None)
-    return (
-        None if registry is None else registry._active_backend,
-        *[read() for read in _KERNEL_SETTINGS],
-        *torch._C._get_sdp_priority_order(),
-        *[torch._C._get_fp32_precision_getter(*of) for of in _PRECISIONS],
-    )
+    return None if registry is None else registry._active_backend, *map(operator.call, _KERNEL_SETTINGS)
 
 
-_PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
-"""What may be computed with fewer bits than float32 has, such as in TF32."""
-
-
-_KERNEL_SETTINGS: tuple[Any, ...] = tuple(
-    getattr(torch._C, name)
-    for name in (
-        "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
-        "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
-        "_get_deterministic_algorithms",
-        "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_reduced_precision_reduction",
-    )
-    if hasattr(torch._C, name)
+_SETTING = re.compile(
+    r"_get_(\w*sdp_\w+|cudnn_(enabled|benchmark|deterministic|depthwise_kernel)|deterministic_\w+"
+    r"|cublas_allow_\w+_(reduction|accumulation)|(blas|linalg)_preferred_backend)"
+)
+_KERNEL_SETTINGS: tuple[Any, ...] = (
+    *(getattr(torch._C, name) for name in dir(torch._C) if _SETTING.fullmatch(name)),
+    # What may be computed with fewer bits than float32 has, such as in TF32.
+    *(functools.partial(torch._C._get_fp32_precision_getter, *of)
+      for of in (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))),
 )  # fmt: skip
 
 

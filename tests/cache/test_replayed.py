@@ -14,7 +14,7 @@ import zoo
 from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
 from samovar.cache import step as step_module
 from samovar.cache.pace import Pace
-from samovar.graphs import apply_graphs
+from samovar.graphs import apply_graphs, forms
 from samovar.graphs.forms import Places
 from samovar.graphs.recorders import recording_by
 from samovar.graphs.simulated import SimulatedRecorder
@@ -74,6 +74,60 @@ def test_the_same_decisions_and_bits(name: str, settings: str) -> None:
     assert [zoo.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
     assert graphs.stats().replayed > 0
     assert not graphs.stats().reasons
+
+
+@pytest.mark.parametrize("settings", ["schedule", "linear"])
+def test_every_step_is_replayed_once_all_forms_are_known(settings: str) -> None:
+    """Those too that are skipped with a forecast of their residuals."""
+    which = case("FluxTransformer2DModel")
+    model, given = which.build(), SETTINGS["schedule"] | SETTINGS[settings]
+    with apply_graphs(model) as graphs:
+        hook = apply_teacache_hook(model, TeaCacheConfig(**given))
+        for _ in range(2):
+            before = graphs.stats()
+            hook.reset_state(model)
+            with stepped(model, STEPS) as loop, call_context(branch="only"):
+                for step in range(STEPS):
+                    loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
+        assert (graphs.stats().replayed - before.replayed, graphs.stats().run) == (STEPS, before.run)
+        hook.detach()
+
+
+def test_what_is_stored_is_copied_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    which = case("FluxTransformer2DModel")
+    model, copied = which.build(), list[int]()
+    plain = forms.copy_each
+    monkeypatch.setattr(forms, "copy_each", lambda to, what: (copied.append(len(what)), plain(to, what))[1])
+    with apply_graphs(model):
+        hook = apply_teacache_hook(model, TeaCacheConfig(schedule="##..##..."))
+        counts = []
+        with stepped(model, 9) as loop, call_context(branch="only"):
+            for step in range(9):
+                copied.clear()
+                loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
+                counts.append(sum(copied))
+        assert counts[6] > counts[7] == counts[8] > 0, "the residuals of the last computed step"
+        hook.detach()
+
+
+@pytest.mark.parametrize("how", ["schedule", "signal"])
+def test_a_skipped_step_looks_at_the_blocks_only_for_its_signal(how: str) -> None:
+    which = case("FluxTransformer2DModel")
+    model = which.build()
+    by_signal: dict[str, Any] = {"rel_l1_thresh": 1e9, "min_steps": 0, "max_skips": None, "first_steps": 3}
+    with apply_graphs(model) as graphs, stepped(model, STEPS) as loop, call_context(branch="only"):
+        hook = apply_teacache_hook(
+            model, TeaCacheConfig(**({"schedule": "##.........."} if how == "schedule" else by_signal))
+        )
+        replayed = []
+        for step in range(8):
+            if step in (6, 7):  # First a block that does not run, then the one that the signal is read from.
+                model.transformer_blocks[7 - step].note = step
+            before = graphs.stats().replayed
+            loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
+            replayed.append(graphs.stats().replayed - before)
+        assert replayed[5:] == ([1, 1, 1] if how == "schedule" else [1, 1, 0])
+        hook.detach()
 
 
 class Refuses:
@@ -139,11 +193,28 @@ def test_a_computed_step_is_prepared_before_the_device_is_waited_for(
         hook = apply_teacache_hook(model, config)
         for step in range(8):
             loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
-        noting(step_module if cache == "signal" else Pace, "measure" if cache == "signal" else "judge")
+        waits = "measure" if cache == "signal" else "_drifts"
+        noting(step_module if cache == "signal" else Pace, waits)
         noting(Places, "fill")
         noting(Snapshot, "is_in_place")
         loop.call(lambda: which.run(model, 8))
         hook.detach()
-    decided = seen.index("measure" if cache == "signal" else "judge")
-    assert seen[:decided].count("fill") == (2 if cache == "signal" else 1), "the skipped one's, and the computed one's"
+    decided = seen.index(waits)
+    assert seen[:decided].count("fill") == 2, "the computed one's, and those of what decides"
     assert seen[decided + 1 :] == []
+
+
+def test_what_decides_is_recorded_once() -> None:
+    """With all steps that it looks at. There are fewer but once in a run, and graphs are limited in number."""
+    which = case("FluxTransformer2DModel")
+    model = which.build()
+    with apply_graphs(model) as graphs:
+        hook = apply_teacache_hook(model, AutoConfig(1e-30))
+        for _ in range(3):
+            hook.reset_state(model)
+            with stepped(model, STEPS) as loop, call_context(branch="only"):
+                for step in range(STEPS):
+                    loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
+        assert graphs.stats().recorded == 2, "the forward, and what decides"
+        assert not graphs.stats().reasons
+        hook.detach()

@@ -19,6 +19,7 @@ from samovar.errors import SettingError
 from samovar.graphs import recorders
 from samovar.graphs.recorders import recording_by
 from samovar.graphs.simulated import SimulatedRecorder
+from samovar.parallel import Ranks, SequenceParallelConfig
 
 STEPS = 10
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -150,6 +151,30 @@ def test_streamed_blocks_run_with_the_reason() -> None:
         assert torch.equal(tiny.run(pipe, 4), expected)
         assert attached.stats().graphs["transformer"].replayed == 0
         assert "its weights are streamed" in str(attached.explain())
+
+
+def _on_two_ranks(parallel: Any) -> tuple[bool, int, str]:
+    """Whether graphs leave the bits, how many calls they replay, and what is said about it."""
+    tiny, pipe = built("flux", "cpu")
+    with attach(pipe, cache=CACHES["signal"], parallel=parallel):
+        expected = [tiny.run(pipe, 6, seed) for seed in (0, 1)]
+    with (
+        recording_by(SimulatedRecorder(), torch.device("cpu")),
+        attach(pipe, cache=CACHES["signal"], parallel=parallel, compile="graphs") as attached,
+    ):
+        found = [tiny.run(pipe, 6, seed) for seed in (0, 1)]
+        same = all(map(torch.equal, found, expected))
+        return same, attached.stats().graphs["transformer"].replayed, str(attached.explain())
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [SequenceParallelConfig(ulysses_degree=2), pytest.param({"cfg_parallel_size": 2}, marks=pytest.mark.slow)],
+)
+def test_ranks_run_with_the_reason(parallel: Any, ranks: Ranks) -> None:
+    for same, replayed, explained in ranks.call(_on_two_ranks, parallel, limit_s=300.0):
+        assert (same, replayed) == (True, 0)
+        assert "ranks exchange tensors inside its forward" in explained
 
 
 def test_components_that_take_turns_are_recorded_where_they_are() -> None:

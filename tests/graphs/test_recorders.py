@@ -42,6 +42,30 @@ def test_a_failed_capture_leaves_a_working_device() -> None:
 
 
 @pytest.mark.gpu
+def test_inputs_are_not_overwritten_while_another_stream_reads_them() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder = recorders.recorder_for(device)
+    assert recorder is not None
+    given = torch.ones(2048, 2048, device=device)
+    expected = given @ given @ given
+    recording = recorder.record(lambda: given @ given @ given)
+    for _ in range(5):
+        given.fill_(1.0)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                recording.replay()
+            output = recording.output.clone()
+            mine = torch.cuda.current_stream()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            recorder.take_turn()
+            given.fill_(0.0)
+        mine.synchronize()
+        assert torch.equal(output, expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
 def test_graphs_share_memory_and_streams_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = recorders.recorder_for(device)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import zoo
 from samovar import tree
 from samovar.graphs import GraphsConfig, apply_graphs, recorders
-from samovar.graphs.forms import Unsuitable
+from samovar.graphs.forms import Places, Unsuitable
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 
 CASES = {case.model: case for case in zoo.load()}
@@ -201,6 +205,129 @@ def test_modes_and_settings_of_torch_are_other_forms(model: Model, device: str) 
     assert hook.stats().recorded == 4
 
 
+SETTINGS: dict[str, tuple[Any, str, Any]] = {
+    "TF32": (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "TF32 of convolutions": (torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "TF32 everywhere": (torch.backends, "fp32_precision", "tf32"),
+    "bfloat16 sums": (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "float16 sums": (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+    "cudnn": (torch.backends.cudnn, "enabled", False),
+    "deterministic": (torch.backends.cudnn, "deterministic", True),
+    "uninitialised memory": (torch.utils.deterministic, "fill_uninitialized_memory", False),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_another_choice_of_kernels_is_a_change(model: Model, device: str, setting: str) -> None:
+    owner, name, value = SETTINGS[setting]
+    before = getattr(owner, name)
+    with apply_graphs(model) as hook:
+        for seed in range(4):
+            call(model, x(device, seed))
+        setattr(owner, name, value)
+        try:
+            call(model, x(device))
+            assert (hook.stats().replayed, hook.stats().run) == (2, 3)
+        finally:
+            setattr(owner, name, before)
+        call(model, x(device))
+        assert hook.stats().replayed == 3
+
+
+def test_modes_that_see_functions(model: Model, device: str) -> None:
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            return output * 2 if func is torch.nn.functional.linear else output
+
+    with apply_graphs(model) as hook:
+        before = [call(model, x(device)) for _ in range(4)][-1]
+        with Doubles():
+            found = call(model, x(device))
+        assert not tree.equal(found, before)
+        assert "a mode of torch" in hook.stats().reasons[0]
+        with torch.device(device):  # Where tensors are made by default is a mode as well, and is nobody's eye.
+            for _ in range(3):
+                assert tree.equal(call(model, x(device)), before)
+        assert (hook.stats().recorded, hook.stats().replayed) == (2, 3)
+    with Doubles():
+        assert tree.equal(found, call(model, x(device)))
+
+
+def test_global_hooks_are_called(model: Model, device: str) -> None:
+    with apply_graphs(model) as hook:
+        for _ in range(3):
+            call(model, x(device))
+        seen: list[Any] = []
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+        call(model, x(device))
+        handle.remove()
+        assert len(seen) == 10, "of the model, its layers and their parts"
+        call(model, x(device))
+        assert hook.stats().replayed == 2
+
+
+def test_what_changes_back_and_forth_at_each_call_is_recorded_twice(model: Model, device: str) -> None:
+    """As where two requests with other adapters are denoised in turn."""
+    with apply_graphs(model) as hook:
+        for number in range(10):
+            model.layers[1].scale = float(number % 2)
+            found = call(model, x(device))
+        assert hook.stats().recorded == 2
+        assert hook.stats().replayed == 6
+    assert tree.equal(found, call(model, x(device)))
+
+
+def test_weights_that_were_replaced_are_not_kept(model: Model, device: str) -> None:
+    """Neither by the form that is called, nor by others; and while new ones are loaded there is room for them."""
+    with apply_graphs(model) as hook:
+        for length in (2, 3):
+            for seed in range(3):
+                call(model, x(device, seed, length, 8))
+        assert hook.stats().recorded == 2
+        weights = [weakref.ref(weight) for weight in model.parameters()]
+        others = {name: weight * 2 for name, weight in model.state_dict().items()}
+        model.load_state_dict(others, assign=True)
+        gc.collect()
+        assert not any(weight() is not None for weight in weights)
+        call(model, x(device))
+        assert hook.stats().recorded == 0, "what cannot come back is dropped"
+
+
+def test_modules_that_were_replaced_are_not_kept(model: Model, device: str) -> None:
+    with apply_graphs(model) as hook:
+        for length in (2, 3):
+            for seed in range(3):
+                call(model, x(device, seed, length, 8))
+        gone = weakref.ref(model.layers[1])
+        model.layers[1] = model.layers[0]
+        call(model, x(device))
+        gc.collect()
+        assert gone() is None
+        assert hook.stats().recorded == 0
+
+
+def test_what_is_kept_for_other_adapters_makes_room(model: Model, device: str) -> None:
+    with apply_graphs(model, GraphsConfig(max_graphs=4)) as hook:
+        for scale in (1.0, 2.0, 3.0):
+            model.layers[1].scale = scale
+            for seed in range(4):
+                call(model, x(device, seed))
+        assert hook.stats().recorded == 3
+        replayed = []
+        for length in (3, 4, 5, 6):
+            before = hook.stats().replayed
+            for seed in range(4):
+                call(model, x(device, seed, length, 8))
+            replayed.append(hook.stats().replayed - before)
+        assert replayed == [2, 2, 2, 0]
+        assert hook.stats().recorded == 4
+        assert hook.stats().reasons == ("there are 4 graphs already (max_graphs=4)",)
+        before = hook.stats().replayed
+        call(model, x(device))
+        assert hook.stats().replayed == before + 1, "the one in use is kept"
+
+
 def test_autocast_casts_what_a_weight_holds_now(model: Model, device: str) -> None:
     def cast() -> Any:
         with torch.autocast(device, torch.bfloat16):  # It forgets what it has cast when it ends.
@@ -291,7 +418,11 @@ def test_inputs_that_it_writes_into(device: str) -> None:
 
 
 def test_a_tensor_that_the_model_drops_is_kept(device: str) -> None:
-    """What a forward finds in a table of its own is read by every replay."""
+    """What a function remembers is read by every replay, and nobody can see that it was forgotten."""
+
+    @functools.cache
+    def table(device: torch.device) -> torch.Tensor:
+        return torch.arange(8.0, device=device)
 
     class Tables(torch.nn.Module):
         def __init__(self) -> None:
@@ -299,15 +430,12 @@ def test_a_tensor_that_the_model_drops_is_kept(device: str) -> None:
             self.inner = torch.nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if "one" not in TABLES:
-                TABLES["one"] = torch.arange(8.0, device=x.device)
-            return self.inner(x) * TABLES["one"]
+            return self.inner(x) * table(x.device)
 
-    TABLES: dict[str, torch.Tensor] = {}
     model = Tables().to(device)
     with apply_graphs(model) as hook:
         expected, *_ = [call(model, x(device)) for _ in range(3)]
-        TABLES.clear()
+        table.cache_clear()
         filler = [torch.full((8,), 5.0, device=device) for _ in range(64)]
         assert torch.equal(call(model, x(device)), expected)
         assert hook.stats().replayed == 2
@@ -432,6 +560,20 @@ def test_a_form_that_changes_at_every_call_is_told_once(
     assert tree.equal(found, call(model, x(device), bias=1.0 / 40))
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_forms_are_counted_for_each_function(model: Model, device: str, calls: int) -> None:
+    """A cache has skipped steps recorded as well. Forms that come again, however many, are nothing to warn of."""
+    with apply_graphs(model) as hook, torch.no_grad():
+        replayer = HookRegistry.get_or_create(model).recorder
+        assert replayer is not None
+        for step in range(20):
+            for _ in range(calls):
+                replayer("changing", lambda given: given[0] + given[1], (x(device), float(step)))
+                replayer("other", lambda given: given[0], (x(device),))
+        is_noted = any("each call has another form" in why for why in hook.stats().reasons)
+        assert is_noted == (calls == 1)
+
+
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # Torch says so in each new thread.
 def test_two_threads(model: Model, device: str) -> None:
     given = [x(device, seed) for seed in range(4)]
@@ -451,6 +593,26 @@ def test_two_threads(model: Model, device: str) -> None:
             thread.join()
     assert not wrong
     assert hook.stats().replayed > 0
+
+
+def test_no_input_is_overwritten_before_the_last_replay_has_read_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be on another thread's stream: the recorder has this one wait before anything is copied in."""
+    recorder = recorders.recorder_for(torch.device("cpu"))
+    assert recorder is not None
+    done: list[str] = []
+    with apply_graphs(model):
+        for seed in range(3):
+            call(model, x("cpu", seed))
+        plain = Places.fill
+        monkeypatch.setattr(recorder, "take_turn", lambda: done.append("wait"))
+        monkeypatch.setattr(Places, "fill", lambda *args: (done.append("copy"), plain(*args))[1])
+        call(model, x("cpu"))
+        replayer = HookRegistry.get_or_create(model).recorder
+        assert replayer is not None
+        with torch.no_grad(), replayer.ahead("forward", ((x("cpu"),), {})):
+            assert done == ["wait", "copy"] * 2
 
 
 def test_a_call_that_was_prepared(model: Model, device: str) -> None:

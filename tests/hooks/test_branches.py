@@ -57,6 +57,29 @@ def test_a_named_branch_and_a_request_come_first() -> None:
     assert current_context() == CallContext()
 
 
+def test_leaves_are_those_of_the_running_call() -> None:
+    """Another hook may have put something else in the place of an argument."""
+    model, inputs = flux()
+    branches, found = BranchHook(), list[Any]()
+
+    class Looks(Watch):
+        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            other = kwargs | {"hidden_states": kwargs["hidden_states"] * 2}
+            less = {name: value for name, value in kwargs.items() if name != "guidance"}
+            found.extend(branches.leaves(args, given) for given in (kwargs, other, less))
+            return args, kwargs
+
+    registry = HookRegistry.get_or_create(model)
+    registry.register_hook("looks", Looks())
+    registry.register_hook("branches", branches)
+    with torch.no_grad():
+        model(**inputs)
+    assert found[0] is not None
+    assert found[0]["hidden_states"] is inputs["hidden_states"]
+    assert found[1:] == [None, None]
+    assert branches.leaves((), inputs) is None
+
+
 def test_where_nothing_tells_the_branch_is_unknown_and_errors_leave_no_context() -> None:
     class Unconditional(torch.nn.Module):
         def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> CallContext:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -88,6 +90,19 @@ def test_diffusers_cache_context_names_our_branch() -> None:
     HookRegistry.get_or_create(model).reset()
     with model.cache_context("cond"):
         assert current_context().branch is None
+
+
+def test_a_cache_context_that_fails_leaves_no_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def fails(self: torch.nn.Module, name: str) -> Iterator[None]:
+        yield from range(1 // 0)
+
+    model, _ = flux()
+    monkeypatch.setattr(type(model), "cache_context", fails)
+    HookRegistry.get_or_create(model).register_hook("watch", Watch())
+    with pytest.raises(ZeroDivisionError), model.cache_context("cond"):
+        pass
+    assert current_context().branch is None
 
 
 @pytest.mark.parametrize("wrap", ["compile", "peft"])

@@ -282,6 +282,18 @@ def tabled() -> Plain:
     return model
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_weight_that_is_taken_away_or_added_is_seen(place: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    fingerprint = Fingerprint(model.modules())
+    bias = model[place]._parameters.pop("bias")
+    assert not fingerprint.holds()
+    model[place]._parameters["bias"] = bias
+    assert fingerprint.holds()
+    model[place].register_parameter("more", bias)
+    assert not fingerprint.holds()
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_shows(change: Callable[[Plain], None]) -> None:
     model = tabled()

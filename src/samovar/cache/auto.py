@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from .. import tree
 from ..arch import find_anatomy
 from ..errors import ModelError
+from ..hooks import EVERY_MODULE, is_watched
 from ..tolerances import read_tolerance
 from ..trace.passes import Outlook
 from .config import AutoConfig
@@ -171,10 +172,15 @@ class AutoSteps(NamedTuple):
             return _YOUNG
         if pace.is_open:
             summed = None if self.agree is None else self.agree.within_branch
-            judged = pace.judge(history, self._samples(call), clock.step.total, summed)
+            judged = pace.judge(history, self._samples(call), clock.step.total, summed, self._run)
             pace.set_gaps(history, self._agreed(judged, call), self.tolerance, clock.step.total)
         pace.due = [clock.index >= image.due for image in pace.images]
         return _DUE if any(pace.due) else Verdict("skip", WITHIN)
+
+    def _run(self, what: Hashable, function: Callable[[Any], Any], given: Any) -> Any:
+        """Run what looks at outputs only, or replay it: the device waits for it, and it is many small kernels."""
+        recorder = None if self.agree is not None or is_watched() else self.model.recorder
+        return function(given) if recorder is None else recorder(what, function, given, EVERY_MODULE)
 
     def _samples(self, call: Call) -> list[torch.Tensor]:
         """The samples of a call. Ranks split them before this, but some gather their outputs inside."""

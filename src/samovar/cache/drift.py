@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +81,43 @@ def products(before: torch.Tensor, now: torch.Tensor, branches: Sequence[Sequenc
     return torch.stack([(stacked * stacked[:, i : i + 1]).sum(-1) for i in range(len(vectors))], 1)
 
 
+class Compared(NamedTuple):
+    """What is found out on the device at a computed step."""
+
+    products: torch.Tensor
+    """Of all parts of the output, one after the other."""
+    lengths: tuple[int, ...]
+    """How many of them belong to each part."""
+    num_branches: int
+    """Copies of a batch count as branches."""
+    sees_way: bool
+    """Whether the way of the sample was seen."""
+
+
+Taken = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Sequence[Sequence[torch.Tensor]]]]
+"""The samples, rows of those of the last computed step, and for each branch the outputs of its last computed steps."""
+
+
+def compared(given: Taken, by_image: bool, images: int) -> Compared:
+    """Compare outputs, the newest first, and the way of the sample. Nothing here waits for the device."""
+    samples, before, branches = given
+    rows = [[rows_of(samples, outputs, by_image=by_image) for outputs in of] for of in branches]
+    after, newest = rows[0][0]
+    parts = [[[outputs[part] for _, outputs in of] for of in rows] for part in range(len(newest))]
+    sees_way = bool(after) and [one.shape for one in before] == [other.shape for other in after]
+    if not sees_way:
+        before, after = [of[0][0] for of in parts], tuple(2 * of[0][0] for of in parts)
+    apart = [_copies_apart(part, images) for part in parts]
+    ways = zip(before, after, apart, strict=True)
+    found = [products(one[:images], other[:images], of) for one, other, of in ways]
+    return Compared(torch.cat(found), tuple(map(len, found)), len(apart[0]), sees_way)
+
+
+def _copies_apart(branches: list[list[torch.Tensor]], images: int) -> list[list[torch.Tensor]]:
+    """The copies of a batch as branches of their own."""
+    return [list(rows) for of in branches for rows in zip(*(torch.split(row, images) for row in of), strict=True)]
+
+
 class Drifts:
     """What the products of one computed step tell."""
 
@@ -119,16 +157,16 @@ class Drifts:
         size, count = len(found), len(self._starts)
         if not np.isfinite(found).all():
             return np.full(count, np.nan)
-        columns = [np.eye(size)[_SAMPLE], *(np.eye(size)[start] for start in self._starts)]
+        basis = np.zeros((size, 1 + (1 if used is None else 2) * count))
+        basis[[_SAMPLE, *self._starts], range(1 + count)] = 1.0
         if used is not None:  # Samplers of higher order add the change from the step before.
-            for start in self._starts:
-                column = np.zeros(size)
-                column[start + 1 : start + 1 + self._num_known] = self._tails(used)
-                columns.append(column)
-        basis = np.stack(columns, 1)
-        gram, aim = basis.T @ found @ basis, basis.T @ found[:, _WAY]
+            for column, start in enumerate(self._starts, 1 + count):
+                basis[start + 1 : start + 1 + self._num_known, column] = self._tails(used)
+        seen = basis.T @ found
+        gram, aim = seen @ basis, seen[:, _WAY]
         scale = 1 / np.sqrt(np.maximum(gram.diagonal(), np.finfo(np.float64).tiny))
-        scaled = gram * scale[:, None] * scale + _RIDGE * np.eye(len(gram))
+        scaled = gram * scale[:, None] * scale
+        scaled[range(len(gram)), range(len(gram))] += _RIDGE
         answer = np.linalg.solve(scaled, aim * scale) * scale
         by_value: np.ndarray = answer[1 : 1 + count]
         by_change: np.ndarray = answer[1 + count :]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -105,11 +106,14 @@ class OutputForm(NamedTuple):
     spec: pytree.TreeSpec
     shell: Any = None
     """An object of the output's class without attributes, if torch cannot take that class apart."""
+    is_plain_tuple: bool = False
 
     def rebuild(self, outlook: Outlook) -> Any:
         """An output of this form with forecast tensors."""
         values = (outlook.value(index) for index in range(len(self.leaves)))
         leaves = [leaf if value is None else value for leaf, value in zip(self.leaves, values, strict=True)]
+        if self.is_plain_tuple:  # torch takes longer for that than for the tensors.
+            return tuple(leaves)
         output = pytree.tree_unflatten(leaves, self.spec)
         if self.shell is None:
             return output
@@ -129,7 +133,8 @@ def take_apart(output: Any) -> tuple[OutputForm, list[torch.Tensor | None] | Non
     tensors = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     rest = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     is_known = any(tensor is not None for tensor in tensors)
-    return OutputForm(rest, spec, shell), tensors if is_known else None
+    is_plain_tuple = type(output) is tuple and len(output) == len(leaves) and all(map(is_, output, leaves))
+    return OutputForm(rest, spec, shell, is_plain_tuple), tensors if is_known else None
 
 
 def find_outliers(outlook: Outlook | None, output: Any, error: float) -> tuple[bool, ...]:

@@ -17,7 +17,7 @@ import torch
 
 from .. import tree
 from ..hooks import Roles
-from ..hooks.roles import named_arguments, positional_names
+from ..hooks.roles import Leaves, leaves_of, named_arguments, positional_names
 
 _MOST_COMPARED = 16384
 """Number of elements compared to see how much a tensor has changed."""
@@ -27,8 +27,15 @@ _PLAIN = (type(None), bool, int, float, str)
 class Inputs:
     """The arguments of one call of a denoiser."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], roles: Roles) -> None:
-        """`names`: the parameters of the model's forward."""
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: tuple[str, ...],
+        roles: Roles,
+        leaves: Leaves | None = None,
+    ) -> None:
+        """`names`: the parameters of the model's forward. `leaves`: what the arguments hold, if that is known."""
         self.args = args
         self.kwargs = kwargs
         self._names = names
@@ -43,36 +50,35 @@ class Inputs:
         self.objects: list[Any] = []
         """Conditioning of other types; containers among them are empty."""
         self._form: list[Any] = []
-        numbers: list[float] = []
-        for name, value in named_arguments(names, args, kwargs):
-            if isinstance(value, torch.Tensor):
-                self._read(name, value, numbers)
-            else:
-                for path, leaf in tree.leaves(value, name):
-                    self._read(path, leaf, numbers)
-        self.numbers = tuple(numbers)
+        self.numbers: tuple[float, ...] = ()
         """Floats among the arguments other than the time: a change of one changes what the blocks do."""
-
-    def _read(self, path: str, leaf: Any, numbers: list[float]) -> None:
-        role = self.roles.of(path)
-        if isinstance(leaf, torch.Tensor):
+        role_of, form = roles.by_path, self._form
+        for path, leaf in (leaves_of(names, args, kwargs) if leaves is None else leaves).items():
+            form.append(path)
+            if not isinstance(leaf, torch.Tensor):
+                self._read(path, leaf)
+                continue
             self.tensors.append(leaf)
-            self._form.append((path, None if role == "time" else tree.signature(leaf)))
+            role = role_of[path]
+            form.append(None if role == "time" else tree.signature(leaf))
             if role == "time":
                 self.time = leaf if self.time is None else self.time
             elif role == "sample":
                 self.samples.append(leaf)
             elif leaf.numel():
                 self.watched.append((path, leaf, role == "conditioning"))
-            return
+
+    def _read(self, path: str, leaf: Any) -> None:
+        """Anything but a tensor."""
+        role = self.roles.by_path[path]
         if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
             leaf = leaf.item()
-        self._form.append((path, None if role == "time" else tree.signature_of_leaf(leaf)))
+        self._form.append(None if role == "time" or leaf is None else tree.signature_of_leaf(leaf))
         if role == "time":
             if self.time is None and isinstance(leaf, (int, float)):
                 self.time = leaf
         elif isinstance(leaf, float):
-            numbers.append(leaf)
+            self.numbers += (leaf,)
         elif not isinstance(leaf, _PLAIN) and role == "conditioning":
             self.objects.append(leaf)
 
@@ -146,7 +152,9 @@ def is_on_host(time: torch.Tensor) -> bool:
 def on_host(time: torch.Tensor | float | None) -> float | None:
     """A time, where it can be read without waiting for a device."""
     if isinstance(time, torch.Tensor):
-        return float(time.max()) if is_on_host(time) and time.numel() else None
+        if not is_on_host(time) or not time.numel():
+            return None
+        return float(time.item() if time.numel() == 1 else time.max())
     return time
 
 

@@ -18,7 +18,8 @@ from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import ModelError
-from ..hooks import HookRegistry, Recorder
+from ..hooks import Recorder
+from ..hooks.intercept import attached_registry
 from ..other_libraries import is_compiled
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
@@ -94,7 +95,8 @@ class CacheableModel:
     @property
     def recorder(self) -> Recorder | None:
         """What replays its forwards, if they are replayed."""
-        return HookRegistry.get_or_create(self._model).recorder
+        registry = attached_registry(self._model)
+        return None if registry is None else registry.recorder
 
     def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Take a step."""
@@ -106,7 +108,7 @@ class CacheableModel:
 
     def problem(self, inputs: Inputs) -> str | None:
         """Why no step with such inputs can be skipped, if none can."""
-        return self._refused.get(inputs.signature)
+        return self._refused.get(inputs.signature) if self._refused else None
 
     def generation(self) -> int:
         """A number that grows when the model is seen to have other weights or adapters."""
@@ -151,8 +153,8 @@ class TracedForm:
     replay: tuple[Replay, Fingerprint] | None = None
     token: object = field(default_factory=object)
     """Names the form where its forwards are replayed."""
-    idle: frozenset[torch.nn.Module] | None = None
-    """Modules that do not run at a skipped step, once that is known."""
+    idle: dict[bool, frozenset[torch.nn.Module]] = field(default_factory=dict)
+    """Modules that do not run at a skipped step: where its signal is read, and where it is not."""
 
     def read(self, given: Given, other: Given | None = None) -> Signal:
         """The signal, from the arguments of the leading block; `other` are those of another step."""
@@ -221,7 +223,7 @@ class BlockModel(CacheableModel):
 
     def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         signature = inputs.signature
-        if signature in self._refused:
+        if self._refused and signature in self._refused:
             return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
         form = self._forms.get(signature)
         return self._next(form, inputs, wanted, forward) if form is not None else self._first(inputs, wanted, forward)

@@ -11,14 +11,14 @@ as many computed steps, and twice that in the worst images.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .drift import Drifts, Rows, num_copies, products, rows_of
+from .drift import Compared, Drifts, Rows, compared, num_copies, rows_of
 from .forecast import polynomial
-from .rows import RowHistory, Tensors
+from .rows import MOST_KNOWN, RowHistory, Tensors
 
 LEAST_KNOWN = 3
 """Computed steps before the first gap: a line through two of them, compared with the third."""
@@ -34,6 +34,8 @@ _ROUNDING = 1e-6
 """A drift that is rounding: then the simplest curve is chosen."""
 
 Summed = Callable[[torch.Tensor], torch.Tensor]
+Run = Callable[[Hashable, Callable[[Any], Any], Any], Any]
+"""Runs a function on what is given; functions of one name do the same."""
 
 
 class Curve(NamedTuple):
@@ -155,17 +157,26 @@ class Pace:
         return any(self._open)
 
     def judge(
-        self, leader: RowHistory, samples: Sequence[torch.Tensor], num_steps: int | None, summed: Summed | None = None
+        self,
+        leader: RowHistory,
+        samples: Sequence[torch.Tensor],
+        num_steps: int | None,
+        summed: Summed | None = None,
+        run: Run = lambda what, function, given: function(given),
     ) -> list[Judged | None]:
         """For each image what its last computed step tells, now that the next samples are known; None for those that
         were not due. This waits for the device. `summed` adds the scalar products of all ranks, each of which knows
-        those of its tokens."""
+        those of its tokens. `run` may replay what is done on the device."""
         histories = [of for of in self._branches.values() if _is_beside(of, leader)]
         depth = min(map(len, histories))
-        rows = [[self.rows(samples, step.tensors) for step in of.steps[:depth]] for of in histories]
-        now, newest = rows[0][0]
-        parts = [[[outputs[part] for _, outputs in of] for of in rows] for part in range(len(newest))]
-        found = self._drifts(now, parts, num_steps, summed)
+        outputs = [[numbers_in(step.tensors) for step in of.steps[:depth]] for of in histories]
+        how = self._by_image, len(self.images)
+        given = list(samples), list(self._samples), outputs
+        if depth < MOST_KNOWN:  # Once in a run: not worth a recording.
+            measured = compared(given, *how)
+        else:
+            measured = run(("drift", *how), lambda given: compared(given, *how), given)
+        found = self._drifts(measured, num_steps, summed)
         judged: list[Judged | None] = [None] * len(self.images)
         for index in (index for index, is_open in enumerate(self._open) if is_open):
             places, numbers = _known(leader, index)
@@ -188,19 +199,15 @@ class Pace:
         self.drift = max(found.drift for found in judged if found is not None)
         self._open = ()
 
-    def _drifts(
-        self, now: Rows, parts: list[list[list[torch.Tensor]]], num_steps: int | None, summed: Summed | None
-    ) -> list[Drifts]:
+    def _drifts(self, measured: Compared, num_steps: int | None, summed: Summed | None) -> list[Drifts]:
         """For each part of the output."""
-        before, after, response = list(self._samples), list(now), None
-        if not now or [rows.shape for rows in before] != [rows.shape for rows in after]:
-            response = 1 / (num_steps or _USUAL_STEPS)  # The way of the sample is not seen.
-            before, after = [of[0][0] for of in parts], [2 * of[0][0] for of in parts]
-        images = len(self.images)
-        split = [_by_image(part, images) for part in parts]
-        ways = zip(before, after, split, strict=True)
-        read = _read([products(one[:images], other[:images], of) for one, other, of in ways], summed)
-        return [Drifts(found, len(split[0]), [image.used for image in self.images], response) for found in read]
+        response = None if measured.sees_way else 1 / (num_steps or _USUAL_STEPS)
+        together = measured.products
+        if summed is not None:
+            together = summed(together.flatten()).reshape(together.shape)
+        read = np.split(together.cpu().numpy(), np.cumsum(measured.lengths)[:-1])
+        used = [image.used for image in self.images]
+        return [Drifts(found, measured.num_branches, used, response) for found in read]
 
 
 def count_images(samples: Sequence[torch.Tensor], outputs: Tensors) -> int | None:
@@ -227,16 +234,3 @@ def _is_beside(branch: RowHistory, leader: RowHistory) -> bool:
     numbers, others = ([step.numbers for step in of.steps[:LEAST_KNOWN]] for of in (branch, leader))
     shapes, wanted = ([tensor.shape for tensor in numbers_in(of.newest)] if len(of) else [] for of in (branch, leader))
     return numbers == others and shapes == wanted
-
-
-def _by_image(branches: list[list[torch.Tensor]], images: int) -> list[list[torch.Tensor]]:
-    """The same with the copies of a batch as branches of their own."""
-    return [list(rows) for of in branches for rows in zip(*(torch.split(row, images) for row in of), strict=True)]
-
-
-def _read(found: list[torch.Tensor], summed: Summed | None) -> list[np.ndarray]:
-    """In one wait for the device."""
-    lengths, together = [len(part) for part in found], torch.cat(found)
-    if summed is not None:
-        together = summed(together.flatten()).reshape(together.shape)
-    return np.split(together.cpu().numpy(), np.cumsum(lengths)[:-1])

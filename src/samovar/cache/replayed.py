@@ -7,12 +7,11 @@ which gives the signal as well, and computed only if the signal says so. What is
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from ..hooks import Recorder
+from ..hooks import Recorder, Steady
 from ..trace.forward import Given, Tensors
 from ..trace.passes import Mode, Outlook, StepPass
 from .decision import Signal
@@ -31,6 +30,27 @@ class _Taken(NamedTuple):
     lost: str | None
 
 
+class _Step(NamedTuple):
+    """A step that is taken."""
+
+    recorder: Recorder
+    reads: bool
+    """Whether its signal is read."""
+    form: TracedForm
+    inputs: Inputs
+    wanted: Instruction
+    forward: Forward
+
+    def name(self, mode: Mode) -> tuple[Any, ...]:
+        """Of what is replayed."""
+        return mode, self.form.token, self.reads, self.wanted.keeps
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What a computed step is given."""
+        return self.inputs.args, self.inputs.kwargs, (), None
+
+
 class ReplayedBlocks(BlockModel):
     """A model that is built of blocks, whose forwards are replayed while there is a recorder."""
 
@@ -44,55 +64,43 @@ class ReplayedBlocks(BlockModel):
         reads = form.reader is not None and _is_settled(form)  # Also where nobody asks: one recording serves both.
         if recorder is None or (wanted.decide is not None and not (reads or form.is_blind)):
             return run(form, inputs, wanted, forward)
-        reads = reads or wanted.decide is not None
-        compute = functools.partial(self._computed, recorder, reads, form, inputs, wanted, forward)
+        step = _Step(recorder, reads or wanted.decide is not None, form, inputs, wanted, forward)
         if wanted.mode == "compute":
-            return compute(None)
-        stored, name = _stored(form, wanted), ("skip", form.token, reads, wanted.keeps)
+            return self._computed(step, None)
+        stored, name = _stored(form, wanted), step.name("skip")
         if stored is None or recorder.refuses(name):
             return run(form, inputs, wanted, forward)
         before = None if wanted.before is None else wanted.before.value
-        skipped = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, stored, before))
+        skipped = self._taken(step, name, (inputs.args, inputs.kwargs, Steady(stored), before))
         if skipped.lost is not None:
             return run(form, inputs, wanted, forward)
+        if wanted.decide is None:
+            return Outcome(skipped.output, False)
         signal = _signal(form, skipped, wanted)
-        with contextlib.ExitStack() as stack:
-            if wanted.is_doubtful:  # What can be done before the device has answered is.
-                computing = ("compute", *name[1:])
-                stack.enter_context(recorder.ahead(computing, (inputs.args, inputs.kwargs, [], None)))
-            if wanted.decide is not None and (signal is None or not wanted.decide(signal)):
-                return compute(signal)
-        if wanted.outlook is None or wanted.outlook.as_stored is not None:
-            return Outcome(skipped.output, False, None, signal)
-        return run(form, inputs, wanted._replace(mode="skip", decide=None), forward)._replace(signal=signal)
+        # What can be done before the device has answered is, where the step may well be computed.
+        with recorder.ahead(step.name("compute"), step.given) if wanted.is_doubtful else contextlib.nullcontext():
+            if signal is None or not wanted.decide(signal):
+                return self._computed(step, signal)
+        return Outcome(skipped.output, False, None, signal)
 
-    def _computed(
-        self,
-        recorder: Recorder,
-        reads: bool,
-        form: TracedForm,
-        inputs: Inputs,
-        wanted: Instruction,
-        forward: Forward,
-        signal: Signal | None,
-    ) -> Outcome:
+    def _computed(self, step: _Step, signal: Signal | None) -> Outcome:
         """A step that is computed; `signal`: by which that was decided."""
-        name = ("compute", form.token, reads, wanted.keeps)
+        recorder, _, form, inputs, wanted, forward = step
+        name = step.name("compute")
         if recorder.refuses(name):
             decided = wanted if signal is None else wanted._replace(mode="compute", decide=None)
             taken = super()._next(form, inputs, decided, forward)
             return taken if signal is None else taken._replace(signal=signal)
-        computed = self._taken(recorder, name, form, wanted, forward, (inputs.args, inputs.kwargs, [], None))
+        computed = self._taken(step, name, step.given)
         if computed.lost is not None:
             self._lose(inputs.signature, computed.lost)
         signal = signal or _signal(form, computed, wanted)
         return Outcome(computed.output, True, computed.parts, signal, computed.lost)
 
-    def _taken(
-        self, recorder: Recorder, name: Any, form: TracedForm, wanted: Instruction, forward: Forward, given: Any
-    ) -> _Taken:
+    def _taken(self, step: _Step, name: Any, given: Any) -> _Taken:
         """A forward in which the blocks compute, or are answered for with what is stored."""
-        mode, _, reads, *_ = name
+        recorder, reads, form, _, wanted, forward = step
+        mode = name[0]
         kept = None if wanted.keeps else form.trace.early_segments
 
         def run(given: Any) -> _Taken:
@@ -109,16 +117,21 @@ class ReplayedBlocks(BlockModel):
                 return chosen
 
             outlook = Outlook([1], [stored]) if stored else None
-            step = StepPass(form.trace, mode, outlook, choose if reads else None, keeps=kept)
-            output = self._forward(step, (args, kwargs), forward)
-            return _Taken(output, step.residuals if mode == "compute" else None, signal, change, step.lost)
+            taken = StepPass(form.trace, mode, outlook, choose if reads else None, keeps=kept)
+            output = self._forward(taken, (args, kwargs), forward)
+            return _Taken(output, taken.residuals if mode == "compute" else None, signal, change, taken.lost)
 
-        if form.idle is None:
+        found: _Taken = recorder(name, run, given, self._idle(form, reads) if mode == "skip" else ())
+        return found
+
+    def _idle(self, form: TracedForm, reads: bool) -> frozenset[torch.nn.Module]:
+        """Modules that do not run at a skipped step. The signal is read from parts of the leading block."""
+        if reads not in form.idle:
             leader = form.trace.leader.gate
-            leading = () if leader.stack is None else leader.stack.modules(self._model)[leader.index].modules()
-            form.idle = frozenset(self._inside.difference(leading))  # The signal is read from the leader's parts.
-        taken: _Taken = recorder(name, run, given, form.idle if mode == "skip" else ())
-        return taken
+            is_used = reads and leader.stack is not None and not form.is_blind
+            leading = leader.stack.modules(self._model)[leader.index].modules() if is_used and leader.stack else ()
+            form.idle[reads] = frozenset(self._inside.difference(leading))
+        return form.idle[reads]
 
 
 def _is_settled(form: TracedForm) -> bool:
@@ -138,11 +151,11 @@ def _signal(form: TracedForm, taken: _Taken, wanted: Instruction) -> Signal | No
 
 
 def _stored(form: TracedForm, wanted: Instruction) -> list[Any] | None:
-    """The residuals with which a step is skipped or its signal read; None if they are not what is stored."""
-    if wanted.outlook is not None and wanted.outlook.as_stored is not None:
-        return list(wanted.outlook.as_stored)
+    """The residuals with which a step is skipped or its signal read; None if they are not known."""
+    if wanted.outlook is not None:
+        return wanted.outlook.values()
     if wanted.mode == "skip":
         return None
     if not form.trace.early_segments:  # Nothing that the signal depends on is skipped.
         return []
-    return None if wanted.early is None or wanted.outlook is not None else list(wanted.early)
+    return None if wanted.early is None else list(wanted.early)

@@ -14,7 +14,7 @@ import torch
 from ..trace.passes import Outlook
 
 Tensors = Sequence[torch.Tensor | None]
-_MOST_KNOWN = 4
+MOST_KNOWN = 4
 """The newest step, and as many older ones as a forecast combines."""
 
 
@@ -51,7 +51,7 @@ class RowHistory:
         new = Past((place,) * count, (number,) * count, tensors)
         if self.steps and (self.num_images != count or not _are_alike(self.newest, tensors)):
             self.steps.clear()
-        shifted = [new, *self.steps][:_MOST_KNOWN]
+        shifted = [new, *self.steps][:MOST_KNOWN]
         if all(due) or not self.steps:
             self.steps = shifted
             return

@@ -31,6 +31,9 @@ NEVER = ("settings", "min_steps")
 """Reasons for which no step of a run is ever skipped."""
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class Call(NamedTuple):
     """One call of the denoiser, with everything that belongs to it."""
 
@@ -60,7 +63,7 @@ class Steps(NamedTuple):
 
     def ahead(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Around a step. Where its signal decides, `ReplayedBlocks` does what can be done before the device answers."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def judge(self, call: Call) -> Plan:
         """What can be said before looking at the step: computed, skipped, or left to its signal."""

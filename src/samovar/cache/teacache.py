@@ -187,7 +187,7 @@ class TeaCacheHook(ModelHook, Handle):
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any, context: CallContext) -> Call:
         """Find the step that a call belongs to."""
         run = run_around(module)
-        inputs = Inputs(args, kwargs, self._names, self.branches.roles)
+        inputs = Inputs(args, kwargs, self._names, self.branches.roles, self.branches.leaves(args, kwargs))
         if run is not None and context.request is None:  # A pipeline without our hook.
             context = context._replace(request=run.request)
         clock = self._clocks.get(context.request) or self._new_clock(context.request)

@@ -7,14 +7,17 @@ recorded, so each call's are copied there.
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Callable, Hashable
-from operator import attrgetter
-from typing import Any
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .. import tree
+from ..hooks import Steady
 from ..other_libraries import copy_each
 from ..tensors import is_plain
 
@@ -23,55 +26,121 @@ class Unsuitable(Exception):
     """Why something cannot be recorded."""
 
 
-def read_form(given: Any) -> tuple[Hashable, list[torch.Tensor]]:
-    """A key that calls of one form share, and the tensors, each once. Unsuitable if something cannot be compared."""
-    found: dict[int, tuple[int, torch.Tensor]] = {}
-    structure = _structure(given, found)
-    tensors = [tensor for _, tensor in found.values()]
-    if not all(map(is_plain, tensors)) or any(map(_is_meta, tensors)) or set(map(_layout, tensors)) - _STRIDED:
-        raise Unsuitable("an argument is a tensor of a kind that cannot be copied in place")
-    try:
-        return (structure, tuple(map(_shape, tensors)), tuple(map(_stride, tensors)), *map(_kind, tensors)), tensors
-    except RuntimeError as error:  # Nested ones have none.
-        raise Unsuitable("an argument is a tensor without strides") from error
+class Given:
+    """What a call is given, taken apart."""
+
+    __slots__ = ("rest", "tensors", "value")
+
+    def __init__(self, value: Any) -> None:
+        """Unsuitable if something cannot be compared."""
+        self.value = value
+        self.tensors: list[torch.Tensor] = []
+        self.rest: list[Any] = []
+        """Everything else, and where the tensors are in it."""
+        self._take((value,))
+        if len(set(map(id, self.tensors))) < len(self.tensors):
+            known = {id(tensor): place for place, tensor in reversed(list(enumerate(self.tensors)))}
+            self.rest.append(tuple(known[id(tensor)] for tensor in self.tensors))
+
+    def _take(self, parts: Any) -> None:
+        rest, tensors = self.rest, self.tensors
+        for part in parts:
+            kind = type(part)
+            if isinstance(part, torch.Tensor):
+                rest.append(torch.Tensor)
+                tensors.append(part)
+            elif kind in _SIMPLE:
+                rest.append(kind)
+                rest.append(part)
+            elif kind is dict:
+                rest += (dict, len(part), *part)
+                self._take(part.values())
+            elif kind in _SEQUENCES:
+                rest += (kind, len(part))
+                self._take(part)
+            else:
+                self._take_other(part)
+
+    def _take_other(self, part: Any) -> None:
+        if isinstance(part, _ATOMS):
+            # Of the two zeros each is another number.
+            self.rest += (type(part), repr(part) if isinstance(part, float) else part)
+            return
+        leaves = list(tree.leaves(part))
+        if not any(leaf is part for _, leaf in leaves):
+            self.rest += (type(part), *(path for path, _ in leaves))
+            self._take([leaf for _, leaf in leaves])
+        elif isinstance(part, (list, tuple, dict, set, frozenset)) and not part:
+            self.rest.append(type(part))
+        else:
+            raise Unsuitable(f"an argument is a {type(part).__name__}, which cannot be compared")
+
+    def is_of(self, form: Form) -> bool:
+        """Whether it is of a known form: the same as comparing `form()`, in less time."""
+        tensors = self.tensors
+        try:
+            return (
+                self.rest == form.rest
+                and list(map(_shape, tensors)) == form.shapes
+                and list(map(_stride, tensors)) == form.strides
+                and list(map(_kind, tensors)) == form.kinds
+                and _PLAIN.issuperset(map(type, tensors))
+            )
+        except RuntimeError:  # Some tensors have no strides.
+            return False
+
+    def form(self) -> Form:
+        """Unsuitable if a tensor cannot be copied in place."""
+        tensors = self.tensors
+        if not all(map(is_plain, tensors)) or any(map(_is_meta, tensors)) or set(map(_layout, tensors)) - _STRIDED:
+            raise Unsuitable("an argument is a tensor of a kind that cannot be copied in place")
+        try:
+            strides = list(map(_stride, tensors))
+        except RuntimeError as error:  # Nested ones have none.
+            raise Unsuitable("an argument is a tensor without strides") from error
+        return Form(self.rest, list(map(_shape, tensors)), strides, list(map(_kind, tensors)))
+
+
+class Form(NamedTuple):
+    """What calls share that differ in the contents of their tensors alone."""
+
+    rest: list[Any]
+    """Everything but tensors, and where these are."""
+    shapes: list[Any]
+    strides: list[Any]
+    kinds: list[Any]
+    """Dtypes and devices."""
+
+    @property
+    def key(self) -> Hashable:
+        return tuple(map(tuple, self))
 
 
 _ATOMS = (*tree.ATOMS, np.generic)
+_SIMPLE = frozenset((type(None), bool, int, str))
+_SEQUENCES = frozenset((list, tuple, Steady))
 _shape, _stride, _is_meta = attrgetter("shape"), torch.Tensor.stride, attrgetter("is_meta")
 _kind, _layout = attrgetter("dtype", "device"), attrgetter("layout")
-_STRIDED = {torch.strided}
-
-
-def _structure(value: Any, found: dict[int, tuple[int, torch.Tensor]]) -> Hashable:
-    """A value with a number in place of each of its tensors, which are collected."""
-    if isinstance(value, torch.Tensor):
-        return found.setdefault(id(value), (len(found), value))[0]
-    if isinstance(value, _ATOMS):
-        return type(value), value
-    if type(value) in (list, tuple):
-        return type(value), *[_structure(part, found) for part in value]
-    if type(value) is dict:
-        return dict, *value, *[_structure(part, found) for part in value.values()]
-    leaves = list(tree.leaves(value))
-    if any(leaf is value for _, leaf in leaves):
-        if isinstance(value, (list, tuple, dict, set, frozenset)) and not value:
-            return type(value)
-        raise Unsuitable(f"an argument is a {type(value).__name__}, which cannot be compared")
-    return type(value), *[(path, _structure(leaf, found)) for path, leaf in leaves]
+_STRIDED, _PLAIN = {torch.strided}, frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Places:
     """Where the tensors of a form are put."""
 
-    def __init__(self, given: Any, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, given: Given) -> None:
+        tensors = given.tensors
         with torch.inference_mode(False):  # They are written to in whatever mode a call comes.
-            made = [_place_for(tensor) for tensor in tensors]
-        self._targets = [target for target, _ in made]
-        self.tensors = [place for _, place in made]
-        self._cuts = [_cut(tensor) for tensor in tensors]
-        self._has_cuts = any(self._cuts)
-        by_id = {id(tensor): place for tensor, (_, place) in zip(tensors, made, strict=True)}
-        self._given: Any = tree.map_tensors(lambda tensor: by_id[id(tensor)], given)
+            made = {id(tensor): _place_for(tensor) for tensor in tensors}
+        self.tensors = [place for _, place in made.values()]
+        self._given: Any = tree.map_tensors(lambda tensor: made[id(tensor)][1], given.value)
+        steady = {id(tensor) for part in given.value if isinstance(part, Steady) for tensor in part}
+        batches: dict[Any, list[int]] = {}
+        for number in {id(tensor): number for number, tensor in enumerate(tensors)}.values():
+            batches.setdefault((id(tensors[number]) in steady, _kind(tensors[number])), []).append(number)
+        self._batches = [
+            _Batch(numbers, [made[id(tensors[number])][0] for number in numbers], tensors, is_steady)
+            for (is_steady, _), numbers in batches.items()
+        ]
         self.fill(tensors)
         self.held: list[torch.Tensor] | None = None
         """What was copied in last, until it is used or no longer needed."""
@@ -79,9 +148,8 @@ class Places:
     def fill(self, tensors: list[torch.Tensor]) -> None:
         """Copy the tensors of a call in."""
         self.held = tensors
-        if self._has_cuts:
-            tensors = [tensor[cut] if cut else tensor for tensor, cut in zip(tensors, self._cuts, strict=True)]
-        copy_each(self._targets, tensors)
+        for batch in self._batches:
+            batch.fill(tensors)
 
     def given(self) -> Any:
         """What was given, with these places for its tensors; in new lists, which some models empty."""
@@ -89,7 +157,37 @@ class Places:
 
     @property
     def num_bytes(self) -> int:
+        return sum(batch.num_bytes for batch in self._batches)
+
+
+class _Batch:
+    """Those tensors of a call that are copied by one kernel: of one dtype, on one device."""
+
+    def __init__(
+        self, numbers: list[int], targets: list[torch.Tensor], tensors: list[torch.Tensor], is_steady: bool
+    ) -> None:
+        self._pick = itemgetter(*numbers, numbers[0])  # Of one number alone it would make no tuple.
+        self._targets, self._count = targets, len(numbers)
+        self._cuts = [_cut(tensors[number]) for number in numbers]
+        self._has_cuts, self._is_steady = any(self._cuts), is_steady
+        self._there: list[weakref.ref[torch.Tensor]] = []
+        """What is in place already, if nobody writes into it."""
+
+    @property
+    def num_bytes(self) -> int:
         return sum(target.nbytes for target in self._targets)
+
+    def fill(self, tensors: list[torch.Tensor]) -> None:
+        own = self._pick(tensors)[:-1]
+        if self._is_steady:
+            if self._there and all(map(is_, map(operator.call, self._there), own)):
+                return
+            self._there = []  # Until all is copied.
+        if self._has_cuts:
+            own = tuple(tensor[cut] if cut else tensor for tensor, cut in zip(own, self._cuts, strict=True))
+        copy_each(self._targets, own)
+        if self._is_steady:
+            self._there = list(map(weakref.ref, self._pick(tensors)[:-1]))
 
 
 def _cut(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -128,15 +226,11 @@ def copier(output: Any) -> Callable[[], Any]:
 def has_same_bits(one: Any, other: Any) -> bool:
     """Whether two outputs are of one form and have the same bits."""
     try:
-        (form, ones), (other_form, others) = read_form(one), read_form(other)
+        ones, others = Given(one), Given(other)
+        forms = [given.form()._replace(strides=[]) for given in (ones, others)]
     except Unsuitable:
         return False
-    return _without_strides(form) == _without_strides(other_form) and all(map(_same, ones, others))
-
-
-def _without_strides(form: Any) -> Any:
-    structure, shapes, _, *kinds = form
-    return structure, shapes, kinds
+    return forms[0] == forms[1] and all(map(_same, ones.tensors, others.tensors))
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

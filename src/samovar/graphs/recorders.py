@@ -46,6 +46,10 @@ class Recorder(Protocol):
     lock: threading.RLock
     """Held while a recording is in use: all of them share memory."""
 
+    def take_turn(self) -> None:
+        """Have what is done next on this thread wait for what was replayed before, on whichever stream: inputs of a
+        recording may not be overwritten while it is replayed for another thread."""
+
     def record(self, function: Function) -> Recording:
         """Unsuitable if it cannot be recorded; everything else goes on then as before."""
 
@@ -112,11 +116,14 @@ class CudaRecorder:
         self._begin_pool()
         torch.cuda.empty_cache()
 
-    def _replay(self, graph: Any) -> None:
+    def take_turn(self) -> None:
         current = torch.cuda.current_stream(self._device)
         if self._last_used is not None and self._last_used != current:
             current.wait_stream(self._last_used)
         self._last_used = current
+
+    def _replay(self, graph: Any) -> None:
+        self.take_turn()
         graph.replay()
 
 

@@ -21,13 +21,13 @@ import torch
 
 from ..arch.modules import unwrapped
 from ..hooks import watched
-from ..other_libraries import kernel_settings, num_dispatch_modes
+from ..other_libraries import modes
 from ..trace.shadow import TrialFailed, trial
 from .audit import Audit
 from .config import GraphsConfig
 from .constants import Constants
-from .forms import Places, Unsuitable, copier, has_same_bits, read_form
-from .recorders import Recorder, Recording, recorder_for
+from .forms import Form, Given, Places, Unsuitable, copier, has_same_bits
+from .recorders import Recorder, Recording, failing_as, recorder_for
 from .snapshot import Snapshot, obstacle
 
 Function = Callable[[Any], Any]
@@ -65,8 +65,10 @@ class Recorded(NamedTuple):
 class _Form:
     """A form of calls, and what is known about it."""
 
+    given: Form
+    surroundings: tuple[Hashable, ...]
     misses: int = 0
-    """Calls in a row that were not replayed."""
+    """Calls since it was recorded last that were not replayed. Those of other adapters may come between."""
     variants: list[Recorded] = field(default_factory=list)
     """The one used last first; others are for other adapters."""
     replays: int = 0
@@ -105,13 +107,15 @@ class Replayer:
         """`refused`: why nothing can be replayed, if that is known already."""
         self._model, self._refused_for = unwrapped(model), refused
         self._config = config
-        self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
+        self._forms: OrderedDict[tuple[Hashable, ...], _Form] = OrderedDict()
+        self._latest: dict[Hashable, _Form] = {}
+        """By function: the form that it was called with last."""
         self._lock = threading.RLock()
         self._replayed = self._run = 0
         self._reasons: dict[str, None] = {}
         self._ahead = _Ahead()
-        self._num_new = 0
-        """Calls in a row whose form was not seen before."""
+        self._num_new: dict[Hashable, int] = {}
+        """By function: calls in a row whose form was not seen before."""
         self._refused: OrderedDict[Hashable, int] = OrderedDict()
         """By function: how often it was not replayed for a reason that may stay."""
 
@@ -122,6 +126,8 @@ class Replayer:
     def forget(self) -> None:
         """Free all recordings."""
         self._forms.clear()
+        self._latest.clear()
+        self._num_new.clear()
 
     def refuses(self, what: Hashable) -> bool:
         if what not in self._refused:
@@ -138,7 +144,8 @@ class Replayer:
             with call.recorder.lock:
                 one = call.form.variants[0] if call.form.variants else None
                 if one is not None and one.snapshot.is_in_place():
-                    one.places.fill(call.tensors)
+                    call.recorder.take_turn()
+                    one.places.fill(call.given.tensors)
                     self._ahead.call = call
         try:
             yield
@@ -149,31 +156,38 @@ class Replayer:
 
     def __call__(self, what: Hashable, function: Function, given: Any, idle: Collection[torch.nn.Module] = ()) -> Any:
         call = self._ahead.call
-        if call is None or call.what != what or not _is_same(call.given, given):
+        if call is None or call.what != what or not _is_same(call.given.value, given):
             try:
                 call = self._read(what, given)
             except Unsuitable as why:
                 self._refuse(what, str(why))
                 return self._plainly(function, given)
-        form, recorder, tensors = call.form, call.recorder, call.tensors
-        if form.variants and (replayed := self._replay(form, recorder, tensors)) is not None:
+        form = call.form
+        if form.variants and (replayed := self._replay(form, call)) is not None:
             return replayed.output
         form.misses += 1
         is_due = form.misses > 1 and not form.is_final and (not form.is_refused or _is_power_of_two(form.misses))
         if not is_due or not self._lock.acquire(blocking=False):
             return self._plainly(function, given)
         try:
-            return self._record(what, form, recorder, function, _Given(given, tensors, idle))
+            return self._record(call, function, idle)
         finally:
             self._lock.release()
 
-    def _read(self, what: Hashable, given: Any) -> _Call:
+    def _read(self, what: Hashable, value: Any) -> _Call:
         """Unsuitable if this call cannot be replayed, whatever was recorded."""
-        key, tensors = read_form(given)
-        recorder = self._recorder(tensors)
-        return _Call(what, given, tensors, recorder, self._form((what, key, *_surroundings(tensors[0].device))))
+        given = Given(value)
+        is_seen, default_device = modes()
+        recorder = self._recorder(given.tensors, is_seen)
+        surroundings = default_device, *_surroundings(given.tensors[0].device)
+        form = self._latest.get(what)
+        if form is None or form.surroundings != surroundings or not given.is_of(form.given):
+            form = self._form(what, given.form(), surroundings)
+        else:
+            self._num_new[what] = 0
+        return _Call(what, given, recorder, form)
 
-    def _recorder(self, tensors: list[torch.Tensor]) -> Recorder:
+    def _recorder(self, tensors: list[torch.Tensor], is_seen: bool) -> Recorder:
         """Unsuitable if this call cannot be replayed, whatever was recorded."""
         if self._refused_for is not None:
             raise Unsuitable(self._refused_for)
@@ -181,7 +195,7 @@ class Replayer:
             raise Unsuitable("it takes no tensors")
         if torch.is_grad_enabled():
             raise Unsuitable("gradients are recorded; call it under torch.no_grad()")
-        if num_dispatch_modes():
+        if is_seen:
             raise Unsuitable("a mode of torch, such as a profiler's, wants to see every operation")
         device = tensors[0].device
         recorder = recorder_for(device)
@@ -189,16 +203,18 @@ class Replayer:
             raise Unsuitable(f"there are no graphs on {device.type}")
         return recorder
 
-    def _form(self, key: Hashable) -> _Form:
+    def _form(self, what: Hashable, given: Form, surroundings: tuple[Hashable, ...]) -> _Form:
+        key = what, given.key, surroundings
         with self._lock:
-            self._num_new = 0 if key in self._forms else self._num_new + 1
-            if self._num_new == _MANY_NEW:
+            self._num_new[what] = 0 if key in self._forms else self._num_new.get(what, 0) + 1
+            if self._num_new[what] == _MANY_NEW:
                 self._note("each call has another form: other shapes, or numbers that change from step to step")
-            form = self._forms.setdefault(key, _Form())
+            form = self._latest[what] = self._forms.setdefault(key, _Form(given, surroundings))
             self._forms.move_to_end(key)
             if len(self._forms) > _MOST_SEEN:
                 oldest = next((k for k, one in self._forms.items() if not one.variants), next(iter(self._forms)))
-                del self._forms[oldest]
+                if self._forms.pop(oldest) is self._latest.get(oldest[0]):
+                    del self._latest[oldest[0]], self._num_new[oldest[0]]
             return form
 
     def _plainly(self, function: Function, given: Any) -> Any:
@@ -219,44 +235,56 @@ class Replayer:
 
     # ------------------------------------------------------------------------------------------ replaying
 
-    def _replay(self, form: _Form, recorder: Recorder, tensors: list[torch.Tensor]) -> _Replayed | None:
+    def _replay(self, form: _Form, call: _Call) -> _Replayed | None:
+        recorder, tensors = call.recorder, call.given.tensors
         with recorder.lock:
             for number, one in enumerate(form.variants):
                 if one.places.held is not tensors:  # Else all of this was done ahead.
                     if not one.snapshot.is_in_place() or (number and not one.snapshot.is_current()):
                         continue
+                    recorder.take_turn()
                     one.places.fill(tensors)
                 one.recording.replay()
                 one.places.held = None
                 output = one.copy()
                 if number or one.snapshot.is_current():  # Seen while the device computes.
                     form.variants.insert(0, form.variants.pop(number))
-                    form.misses, form.replays = 0, form.replays + 1
+                    form.replays += 1
                     self._replayed += 1
                     return _Replayed(output)
-            form.variants = [one for one in form.variants if one.snapshot.is_in_place()]
+            self._sweep()
         return None
+
+    def _sweep(self) -> None:
+        """After a change, drop what cannot be replayed any more: it would keep modules alive, and count."""
+        modules = set(self._model.modules())
+        for form in list(self._forms.values()):
+            form.variants = [one for one in form.variants if one.snapshot.is_of(modules) and one.snapshot.is_in_place()]
 
     # ------------------------------------------------------------------------------------------ recording
 
-    def _record(self, what: Hashable, form: _Form, recorder: Recorder, function: Function, call: _Given) -> Any:
+    def _record(self, call: _Call, function: Function, idle: Collection[torch.nn.Module]) -> Any:
         """Run a call, and record it."""
+        what, form, given = call.what, call.form, call.given
         try:
-            self._check(form)
-            places = Places(call.given, call.tensors)
+            with call.recorder.lock:
+                self._check(form)
+            places = Places(given)
         except Unsuitable as why:
             form.is_refused = True
             self._refuse(what, str(why))
-            return self._plainly(function, call.given)
-        output = self._plainly(function, call.given)
+            return self._plainly(function, given.value)
+        output = self._plainly(function, given.value)
         try:
-            with watched(), recorder.lock, _casting_each_time():
-                recorded = self._recorded(places, recorder, function, output, Snapshot(self._model, call.idle))
+            with watched(), call.recorder.lock, _casting_each_time():
+                with failing_as(Unsuitable, "what it depends on cannot be compared"):
+                    snapshot = Snapshot(self._model, idle)
+                recorded = self._recorded(places, call.recorder, function, output, snapshot)
+                form.variants = [recorded, *form.variants][:_MOST_VARIANTS]
         except Unsuitable as why:
             form.is_refused, form.is_final = True, isinstance(why, _Never)
             self._refuse(what, str(why))
         else:
-            form.variants = [recorded, *form.variants][:_MOST_VARIANTS]
             form.misses, form.replays, form.is_refused = 0, 0, False
             self._refused.pop(what, None)
         return output
@@ -266,10 +294,12 @@ class Replayer:
         if form.short_lives >= _MOST_SHORT_LIVES:
             form.variants, form.is_final = [], True
             raise Unsuitable("what it depends on changes from call to call")
-        others = sum(len(one.variants) for one in self._forms.values() if one is not form)
-        if others >= self._config.max_graphs:
-            raise Unsuitable(f"there are {others} graphs already (max_graphs={self._config.max_graphs})")
-        del form.variants[self._config.max_graphs - others - 1 :]
+        kept, most = [one.variants for one in self._forms.values()], self._config.max_graphs
+        for variants in kept:  # What is kept for other adapters goes before any form is refused.
+            while sum(map(len, kept)) >= most and len(variants) > (variants is not form.variants):
+                variants.pop()
+        if sum(map(len, kept)) >= most:
+            raise Unsuitable(f"there are {most} graphs already (max_graphs={most})")
         problem = obstacle(self._model)
         if problem is not None:
             raise Unsuitable(problem)
@@ -277,7 +307,7 @@ class Replayer:
     def _recorded(
         self, places: Places, recorder: Recorder, function: Function, expected: Any, snapshot: Snapshot
     ) -> Recorded:
-        audit, constants = Audit(places.tensors, snapshot.weights), Constants(places.tensors[0].device)
+        audit, constants = Audit(places.tensors, snapshot.weights()), Constants(places.tensors[0].device)
         try:
             # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
             with trial(places.tensors), torch.compiler.set_stance("force_eager"), constants, audit:
@@ -301,8 +331,7 @@ class _Call(NamedTuple):
     """A call that may be replayed."""
 
     what: Hashable
-    given: Any
-    tensors: list[torch.Tensor]
+    given: Given
     recorder: Recorder
     form: _Form
 
@@ -322,14 +351,6 @@ def _is_same(one: Any, other: Any) -> bool:
         and kwargs.keys() == named.keys()
         and all(map(is_, chain(args, kwargs.values()), chain(others, named.values())))
     )
-
-
-class _Given(NamedTuple):
-    """A call that is to be recorded."""
-
-    given: Any
-    tensors: list[torch.Tensor]
-    idle: Collection[torch.nn.Module]
 
 
 class _Never(Unsuitable):
@@ -356,7 +377,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _surroundings(device: torch.device) -> tuple[Hashable, ...]:
-    """What else decides which kernels run."""
+    """Modes of torch that decide what is computed."""
     kind = device.type
     casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return casts, torch.is_inference_mode_enabled(), torch.get_default_dtype(), *kernel_settings()
+    return casts, torch.is_inference_mode_enabled(), torch.get_default_dtype()

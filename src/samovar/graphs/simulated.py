@@ -26,11 +26,15 @@ class SimulatedRecorder:
     def __init__(self) -> None:
         self.lock = threading.RLock()
 
+    def take_turn(self) -> None:
+        """Nothing goes on in the background."""
+
     def record(self, function: Function) -> Recording:
         operations = _Operations()
         eager: Any = torch.compiler.set_stance("force_eager")  # What a mode has seen, torch would not compile again.
         with failing_as(Unsuitable, "capturing it failed"), eager, operations:
             output = function()
+        operations.let_go()
         return Recording(operations.replay, output, operations.num_bytes)
 
 
@@ -40,23 +44,32 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._done: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
-        self._made: set[int] = set()
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the identity of a tensor, which is held: the memory that it is."""
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(self._fixed, (args, kwargs or {}))
-        output = func(*args, **kwargs)
+        # Weights where they are now: others may give them other memory, which a graph would not see.
+        given = pytree.tree_map(self._place, (args, kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         made = [tensor for tensor in pytree.tree_leaves(output) if isinstance(tensor, torch.Tensor)]
-        self._done.append((func, args, kwargs, made))
-        self._made.update(map(id, made))
+        self._done.append((func, *given, list(map(self._place, made))))
         self.num_bytes += sum(tensor.nbytes for tensor in made)
         return output
 
-    def _fixed(self, value: Any) -> Any:
-        """Weights where they are now: others may give them other memory, which a graph would not see."""
-        if not isinstance(value, torch.Tensor) or id(value) in self._made or not is_plain(value):
+    def _place(self, value: Any) -> Any:
+        """A tensor that is the same memory and nothing else: a graph keeps no weight alive, nor knows of views."""
+        if not isinstance(value, torch.Tensor) or not is_plain(value) or value.is_conj() or value.is_neg():
             return value
-        return value.detach()
+        if id(value) not in self._places:
+            place = torch.empty(0, dtype=value.dtype, device=value.device)
+            place.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+            self._places[id(value)] = value, place
+        return self._places[id(value)][1]
+
+    def let_go(self) -> None:
+        """Forget the tensors that were seen."""
+        self._places.clear()
 
     def replay(self) -> None:
         for func, args, kwargs, made in self._done:

@@ -1,79 +1,112 @@
 """Would a replay still do what the model's forward does? And does it leave out anything that others rely on?
 
 A replay reads weights at the addresses that they had, so it sees what is written into them. Anything else that a
-forward looks at in Python must be as it was: modules, adapters and their scales, attention processors, flags, hooks,
-methods. All of that is compared in C, so that a thousand modules take under a millisecond, while the device computes.
+forward looks at in Python must be as it was: modules, adapters and their scales, attention processors, settings, hooks
+(`looked`), methods and functions (`code`), and torch's choice of kernels. All of that is compared in C, so that a
+thousand modules take less than a millisecond, while the device computes.
 """
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Collection, Iterator
 from itertools import chain
-from operator import eq, is_
+from operator import attrgetter, eq, getitem, is_
 from typing import Any
 
 import torch
 
 from ..arch.modules import unwrapped
-from ..hooks import HookOrder, HookRegistry
+from ..hooks import HookOrder
 from ..hooks.intercept import attached_registry
-from ..other_libraries import accelerate_hook, diffusers_hooks, has_cache_dit, has_global_hooks, is_helper
+from ..other_libraries import accelerate_hook, diffusers_hooks, global_hooks, has_cache_dit, is_helper, kernel_settings
 from ..tensors import take_apart
+from .code import Reached
+from .looked import Looked
 
-_CONTAINERS = (dict, list, set)
-_TORCH_ENTRIES = frozenset(vars(torch.nn.Module()))
-"""Entries of every module. What no forward looks at is not compared, and what it does is compared by itself."""
-_SIMPLE = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "conv", "linear", "normalization"))
-"""Files of torch whose modules have no settings that anybody changes. Most modules are of these."""
-_data_ptr = torch.Tensor.data_ptr
+_address, _dtype, _contents = torch.Tensor.data_ptr, attrgetter("dtype"), attrgetter("cell_contents")
+_FORMS = (torch.Tensor.size, torch.Tensor.stride)
 
 
 class Snapshot:
-    """What a forward of a model depends on beside its inputs."""
+    """What a forward of a model depends on beside its inputs. It keeps no weight alive that the model has dropped."""
 
     def __init__(self, model: torch.nn.Module, idle: Collection[torch.nn.Module] = ()) -> None:
         """`idle`: modules that take no part."""
-        modules = [module for module in model.modules() if module not in idle]
-        entries = list(map(vars, modules))
-        held: list[Any] = [held for one in modules for held in (one._parameters, one._buffers) if held]
-        self._held = [table.values() for table in held]
-        self._flat = list(chain.from_iterable(self._held))
-        self.weights = take_apart(tensor for tensor in self._flat if tensor is not None).plain
-        self._addresses = list(map(_data_ptr, self.weights))
-        told = [vars(module) for module in modules if type(module).__module__ not in _SIMPLE]
-        objects = {id(held): held for table in told for held in table.values() if _is_plain_object(held)}
-        told += map(vars, objects.values())
-        containers = {id(held): held for table in told for held in _containers(table)}
-        parts = [one._modules for one in modules if one._modules]
-        self._tables: list[Any] = [*told, *parts, *(held for held in containers.values() if held)]
-        self._copies = [held.copy() for held in self._tables]
-        hooks = [held for one in modules for held in (one._forward_hooks, one._forward_pre_hooks)]
-        self._empty = [*hooks, *(held for held in containers.values() if not held)]
-        self._entries, self._lengths = entries, list(map(len, entries))
-        self._modules, self._types = modules, list(map(type, modules))
-        self._named = [(table, name, value) for table in told for name, value in table.items()
-                       if isinstance(value, torch.Tensor)]  # fmt: skip
-        self._methods = _methods(modules, objects.values())
+        seen = Looked(model, idle)
+        reached = Reached(seen.classes.values(), seen.functions)
+        self._code, self._cells = reached.lookups(), reached.cells
+        self._contents = list(map(_contents, self._cells))
+        seen.look_at(chain(self._code[-1], self._contents))
+        self._held = [table.values() for table in seen.weights]
+        held, others = list(chain.from_iterable(self._held)), [one for one in seen.tensors if _is_strided(one[2])]
+        self._ids = list(map(id, held))
+        parts = take_apart([one for one in (*held, *(tensor for *_, tensor in others)) if one is not None])
+        self._weights = list(map(weakref.ref, parts.plain))
+        self._addresses = list(map(_address, self.weights()))
+        self._dtypes = list(map(_dtype, self.weights()))
+        self._forms = [(of, list(map(of, self.weights()))) for of in _FORMS]
+        self._tables = [*seen.tables, *(table for table in parts.tables if table)]
+        self._copies = [table.copy() for table in self._tables]
+        self._empty = [*seen.empty, *global_hooks()]
+        self._modules, self._types = seen.modules, list(map(type, seen.modules))
+        places = [one for one in others if one[0] is not None]
+        self._in, self._keys, self._tensors = map(list, zip(*places, strict=True)) if places else ([], [], [])
+        self._slotted = [(holder, name, getattr(holder, name)) for holder, name in seen.slotted]
+        self._classes = list(map(vars, reached.classes))
+        self._lengths = list(map(len, self._classes))
+        self._settings = kernel_settings()
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """The plain tensors that a forward reads; None in place of what is gone."""
+        call: Any = operator.call
+        return map(call, self._weights)
 
     def is_in_place(self) -> bool:
         """Whether the weights are where they were: a replay may not run otherwise."""
-        return self._addresses == list(map(_data_ptr, self.weights))
+        try:
+            return self._addresses == list(map(_address, self.weights()))
+        except TypeError:  # One is gone.
+            return False
 
     def is_current(self) -> bool:
         """Whether a forward would do the same."""
-        if any(self._empty) or self._lengths != list(map(len, self._entries)):
+        if any(self._empty) or not all(map(is_, map(type, self._modules), self._types)):
             return False
-        if not all(map(is_, map(type, self._modules), self._types)):
-            return False
-        if not all(map(is_, chain.from_iterable(self._held), self._flat)):
-            return False
-        if not all(table.get(name) is value for table, name, value in self._named):
+        if not self.has_same_weights():
             return False
         try:
-            same = all(map(eq, self._tables, self._copies))
+            # Not a list of them: a thousand tuples would have the garbage collector run.
+            has_same_forms = all(all(map(eq, map(of, self.weights()), before)) for of, before in self._forms)
+            has_same_dtypes = all(map(is_, map(_dtype, self.weights()), self._dtypes))
+            return has_same_forms and has_same_dtypes and self._holds_the_same() and self._runs_the_same()
         except (RuntimeError, ValueError):  # A tensor or an array has taken the place of another.
             return False
-        return same and all(map(is_, _current(self._methods), (method for _, _, method in self._methods)))
+        except (TypeError, KeyError, IndexError, AttributeError):  # Something is gone.
+            return False
+
+    def has_same_weights(self) -> bool:
+        """Whether parameters and buffers are those that were there."""
+        return self._ids == list(map(id, chain.from_iterable(self._held)))
+
+    def is_of(self, modules: Collection[torch.nn.Module]) -> bool:
+        """Whether a model of these modules may come to be as it was: none has gone, and no weight was replaced."""
+        return all(module in modules for module in self._modules) and self.has_same_weights()
+
+    def _holds_the_same(self) -> bool:
+        return (
+            all(map(eq, self._tables, self._copies))
+            and all(map(is_, map(getitem, self._in, self._keys), self._tensors))
+            and all(_is_same(getattr(holder, name), before) for holder, name, before in self._slotted)
+        )
+
+    def _runs_the_same(self) -> bool:
+        getters, namespaces, values = self._code
+        now = chain.from_iterable(map(operator.call, getters, namespaces))
+        has_same_code = all(map(is_, now, values)) and self._lengths == list(map(len, self._classes))
+        has_same_code = has_same_code and all(map(is_, map(_contents, self._cells), self._contents))
+        return has_same_code and self._settings == kernel_settings()
 
     def changed(self) -> str:
         """The first thing that is not as it was, in words."""
@@ -83,40 +116,17 @@ class Snapshot:
             if isinstance(table, dict) and table != before:
                 names = [str(name) for name in {**before, **table} if table.get(name) is not before.get(name)]
                 return f"the attribute {names[0]!r}" if names else "an attribute"
-        return "a hook or a method"
+        return "a hook, a method or an attribute"
 
 
-def _containers(table: dict[str, Any], depth: int = 2) -> Iterator[Any]:
-    """The containers among some attributes, and those in them."""
-    for name, value in table.items():
-        if isinstance(value, _CONTAINERS) and name not in _TORCH_ENTRIES and not str(name).startswith("_samovar_"):
-            yield value
-            if depth and isinstance(value, dict):
-                yield from _containers(value, depth - 1)
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether a forward cannot tell two values apart. Of a tensor it reads the memory."""
+    return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
 
 
-def _is_plain_object(value: Any) -> bool:
-    """Whether an attribute is an object with settings of its own, such as an attention processor."""
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (torch.nn.Module, torch.Tensor, HookRegistry, type))
-        and not callable(getattr(value, "__get__", None))
-        and type(value).__module__.partition(".")[0] not in ("torch", "builtins")
-        and not isinstance(value, _CONTAINERS)
-    )
-
-
-Method = tuple[Any, str, Any]
-
-
-def _methods(modules: list[torch.nn.Module], objects: Any) -> list[Method]:
-    called = {type(one): "__call__" for one in objects if callable(one)}
-    classes = {type(one): "forward" for one in modules} | called
-    return [(cls, name, getattr(cls, name, None)) for cls, name in classes.items()]
-
-
-def _current(methods: list[Method]) -> Iterator[Any]:
-    return (getattr(cls, name, None) for cls, name, _ in methods)
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one piece of memory."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 # ------------------------------------------------------------------------------------------------ hooks
@@ -127,7 +137,7 @@ def obstacle(model: torch.nn.Module) -> str | None:
     own = attached_registry(model)
     if own is not None and own.hooks(HookOrder.SHARD):
         return "ranks exchange tensors inside its forward"
-    if has_global_hooks():
+    if any(global_hooks()):
         return "torch has global hooks, which see every module"
     if has_cache_dit(model):
         return "cache-dit decides inside its forward what runs"

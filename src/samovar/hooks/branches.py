@@ -12,7 +12,9 @@ import textwrap
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import Any
+from contextvars import Token
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,6 +108,22 @@ class _Group:
                 self.branches.remove(branch)
 
 
+class _OpenCall(NamedTuple):
+    """A call that has not returned yet."""
+
+    token: Token[CallContext]
+    was_learning: bool
+    leaves: Leaves
+    given: tuple[Any, ...]
+
+
+class _Open(threading.local):
+    """Those of a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.calls: list[_OpenCall] = []
+
+
 class BranchHook(ModelHook):
     """Names the branch of a denoiser's call by its conditioning, if the pipeline does not.
 
@@ -126,7 +144,7 @@ class BranchHook(ModelHook):
         self._parameters: tuple[str, ...] = ()
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self._count = 0
-        self._open = threading.local()
+        self._open = _Open()
         self._lock = threading.RLock()
         self._trouble: str | None = None
 
@@ -144,25 +162,31 @@ class BranchHook(ModelHook):
         with self._lock:
             learning = self.roles.is_learning(leaves)
             branch = self._branch_of(module, context, leaves, learning)
-        calls = vars(self._open).setdefault("calls", [])
-        calls.append((running_context.set(context._replace(branch=branch)), learning, leaves))
+        inner = context if branch == context.branch else context._replace(branch=branch)
+        self._open.calls.append(_OpenCall(running_context.set(inner), learning, leaves, (*args, *kwargs.values())))
         return args, kwargs
 
     def samples(self) -> list[torch.Tensor]:
         """The samples of the running call, before they are split over ranks."""
-        calls = vars(self._open).get("calls", [])
-        leaves = calls[-1][2].items() if calls else ()
+        leaves = self._open.calls[-1].leaves.items() if self._open.calls else ()
         return [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self.roles.of(path) == "sample"]
 
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves | None:
+        """The leaves of these arguments, if they are those of the running call."""
+        call = self._open.calls[-1] if self._open.calls else None
+        given = (*args, *kwargs.values())
+        is_it = call is not None and len(given) == len(call.given) and all(map(is_, given, call.given))
+        return call.leaves if call is not None and is_it else None
+
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        token, was_learning, _ = self._open.calls.pop()
-        running_context.reset(token)
-        if was_learning:
+        call = self._open.calls.pop()
+        running_context.reset(call.token)
+        if call.was_learning:
             self.roles.note_output(output)
         return output
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        running_context.reset(self._open.calls.pop()[0])
+        running_context.reset(self._open.calls.pop().token)
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         self._groups.clear()
@@ -198,9 +222,11 @@ class BranchHook(ModelHook):
             return None
         if self.roles.version != version:
             key = self.roles.identity(leaves)
-        branch.keep(self.roles, leaves, key, learning=learning)
-        group.branches.remove(branch)
-        group.branches.append(branch)
+        if learning or branch.has_copies or key != branch.key or not branch.is_named:
+            branch.keep(self.roles, leaves, key, learning=learning)
+        if group.branches[-1] is not branch:
+            group.branches.remove(branch)
+            group.branches.append(branch)
         return branch.name
 
     def _named(self, group: _Group, name: str, leaves: Leaves, key: tuple[Hashable, ...], learning: bool) -> _Branch:

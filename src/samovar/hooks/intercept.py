@@ -17,18 +17,17 @@ child whose `forward` it calls directly: that child runs without its hooks.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import HookConflictError, SettingError
 from ..other_libraries import COMPILED_CALL
-from .context import call_context
+from .context import CallContext, running_context
 from .recording import is_watched
 
 if TYPE_CHECKING:
@@ -93,6 +92,10 @@ class _Hooked(BareCopies, _Module):
         if registry is None:  # A class was derived from this type while there were hooks, and they are gone.
             return super().__call__(*args, **kwargs)
         return registry.run(self, call_bare, args, kwargs)
+
+
+INTERCEPTED_CALL = _Hooked.__call__.__code__
+"""The code of a hooked module's `__call__`: no frame of it is of a pipeline."""
 
 
 def attached_registry(module: torch.nn.Module) -> HookRegistry | None:
@@ -264,15 +267,34 @@ def _intercepted_forward(bare: Any) -> Callable[..., Any]:
 def _followed_cache_context(cls: Any) -> Callable[..., Any]:
     """diffusers' `cache_context`, which names the branch of the calls inside it for us too."""
 
-    @contextlib.contextmanager
-    def cache_context(self: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def cache_context(self: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         # A wrapper, such as a compiled model, has no own method but passes on that of the model inside.
         has_own = hasattr(cls, "cache_context")
         bare = cls.cache_context.__get__(self) if has_own else cls.__getattr__(self, "cache_context")
-        with call_context(branch=name), bare(name, *args, **kwargs):
-            yield
+        return _Following(name, bare(name, *args, **kwargs))
 
     return cache_context
+
+
+class _Following:
+    """diffusers' `cache_context`, and ours around it."""
+
+    def __init__(self, branch: str, bare: Any) -> None:
+        self._branch, self._bare = branch, bare
+
+    def __enter__(self) -> Any:
+        self._token = running_context.set(CallContext(running_context.get().request, self._branch))
+        try:
+            return self._bare.__enter__()
+        except BaseException:
+            running_context.reset(self._token)
+            raise
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self._bare.__exit__(*error)
+        finally:
+            running_context.reset(self._token)
 
 
 def _bare_deepcopy(self: torch.nn.Module, memo: dict[int, Any]) -> Any:

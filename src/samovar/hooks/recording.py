@@ -13,6 +13,21 @@ from typing import Any, Protocol
 import torch
 
 
+class Steady(tuple[Any, ...]):
+    """Tensors among what a function is given that nobody ever writes into: they need be copied once."""
+
+    __slots__ = ()
+
+
+class _Every(frozenset[Any]):
+    def __contains__(self, module: object) -> bool:
+        return True
+
+
+EVERY_MODULE: Collection[torch.nn.Module] = _Every()
+"""For a function that calls no module."""
+
+
 class Recorder(Protocol):
     """Runs functions of tensors, or replays what they did."""
 

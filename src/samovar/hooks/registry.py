@@ -289,6 +289,11 @@ class HookRegistry:
         """The names of the hooks and their order classes, outermost first."""
         return tuple((name, self._hooks[name].order) for name in self._sorted)
 
+    @property
+    def by_name(self) -> dict[str, ModelHook]:
+        """The hooks by name, as they are at any time; to look at."""
+        return self._hooks
+
     def hooks(self, order: HookOrder) -> dict[str, ModelHook]:
         """The hooks of one order class by name, outermost first."""
         return {name: self._hooks[name] for name in self._sorted if self._hooks[name].order is order}

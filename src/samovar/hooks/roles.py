@@ -82,9 +82,16 @@ def named_arguments(
     parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """The arguments of a call by name, in the order of the parameters: the caller's order of keywords means nothing."""
-    yield from zip(positional_names(parameters, len(args)), args, strict=False)
-    yield from ((name, kwargs[name]) for name in parameters if name in kwargs)
-    yield from ((name, kwargs[name]) for name in sorted(kwargs) if name not in parameters)
+    if args:
+        yield from zip(positional_names(parameters, len(args)), args, strict=False)
+    yield from [(name, kwargs[name]) for name in _in_order(parameters, tuple(kwargs))]
+
+
+@functools.lru_cache(1024)
+def _in_order(parameters: tuple[str, ...], keywords: tuple[str, ...]) -> tuple[str, ...]:
+    """Keywords in the order of the parameters, and then those that are not among them."""
+    known = [name for name in parameters if name in keywords]
+    return (*known, *sorted(name for name in keywords if name not in parameters))
 
 
 def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +139,10 @@ class Roles:
 
     def __init__(self) -> None:
         self._seen: dict[str, _Evidence] = {}
-        self._roles = _Judged(self._judge)
+        self.by_path = _Judged(self._judge)
+        """The role of each argument, or of a part of one, by its dotted path."""
+        self._settled: set[str] = set()
+        """Those of which enough has been seen."""
         self._outputs: set[tuple[int, ...]] = set()
         self._batch = 1
         self.remade: set[str] = set()
@@ -144,19 +154,17 @@ class Roles:
 
     def of(self, path: str) -> Role:
         """The role of the argument, or of the part of an argument, at a dotted path."""
-        return self._roles[path]
+        return self.by_path[path]
 
     def paths(self, leaves: Iterable[str], role: Role) -> list[str]:
         """Those of one role."""
-        known = self._roles
+        known = self.by_path
         return [path for path in leaves if known[path] == role]
 
     def is_learning(self, leaves: Leaves) -> bool:
         """Whether too little has been seen of some argument."""
-        seen = self._seen
-        return any(
-            value is not None and (path not in seen or not seen[path].is_enough) for path, value in leaves.items()
-        )
+        settled = self._settled
+        return any(value is not None for path, value in leaves.items() if path not in settled)
 
     def is_settled(self, path: str) -> bool:
         """Whether enough has been seen of an argument, or its name leaves little doubt."""
@@ -165,9 +173,9 @@ class Roles:
     def identity(self, leaves: Leaves) -> tuple[Hashable, ...]:
         """A key that two calls share if they have the very same conditioning. Remade arguments are left out."""
         key: list[Hashable] = []
-        for path in self.paths(leaves, "conditioning"):
-            if path not in self.remade:
-                value = leaves[path]
+        roles, remade = self.by_path, self.remade
+        for path, value in leaves.items():
+            if roles[path] == "conditioning" and path not in remade:
                 if isinstance(value, torch.Tensor):
                     key += (path, id(value), tree.version(value))
                 elif isinstance(value, tree.ATOMS):
@@ -276,10 +284,12 @@ class Roles:
 
     def _update(self, paths: Iterable[str]) -> None:
         for path in paths:
+            if path in self._seen and self._seen[path].is_enough:
+                self._settled.add(path)
             role = self._judge(path)
-            if self._roles.get(path, role) != role:
+            if self.by_path.get(path, role) != role:
                 self.version += 1
-            self._roles[path] = role
+            self.by_path[path] = role
 
     def _judge(self, path: str) -> Role:
         named, seen = role_by_name(path), self._seen.get(path)

@@ -25,6 +25,7 @@ import torch
 from ..errors import SettingError
 from ..other_libraries import pipeline_steps, scheduler_step
 from .context import call_context, current_context
+from .intercept import INTERCEPTED_CALL
 
 Adopt = Callable[[Any], None]
 """Hooks a pipeline, and remembers it to detach it later."""
@@ -266,7 +267,8 @@ def _calls() -> Iterator[types.FrameType]:
     """The frames of objects that are being called, innermost first."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "__call__" and frame.f_code.co_argcount:
+        code = frame.f_code
+        if code.co_name == "__call__" and code.co_argcount and code is not INTERCEPTED_CALL:
             yield frame
         frame = frame.f_back
 

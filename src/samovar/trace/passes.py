@@ -47,10 +47,15 @@ class Outlook:
         return next((tensor.device for tensor in self._stored[0] if tensor is not None), torch.device("cpu"))
 
     @property
-    def as_stored(self) -> Sequence[torch.Tensor | None] | None:
-        """The stored list, where it is expected as it is."""
+    def is_as_stored(self) -> bool:
+        """Whether what is stored is expected as it is."""
         is_sum = len(self._stored) > 1 or isinstance(self._weights[0], torch.Tensor) or self._weights[0] != 1
-        return None if is_sum or self._is_precise else self._stored[0]
+        return not is_sum and not self._is_precise
+
+    def values(self) -> list[torch.Tensor | None]:
+        """The whole list. Where it is expected as it is stored, these are the stored tensors themselves."""
+        newest = self._stored[0]
+        return list(newest) if self.is_as_stored else [self.value(index) for index in range(len(newest))]
 
     def has(self, index: int) -> bool:
         """Whether the list has a tensor at this index."""
@@ -64,17 +69,7 @@ class Outlook:
         if not (newest.is_floating_point() or newest.is_complex()):  # Integers cannot be interpolated.
             return newest.clone()
         start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
-        return self._add_rest(start * _like(self._weights[0], start), index).to(newest.dtype)
-
-    def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
-        """One tensor of the list, added to another tensor."""
-        newest = self._stored[0][index]
-        assert newest is not None
-        weight = self._weights[0]
-        assert not isinstance(weight, torch.Tensor)
-        return self._add_rest(torch.add(base, newest, alpha=weight), index)
-
-    def _add_rest(self, total: torch.Tensor, index: int) -> torch.Tensor:
+        total = start * _like(self._weights[0], start)
         for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
             older = tensors[index]
             assert older is not None
@@ -82,7 +77,13 @@ class Outlook:
                 total.add_(older * _like(weight, older))
             else:
                 total.add_(older, alpha=weight)
-        return total
+        return total.to(newest.dtype)
+
+    def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
+        """One tensor of the list, added to another tensor."""
+        value = self._stored[0][index] if self.is_as_stored else self.value(index)
+        assert value is not None
+        return base + value
 
 
 def _like(weight: float | torch.Tensor, tensor: torch.Tensor) -> float | torch.Tensor:

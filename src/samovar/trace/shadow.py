@@ -292,6 +292,7 @@ def own(hook: Any) -> None:
 
 
 _version = attrgetter("_version")
+_END = object()
 
 
 class Fingerprint:
@@ -302,7 +303,7 @@ class Fingerprint:
         self._tensors: list[torch.Tensor] = []
         self._adapters: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._hooks: list[tuple[Any, int]] = []
-        self._processors: list[tuple[torch.nn.Module, Any, dict[str, Any]]] = []
+        self._processors: list[tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = []
         for module in modules:
             weights = [*module._parameters.values(), *module._buffers.values()]
             tensors = [tensor for tensor in weights if tensor is not None]
@@ -315,10 +316,11 @@ class Fingerprint:
             self._adapters += adapters_of([module])
             self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
             if "processor" in vars(module):  # Of diffusers' attentions.
-                self._processors.append((module, vars(module)["processor"], _settings(vars(module)["processor"])))
-        tables = [held for held, parts in self._held if parts]
-        self._tables, self._lengths = tables, list(map(len, tables))
-        self._parts = [part for _, parts in self._held for part in parts]
+                processor = vars(module)["processor"]
+                settings = getattr(processor, "__dict__", {})
+                self._processors.append((vars(module), processor, settings, _settings(settings)))
+        self._views = [held.values() for held, parts in self._held if parts]
+        self._parts = [*(part for _, parts in self._held for part in parts), _END]
         self._hook_tables = [hooks for hooks, _ in self._hooks]
         self._has_hooks = any(count for _, count in self._hooks)
         self._versions = list(map(_version, self._tensors))
@@ -326,16 +328,18 @@ class Fingerprint:
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return (
-            list(map(len, self._tables)) == self._lengths
-            and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._parts))
+            all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._parts))
             and list(map(_version, self._tensors)) == self._versions
-            and all(adapter_settings(module) == adapter for module, adapter in self._adapters)
+            and (not self._adapters or all(adapter_settings(module) == adapter for module, adapter in self._adapters))
             and (not (self._has_hooks or any(self._hook_tables)) or self._have_same_hooks())
-            and all(
-                vars(module).get("processor") is processor and _settings(processor) == settings
-                for module, processor, settings in self._processors
-            )
+            and self._have_same_processors()
         )
+
+    def _have_same_processors(self) -> bool:
+        for entries, processor, settings, before in self._processors:
+            if entries.get("processor") is not processor or _settings(settings) != before:
+                return False
+        return True
 
     def _have_same_hooks(self) -> bool:
         return all((_count(hooks) if hooks else 0) == count for hooks, count in self._hooks)
@@ -357,7 +361,7 @@ class Generation:
 
     def check(self) -> int:
         """The current generation; it grows when something is seen to have changed."""
-        is_same = all(adapter_settings(module) == old for module, old in self._adapters)
+        is_same = not self._adapters or all(adapter_settings(module) == old for module, old in self._adapters)
         if not is_same or loaded_adapters(self._model) != self._loaded or not self._fingerprint.holds():
             self._number += 1
             self._look()
@@ -368,7 +372,10 @@ def _count(hooks: Mapping[int, Any]) -> int:
     return sum(hook not in _own for hook in hooks.values())
 
 
-def _settings(processor: Any) -> dict[str, Any]:
+def _settings(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a processor, such as the scales of an IP-Adapter."""
-    entries = getattr(processor, "__dict__", {}).items()
-    return {name: copy.copy(value) for name, value in entries if isinstance(value, (bool, int, float, str, list))}
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in entries.items()
+        if isinstance(value, (bool, int, float, str, list))
+    }
