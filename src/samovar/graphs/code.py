@@ -27,8 +27,8 @@ _OUTSIDE = (object, torch.nn.Module)
 """Classes that are part of torch's or Python's own machinery."""
 _HIDDEN = ("builtins", "enum", "samovar.")
 """Modules of Python's and our own whose classes do not count either."""
-_LEAVES = frozenset(("torch", "numpy", "samovar", "builtins", *sys.stdlib_module_names))
-"""Packages whose functions are not followed: that one is called is all that counts."""
+LEAVES = frozenset(("torch", "numpy", "samovar", "builtins", *sys.stdlib_module_names))
+"""Packages whose functions are not followed, nor their objects looked into: that one is used is all that counts."""
 _DEEPEST = 2
 """Calls from a forward to the last function that is followed: to attention, to a backend of it, to what that calls."""
 _MOST_FUNCTIONS = 64
@@ -165,7 +165,7 @@ def _is_settled(module: str) -> bool:
 
 
 def _is_leaf(module: Any) -> bool:
-    return str(module).partition(".")[0] in _LEAVES
+    return str(module).partition(".")[0] in LEAVES
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

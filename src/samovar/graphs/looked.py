@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import sys
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -20,6 +19,7 @@ import torch
 
 from ..hooks.intercept import attached_registry
 from ..tree import ATOMS
+from .code import LEAVES
 
 _HELD = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -29,8 +29,6 @@ _CONTAINERS = (dict, list, set, deque)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CLOSED = (*ATOMS, type, types.BuiltinFunctionType, types.ModuleType, enum.Enum, np.ndarray, np.generic)
 """What is not looked into."""
-_LIBRARIES = frozenset(("torch", "numpy", "samovar", "builtins", *sys.stdlib_module_names))
-"""Packages whose objects are not looked into."""
 _MOST, _DEEPEST = 4096, 5
 """Longer containers are not looked into, nor is what is nested deeper."""
 _OUTSIDE = 3
@@ -105,7 +103,7 @@ class Looked:
             self._known.add(id(value))
             if isinstance(value, (*_CONTAINERS, tuple)):
                 self._take_container(value, depth, in_object)
-            elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+            elif type(value).__module__.partition(".")[0] not in LEAVES:
                 self._take_object(value, depth)
 
     def _take_container(self, value: Any, depth: int, in_object: bool) -> None:
