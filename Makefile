@@ -36,7 +36,7 @@ test-isa: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pip install --quiet --editable '.[slow]'
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not gpu'
 
 # Random inputs, for FUZZ_SECONDS in all; a failure says with which FUZZ_SEED and FUZZ_CASE it is made again.
 test-fuzz: export FUZZ_SECONDS ?= 300
