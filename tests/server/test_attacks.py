@@ -222,7 +222,7 @@ def quick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts["vae"].decoder.conv_out.weight.data *= 4  # Full contrast makes long files.
     path = tmp_path_factory.mktemp("models") / "quick"
     FluxImg2ImgPipeline(**parts).save_pretrained(path)
-    (path / "samovar.json").write_text(json.dumps(DEFAULTS))
+    (path / "samovar.json").write_text(json.dumps(DEFAULTS | {"height": 32, "width": 32}))
     return path
 
 
