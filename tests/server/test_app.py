@@ -269,7 +269,11 @@ def made_up_requests_hold(operation: Any, mode: Any, examples: int = 200) -> Non
     # A body can be wrong. Without one there is nothing to send, or a name, and no text is no name.
     may_have_none = mode.is_negative and not operation.body
     with contextlib.suppress(Unsatisfiable) if may_have_none else contextlib.nullcontext():
-        holds()
+        try:
+            holds()
+        except ValueError as error:  # schemathesis 4.32 cannot check the files in bad forms that it has made.
+            if not mode.is_negative or "Unsupported type: 'Binary'" not in str(error):
+                raise
 
 
 @pytest.mark.parametrize("warms_up", ["warm_up: true", pytest.param("compile: eager", marks=pytest.mark.slow)])
