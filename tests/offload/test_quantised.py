@@ -182,6 +182,7 @@ UNTRACEABLE = ("gguf-q4", "gguf-q8", "quanto-int4")
 """What torch.compile fails on."""
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # What bitsandbytes does there.
 @pytest.mark.parametrize(
     "kind", [kind if kind in UNTRACEABLE else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
