@@ -43,7 +43,7 @@ LONG = 10_000
 """More steps than any line of calls here has."""
 PROFILED_STEPS = 50
 SKIPS_A_REPEAT = 5
-"""Skipped steps are short: so many of them are timed for each computed one."""
+"""Skipped steps are short: this number of them is timed for each computed one."""
 
 Inputs = list[dict[str, Any]]
 Attach = Callable[[torch.nn.Module, bool], None]
@@ -101,7 +101,7 @@ class Line:
                 setattr(self.model, name, torch.nn.ModuleList())
 
     def must(self, act: Callable[[], Any], *, compute: bool, steps: int) -> Any:
-        """Do something that takes so many steps, and see that all of them were computed, or all skipped."""
+        """Do something that takes this number of steps, and see that all of them were computed, or all skipped."""
         before = self.blocks_ran
         result = act()
         ran = self.blocks_ran - before

@@ -90,13 +90,13 @@ SLOW = tuple(name for name in COMPUTE if "compile" in name or name == "reduce-ov
 
 
 def spread(count: int) -> list[bool]:
-    """A schedule of a run: so many computed steps, the first ones and then evenly."""
+    """A schedule of a run: this number of computed steps, the first ones and then evenly."""
     last = [step * (count - 1) // STEPS for step in range(-1, STEPS)]
     return [step < 2 or last[step] != last[step + 1] for step in range(STEPS)]
 
 
 def threshold_for(count: int, distances: list[float]) -> float:
-    """Of the signal's changes from step to step, the threshold at which so many steps are computed."""
+    """Of the signal's changes from step to step, the threshold at which this number of steps is computed."""
 
     def computed(threshold: float) -> int:
         summed, found = 0.0, STEPS - len(distances)

@@ -79,7 +79,7 @@ def kill_in_batch(bench: Bench) -> Outcome:
     codes = {answer.json()["error"]["code"] for answer in lost}
     made = sum(answer.status_code == 200 for answer in answers)
     holds = len(lost) <= 3 and codes == {"worker_restarted"} and made == 12 - len(lost) and again == 200
-    figures = f"of 12 requests on two workers {len(lost)} were told {', '.join(sorted(codes))}, {made} were served"
+    figures = f"of 12 requests on two workers {len(lost)} got {', '.join(sorted(codes))}, {made} were served"
     return Outcome(holds, f"{figures}; the next one: {again}")
 
 

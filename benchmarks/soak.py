@@ -8,7 +8,7 @@ One engine makes images with two replicas (two of one GPU), in batches, with a c
 Clients ask at random for sizes, steps, tolerances, adapters and numbers of images, and take one request in ten back.
 
 After a quarter of the time, which is not looked at, memory and times of two halves are compared. Then workers are
-killed under load: each request must end with its outputs, or be told that its worker ended, and no more are lost than
+killed under load: each request must end with its outputs or the loss of its worker, and no more are lost than
 the workers had. Memory is printed as it goes, and kept.
 """
 
@@ -221,7 +221,7 @@ def judge(
         found[f"memory, {name}"] = holds, text
     lost, most = killing.ends["image: WorkerLostError"], sum(allowed)
     if allowed:
-        text = f"{len(allowed)} kills, {lost} requests told so, at most {most} were with them; {dict(killing.ends)}"
+        text = f"{len(allowed)} kills, {lost} requests lost, at most {most} were with them; {dict(killing.ends)}"
         found["killed workers"] = set(killing.ends) <= good | {"image: WorkerLostError"} and 0 < lost <= most, text
     return found
 

@@ -4,7 +4,7 @@ To a model a quantised weight is one tensor; in memory it is several: the number
 whichever library, it is one of two kinds. A wrapper has no memory of its own and holds its tensors as attributes that
 it can name (`__tensor_flatten__`: torchao, optimum-quanto). Any other subclass is a plain piece of memory that may have
 further tensors written on it (bitsandbytes, the GGUF parameters of diffusers). Memory is moved by swapping the `data`
-of the plain tensors, so all objects stay what they are; a wrapper is then told on which device it is.
+of the plain tensors, so all objects stay what they are; a wrapper's device is then set.
 """
 
 from __future__ import annotations

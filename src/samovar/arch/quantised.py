@@ -122,13 +122,13 @@ def quantised_layers(model: torch.nn.Module, kind: Kind) -> list[str]:
     left = layers_left(model)
     if kind.package != "bitsandbytes":
         return [path for path in _linear_layers(model) if path not in left]
-    # It is told names, and compares them with a part of a path too.
+    # It takes names, and compares them with a part of a path too.
     names = spared_names(model, left)
     return [path for path in _linear_layers(model) if not _is_spared(path, names)]
 
 
 def spared_names(model: torch.nn.Module, left: list[str]) -> list[str]:
-    """Of the layers that are to stay, those that bitsandbytes can be told without sparing layers of blocks too."""
+    """Of the layers that are to stay, those that can be named to bitsandbytes without sparing layers of blocks too."""
     others = [path for path in _linear_layers(model) if path not in left]
     return [name for name in left if not any(_is_spared(path, [name]) for path in others)]
 

@@ -95,7 +95,7 @@ class Image:
 
 
 class Judged(NamedTuple):
-    """What its last computed step told of an image."""
+    """What the last computed step showed of an image."""
 
     drift: float
     """How far a forecast in its place would have taken the image, with the best curve."""

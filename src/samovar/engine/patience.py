@@ -39,7 +39,7 @@ class Patience:
     def allowed_s(
         self, pixels: int, facts: PipelineFacts, config: OmniDiffusionConfig, shape: Hashable = None
     ) -> float:
-        """How long a worker with a batch of so many pixels may be silent. `step_timeout_s` is enough for the default
+        """How long a worker with a batch of these pixels may be silent. `step_timeout_s` is enough for the default
         size. Before a batch has ended, a larger one is taken to be as slow as attention: quadratic. A new shape may be
         compiled first, for as long as a model may load."""
         if config.compile and shape not in self.shapes:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("samovar.engine")
 GATHER_PART, GATHER_S = 0.05, 0.1
 """How long a worker waits for clients that were served together to ask again: a part of what that batch took, and at
-most so many seconds. Otherwise the quickest would be served alone each time, and all others after it."""
+most this number of seconds. Otherwise the quickest would be served alone each time, and all others after it."""
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
 

@@ -33,7 +33,7 @@ THRESHOLDS: Mapping[str, Sequence[Mapping[str, float]]] = {
 }
 """Tolerances and thresholds to try, by cache; each loses more than the one before."""
 INTERVALS = (2, 3, 4, 5)
-"""Taylor forecasts in a fixed rhythm: one of so many steps is computed."""
+"""Taylor forecasts in a fixed rhythm: of this number of steps, one is computed."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ async function act(mode, work) {
 const picture = async (job) => (job.status !== "completed" ? null
   : readContent(job.id, "thumbnail").then((blob) => URL.createObjectURL(blob), () => null));
 
-// As the form has it: a number of frames is so many seconds.
+// As the form has it: a number of frames as seconds.
 const requestOf = ({ prompt, seconds, samovar: { request } }) => (
   { prompt, ...request, ...(request.num_frames ? { seconds: Number(seconds) } : {}) });
 
