@@ -106,11 +106,11 @@ def test_our_words_are_the_pipelines() -> None:
         (Inputs(("video",)), {"video": SOUND}, "video must be a video, not a sound"),
         (Inputs(("image",)), {"image": [PICTURE, PICTURE]}, "image must be an image, not several images"),
         (Inputs(("video",)), {"video": "film.mp4"}, r"video must be a video, not 'film.mp4': .*read_video\(file"),
-        (Inputs(("mask_image",)), {"mask": MASK, "mask_image": MASK}, "mask_image is given twice"),
+        (Inputs(("mask_image",)), {"mask": MASK, "mask_image": MASK}, "mask and mask_image are the same input"),
         (
             Inputs(("image",), ("image",)),
             {"image": PICTURE, "control_image": PICTURE},
-            "P takes no control_image beside image. Give one of them",
+            "For P, image and control_image are the same input. Give one of them",
         ),
         (
             Inputs(("image", "mask_image")),

@@ -76,12 +76,12 @@ class Inputs:
     def check(self, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:
         """The inputs by the pipeline's names; SettingError for one that is missing, unknown or of the wrong kind."""
         found: dict[str, Any] = {}
+        names: dict[str, str] = {}
         for name, value in given.items():
             argument = self.argument(name, class_name)
-            if argument in found:
-                message = f"{name} is given twice, also as {argument}. Give it once."
-                if {"image", "control_image"} <= given.keys() and argument in ("image", "control_image"):
-                    message = f"{class_name} takes no control_image beside image. Give one of them."
+            first = names.setdefault(argument, name)
+            if first != name:
+                message = f"For {class_name}, {first} and {name} are the same input. Give one of them."
                 raise SettingError(message, param=name)
             self._check_kind(name, argument, value)
             found[argument] = value
