@@ -325,6 +325,8 @@ def measure_all(options: argparse.Namespace, device: str, result: dict[str, Any]
     """Add to what was found earlier."""
     clock, course, on, left = Clock(options.seconds), None, "", list[Measure]()
     for one in planned(options.parts, options.contestants):
+        if one.kind not in options.kinds:
+            continue
         found = result["parts"].setdefault(one.part, {})
         if FIGURES[one.kind] in found.get(one.kind, {}).get(one.contestant, {}):
             continue
@@ -358,6 +360,7 @@ def main() -> None:
     names = tuple(dict.fromkeys((*who.COMPUTE, *who.IN_TURN, *who.SKIP, *who.RUNS, *PICTURES)))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--contestants", nargs="+", choices=names, default=names)
+    parser.add_argument("--kinds", nargs="+", choices=tuple(FIGURES), default=tuple(FIGURES), help="of figures (all)")
     parser.add_argument("--repeats", type=int, default=20, help="most steps that are timed in a row")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing that would not end within these")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: shows that it runs, not how fast")

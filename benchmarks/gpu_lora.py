@@ -18,7 +18,7 @@ import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,19 +220,20 @@ WAYS: dict[str, tuple[bool, dict[str, Any], float]] = {
 """By name: whether layers are peft's own, what is attached, and how many seconds it takes at full size."""
 
 
-def run(bench: Bench, folder: Path, parts: Parts) -> None:
-    for name, shape in shapes(bench.tiny).items():
+def run(bench: Bench, folder: Path, parts: Parts, only: Sequence[str]) -> None:
+    for name, shape in shapes(bench.tiny).items() if "layers" in only else ():
         if parts.is_due(f"layers/{name}", 5.0):
             parts.note(f"layers/{name}", operations(shape, bench))
     bench.clear()
-    if not any(parts.is_missing(name) for name in ("bare", "adapters", *WAYS)) or not parts.is_due("model", 60.0):
+    ways = {name: way for name, way in WAYS.items() if name in only}
+    if not any(parts.is_missing(name) for name in ways) or not parts.is_due("model", 60.0):
         return
     subject = Subject(bench, folder)
     step_ms, peak_gib = bench.pass_ms(subject.forward)
     parts.note("bare", {"step_ms": step_ms, "peak_gib": peak_gib})
     load_s = subject.load()
     parts.note("adapters", {"load_s_both": load_s, "gib_each": gib(subject.adapters.bytes["a"])})
-    for name, (is_pefts, settings, takes_s) in WAYS.items():
+    for name, (is_pefts, settings, takes_s) in ways.items():
         if not parts.is_due(name, takes_s):
             continue
         if "offload" in settings:
@@ -256,11 +257,13 @@ def judge(parts: Parts, tiny: bool) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    names = ("layers", *WAYS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="some parts (all)")
     options = parser.parse_args()
     bench = Bench(torch.device("cpu" if options.tiny else "cuda"), options.tiny)
     parts = Parts(options, gpu_models.header(bench.device, "peft") | {"rank": RANK})
     with tempfile.TemporaryDirectory() as folder:
-        run(bench, Path(folder), parts)
+        run(bench, Path(folder), parts, options.only)
     code = parts.end()
     return code if judge(parts, options.tiny) else 1
 
