@@ -39,7 +39,6 @@ from samovar.engine.models import load_pipeline
 from samovar.graphs import apply_graphs
 from samovar.graphs.forms import has_same_bits
 from samovar.graphs.recorders import recording_by
-from samovar.graphs.simulated import SimulatedRecorder
 
 ROWS, SECONDS_A_ROW = 3, 0.7
 """How often, and for how long, steps are made in a row: at least four and at most `--repeats` of them."""
@@ -352,7 +351,7 @@ def measure_all(options: argparse.Namespace, device: str, result: dict[str, Any]
 
 
 def graphs_on(device: str) -> contextlib.AbstractContextManager[None]:
-    return recording_by(SimulatedRecorder(), torch.device("cpu")) if device == "cpu" else contextlib.nullcontext()
+    return recording_by(gpu.simulated_recorder(), torch.device("cpu")) if device == "cpu" else contextlib.nullcontext()
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ from samovar import attach
 from samovar.adapters import quicken
 from samovar.engine.lora import Adapter, Adapters
 from samovar.graphs.recorders import recording_by
-from samovar.graphs.simulated import SimulatedRecorder
 
 RANK, SWITCHES, ROUNDS = 16, 12, 3
 GOAL_MS = 50.0
@@ -199,7 +198,7 @@ class Subject:
     def attached(self, **settings: Any) -> Iterator[None]:
         """Inside, features are attached."""
         simulated = (
-            recording_by(SimulatedRecorder(), self.bench.device) if self.bench.tiny else contextlib.nullcontext()
+            recording_by(gpu_models.simulated_recorder(), self.bench.device) if self.bench.tiny else contextlib.nullcontext()
         )
         with simulated:
             attached = attach(self.pipe, **settings) if settings else None

@@ -339,6 +339,14 @@ def mib(count: int) -> float:
 # ------------------------------------------------------------------------------------------------ results
 
 
+def simulated_recorder() -> Any:
+    """What the tests have in place of CUDA graphs, to see on a CPU that a benchmark runs."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from simulated_graphs import SimulatedRecorder
+
+    return SimulatedRecorder()
+
+
 def header(device: str | torch.device, *packages: str) -> dict[str, Any]:
     """What a result begins with: the command, the day, the device and the versions."""
     is_cuda = torch.device(device).type == "cuda"

@@ -17,9 +17,9 @@ from samovar.cache.pace import Pace
 from samovar.graphs import apply_graphs, forms
 from samovar.graphs.forms import Places
 from samovar.graphs.recorders import recording_by
-from samovar.graphs.simulated import SimulatedRecorder
 from samovar.graphs.snapshot import Snapshot
 from samovar.hooks import HookRegistry, call_context
+from simulated_graphs import SimulatedRecorder
 
 NAMES = (
     "FluxTransformer2DModel",

@@ -12,8 +12,8 @@ from pipelines import PIPELINES
 from samovar import attach
 from samovar.errors import SettingError
 from samovar.graphs.recorders import recording_by
-from samovar.graphs.simulated import SimulatedRecorder
 from samovar.parallel import Ranks, attention
+from simulated_graphs import SimulatedRecorder
 
 
 def backends(pipe: Any) -> set[Any]:

@@ -86,6 +86,24 @@ def test_only_what_fits_goes_together() -> None:
     assert waiting.jobs == []
 
 
+def test_as_many_go_together_as_are_best_and_more_are_waited_for_only_if_that_is_better() -> None:
+    sizes = {1: 1, 2: 1, 3: 1, 4: 4}
+    best = lambda kind, images: sizes[images]  # noqa: E731
+    waiting = JobQueue(99)
+    jobs = [queued(str(number)) for number in range(7)]
+    for each in jobs:
+        waiting.add(each, 0.0)
+    assert waiting.pop_batch(4, 0, best) == jobs[:4]
+    assert waiting.pop_batch(4, 1, best) == [], "with one more they would be four"
+    assert waiting.pop_batch(4, 0, best) == jobs[4:5]
+    assert waiting.pop_batch(4, 1, best) == jobs[5:6], "three are no better than one"
+    assert waiting.pop_batch(1, 9, best) == jobs[6:]
+    assert waiting.pop_batch(4, 4, best) == []
+    options = queued("options", options={"joint_attention_kwargs": {}})
+    waiting.add(options, 0.0)
+    assert waiting.pop_batch(4, 3, best) == [options], "none will fit with it"
+
+
 def test_an_image_goes_alone() -> None:
     from PIL import Image
 

@@ -26,6 +26,7 @@ from samovar.engine import (
     Worker,
 )
 from samovar.engine.messages import Cancel, Fatal, Finished, Run
+from samovar.engine.replica import MOST_VAIN
 from samovar.engine.worker import Usage
 from samovar.errors import (
     CancelledRequestError,
@@ -338,6 +339,64 @@ def test_clients_that_were_served_together_are_served_together_again(
     ask(supervisor)
     wait_for(lambda: len(puppets.orders) == 3)
     assert [len(order.requests) for _, order in puppets.orders] == [1, 3, 3]
+    supervisor.close()
+
+
+def test_one_that_was_served_alone_joins_those_that_waited_meanwhile(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=4, gather_s=600)
+    first = ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 1)
+    for _ in range(3):
+        ask(supervisor)
+    finish(puppets, 0)
+    first.result()
+    time.sleep(0.2)  # Otherwise the three would begin, and one would wait for them each time.
+    ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 2)
+    assert [len(order.requests) for _, order in puppets.orders] == [1, 4]
+    supervisor.close()
+
+
+def test_clients_that_do_not_come_back_are_waited_for_a_few_times_only(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = batched(puppets, monkeypatch, max_batch=4, gather_s=0.05)
+    for number in range(MOST_VAIN + 1):
+        alone = ask(supervisor)
+        finish(puppets, number)
+        assert alone.result()
+        time.sleep(0.1)
+    monkeypatch.setattr("samovar.engine.replica.GATHER_S", 600)
+    last = ask(supervisor)
+    finish(puppets, MOST_VAIN + 1)
+    assert last.result()
+    (replica,) = supervisor._replicas
+    assert replica._num_vain > MOST_VAIN
+    assert (replica._answered, replica._coming(time.monotonic())) == (1, 0), "nobody is waited for"
+    ask(supervisor), ask(supervisor)
+    finish(puppets, MOST_VAIN + 2)
+    wait_for(lambda: replica._num_vain == 0)  # They came at once.
+    assert len(puppets.orders) == MOST_VAIN + 3, "so the other one waits for the first to join it"
+    supervisor.close()
+
+
+def test_batches_that_do_not_pay_are_no_longer_made(puppets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times are given; that the engine notes its own is seen by their number."""
+    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
+    (replica,) = supervisor._replicas
+    first = ask(supervisor)
+    wait_for(lambda: len(puppets.orders) == 1)
+    others = [ask(supervisor) for _ in range(5)]
+    kind = first.job.request.kind
+    for images, seconds in ((3, 33.0), (3, 33.0), (1, 10.0), (1, 10.0)):
+        replica._sizes.note(kind, images, seconds)
+    for number, each in enumerate((first, *others)):
+        finish(puppets, number)
+        each.result()
+    assert [len(order.requests) for _, order in puppets.orders] == [1] * 6
+    assert replica._sizes._kinds[kind].count == 4 + 6
     supervisor.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samovar.graphs.recorders import recording_by
-from samovar.graphs.simulated import SimulatedRecorder
+from simulated_graphs import SimulatedRecorder
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from samovar.graphs import recorders
 from samovar.graphs.forms import Unsuitable
-from samovar.graphs.simulated import SimulatedRecorder
+from simulated_graphs import SimulatedRecorder
 
 CPU = torch.device("cpu")
 

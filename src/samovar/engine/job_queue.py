@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from ..errors import EngineError, OutOfMemoryError, QueueFullError, SamovarError, StepTimeoutError, WorkerLostError
@@ -13,6 +13,13 @@ from .worker import RAISED_BY_ALL_RANKS
 
 SETTLE_S = 5.0
 """How long the other ranks have to answer after one has failed. They may be waiting for it forever."""
+
+BestSize = Callable[[Hashable, int], int]
+"""How many images of a kind to make at once, if there are this many."""
+
+
+def images_of(jobs: Iterable[Job]) -> int:
+    return sum(job.request.num_images for job in jobs)
 
 
 @dataclass
@@ -48,16 +55,20 @@ class JobQueue:
     def next_deadline(self) -> float | None:
         return min((job.deadline for job in self.jobs if job.deadline is not None), default=None)
 
-    def pop_batch(self, max_images: int, least: int = 1) -> list[Job]:
-        """Remove and return the next job, with others that fit into the same pipeline call; none, if they have fewer
-        than `least` images together."""
+    def pop_batch(self, max_images: int, coming: int = 0, best: BestSize = lambda kind, images: images) -> list[Job]:
+        """Remove and return the next job, with others that fit into the same pipeline call, as many as are best; none,
+        if more would be better and `coming` images are expected soon."""
         chosen = self.jobs[:1]
         for job in self.jobs[1:]:
-            count = sum(each.request.num_images for each in chosen) + job.request.num_images
-            if count <= max_images and chosen[0].request.fits_with(job.request):
+            if images_of(chosen) + job.request.num_images <= max_images and chosen[0].request.fits_with(job.request):
                 chosen.append(job)
-        if sum(job.request.num_images for job in chosen) < min(least, max_images):
-            return []
+        if chosen and not chosen[0].request.is_single:
+            count, kind = images_of(chosen), chosen[0].request.kind
+            if count < best(kind, min(max_images, count + coming)):
+                return []
+            most = best(kind, count)
+            while len(chosen) > 1 and images_of(chosen) > most:
+                chosen.pop()
         self.remove(chosen)
         return chosen
 
@@ -80,10 +91,6 @@ class Batch:
     answers: dict[int, Finished] = field(default_factory=dict)
     """By rank."""
     must_settle_by: float | None = None
-
-    @property
-    def num_images(self) -> int:
-        return sum(job.request.num_images for job in self.jobs)
 
     def hear(self, now: float) -> None:
         """The worker has said something."""

@@ -32,10 +32,7 @@ _BEFORE, _STEPS, _AFTER = range(3)
 def must_be_alone(requests: Iterable[Request]) -> bool:
     """Whether a call uses a module outside of its stage, as the VAE for an image that comes in or for a preview, or
     what all calls share, as the switch of the cache."""
-    return any(
-        each.image is not None or each.inputs or each.num_previews or each.exact or each.params.options
-        for each in requests
-    )
+    return any(each.is_single or each.num_previews or each.exact for each in requests)
 
 
 class Lane:

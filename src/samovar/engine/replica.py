@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import EngineError, SamovarError, StepTimeoutError, WorkerLostError
+from .batch_sizes import BatchSizes
 from .job import Job
-from .job_queue import Batch
+from .job_queue import Batch, images_of
 from .messages import Cancel, Fatal, FromWorker, Ready, Run, Update
 from .patience import Patience, pixels_of, shape_of
 from .process import WorkerGroup
@@ -34,6 +35,8 @@ log = logging.getLogger("samovar.engine")
 GATHER_PART, GATHER_S = 0.05, 0.1
 """How long a worker waits for clients that were served together to ask again: a part of what that batch took, and at
 most this number of seconds. Otherwise the quickest would be served alone each time, and all others after it."""
+MOST_VAIN = 3
+"""Batches in a row whose clients do not come back. Then nobody is waited for until some do."""
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
 
@@ -53,8 +56,9 @@ class Replica:
         self._inbox: deque[tuple[WorkerGroup, int, FromWorker | None]] = deque()
         self._status = ReplicaStatus(engine.config.gpus[number])
         self._patience = Patience()
-        self._gathering = (1, 0.0)
-        """Images that are expected together, and until when."""
+        self._sizes = BatchSizes(tries=not engine.config.compile)  # A new size may take minutes to compile.
+        self._answered, self._since, self._until, self._num_vain = 0, 0.0, 0.0, 0
+        """The images of the last batch, from and until when its clients are expected back, and how often in vain."""
         self._usage: dict[int, Usage] = {}
         self._group: WorkerGroup | None = None
         self._loaded: dict[int, Ready] = {}
@@ -127,8 +131,8 @@ class Replica:
         """How long there is nothing to do unless a message comes."""
         times = [self._engine.queue.next_deadline()]
         times += [batch.next_timeout(self._allowed_s(batch)) for batch in self.batches.values()]
-        if self._engine.queue.jobs and not self.batches and self._gathering[1] > now:
-            times.append(self._gathering[1])
+        if self._engine.queue.jobs and not self.batches and self._until > now:
+            times.append(self._until)
         if self._group is None:
             times.append(self.restarts.next_start(now))
         elif not self.is_loaded:
@@ -174,10 +178,9 @@ class Replica:
 
     def _start_batch(self, group: WorkerGroup, now: float) -> None:
         max_batch = self._loaded[0].max_batch
-        expected, until = self._gathering
         # A batch that would wait for another may as well wait in the queue for more to join it.
-        least = max_batch if self.batches else expected if now < until else 1
-        jobs = self._engine.queue.pop_batch(max_batch, least)
+        coming = max_batch if self.batches else self._coming(now)
+        jobs = self._engine.queue.pop_batch(max_batch, coming, self._sizes.best)
         if not jobs:
             return
         work = [job.request for job in jobs], self._engine.facts, max_batch
@@ -186,6 +189,20 @@ class Replica:
         for job in jobs:
             job.tell(Started(now - job.since))
         group.send(Run(batch.number, tuple(job.request for job in jobs)))
+
+    def _coming(self, now: float) -> int:
+        """Images that clients who were just answered will ask for, if they do that at once."""
+        is_over = now >= self._until or self._num_vain >= MOST_VAIN
+        back = images_of(job for job in self._engine.queue.jobs if job.since >= self._since)
+        return 0 if is_over else max(0, self._answered - back)
+
+    def _expect_back(self, batch: Batch, now: float) -> None:
+        """The clients of this batch may ask again at once. Did those of the last one?"""
+        asked = *batch.jobs, *self._engine.queue.jobs
+        back = images_of(job for job in asked if self._since <= job.since <= self._until)
+        self._num_vain = 0 if 2 * back >= self._answered else self._num_vain + 1
+        self._answered = images_of(batch.jobs)
+        self._since, self._until = now, now + min(GATHER_S, GATHER_PART * (now - batch.since))
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -233,8 +250,13 @@ class Replica:
             self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {batch.errors()}"))
             return
         del self.batches[batch.number]
-        self._gathering = batch.num_images, now + min(GATHER_S, GATHER_PART * (now - batch.since))
-        for job, outcome in zip(batch.jobs, batch.answers[0].outcomes, strict=True):
+        outcomes = batch.answers[0].outcomes
+        request, count = batch.jobs[0].request, images_of(batch.jobs)
+        is_whole = count <= self._loaded[0].max_batch and all(isinstance(each, GenerationResult) for each in outcomes)
+        if is_whole and not request.is_single:  # Of two that overlap, each has the worker from the end of the other.
+            self._sizes.note(request.kind, count, now - max(batch.since, self._since))
+        self._expect_back(batch, now)
+        for job, outcome in zip(batch.jobs, outcomes, strict=True):
             if isinstance(outcome, GenerationResult):
                 self.restarts.note_success()
                 self._patience.note(batch.pixels, batch.longest_s, batch.shape)

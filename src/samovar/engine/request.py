@@ -211,17 +211,20 @@ class Request:
         first = self.params.seed or 0
         return tuple(range(first, first + self.num_images))
 
-    def _how(self) -> tuple[Any, ...]:
-        return self.exact, self.lora, self.tolerance
+    @property
+    def is_single(self) -> bool:
+        """Whether no other request fits with it."""
+        return self.image is not None or bool(self.inputs) or bool(self.params.options)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What the requests of a batch have in common."""
+        params = replace(self.params, seed=None, num_outputs_per_prompt=None)
+        return params, self.exact, self.lora, self.tolerance
 
     def fits_with(self, other: Request) -> bool:
         """Whether one pipeline call can make the outputs of both."""
-        if any(one.image is not None or one.inputs or one.params.options for one in (self, other)):
-            return False
-        if self._how() != other._how():
-            return False
-        ours, theirs = (replace(one.params, seed=None, num_outputs_per_prompt=None) for one in (self, other))
-        return ours == theirs
+        return not self.is_single and not other.is_single and self.kind == other.kind
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """What stands for a CUDA graph where there is none? A list of operations with the memory that they used.
 
 As a graph it knows nothing of Python: it does again what was done, where it was done, whatever has changed since. So
-on a CPU everything above runs the same, and a missing check gives the same wrong result. It gains nothing: it is for
-tests.
+on a CPU everything above runs the same, and a missing check gives the same wrong result.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..other_libraries import memory_of
-from ..tensors import is_plain
-from .forms import Unsuitable
-from .recorders import Function, Recording, failing_as
+from samovar.graphs.forms import Unsuitable
+from samovar.graphs.recorders import Function, Recording, failing_as
+from samovar.other_libraries import memory_of
+from samovar.tensors import is_plain
 
 
 class SimulatedRecorder:
