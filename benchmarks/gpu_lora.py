@@ -32,7 +32,8 @@ from samovar.adapters import quicken
 from samovar.engine.lora import Adapter, Adapters
 from samovar.graphs.recorders import recording_by
 
-RANK, SWITCHES, ROUNDS = 16, 12, 3
+RANK, MANY, FEW = 16, (3, 12), (1, 4)
+"""The last two: rounds of steps, and switches; few where a step takes long."""
 GOAL_MS = 50.0
 """The most that a switch may take, resident."""
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "proj_mlp",
@@ -90,12 +91,31 @@ def shapes(tiny: bool) -> dict[str, Shape]:
     }
 
 
+Way = Callable[[torch.Tensor], torch.Tensor]
+"""From the output of a layer, which it may overwrite, to the output with an adapter."""
+
+
+def fused(x: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor) -> dict[str, Way]:
+    """The candidate in Triton, where there is one."""
+    try:
+        from lora_kernel import widen_add_
+    except ImportError:
+        return {}
+    return {"fused": lambda base: widen_add_(base, torch.nn.functional.linear(x, narrow), wide)}
+
+
 def operations(shape: Shape, bench: Bench) -> dict[str, Any]:
-    """Milliseconds of each operation that peft adds to a layer, of all of them, and of other ways; by way, the bits."""
+    """Milliseconds of each operation that peft adds to a layer, of all of them, and of other ways; by way, the bits.
+
+    Bytes bound them: a way moves the layer's input once, and its output four times (widen, add), with peft's scale six
+    times, fused twice."""
     from torch.nn.functional import linear
 
     def random(*size: int, by: float = 0.02) -> torch.Tensor:
         return (torch.randn(*size, device=bench.device) * by).to(bench.dtype)
+
+    def ms(call: Callable[[], object]) -> float:
+        return round(bench.pass_ms(call, passes=3 if bench.tiny else 50)[0], 4)
 
     x, base = random(shape.tokens, shape.width, by=1.0), random(shape.tokens, shape.output, by=1.0)
     narrow, wide = random(RANK, shape.width), random(shape.output, RANK)
@@ -106,20 +126,22 @@ def operations(shape: Shape, bench: Bench) -> dict[str, Any]:
         "scale": lambda: added * 1.0,
         "add": lambda: base + added,
     }
-    ways: dict[str, Callable[[], torch.Tensor]] = {
-        "peft": lambda: base + linear(linear(x, narrow), wide) * 1.0,
-        "unscaled": lambda: base + linear(linear(x, narrow), wide),
-        "in place": lambda: base.clone().add_(linear(linear(x, narrow), wide)),
-        "addmm": lambda: torch.addmm(base, linear(x, narrow), wide.T),
+    ways: dict[str, Way] = {
+        "peft": lambda base: base + linear(linear(x, narrow), wide) * 1.0,
+        "unscaled": lambda base: base + linear(linear(x, narrow), wide),
+        "in place": lambda base: base.add_(linear(linear(x, narrow), wide)),
+        "addmm": lambda base: torch.addmm(base, linear(x, narrow), wide.T),
+        **fused(x, narrow, wide),
     }
     row: dict[str, Any] = {"tokens": shape.tokens, "in": shape.width, "out": shape.output, "layers": shape.count}
-    for name, call in {**parts, **ways}.items():
-        row[f"{name}_ms"] = round(bench.pass_ms(call, passes=3 if bench.tiny else 50)[0], 4)
-    expected = ways["peft"]()
-    row["same_bits"] = {name: is_same(way(), expected) for name, way in ways.items()}
-    one, three = (torch.cat([narrow] * count) for count in (1, 3))  # As if to_q, to_k and to_v shared a product.
-    row["three_narrow_in_one_ms"] = round(bench.pass_ms(lambda: linear(x, three), passes=3 if bench.tiny else 50)[0], 4)
-    row["same_bits"]["three narrow in one"] = is_same(linear(x, three)[:, :RANK], linear(x, one))
+    row |= {f"{name}_ms": ms(call) for name, call in parts.items()}
+    scratch = base.clone()
+    row |= {f"{name}_ms": ms(lambda: way(scratch)) for name, way in ways.items()}  # noqa: B023 - Called at once.
+    expected = ways["peft"](base)
+    row["same_bits"] = {name: is_same(way(base.clone()), expected) for name, way in ways.items()}
+    three = torch.cat([narrow] * 3)  # As if to_q, to_k and to_v shared a product.
+    row["three_narrow_in_one_ms"] = ms(lambda: linear(x, three))
+    row["same_bits"]["three narrow in one"] = is_same(linear(x, three)[:, :RANK], inner)
     return row
 
 
@@ -154,11 +176,11 @@ class Subject:
 
         return self.bench.seconds(load)
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, rounds: int, switches: int) -> dict[str, Any]:
         """Figures of the pipeline as it is now."""
         row: dict[str, Any] = {}
         times: dict[str, list[float]] = {order: [] for order in ORDERS}
-        for number in range(ROUNDS):
+        for number in range(rounds):
             for order, chosen in ORDERS.items():
                 self.adapters.use(chosen)
                 taken, row[f"peak_gib_{order}"] = self.bench.pass_ms(self.forward, warm=1 if number else 3)
@@ -170,11 +192,11 @@ class Subject:
             f"added_percent_{order}": 100 * (row[f"step_ms_{order}"] / row["step_ms_none"] - 1)
             for order in ("a", "b", "a_at_0.7")
         }
-        return row | self._switches()
+        return row | self._switches(switches)
 
-    def _switches(self) -> dict[str, float]:
+    def _switches(self, count: int) -> dict[str, float]:
         orders, switches, steps = list(ORDERS.values()), list[float](), list[float]()
-        for number in range(SWITCHES):
+        for number in range(count):
             chosen = orders[number % len(orders)]
             switches.append(1e3 * self.bench.seconds(lambda: self.adapters.use(chosen)))  # noqa: B023 - Called at once.
             steps.append(1e3 * self.bench.seconds(self.forward))
@@ -198,7 +220,9 @@ class Subject:
     def attached(self, **settings: Any) -> Iterator[None]:
         """Inside, features are attached."""
         simulated = (
-            recording_by(gpu_models.simulated_recorder(), self.bench.device) if self.bench.tiny else contextlib.nullcontext()
+            recording_by(gpu_models.simulated_recorder(), self.bench.device)
+            if self.bench.tiny
+            else contextlib.nullcontext()
         )
         with simulated:
             attached = attach(self.pipe, **settings) if settings else None
@@ -214,18 +238,18 @@ WAYS: dict[str, tuple[bool, dict[str, Any], float]] = {
     "ours": (False, {}, 20.0),
     "peft_graphs": (True, {"compile": "graphs"}, 30.0),
     "ours_graphs": (False, {"compile": "graphs"}, 30.0),
-    "ours_layerwise": (False, {"offload": "layerwise"}, 90.0),
+    "ours_layerwise": (False, {"offload": "layerwise"}, 70.0),
 }
 """By name: whether layers are peft's own, what is attached, and how many seconds it takes at full size."""
 
 
 def run(bench: Bench, folder: Path, parts: Parts, only: Sequence[str]) -> None:
     for name, shape in shapes(bench.tiny).items() if "layers" in only else ():
-        if parts.is_due(f"layers/{name}", 5.0):
+        if parts.is_due(f"layers/{name}", 3.0):
             parts.note(f"layers/{name}", operations(shape, bench))
     bench.clear()
     ways = {name: way for name, way in WAYS.items() if name in only}
-    if not any(parts.is_missing(name) for name in ways) or not parts.is_due("model", 60.0):
+    if not any(parts.is_missing(name) for name in ways) or not parts.is_due("model", 30.0):
         return
     subject = Subject(bench, folder)
     step_ms, peak_gib = bench.pass_ms(subject.forward)
@@ -238,7 +262,7 @@ def run(bench: Bench, folder: Path, parts: Parts, only: Sequence[str]) -> None:
         if "offload" in settings:
             settings = {"offload": {"mode": settings["offload"], "device": str(bench.device)}}
         with subject.layers_of_peft() if is_pefts else contextlib.nullcontext(), subject.attached(**settings):
-            parts.note(name, subject.measure())
+            parts.note(name, subject.measure(*(FEW if "offload" in settings else MANY)))
         bench.clear()
     subject.adapters.close()
 

@@ -5,7 +5,8 @@
 
 `builtin` is the model that comes with Samovar, `cached` the same with the cache "auto"; the others are FLUX.1 of full
 size (denoiser, T5-XXL, CLIP-L and VAE) with random weights that are made on the GPU. Each client asks for its next
-image as soon as it has its last one. A worker is a thread here and not a process, so that a model need not be written
+image as soon as it has its last one; images that set something up or teach the engine do not count. `stages` has the
+parts of a call. A worker is a thread here and not a process, so that a model need not be written
 to a disk and read again; the rest is the engine of `samovar serve`. Each row is kept in the file as soon as it is
 there, and not made again; --only makes some parts.
 """
@@ -16,7 +17,9 @@ import argparse
 import contextlib
 import gc
 import hashlib
+import itertools
 import queue
+import statistics
 import sys
 import threading
 import time
@@ -33,6 +36,7 @@ from gpu_parts import Parts, add_options
 from samovar.builtin import BUILTIN_MODELS
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Supervisor, Worker
 from samovar.engine.messages import Cancel, Finished, Ready, Run, Update
+from samovar.engine.neighbours import length_of
 from samovar.engine.request import Done, Event, Listener
 
 PROMPT = "a photograph of a samovar on a garden table, number {}"
@@ -40,7 +44,7 @@ FEW = 4
 """Steps of a distilled model."""
 GOALS = {"builtin": 8.0, "flux256": 1.7, "flux512": 1.0, "flux1024": 1.0, "streamed": 0.9}
 """Of the ratio of each part. Nowhere may a batch be slower than one at a time, but for what a measurement varies."""
-START_S, BUILD_S, MOVE_S = 25.0, 40.0, 60.0
+START_S, BUILD_S, MOVE_S = 20.0, 20.0, 45.0
 """How long an engine takes beside what is measured, from its start to the last answer; FLUX.1 until it is made; and its
 weights to the host and back."""
 
@@ -128,58 +132,71 @@ def serving(pipeline: Any, scale: Scale, **settings: Any) -> Iterator[tuple[Supe
                 torch.cuda.empty_cache()
 
 
-def load(served: tuple[Supervisor, Counter[int]], scale: Scale, clients: int, **params: Any) -> dict[str, Any]:
-    """Clients that ask again and again; what they got, and how long each waited. All begin with a picture that does not
-    count, at the sizes of batches that will be seen."""
-    engine, sizes = served
-    waits: list[float] = []
-    made: dict[int, str] = {}
-    problems: list[str] = []
-    begun = threading.Barrier(clients)
-    end = [0.0]
+class Clients:
+    """Clients that ask again and again; what they got, and how long each waited."""
 
-    def ask(seed: int) -> float:
+    def __init__(self, served: tuple[Supervisor, Counter[int]], scale: Scale, count: int, **params: Any) -> None:
+        self._engine, self._sizes = served
+        self._scale, self._count, self._params = scale, count, params
+        self._waits: list[float] = []
+        self._made: dict[int, str] = {}
+        self._problems: list[str] = []
+        self._all_warm = threading.Barrier(count, action=self._begin)
+        self._begun = 0.0
+
+    def measure(self, least: int) -> dict[str, Any]:
+        """A row of figures, after images that do not count: first alone, then, if there are batches, three for each
+        client. So the sizes that will be seen have run twice, prompts of two lengths have met, and what is learned or
+        set up once is over. Then each client makes at least this number of images."""
+        for seed in (500, 501):
+            self._ask(seed)
+        threads = [threading.Thread(target=self._client, args=(number, least)) for number in range(self._count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._problems:
+            raise RuntimeError(self._problems[0])
+        took, waits = time.perf_counter() - self._begun, sorted(self._waits)
+        row: dict[str, Any] = {"clients": self._count, "images": len(waits), "images_s": round(len(waits) / took, 3)}
+        row |= {f"p{part}_s": round(waits[min(len(waits) - 1, len(waits) * part // 100)], 3) for part in (50, 99)}
+        if self._scale.device.type == "cuda":
+            row["peak_gib"] = gib(torch.cuda.max_memory_allocated())
+        sizes = {str(size): count for size, count in sorted(self._sizes.items())}
+        return row | {"batches": sizes, "first": self._made[0]}
+
+    def _begin(self) -> None:
+        """All clients are there, and nothing runs."""
+        self._sizes.clear()
+        if self._scale.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._begun = time.perf_counter()
+
+    def _client(self, number: int, least: int) -> None:
+        first = 1000 * number
+        try:
+            for warm in range(3 if self._engine.max_batch > 1 and self._count > 1 else 0):
+                self._ask(first + 510 + warm)
+            self._all_warm.wait()
+            for seed in itertools.count(first):
+                if seed >= first + least and time.perf_counter() >= self._begun + self._scale.seconds:
+                    return
+                self._waits.append(self._ask(seed))
+        except (RuntimeError, threading.BrokenBarrierError) as error:
+            self._problems.append(str(error))
+            self._all_warm.abort()
+
+    def _ask(self, seed: int) -> float:
         answer: queue.SimpleQueue[Event] = queue.SimpleQueue()
         started = time.perf_counter()
-        request = Request(PROMPT.format(seed), OmniDiffusionSamplingParams(seed=seed, **params))
-        engine.submit(request, answer.put)
+        prompt = PROMPT.format(seed) + ", with cups beside it" * (seed // 1000 % 2)
+        self._engine.submit(Request(prompt, OmniDiffusionSamplingParams(seed=seed, **self._params)), answer.put)
         while not hasattr(event := answer.get(), "result"):
             if hasattr(event, "error"):
                 raise RuntimeError(str(event.error))
         assert isinstance(event, Done)
-        made[seed] = hashlib.sha256(event.result.images[0].tobytes()).hexdigest()[:12]
+        self._made[seed] = hashlib.sha256(event.result.images[0].tobytes()).hexdigest()[:12]
         return time.perf_counter() - started
-
-    def client(number: int) -> None:
-        try:
-            ask(10_000 + number)
-            if begun.wait() == 0:
-                sizes.clear()
-                end[0] = time.perf_counter() + scale.seconds
-            begun.wait()
-            seed = 1000 * number
-            while time.perf_counter() < end[0]:
-                waits.append(ask(seed))
-                seed += 1
-        except (RuntimeError, threading.BrokenBarrierError) as error:
-            problems.append(str(error))
-            begun.abort()
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise RuntimeError(problems[0])
-    took = time.perf_counter() - (end[0] - scale.seconds)
-    waits.sort()
-    row: dict[str, Any] = {"clients": clients, "images": len(waits), "images_s": round(len(waits) / took, 3)}
-    row |= {f"p{part}_s": round(waits[min(len(waits) - 1, len(waits) * part // 100)], 3) for part in (50, 99)}
-    if scale.device.type == "cuda":
-        row["peak_gib"] = gib(torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-    return row | {"batches": {str(size): count for size, count in sorted(sizes.items())}, "first": made[0]}
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -250,7 +267,9 @@ class Benchmark:
             self._flux = flux(self.scale, self.tiny)
         return self._flux
 
-    def row(self, name: str, clients: int, side: int = 0, steps: int | None = None, **settings: Any) -> None:
+    def row(
+        self, name: str, clients: int, side: int = 0, steps: int | None = None, least: int = 1, **settings: Any
+    ) -> None:
         """Images a second of an engine with these settings; of FLUX.1 if they have sides."""
         takes_s = self.scale.seconds + START_S + MOVE_S * ("offload" in settings)
         takes_s += BUILD_S if side and self._flux is None else 0.0
@@ -259,11 +278,14 @@ class Benchmark:
         size = {"height": side, "width": side, "max_sequence_length": self.scale.tokens} if side else {}
         params = {"num_inference_steps": 2 if self.tiny else steps}
         with serving(self.flux() if side else None, self.scale, defaults=size, **settings) as served:
-            self.parts.note(name, load(served, self.scale, clients, **params))
+            found = Clients(served, self.scale, clients, **params).measure(least)
+        if not side and self._flux is not None:
+            found.pop("peak_gib", None)  # FLUX.1 is there beside it.
+        self.parts.note(name, found)
 
     def ratio(self, part: str, one: str, others: Sequence[str], what: str) -> None:
         """One row over the best of others, once all are there."""
-        rows = [self.parts.get(f"{part}/{name}") for name in (one, *others)]
+        rows = [self.parts.get(f"{part}/{one}"), *map(self.parts.get, others)]
         if None not in rows:
             first, *rest = [row["images_s"] for row in rows if row is not None]
             found = {"of": what, "ratio": first / max(rest), "goal": GOALS.get(part)}
@@ -273,7 +295,9 @@ class Benchmark:
         """As many clients, one at a time and together."""
         for most in (1, clients):
             self.row(f"{part}/max_batch_{most}", clients, side, steps, max_batch=most, **settings)
-        self.ratio(part, f"max_batch_{clients}", ["max_batch_1"], f"max_batch {clients} over 1, {clients} clients")
+        self.ratio(
+            part, f"max_batch_{clients}", [f"{part}/max_batch_1"], f"max_batch {clients} over 1, {clients} clients"
+        )
 
     def builtin(self) -> None:
         self.batches("builtin", 4 if self.tiny else 16)
@@ -291,17 +315,26 @@ class Benchmark:
         self.batches("flux1024", 4, self.scale.large, FEW)
 
     def streamed(self) -> None:
-        """At the least memory with four clients, beside resident."""
-        self.row("streamed/resident_1_client", 1, self.scale.large, FEW, max_batch=4)
-        self.row("streamed/resident", 4, self.scale.large, FEW, max_batch=4)
-        self.row("streamed/streamed", 4, self.scale.large, FEW, max_batch=4, offload="layerwise")
-        resident = ["resident", "resident_1_client"]
-        self.ratio("streamed", "streamed", resident, "streamed with 4 clients over the better of resident")
+        """At the least memory with four clients, beside `flux1024`, which is resident."""
+        how = {"least": 3, "max_batch": 4}
+        self.row("streamed/max_batch_4", 4, self.scale.large, FEW, offload="layerwise", **how)
+        resident = ["flux1024/max_batch_1", "flux1024/max_batch_4"]
+        self.ratio("streamed", "max_batch_4", resident, "streamed, over the better of resident, 4 clients")
+
+    def not_ahead(self) -> None:
+        """The same without layers that are computed ahead. They cross the bus once for each prompt or batch, unpinned,
+        and nothing hides that; with the blocks they would cross it in each step, which computing may hide."""
+        offload = {"mode": "layerwise", "precompute": False, "device": str(self.scale.device)}
+        self.row("streamed/not_ahead", 4, self.scale.large, FEW, least=3, max_batch=4, offload=offload)
+
+    def stages(self) -> None:
+        """What of a batch's time is spent where."""
+        for count in (1, 3, 4):
+            if self.parts.is_due(f"stages/{count}", 10.0 + (BUILD_S if self._flux is None else 0.0)):
+                self.parts.note(f"stages/{count}", stages(self.flux(), self.scale, count))
 
     def overlap(self) -> None:
         """With two clients and few steps, where it can bring most; then the built-in model."""
-        if self.parts.is_due("overlap/stages", START_S + BUILD_S):
-            self.parts.note("overlap/stages", stages(self.flux(), self.scale))
         for on in (False, True):
             self.row(f"overlap/flux_{'on' if on else 'off'}", 2, self.scale.large, FEW, overlap=on)
         for on in (False, True):
@@ -314,22 +347,31 @@ class Benchmark:
 
 
 @torch.no_grad()
-def stages(pipe: Any, scale: Scale) -> dict[str, Any]:
-    """Milliseconds of what could be overlapped."""
-    side = scale.large // pipe.vae_scale_factor
-    latents = torch.randn(1, 16, side, side, device=scale.device, dtype=scale.dtype)
+def stages(pipe: Any, scale: Scale, count: int) -> dict[str, Any]:
+    """Milliseconds for each image of what a call does, with this number of images at once."""
+    side, prompts = scale.large // pipe.vae_scale_factor, [PROMPT] * count
+    latents = torch.randn(count, 16, side, side, device=scale.device, dtype=scale.dtype)
+    texts, pooled, _ = pipe.encode_prompt(prompts, None, device=scale.device, max_sequence_length=scale.tokens)
+    how = {"height": scale.large, "width": scale.large, "num_inference_steps": FEW, "output_type": "latent"}
 
-    def encode() -> None:
-        pipe.encode_prompt(PROMPT, None, device=scale.device, max_sequence_length=scale.tokens)
+    def decode() -> Any:
+        return pipe.vae.decode(latents, return_dict=False)[0]
 
-    def decode() -> None:
-        pipe.image_processor.postprocess(pipe.vae.decode(latents, return_dict=False)[0], output_type="pil")
+    decoded = decode()
+    calls: dict[str, Callable[[], object]] = {
+        "tokens": lambda: [length_of(pipe, prompt) for prompt in prompts],
+        "encode": lambda: pipe.encode_prompt(prompts, None, device=scale.device, max_sequence_length=scale.tokens),
+        "denoise": lambda: pipe(prompt_embeds=texts, pooled_prompt_embeds=pooled, **how),
+        "decode": decode,
+        "to_pil": lambda: pipe.image_processor.postprocess(decoded, output_type="pil"),
+    }
+    return {
+        f"{name}_ms_each": statistics.median(gpu_models.times_ms(call, scale.device, 3, warm=1)) / count
+        for name, call in calls.items()
+    }
 
-    found = {"encode": encode, "decode": decode}
-    return {name: gpu_models.summary(gpu_models.times_ms(call, scale.device, 5)) for name, call in found.items()}
 
-
-PARTS = ("builtin", "cached", "flux256", "flux1024", "streamed", "overlap", "flux512")
+PARTS = ("builtin", "cached", "flux256", "flux1024", "streamed", "stages", "flux512", "overlap", "not_ahead")
 """Those with a goal first."""
 
 

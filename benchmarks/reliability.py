@@ -142,7 +142,8 @@ def page(rows: Rows) -> str:
         "# Reliability",
         "What happens when things go wrong? Real servers in their own processes, tiny models, real signals, real "
         "sockets. `make reliability` and `make reliability-gpu` write this page; the figures are as the runs printed "
-        'them. "Holds" means that every required figure was reached; where one was not, the row says which.',
+        'them. "Holds" means that every required figure was reached; where one was not, the row says which. A longer '
+        "soak on a GPU: [ten minutes under load](other.md#ten-minutes-under-load).",
     ]
     for device, title in (("cpu", "On a CPU"), ("cuda", "On a GPU")):
         found = rows.get(device, {})

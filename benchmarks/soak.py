@@ -30,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class Soak:
 
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         command = f"python benchmarks/soak.py {' '.join(sys.argv[1:])}"
-        return {"command": command, "device": name, "torch": torch.__version__, "diffusers": diffusers.__version__}
+        versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
+        return {"command": command, "date": str(date.today()), "device": name, **versions}
 
     def _engines(self, folder: Path) -> tuple[Any, Any]:
         from pipelines import PIPELINES, tiny_flux_pipeline

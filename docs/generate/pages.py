@@ -44,6 +44,8 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "parallel": tables.parallel,
     "hooks": tables.hooks,
     "server": tables.server,
+    "serving": tables.serving,
+    "lora": tables.lora,
     "attacks": tables.attacks,
 }
 RESULT_LINK = re.compile(r"\]\((?:\.\./)*benchmarks/results/(\w+\.json)\)")

@@ -25,7 +25,7 @@ def about(name: str) -> str:
     machine = facts.get("device") or facts.get("processor") or facts.get("machine") or f"{facts.get('cores')} CPU cores"
     versions = ", ".join(f"{package} {facts[package]}" for package in ("torch", "diffusers") if package in facts)
     return (
-        f"*Measured on {facts['date']}: {machine}; {versions}. Made by `{result['command']}`; all figures are in "
+        f"*Measured on {facts['date']}: {machine}; {versions}. Made by `{facts['command']}`; all figures are in "
         f"`benchmarks/results/{name}.json`.*"
     )
 

@@ -342,6 +342,46 @@ def server(_: str) -> str:
     return markdown_table(["eight clients", "images per second", "idle between images", "one request alone"], rows)
 
 
+_SERVING = {
+    "builtin": ("the built-in model", "max_batch_1", "max_batch_16"),
+    "cached": ("the built-in model, cache `auto`", "max_batch_1", "max_batch_16"),
+    "flux256": ("FLUX.1 12B, 256 px, 8 steps", "max_batch_1", "max_batch_8"),
+    "flux512": ("FLUX.1 12B, 512 px, 8 steps", "max_batch_1", "max_batch_8"),
+    "flux1024": ("FLUX.1 12B, 1024 px, 4 steps", "max_batch_1", "max_batch_4"),
+    "streamed": ("the same, streamed at the least memory", "", "max_batch_4"),
+}
+
+
+def serving(_: str) -> str:
+    """Batches on a GPU, with clients that ask again and again."""
+    found, rows = read("gpu_serving"), []
+    for part, (title, alone, together) in _SERVING.items():
+        if part in found:
+            ratio, row = found[part]["ratio"], found[part][together]
+            one = found[part].get(alone)
+            speed = lambda row: f"{row['images_s']:.2f}, p99 {row['p99_s']:.1f} s" if row else "-"  # noqa: E731
+            goal = "" if ratio["goal"] is None else f"{ratio['goal']:g}"
+            sizes = ", ".join(f"{count} of {size}" for size, count in row["batches"].items())
+            rows.append([title, str(row["clients"]), speed(one), speed(row), sizes, f"{ratio['ratio']:.2f}", goal])
+    head = ["model", "clients", "images a second, one at a time", "in batches", "batches", "ratio", "goal"]
+    return markdown_table(head, rows)
+
+
+def lora(_: str) -> str:
+    """What an adapter costs on a GPU."""
+    found = read("gpu_lora")
+    titles = {"peft": "peft's layers", "ours": "ours", "peft_graphs": "peft's, graphs", "ours_graphs": "ours, graphs",
+              "ours_layerwise": "ours, streamed"}  # fmt: skip
+    rows = [
+        [title, f"{row['step_ms_none']:.0f} ms", f"{row['step_ms_a']:.0f} ms", f"{row['added_percent_a']:.1f} %",
+         f"{row['switch_ms']:.1f} ms", "yes" if all(row[f"same_bits_{each}"] for each in ("none", "a", "b")) else "no"]
+        for name, title in titles.items() if (row := found.get(name)) is not None
+    ]  # fmt: skip
+    return markdown_table(
+        ["layers", "step without", "step with an adapter", "more", "switch", "bits of diffusers"], rows
+    )
+
+
 def attacks(_: str) -> str:
     """How long others wait while the server is attacked."""
 
