@@ -40,6 +40,16 @@ def test_what_is_sent_most_often_is_pinned_first() -> None:
     assert plan.held_bytes == 5 * GIB + BOUNCE_BUFFERS * plan.buffer_bytes <= 6 * GIB
 
 
+@pytest.mark.parametrize(("host_memory", "may_pin"), [(None, True), (4 * GIB, True), (3 * GIB, False), (GIB, False)])
+def test_what_is_sent_ahead_is_not_pinned_but_may_be_where_all_has_room(host_memory: int | None, may_pin: bool) -> None:
+    (ahead,) = groups(1, "ahead")
+    plan = plan_tiers([*groups(2), ahead], host_memory)
+    assert plan.tier(ahead.key) == "disk"
+    assert plan.may_pin_all is may_pin
+    (in_memory,) = groups(1, "ahead", anonymous=GIB)
+    assert plan_tiers([in_memory], 2 * GIB).may_pin_all, "where it is costs nothing more"
+
+
 def test_what_is_read_from_disk_is_spread_evenly() -> None:
     """Reading pauses while its buffers are full, so it must not all be at one end of the model."""
     plan = plan_tiers(groups(60), 30 * GIB)

@@ -96,6 +96,35 @@ def test_the_weights_are_not_on_the_device_after_the_first_step() -> None:
     offloaded.detach()
 
 
+@pytest.mark.parametrize("where", ["in memory", "in files", "in files, and no room"])
+def test_weights_that_visit_the_device_for_every_prompt_are_pinned_if_there_is_room(where: str, tmp_path: Path) -> None:
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    if where != "in memory":
+        pipe.save_pretrained(tmp_path)
+        pipe = type(pipe).from_pretrained(tmp_path)
+        pipe.set_progress_bar_config(disable=True)
+    before = {name: tensor.clone() for name, tensor in pipe.transformer.state_dict().items()}
+    offloaded = ahead(pipe)
+    layers, visits, pinned = offloaded.time_layers["transformer"], [], []
+    has_room = where != "in files, and no room"
+    assert layers._may_pin is offloaded.tiers.may_pin_all is True
+    layers._may_pin = has_room
+    for number in range(time_layers._MOST_UNPINNED + 2):
+        prompt = "abcdefgh"[number:]
+        expected = FLUX.run(bare, 2, prompt=prompt)
+        for _ in range(2):  # The second one finds what was computed for the first.
+            assert torch.equal(FLUX.run(pipe, 2, prompt=prompt), expected), number
+        visits.append(layers._num_visits)
+        pinned.append(offloaded.stats().pinned_bytes)
+    assert visits[1:] == [count + 1 for count in visits[:-1]], "moving weights makes nothing anew"
+    assert stats(offloaded).live_calls == stats(offloaded).surprises == 0
+    assert pinned == [pinned[-1 if count > time_layers._MOST_UNPINNED else 0] for count in visits]
+    assert pinned[-1] - pinned[0] >= (stats(offloaded).num_bytes if has_room else 0)
+    assert (pinned[-1] > pinned[0]) is has_room
+    offloaded.detach()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.transformer.state_dict().items())
+
+
 def schedulers() -> dict[str, Callable[[], Any]]:
     import diffusers as d
 

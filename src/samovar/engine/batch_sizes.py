@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 _GAIN = 0.98
 """The most that an image may take in a larger batch, of what it takes in a smaller one."""
 _ENOUGH, _KEPT = 2, 4
-"""Batches by which a size is judged, and those that are remembered. The quickest counts: others may have shared the
-device, or chosen kernels first."""
+"""Batches by which a size is judged, and those that are remembered. The quickest counts."""
 _TRIAL, _FORGET = 8, 64
 """Batches after which one image alone is tried, if it is unknown, up to three times; and after which sizes that did not
 pay are tried again: later after twice as many, and so on."""
@@ -39,12 +38,8 @@ class _Times:
     def pays(self, size: int) -> bool:
         """Whether to make batches of a size. One that is unknown is as good as the next larger one that is known."""
         known = {each: min(times) for each, times in self.by_size.items() if len(times) >= _ENOUGH}
-        judged = min((each for each in known if each >= size), default=None)
-        return judged is None or all(known[judged] <= _GAIN * known[each] for each in known if each < judged)
-
-    @property
-    def lacks_one_alone(self) -> bool:
-        return len(self.by_size.get(1, ())) < _ENOUGH and self.count + 1 in (_TRIAL, 2 * _TRIAL, 3 * _TRIAL)
+        judged = min((each for each in known if each >= size), default=0)
+        return all(known[judged] <= _GAIN * known[each] for each in known if each < judged)
 
 
 class BatchSizes:
@@ -52,13 +47,13 @@ class BatchSizes:
 
     def __init__(self, *, tries: bool = True) -> None:
         """`tries`: whether one image may be made alone only to learn how long it takes."""
-        self._tries = tries
-        self._kinds: OrderedDict[Hashable, _Times] = OrderedDict()
+        self._tries, self._kinds = tries, OrderedDict[Hashable, _Times]()
 
     def best(self, kind: Hashable, images: int) -> int:
         """How many images to compute at once, if there are this many."""
         times = self._kinds.get(kind, _Times())
-        if self._tries and times.lacks_one_alone:
+        is_trial = self._tries and times.count + 1 in (_TRIAL, 2 * _TRIAL, 3 * _TRIAL)
+        if is_trial and len(times.by_size.get(1, ())) < _ENOUGH:
             return 1
         return next((size for size in range(images, 1, -1) if times.pays(size)), 1)
 
@@ -66,5 +61,5 @@ class BatchSizes:
         """A batch has kept the worker busy for this long."""
         self._kinds.setdefault(kind, _Times()).note(images, seconds / images)
         self._kinds.move_to_end(kind)
-        if len(self._kinds) > _MOST_KINDS:
+        while len(self._kinds) > _MOST_KINDS:
             self._kinds.popitem(last=False)

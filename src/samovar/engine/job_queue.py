@@ -14,9 +14,6 @@ from .worker import RAISED_BY_ALL_RANKS
 SETTLE_S = 5.0
 """How long the other ranks have to answer after one has failed. They may be waiting for it forever."""
 
-BestSize = Callable[[Hashable, int], int]
-"""How many images of a kind to make at once, if there are this many."""
-
 
 def images_of(jobs: Iterable[Job]) -> int:
     return sum(job.request.num_images for job in jobs)
@@ -55,8 +52,10 @@ class JobQueue:
     def next_deadline(self) -> float | None:
         return min((job.deadline for job in self.jobs if job.deadline is not None), default=None)
 
-    def pop_batch(self, max_images: int, coming: int = 0, best: BestSize = lambda kind, images: images) -> list[Job]:
-        """Remove and return the next job, with others that fit into the same pipeline call, as many as are best; none,
+    def pop_batch(
+        self, max_images: int, coming: int = 0, best: Callable[[Hashable, int], int] = lambda kind, images: images
+    ) -> list[Job]:
+        """Remove and return the next job, with others that fit into the same pipeline call, as many as are `best`; none
         if more would be better and `coming` images are expected soon."""
         chosen = self.jobs[:1]
         for job in self.jobs[1:]:

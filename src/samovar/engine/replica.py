@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from .supervisor import Supervisor
 
 log = logging.getLogger("samovar.engine")
-GATHER_PART, GATHER_S = 0.05, 0.1
+GATHER_PART, GATHER_S, MOST_VAIN = 0.05, 0.1, 3
 """How long a worker waits for clients that were served together to ask again: a part of what that batch took, and at
-most this number of seconds. Otherwise the quickest would be served alone each time, and all others after it."""
-MOST_VAIN = 3
-"""Batches in a row whose clients do not come back. Then nobody is waited for until some do."""
+most this number of seconds; and after how many batches in vain it waits no more until some come back. Otherwise the
+quickest would be served alone each time, and all others after it."""
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
 
@@ -192,9 +191,8 @@ class Replica:
 
     def _coming(self, now: float) -> int:
         """Images that clients who were just answered will ask for, if they do that at once."""
-        is_over = now >= self._until or self._num_vain >= MOST_VAIN
         back = images_of(job for job in self._engine.queue.jobs if job.since >= self._since)
-        return 0 if is_over else max(0, self._answered - back)
+        return max(0, self._answered - back) if now < self._until and self._num_vain < MOST_VAIN else 0
 
     def _expect_back(self, batch: Batch, now: float) -> None:
         """The clients of this batch may ask again at once. Did those of the last one?"""

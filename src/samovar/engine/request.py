@@ -219,8 +219,7 @@ class Request:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What the requests of a batch have in common."""
-        params = replace(self.params, seed=None, num_outputs_per_prompt=None)
-        return params, self.exact, self.lora, self.tolerance
+        return replace(self.params, seed=None, num_outputs_per_prompt=None), self.exact, self.lora, self.tolerance
 
     def fits_with(self, other: Request) -> bool:
         """Whether one pipeline call can make the outputs of both."""

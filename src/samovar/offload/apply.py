@@ -244,8 +244,8 @@ class Offloaded(Handle, PipelineHook):
             install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
-                tier = tiers.tier((name, TIME_LAYERS))
-                layers = self.time_layers[name] = TimeLayers(component.whole, self.stage, self._host, self._lock, tier)
+                how = self.stage, self._host, self._lock, tiers.tier((name, TIME_LAYERS)), tiers.may_pin_all
+                layers = self.time_layers[name] = TimeLayers(component.whole, *how)
                 layers.install(self._hooks)
         for component in self._components.values():
             if not component.others:

@@ -114,6 +114,8 @@ class TierPlan:
     speeds: HostSpeeds
     plain: frozenset[Key] = frozenset()
     """Groups for whose compressed copies there is no room: they are pinned as they are."""
+    may_pin_all: bool = False
+    """Whether there is room for what is sent ahead of the steps, too, should it be sent often."""
 
     def tier(self, key: Key) -> Tier:
         return self.tiers.get(key, "pinned")
@@ -203,7 +205,9 @@ def plan_tiers(
             unpinned: Tier = "disk" if group.file_bytes else "pageable"
             tiers[group.key] = unpinned if group.crossing == "ahead" else "pinned"
         buffer = _buffer_bytes(groups, budget) if any(group.crossing == "ahead" for group in groups) else 0
-        return _made(groups, tiers, host_memory, buffer, speeds, can_spill=False)
+        ahead = sum(group.cost(False) for group in groups if group.crossing == "ahead")
+        made = _made(groups, tiers, host_memory, buffer, speeds, can_spill=False)
+        return replace(made, may_pin_all=whole + ahead + BOUNCE_BUFFERS * buffer <= min(budget, most_pinned))
     buffer = _buffer_bytes(groups, budget)
     room = budget - BOUNCE_BUFFERS * buffer
     if not can_spill:

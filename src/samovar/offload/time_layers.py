@@ -47,6 +47,8 @@ _MOST_FORMS = 8
 """Forms of calls that are kept."""
 _MOST_SURPRISES, _FORGIVEN = 3, 0.25
 """Forwards whose layers may be given something unexpected, and how much of one is forgiven by a forward without."""
+_MOST_UNPINNED = 4
+"""Visits to the device from memory that is not pinned: few for models that need one for each number of steps alone."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ class TimeLayers:
     """The time-only layers of one component."""
 
     def __init__(
-        self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock, tier: Tier = "pageable"
+        self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock, tier: Tier, may_pin: bool
     ) -> None:
         self.layers = dict(component.time_layers)
         self.lock = lock
@@ -89,6 +91,7 @@ class TimeLayers:
         self.problem = ""
         """Why nothing is computed ahead any more, if so."""
         self._tier, self._host = tier, host
+        self._num_visits, self._may_pin = 0, may_pin
         self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
         self._groups = {
             id(layer): WeightGroup(f"{component.name}.{path}", partial(held_by, layer), stage, host)
@@ -108,12 +111,17 @@ class TimeLayers:
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
-        with self._host.adopting():
-            for group in self._groups.values():
-                group.is_pinned, group.tier = False, self._tier
-                group.adopt()
+        self._adopt(self._tier)
         install_hooks(undo, HOOK, [(self._model, _CallHook(self))])
         install_hooks(undo, HOOK, [(layer, _LayerHook(self)) for layer in self.layers.values()])
+
+    def _adopt(self, tier: Tier) -> None:
+        with self._host.adopting():
+            for group in self._groups.values():
+                group.is_pinned, group.tier = tier == "pinned", tier
+                group.adopt()
+        if tier == "pinned":
+            self._host.pin(wire for group in self._groups.values() for wire in group.wires)
 
     def restore(self) -> None:
         """Let the weights go for good."""
@@ -233,6 +241,11 @@ class TimeLayers:
         row = known.find(key_of(inputs))
         self.settle()  # The device was waited for just now.
         if row is None:
+            self._num_visits += 1
+            if self._may_pin and self._num_visits > _MOST_UNPINNED:
+                self._may_pin = False
+                self._adopt("pinned")
+                self._seen = [SeenWeights(layer) for layer in self.layers.values()]  # They may have moved.
             steps = [inputs, *(coming_inputs(run, inputs) if known.is_guessing else ())]
             with self._visits(tape) as fetch:
                 row = known.compute(self._model, steps, fetch, self._stage)
