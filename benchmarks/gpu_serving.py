@@ -322,8 +322,8 @@ class Benchmark:
         self.ratio("streamed", "max_batch_4", resident, "streamed, over the better of resident, 4 clients")
 
     def not_ahead(self) -> None:
-        """The same without layers that are computed ahead. They cross the bus once for each prompt or batch, and nothing
-        hides that; with the blocks they cross it in each step, which computing may hide."""
+        """The same without layers that are computed ahead. They cross the bus once for each prompt or batch, which
+        nothing hides; with the blocks they cross it in each step, which computing may hide."""
         offload = {"mode": "layerwise", "precompute": False, "device": str(self.scale.device)}
         self.row("streamed/not_ahead", 4, self.scale.large, FEW, least=3, max_batch=4, offload=offload)
 

@@ -13,6 +13,7 @@ from .worker import RAISED_BY_ALL_RANKS
 
 SETTLE_S = 5.0
 """How long the other ranks have to answer after one has failed. They may be waiting for it forever."""
+Best = Callable[[Hashable, int], int]
 
 
 def images_of(jobs: Iterable[Job]) -> int:
@@ -52,9 +53,7 @@ class JobQueue:
     def next_deadline(self) -> float | None:
         return min((job.deadline for job in self.jobs if job.deadline is not None), default=None)
 
-    def pop_batch(
-        self, max_images: int, coming: int = 0, best: Callable[[Hashable, int], int] = lambda kind, images: images
-    ) -> list[Job]:
+    def pop_batch(self, max_images: int, coming: int = 0, best: Best = lambda kind, images: images) -> list[Job]:
         """Remove and return the next job, with others that fit into the same pipeline call, as many as are `best`; none
         if more would be better and `coming` images are expected soon."""
         chosen = self.jobs[:1]
