@@ -33,6 +33,11 @@ def test_the_quickest_of_each_counts_so_that_a_slow_one_does_no_harm() -> None:
     assert sizes.best("kind", 4) == 1
 
 
+def test_a_device_that_is_shared_for_a_while_does_not_make_batches_look_slow() -> None:
+    sizes = taught(*[(4, 0.45)] * 4, (1, 0.54), *[(4, 0.57)] * 6, (1, 0.67))
+    assert sizes.best("kind", 4) == 4, "one alone was quick when batches were quicker"
+
+
 def test_each_size_is_judged_and_unknown_ones_are_like_the_next_larger() -> None:
     sizes = taught(*[(1, 1.0), (4, 0.8), (8, 0.9)] * 2)
     assert [sizes.best("kind", images) for images in (2, 4, 6, 8)] == [2, 4, 4, 4]

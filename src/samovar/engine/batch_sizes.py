@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 _GAIN = 0.98
 """The most that an image may take in a larger batch, of what it takes in a smaller one."""
-_ENOUGH, _KEPT = 2, 4
+_ENOUGH, _KEPT = 2, 16
 """Batches by which a size is judged, and those that are remembered. The quickest counts."""
 _TRIAL, _FORGET = 8, 64
 """Batches after which one image alone is tried, if it is unknown, up to three times; and after which sizes that did not
