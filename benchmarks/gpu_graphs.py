@@ -38,8 +38,7 @@ from samovar.cache import apply_teacache_hook
 from samovar.engine.models import load_pipeline
 from samovar.graphs import apply_graphs
 from samovar.graphs.forms import has_same_bits
-from samovar.graphs.recorders import recording_by
-from samovar.graphs.simulated import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 ROWS, SECONDS_A_ROW = 3, 0.7
 """How often, and for how long, steps are made in a row: at least four and at most `--repeats` of them."""

@@ -30,8 +30,7 @@ from gpu_parts import Parts, add_options
 from samovar import attach
 from samovar.adapters import quicken
 from samovar.engine.lora import Adapter, Adapters
-from samovar.graphs.recorders import recording_by
-from samovar.graphs.simulated import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 RANK, SWITCHES, ROUNDS = 16, 12, 3
 GOAL_MS = 50.0

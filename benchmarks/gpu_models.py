@@ -30,6 +30,8 @@ import torch
 from samovar.offload.weights import held_by
 from samovar.tensors import plainly, take_apart
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # For what stands for a graph on a CPU.
+
 Call = Callable[[], object]
 
 FILES = ("--json", "--profile", "--state")

@@ -34,7 +34,7 @@ class Snapshot:
 
     def __init__(self, model: torch.nn.Module, idle: Collection[torch.nn.Module] = ()) -> None:
         """`idle`: modules that take no part."""
-        seen = Looked(model, idle)
+        self.is_of_parts, seen = idle != (), Looked(model, idle)
         reached = Reached(seen.classes.values(), seen.functions)
         self._code, self._cells = reached.lookups(), reached.cells
         self._contents = list(map(_contents, self._cells))
@@ -50,7 +50,7 @@ class Snapshot:
         self._tables = [*seen.tables, *(table for table in parts.tables if table)]
         self._copies = [table.copy() for table in self._tables]
         self._empty = [*seen.empty, *global_hooks()]
-        self._modules, self._types = seen.modules, list(map(type, seen.modules))
+        self.modules, self._types = seen.modules, list(map(type, seen.modules))
         places = [one for one in others if one[0] is not None]
         self._in, self._keys, self._tensors = map(list, zip(*places, strict=True)) if places else ([], [], [])
         self._slotted = [(holder, name, getattr(holder, name)) for holder, name in seen.slotted]
@@ -72,7 +72,7 @@ class Snapshot:
 
     def is_current(self) -> bool:
         """Whether a forward would do the same."""
-        if any(self._empty) or not all(map(is_, map(type, self._modules), self._types)):
+        if any(self._empty) or not all(map(is_, map(type, self.modules), self._types)):
             return False
         if not self.has_same_weights():
             return False
@@ -92,7 +92,7 @@ class Snapshot:
 
     def is_of(self, modules: Collection[torch.nn.Module]) -> bool:
         """Whether a model of these modules may come to be as it was: none has gone, and no weight was replaced."""
-        return all(module in modules for module in self._modules) and self.has_same_weights()
+        return all(module in modules for module in self.modules) and self.has_same_weights()
 
     def _holds_the_same(self) -> bool:
         return (

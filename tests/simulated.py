@@ -7,17 +7,20 @@ tests.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..other_libraries import memory_of
-from ..tensors import is_plain
-from .forms import Unsuitable
-from .recorders import Function, Recording, failing_as
+from samovar.graphs import recorders
+from samovar.graphs.forms import Unsuitable
+from samovar.graphs.recorders import Function, Recorder, Recording, failing_as
+from samovar.other_libraries import memory_of
+from samovar.tensors import is_plain
 
 
 class SimulatedRecorder:
@@ -77,3 +80,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for place, tensor in zip(made, tensors, strict=True):
                 if memory_of(place) != memory_of(tensor):  # A view has changed with what it is a view of.
                     place.copy_(tensor)
+
+
+@contextlib.contextmanager
+def recording_by(recorder: Recorder, device: torch.device) -> Iterator[None]:
+    """Inside, this one records on a device."""
+    before = recorders._recorders.get(device)
+    recorders._recorders[device] = recorder
+    try:
+        yield
+    finally:
+        recorders._recorders.pop(device, None)
+        if before is not None:
+            recorders._recorders[device] = before
