@@ -18,12 +18,19 @@ from simulated import SimulatedRecorder
 CASES = {case.id: case for case in zoo.load()}
 
 
-def recorded(function: Callable[[], Any]) -> tuple[list[str], Any]:
-    """The operations that are left, and what a replay gives."""
+def recorded(function: Callable[[], Any], *given: torch.Tensor) -> tuple[list[str], Any]:
+    """The operations that are left, and what answers for others. A replay gives what the function gives, also of other
+    numbers."""
     expected, spared = function(), Spared(function)
+    assert has_same_bits(Spared(function).run(), expected), "also where nobody holds what is computed on the way"
     recording = SimulatedRecorder().record(spared.run)
     recording.replay()
     assert has_same_bits(recording.output, expected)
+    for tensor in given:
+        tensor.copy_(torch.rand_like(tensor))
+    recording.replay()
+    assert not has_same_bits(recording.output, expected)
+    assert has_same_bits(recording.output, function())
     names = [str(done[0]).split(".")[1] for done in recording.replay.__self__._done]  # type: ignore[attr-defined]
     return names, spared
 
@@ -35,7 +42,7 @@ def test_what_nobody_reads_is_left_out() -> None:
         unread = (other.sin() @ other).view(2, 8).cos()
         return given.exp(), {"more": [given.view(16)[:8] * 2]}, unread.shape
 
-    names, spared = recorded(function)
+    names, spared = recorded(function, given, other)
     assert not {"sin", "mm", "cos"} & set(names)
     assert {"exp", "mul"} <= set(names)
     assert given.untyped_storage()._cdata in spared.live
@@ -44,7 +51,7 @@ def test_what_nobody_reads_is_left_out() -> None:
 
 def test_what_is_the_same_each_time_is_computed_once() -> None:
     given, weight = torch.randn(4), torch.nn.Parameter(torch.randn(4), requires_grad=False)
-    names, spared = recorded(lambda: given * (torch.arange(4).float() * 2).exp() + weight.cos())
+    names, spared = recorded(lambda: given * (torch.arange(4).float() * 2).exp() + weight.cos(), given, weight)
     assert [name for name in names if name != "detach"] == ["mul", "cos", "add"]
     assert len(spared.constants) == 1
 
@@ -59,9 +66,9 @@ def test_what_is_written_in_place_stays() -> None:
         own = given * 2
         copy = own.clone()
         own.add_(1)
-        return counter * 1, filled * 1, own * copy
+        return (counter * 2 + 1) * 3, filled * 1, own * copy
 
-    names, _ = recorded(function)
+    names, _ = recorded(function, given)
     assert {"zeros", "add_", "empty", "copy_", "clone"} <= set(names)
 
 
@@ -72,7 +79,7 @@ def test_copies_that_nobody_writes_into_are_not_made() -> None:
         own = given * 2
         return own.clone() + 1, given.clone() + 1, own.t().clone(memory_format=torch.contiguous_format) + 1, own.clone()
 
-    names, _ = recorded(function)
+    names, _ = recorded(function, given)
     assert names.count("clone") == 3, "one is of an input, one has another form, and one is returned"
 
 
