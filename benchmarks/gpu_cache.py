@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import gpu_models as gpu
@@ -34,7 +34,7 @@ from samovar.lab.closed_loop import even_mask
 
 TARGETS = {"skip_percent": {"flux": 1.0, "qwen": 0.8}, "computed_percent": 0.3, "promise_percent": 3.0}
 THRESHOLDS = (0.2, 0.4)
-STEPS = 50
+STEPS, BARE_STEPS, RUNS = 50, 10, 2
 TUNED_SHARE = 0.4
 """Of the steps, computed by the tuned setting of a run."""
 DRIFT = 0.02
@@ -278,28 +278,33 @@ def tuned() -> TeaCacheConfig:
 
 @torch.no_grad()
 def measure_runs(course: Course, skip_cost: float) -> list[dict[str, Any]]:
-    """Whole runs, with the settings a user would give: do they gain what the count of their steps promises?"""
+    """Whole runs, with the settings a user would give: do they gain what the count of their steps promises? GPUs slow
+    down as they get warm, and hosts have other work, so each run is made twice, between rows of bare steps."""
     device, rows = course.device, []
     bare = Line(course.model, course.run)
-    bare_ms = [gpu.once_ms(lambda: bare.steps(STEPS), device)]
+    bare.steps(BARE_STEPS)
     by_signal = (TeaCacheConfig(rel_l1_thresh=threshold) for threshold in THRESHOLDS)
     for config in (*by_signal, AutoConfig(1e6), tuned()):
         line = Line(course.model, course.run)
         hook = apply_teacache_hook(line.model, config)
         hook.refresh(line.model, STEPS)
         line.steps(STEPS // 5)  # What is found out about the model once is not the cost of a run.
-        hook.refresh(line.model, STEPS)
-        line.rewind()
-        line.blocks_ran = 0
-        ms = gpu.once_ms(lambda line=line: line.steps(STEPS), device)  # type: ignore[misc]
+        bare_ms, ms = [gpu.once_ms(lambda: bare.steps(BARE_STEPS), device)], []
+        for _ in range(RUNS):
+            hook.refresh(line.model, STEPS)
+            line.rewind()
+            line.blocks_ran = 0
+            ms.append(gpu.once_ms(lambda line=line: line.steps(STEPS), device))  # type: ignore[misc]
+            bare_ms.append(gpu.once_ms(lambda: bare.steps(BARE_STEPS), device))
         stats = hook.stats()
         mask = stats.branches["cond"].mask[-STEPS:]
         computed, skipped = mask.count("#"), mask.count(".")
         if (computed, skipped) != (line.blocks_ran, STEPS - line.blocks_ran):
             raise RuntimeError(f"{line.blocks_ran} of {STEPS} steps were computed, but the statistics say:\n{stats}")
-        rows.append({"setting": config.summary(), "computed": computed, "skipped": skipped, "mask": mask, "ms": ms})
-    bare_ms.append(gpu.once_ms(lambda: bare.steps(STEPS), device))
-    return [promise(row, sum(bare_ms) / 2, skip_cost) for row in rows]
+        row = {"setting": config.summary(), "computed": computed, "skipped": skipped, "mask": mask}
+        row |= {"ms": fmean(ms), "ms_each": [round(one, 1) for one in ms]}
+        rows.append(promise(row, fmean(bare_ms) * STEPS / BARE_STEPS, skip_cost))
+    return rows
 
 
 def promise(row: dict[str, Any], bare_ms: float, skip_cost: float) -> dict[str, Any]:

@@ -5,8 +5,9 @@
 
 A cell is a number of steps, a guidance, a kind of captions and a sampler. Each is planned and tuned on the shipped
 tuning captions and measured on others: `choosing` to choose constants by, `reporting` for the table, `last` for the
-very last run. A run stops when its `--seconds` are over, and the next one with the same state goes on; the file holds
-what is done. Peers that adapt decide for a batch as one: `--alone` makes some images one at a time, and times them.
+very last run. What needs no tuning comes first, in all cells. A run stops when its `--seconds` are over; one with the
+same file makes what is missing there, and with the same state goes on within a cell. Peers that adapt decide for a
+batch as one: `--alone` makes some images one at a time, and times them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import quantiles
@@ -66,8 +68,8 @@ class Cell(NamedTuple):
 CELLS = [Cell(*of) for of in itertools.product((50, 28, 20), (2.0, 4.5), ("pairs", "free"), SAMPLERS)]
 
 
-class OutOfTime(Exception):
-    """The rest is for the next run."""
+class OutOfTime(BaseException):
+    """The rest is for the next run. No error: a guard would take it for a peer's."""
 
 
 def sampled(pipeline: Any, sampler: str) -> None:
@@ -94,15 +96,26 @@ class Table:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._ends = options, time.monotonic() + options.seconds
+        self.rows = known(options)
 
-    def run(self) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
-        """Each cell with what is known of it."""
-        for cell in CELLS:
-            if not self._options.cells or cell.name in self._options.cells:
-                yield cell, self._measure(cell)
+    def run(self) -> Iterator[None]:
+        """Measure what is missing: first all that needs no tuning, then one schedule of each cell after the other."""
+        cells = [cell for cell in CELLS if not self._options.cells or cell.name in self._options.cells]
+        for turn in self._options.only or [None, *range(len(SHARES))]:
+            for cell in cells:
+                share = SHARES[turn] if isinstance(turn, int) else None
+                words = [turn] if isinstance(turn, str) else METHODS if share is None else [schedule(cell, share)]
+                try:
+                    yield from self._measure(cell, words, is_planned=share is not None)
+                except OutOfTime:
+                    print(f"{cell.name}: the rest is for the next run", flush=True)
+                    return
 
-    def _measure(self, cell: Cell) -> list[dict[str, Any]]:
-        options = self._options
+    def _measure(self, cell: Cell, words: Sequence[str], is_planned: bool) -> Iterator[None]:
+        """The methods with these words in their names that are not there yet."""
+        options, rows = self._options, self.rows.setdefault(cell.name, {})
+        if is_planned and set(words) <= set(rows):
+            return
         params = OmniDiffusionSamplingParams(num_inference_steps=cell.steps, true_cfg_scale=cell.guidance)
         runner = ImageRunner("emoji", params, options.batch, "float32", options.device)
         sampled(runner.pipeline, cell.sampler)
@@ -114,22 +127,16 @@ class Table:
         shared = cell.tuned_as
         planning = Journal(options.state / shared, {**runner.about(), "cell": shared, "tuning": learning})
         journal = Journal(options.state / (f"{cell.name}-alone" if options.alone else cell.name), about)
-        rows: list[dict[str, Any]] = []
-        try:
-            tuning = Session(runner, learning, planning, "tuning", self._watch)
-            timed = max(0, options.alone - 1)  # The first one warms up.
-            testing = Session(judge, judging, journal, "testing", self._watch, timed=timed)
-            exact = testing.exact()
-            if options.alone:
-                rows.append({"method": "exact", "family": "exact", **figures(exact)})
-            schedules = [f"schedule, {round(share * cell.steps)} computed" for share in SHARES]
-            for words in [[word] for word in options.only] or [METHODS, *([name] for name in schedules)]:
-                for method in all_methods(tuning, only=words):  # A schedule is planned when its turn comes.
-                    rows.append(self._row(testing, method))
-                    print(cell.name, json.dumps(rows[-1]), flush=True)
-        except OutOfTime:
-            print(f"{cell.name}: the rest is for the next run", flush=True)
-        return rows
+        tuning = Session(runner, learning, planning, "tuning", self._watch)
+        timed = max(0, options.alone - 1)  # The first one warms up.
+        testing = Session(judge, judging, journal, "testing", self._watch, timed=timed)
+        if options.alone and "exact" not in rows:
+            rows["exact"] = {"method": "exact", "family": "exact", **figures(testing.exact())}
+        for method in all_methods(tuning, only=words):
+            if method.name not in rows:
+                rows[method.name] = self._row(testing, method)
+                print(cell.name, json.dumps(rows[method.name]), flush=True)
+                yield
 
     def _watch(self, text: str) -> None:
         """Called before each batch, when what is done is safe."""
@@ -157,21 +164,62 @@ def figures(row: Row) -> dict[str, float]:
     }
 
 
-def in_processes(count: int, options: argparse.Namespace) -> None:
-    """Measure cells side by side, those that share what is tuned in one process. All is in the state afterwards."""
+def schedule(cell: Cell, share: float) -> str:
+    """The name of the method that computes a share of a cell's steps, and is planned for it."""
+    return f"schedule, {round(share * cell.steps)} computed"
+
+
+def known(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The rows of earlier runs, by cell and method; what failed is tried again."""
+    file: Path = options.json
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cells": {}}
+    for name, value in about_the_run(options).items():
+        if before.get(name, value) != value:
+            raise SystemExit(f"{file} has rows with {name} {before[name]} and not {value}. Give another --json.")
+    return {
+        cell: {row["method"]: row for row in rows if "problem" not in row} for cell, rows in before["cells"].items()
+    }
+
+
+def about_the_run(options: argparse.Namespace) -> dict[str, Any]:
+    """What rows of one file must share."""
+    images = options.alone or options.images
+    return {"captions": options.captions, "images": images, "alone": bool(options.alone), "tf32": options.tf32}
+
+
+def save(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]], device: str) -> None:
+    """Keep what is there; whole at any time, since a run may be ended while it writes."""
+    packages = ["cache_dit"] if find_spec("cache_dit") else []
+    cells = {cell.name: list(rows[cell.name].values()) for cell in CELLS if rows.get(cell.name)}
+    unfinished = options.json.with_suffix(".part")
+    gpu_models.write(unfinished, {**gpu_models.header(device, *packages), **about_the_run(options), "cells": cells})
+    unfinished.replace(options.json)
+
+
+def in_processes(count: int, options: argparse.Namespace, device: str) -> None:
+    """Measure cells side by side, those that share what is tuned in one process."""
     chosen = [cell for cell in CELLS if not options.cells or cell.name in options.cells]
     groups = [
         [cell.name for cell in chosen if cell.tuned_as == name] for name in dict.fromkeys(c.tuned_as for c in chosen)
     ]
-    waiting, running = list(groups), []
+    rows, files = known(options), [options.state / f"{cells[0]}.json" for cells in groups]
+    waiting, running = list(zip(groups, files, strict=True)), list[subprocess.Popen[bytes]]()
+    options.state.mkdir(parents=True, exist_ok=True)
+    if options.json.is_file():
+        for file in files:
+            shutil.copy(options.json, file)
     while waiting or running:
         running = [process for process in running if process.poll() is None]
         while waiting and len(running) < count:
-            cells = waiting.pop(0)
-            own = ["--processes", "1", "--json", str(options.state / f"{cells[0]}.json"), "--cells", *cells]
-            given = [*sys.argv[1:], *own]
-            running.append(subprocess.Popen([sys.executable, __file__, *given]))
-        time.sleep(0.2)
+            cells, file = waiting.pop(0)
+            own = ["--processes", "1", "--json", str(file), "--cells", *cells]
+            running.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *own]))
+        time.sleep(2.0)
+        for cells, file in zip(groups, files, strict=True):
+            if file.is_file():
+                found = json.loads(file.read_text(encoding="utf-8"))["cells"]
+                rows |= {name: {row["method"]: row for row in found[name]} for name in cells if name in found}
+        save(options, rows, device)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -194,14 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.tf32:
         torch.set_float32_matmul_precision("high")
-    packages = ["cache_dit"] if find_spec("cache_dit") else []
-    about = {"captions": options.captions, "images": options.alone or options.images, "alone": bool(options.alone)}
-    cells: dict[str, Any] = {}
     if options.processes > 1:
-        in_processes(options.processes, options)
-    for cell, rows in Table(options).run():
-        cells[cell.name] = rows
-        gpu_models.write(options.json, {**gpu_models.header(device, *packages), **about, "cells": cells})
+        in_processes(options.processes, options, device)
+        return
+    table = Table(options)
+    for _ in table.run():
+        save(options, table.rows, device)
 
 
 if __name__ == "__main__":

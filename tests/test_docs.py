@@ -340,9 +340,18 @@ def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
         found[name] = line.tuned_is_met
     assert found == {"near": True, "no +3": False, "LPIPS": False, "worst": False}
     text = regimes_table.markdown({"cells": {"20-2-pairs-euler": rows}})
-    assert "| 20-2-pairs-euler | 11 | peer | 42.0, 25.0, 0.001 | +0.0 | +1.0 | +4.0 | -1.0 | x 0.40 |" in text
+    assert "| 20-2-pairs-euler | 11 | peer | 42.0, 25.0, 0.001 | +0.0 | +1.0 | x 1.00 | +4.0 | -1.0 | x 0.40 |" in text
     assert text.endswith("`auto` meets its goal in 1 of 1 cells, which is the goal. "
                          "`tuned` meets its goal in 0 of 1 cells, and the goal is 1.")  # fmt: skip
+
+
+def test_a_schedule_is_judged_at_what_it_computes() -> None:
+    plain = [regime_row("plain steps", 8, 30), regime_row("plain steps", 16, 46)]
+    (line, *_) = regimes_table.lines_of({"20-2-pairs-euler": [*plain, regime_row("samovar schedule", 11.5, 44)]})
+    assert (line.computed, line.best.point.psnr, line.tuned_is_met) == (11.5, 37, False)
+    assert line.tuned is not None
+    (line, *_) = regimes_table.lines_of({"20-2-pairs-euler": [*plain, regime_row("samovar schedule", 13.5, 44)]})
+    assert (line.computed, line.tuned) == (11, None), "planned for another count"
 
 
 def test_nothing_is_said_of_regimes_that_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +366,9 @@ def test_nothing_is_said_of_regimes_that_were_not_measured(tmp_path: Path, monke
     assert "Find the panel nearest to what you run" in said
     assert "plot-regimes.svg" in said
     assert "plot-gaps.svg" not in said
+    assert "**23 of 24 regimes have not been measured yet: 50-2-pairs-euler, " in said
+    cells |= {f"{s}-{g}-pairs-{m}": [] for s in (50, 28, 20) for g in (2, 4.5) for m in ("euler", "unipc")}
+    assert "**12 of 24 regimes have not been measured yet: all with free captions.**" in regimes_plots.section("")
 
 
 def test_plots_of_regimes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,13 +39,17 @@ Pairs are captions of the kind that the model was taught; free captions are not.
 How to choose with it:
 
 - **Find the panel nearest to what you run.** Guidance matters most: it multiplies what an error does.
-- **Nothing tuned?** Look at the line of `auto`: you choose how near images stay, not how many steps are computed.
+- **Nothing tuned?** Look at the line of `auto`: you choose how near images stay, not how many steps are computed. It
+  takes steps from images that are easy and gives them to hard ones, so compare its worst image before its mean: a fixed
+  rhythm may be ahead in the mean, and lose an image.
 - **One model and one number of steps for months?** `samovar tune` takes minutes to hours, once, and holds for the
   regime that it was tuned in and no other. Compare its line with that of `auto` at the count that you can afford.
 - **Is the line of the others as high?** Then fewer plain steps do, and there is nothing to attach.
-- **Read the dots before the lines.** The band reaches to the 5th percentile, the dots are the worst image. A mean of
-  50 dB with a worst image of 25 dB means that some user gets another image.
+- **Read the dots before the lines.** The band reaches to the 5th percentile, the dots are the worst image, and the
+  dotted line is the worst image of plain steps and peers. A mean of 50 dB with a worst image of 25 dB means that some
+  user gets another image.
 """
+_STEPS, _GUIDANCE, _KINDS, _SAMPLERS = ("50", "28", "20"), ("2", "4.5"), ("pairs", "free"), ("euler", "unipc")
 _GAPS = """
 How many steps `auto` goes from one computed step to the next, for the quarter of images that took the fewest steps and
 for the quarter that took the most:
@@ -76,7 +80,7 @@ def regimes(result: Mapping[str, Any]) -> Figure:
     handles = {}
     for axes in figure.axes:
         handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4 if len(columns) > 2 else 2)
     return figure
 
 
@@ -146,7 +150,20 @@ def section(_: str) -> str:
     parts = [_HOW_TO_READ, f"![PSNR over computed steps in every regime]({IMAGES}/plot-regimes.svg)"]
     if (RESULTS / "regimes_gaps.json").is_file():
         parts += [_GAPS, f"![The gap over the run, for easy and for hard images]({IMAGES}/plot-gaps.svg)"]
-    return "\n\n".join(part.strip() for part in (*parts, markdown(read("regimes"))))
+    result = read("regimes")
+    return "\n\n".join(part.strip() for part in (*parts, _missing(result["cells"]), markdown(result)) if part)
+
+
+def _missing(cells: Collection[str]) -> str:
+    """Which of all regimes were not measured."""
+    every = ["-".join(cell) for cell in itertools.product(_STEPS, _GUIDANCE, _KINDS, _SAMPLERS)]
+    missing = [cell for cell in every if cell not in cells]
+    if not missing:
+        return ""
+    kinds = {_parts(cell)[2] for cell in missing}
+    is_whole = len(kinds) == 1 and len(missing) == len(every) // len(_KINDS)
+    what = f"all with {kinds.pop()} captions" if is_whole else ", ".join(missing)
+    return f"**{len(missing)} of {len(every)} regimes have not been measured yet: {what}.**"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
