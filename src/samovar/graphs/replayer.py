@@ -325,7 +325,7 @@ class Replayer:
             if snapshot.is_of_parts and not any(map(is_compiled, snapshot.modules)):
                 with contextlib.suppress(Unsuitable):  # Then all of it is recorded.
                     with failing_as(Unsuitable, "what it reads cannot be seen"), trial(places.tensors):
-                        spared = Spared(run)
+                        (spared := Spared(run)).run()  # Better here than while a device records.
                     recording = _recording(recorder, spared.run, expected, snapshot)
                     places.leave_out(spared.live)
                     return Recorded(places, recording, copier(recording.output), snapshot, [*held, *spared.constants])

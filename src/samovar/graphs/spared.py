@@ -21,8 +21,7 @@ from ..other_libraries import memory_of, weak_memory
 from ..tensors import is_plain
 from .forms import Given
 
-_DETACH = torch.ops.aten.detach.default
-"""torch calls it by itself for a new tensor, but only if somebody else holds that."""
+_DETACH = torch.ops.aten.detach.default  # torch calls it by itself for a new tensor if somebody else holds that.
 
 
 class _Operation(NamedTuple):
@@ -85,7 +84,7 @@ class Spared(TorchDispatchMode):  # type: ignore[no-untyped-call]
             output = function()
         self.live = set(map(memory_of, Given(output).tensors))
         """Memory that is read, by operations that do run or by whoever gets the output."""
-        self._functions, self._position = [one.func for one in seen.done], 0
+        self._functions = [one.func for one in seen.done]
         self._answers, self._copies = dict[int, Any](), set[int]()  # The latter of what nobody writes into.
         own, fixed, changes = set[int](), set[int](), seen.written | self.live
         for number, one in enumerate(seen.done):
@@ -105,6 +104,7 @@ class Spared(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self) -> Any:
         """Run the function, which does the same again."""
+        self._position = 0
         with self:
             return self._function()
 
