@@ -1,15 +1,16 @@
 """What do graphs gain, alone and under a cache? Beside eager torch, torch.compile and other caches, in one run.
 
-    python benchmarks/gpu_graphs.py --json FILE [--seconds 540] [--parts flux-512 ...] [--contestants ...] [--tiny]
+    python benchmarks/gpu_graphs.py --json FILE [--seconds 300] [--parts flux-512 ...] [--contestants ...] [--tiny]
 
 Every contestant gets a model of its own over the same weights. It makes every step, or skips all but a few; caches also
 make whole runs of 28 steps, of which about 10 are computed, beside what the counts promise: as many forwards of the
-bare graph, and nothing else. GPUs slow down as they get warm, so the bare graph is replayed before each row of steps.
+bare graph, and nothing else. GPUs slow down as they get warm, so the bare graph is replayed around each row of steps.
 
-The most important figures come first, and contestants that compile last. After each of them the result is written, and
-a call with the same --json goes on where an earlier one ended; what failed is tried again. Nothing is begun that would
-probably not end within --seconds. At the end there is a table with the goals (`graphs_goals.py FILE` prints it too).
-`--tiny` tries it all out on a CPU, where a list of operations stands for a graph.
+Figures that have goals come first, then what they are compared with. After each of them the result is written, and a
+call with the same --json goes on where an earlier one ended, or measures once more what is there (`--again`); what
+failed is tried again. Nothing is begun that would probably not end within --seconds. At the end there is a table with
+the goals (`graphs_goals.py FILE` prints it too). `--tiny` tries it all out on a CPU, where a list of operations stands
+for a graph.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import functools
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,14 +39,14 @@ from samovar.cache import apply_teacache_hook
 from samovar.engine.models import load_pipeline
 from samovar.graphs import apply_graphs
 from samovar.graphs.forms import has_same_bits
-from samovar.graphs.recorders import recording_by
+from simulated import SimulatedRecorder, recording_by
 
 ROWS, SECONDS_A_ROW = 3, 0.7
 """How often, and for how long, steps are made in a row: at least four and at most `--repeats` of them."""
 WALK = 300
 """Different steps that a contestant is called with: more than any takes without beginning a new run."""
-USUAL_S, COMPILING_S = 30.0, 240.0
-"""How long a contestant takes, as far as is known beforehand."""
+USUAL_S = {"computed": 10.0, "skipped": 5.0, "runs": 15.0, "pictures": 10.0, "model": 30.0, "compiles": 120.0}
+"""How long a figure takes, as far as is known beforehand; and a model, until it is there."""
 _WAN_13B = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 _WAN_480P = (16, 21, 60, 104)
 """81 frames of 832 x 480."""
@@ -76,23 +77,34 @@ class Measure(NamedTuple):
         return self.contestant in who.SLOW
 
 
-def planned(parts: list[str], contestants: list[str]) -> list[Measure]:
+def planned(parts: Collection[str], contestants: Collection[str]) -> list[Measure]:
     """All measures, the most important ones first."""
-    large = [part for part in ("flux-1024", "qwen-1024") if part in parts]
-    order = [
-        part for part in ("flux-256", "flux-512", "flux-1024", "qwen-512", "qwen-1024", "wan-480") if part in parts
-    ]
+    large, caches = ("flux-1024", "qwen-1024"), ("schedule + graphs", "signal + graphs", "auto + graphs")
     skips, fast = (*who.IN_TURN, *who.SKIP), [name for name in who.COMPUTE if name not in who.SLOW]
-    found = [Measure(part, "skipped", name) for part in large for name in ("schedule + graphs", "signal + graphs")]
-    for part in order:
-        found += [Measure(part, "computed", name) for name in fast]
+    # With goals: of one part together, since another takes a while to begin.
+    found = list[Measure]()
+    for part in large:
+        found += [Measure(part, "skipped", name) for name in caches[:2]]
+        found += [Measure(part, "computed", name) for name in ("graphs", *caches)]
+    for part in ("flux-512", "qwen-512"):
+        found += [Measure(part, "runs", name) for name in caches]
+        found += [Measure(part, "computed", "graphs")]
+    found += [Measure(part, "computed", "graphs") for part in ("wan-480", "flux-256")]
+    found += [Measure("builtin", "pictures", name) for name in ("graphs", "auto + graphs")]
+    # Beside others, where people look first.
+    found += [Measure(part, "computed", name) for part in PARTS for name in ("eager", *caches) if part != "builtin"]
+    for part in ("flux-512", "flux-1024"):
+        found += [Measure(part, "skipped", name) for name in who.IN_TURN]
         found += [Measure(part, "runs", name) for name in who.RUNS]
-        found += [Measure(part, "skipped", name) for name in skips]
-    if "builtin" in parts:
-        found += [Measure("builtin", "pictures", name) for name in PICTURES]
-    found += [Measure(part, "computed", name) for name in who.SLOW for part in order]
-    kept = [one for one in dict.fromkeys(found) if one.contestant in contestants]
-    return sorted(kept, key=lambda one: (one.is_slow, one.is_slow and one.kind == "skipped"))
+    found += [Measure(part, "computed", name) for part in ("flux-512", "flux-1024") for name in who.SLOW]
+    for part in PARTS[:-1]:
+        found += [Measure(part, "runs", name) for name in who.RUNS]
+        found += [Measure(part, "skipped", name) for name in skips if name not in who.SLOW]
+        found += [Measure(part, "computed", name) for name in fast]
+    found += [Measure("builtin", "pictures", name) for name in PICTURES]
+    found += [Measure(part, "computed", name) for part in PARTS[:-1] for name in who.SLOW]
+    found += [Measure(part, "skipped", name) for part in PARTS[:-1] for name in skips]
+    return [one for one in dict.fromkeys(found) if one.part in parts and one.contestant in contestants]
 
 
 # ------------------------------------------------------------------------------------------------ a part
@@ -182,14 +194,11 @@ class Course:
         first = [round(gpu.once_ms(lambda: results.append(walk.step()), self.device), 2) for _ in range(4)]
         walk.steps(4)
         count = self.row(gpu.once_ms(walk.step, self.device))
-        rows, bare = [], []
+        rows, bare = [], [self.bare.ms(count)]
         for _ in range(ROWS):
-            bare.append(self.bare.ms(count))
             rows.append(gpu.once_ms(lambda: walk.steps(count), self.device) / count)
             bare.append(self.bare.ms(count))
-        over = [
-            100 * (row / ((one + other) / 2) - 1) for row, one, other in zip(rows, bare[::2], bare[1::2], strict=True)
-        ]
+        over = [100 * (row / ((a + b) / 2) - 1) for row, a, b in zip(rows, bare, bare[1:], strict=False)]
         same = [has_same_bits(one, self.model(**given)) for one, given in zip(results, self.inputs, strict=False)]
         return {"first_ms": first, "ms": round(min(rows), 3), "bare_ms": round(min(bare), 3),
                 "over_bare_percent": round(median(over), 3), "over_bare_each": [round(one, 3) for one in over],
@@ -306,39 +315,48 @@ class Clock:
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
-        self._longest: dict[Any, float] = {}
+        self._longest: dict[tuple[str, str], float] = {}
 
-    def has_time_for(self, one: Measure) -> bool:
-        usual = COMPILING_S if one.is_slow else USUAL_S
-        expected = 1.2 * self._longest.get((one.kind, one.is_slow), usual)
-        return time.monotonic() + expected <= self._end
+    def has_time_for(self, one: Measure, on: str) -> bool:
+        """`on`: the part that is there."""
+        wanted = [("compiles" if one.is_slow else one.kind, one.part)]
+        wanted += [] if on == one.part else [("model", one.part.partition("-")[0])]
+        expected = sum(self._longest.get(key, USUAL_S[key[0]]) for key in wanted)
+        return time.monotonic() + 1.2 * expected <= self._end
 
     @contextlib.contextmanager
-    def timing(self, one: Measure) -> Iterator[None]:
-        start, key = time.monotonic(), (one.kind, one.is_slow)
+    def timing(self, kind: str, what: str) -> Iterator[None]:
+        start, key = time.monotonic(), (kind, what)
         yield
-        self._longest[key] = max(self._longest.get(key, 0.0), time.monotonic() - start)
+        # A model is made once.
+        self._longest[key] = time.monotonic() - start if kind != "model" or key not in self._longest else 5.0
+
+
+def course_of(part: str, device: str, options: argparse.Namespace) -> Course | Pictures:
+    if part == "builtin":
+        return Pictures(device, options.tiny)
+    return Course(part, device, options.tiny, 3 if options.tiny else options.repeats)
 
 
 def measure_all(options: argparse.Namespace, device: str, result: dict[str, Any], save: Callable[[], None]) -> None:
     """Add to what was found earlier."""
-    clock, course, on, left = Clock(options.seconds), None, "", list[Measure]()
+    clock, on, left = Clock(options.seconds), "", list[Measure]()
+    course: Course | Pictures | None = None
     for one in planned(options.parts, options.contestants):
-        if one.kind not in options.kinds:
-            continue
         found = result["parts"].setdefault(one.part, {})
-        if FIGURES[one.kind] in found.get(one.kind, {}).get(one.contestant, {}):
+        is_known = FIGURES[one.kind] in found.get(one.kind, {}).get(one.contestant, {})
+        if one.kind not in options.kinds or (is_known and not options.again):
             continue
-        if not clock.has_time_for(one):
+        if not clock.has_time_for(one, on):
             left.append(one)
             continue
-        with clock.timing(one):
-            if on != one.part:
-                course = None
-                clear(device)
-                make = functools.partial(Course, one.part, device, options.tiny, 3 if options.tiny else options.repeats)
-                course, on = Pictures(device, options.tiny) if one.part == "builtin" else make(), one.part
-            assert course is not None
+        if on != one.part:
+            course = None
+            clear(device)
+            with clock.timing("model", one.part.partition("-")[0]):
+                course, on = course_of(one.part, device, options), one.part
+        assert course is not None
+        with clock.timing("compiles" if one.is_slow else one.kind, one.part):
             found["title"] = course.title
             figures = attempt(functools.partial(course.measure, one.kind, one.contestant))
             found.setdefault(one.kind, {})[one.contestant] = figures
@@ -351,7 +369,7 @@ def measure_all(options: argparse.Namespace, device: str, result: dict[str, Any]
 
 
 def graphs_on(device: str) -> contextlib.AbstractContextManager[None]:
-    return recording_by(gpu.simulated_recorder(), torch.device("cpu")) if device == "cpu" else contextlib.nullcontext()
+    return recording_by(SimulatedRecorder(), torch.device("cpu")) if device == "cpu" else contextlib.nullcontext()
 
 
 def main() -> None:
@@ -362,13 +380,16 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=tuple(FIGURES), default=tuple(FIGURES), help="of figures (all)")
     parser.add_argument("--repeats", type=int, default=20, help="most steps that are timed in a row")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing that would not end within these")
+    parser.add_argument("--again", action="store_true", help="measure also what is in the result already")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: shows that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="write the result here, and go on from what is there")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     result: dict[str, Any] = gpu.header(device) | {"parts": {}}
     if options.json is not None and options.json.exists():
-        result["parts"] = json.loads(options.json.read_text())["parts"]
+        known = json.loads(options.json.read_text())
+        result["parts"] = known.pop("parts")
+        result["earlier"] = [*known.pop("earlier", []), known]
 
     def save() -> None:
         if options.json is not None:  # Whole at any time: a call may be ended while it writes.

@@ -30,7 +30,7 @@ from gpu_parts import Parts, add_options
 from samovar import attach
 from samovar.adapters import quicken
 from samovar.engine.lora import Adapter, Adapters
-from samovar.graphs.recorders import recording_by
+from simulated import SimulatedRecorder, recording_by
 
 RANK, MANY, FEW = 16, (3, 12), (1, 4)
 """The last two: rounds of steps, and switches; few where a step takes long."""
@@ -220,9 +220,7 @@ class Subject:
     def attached(self, **settings: Any) -> Iterator[None]:
         """Inside, features are attached."""
         simulated = (
-            recording_by(gpu_models.simulated_recorder(), self.bench.device)
-            if self.bench.tiny
-            else contextlib.nullcontext()
+            recording_by(SimulatedRecorder(), self.bench.device) if self.bench.tiny else contextlib.nullcontext()
         )
         with simulated:
             attached = attach(self.pipe, **settings) if settings else None

@@ -30,6 +30,8 @@ import torch
 from samovar.offload.weights import held_by
 from samovar.tensors import plainly, take_apart
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # For what stands for a graph on a CPU.
+
 Call = Callable[[], object]
 
 FILES = ("--json", "--profile", "--state")
@@ -337,14 +339,6 @@ def mib(count: int) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ results
-
-
-def simulated_recorder() -> Any:
-    """What the tests have in place of CUDA graphs, to see on a CPU that a benchmark runs."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    from simulated_graphs import SimulatedRecorder
-
-    return SimulatedRecorder()
 
 
 def header(device: str | torch.device, *packages: str) -> dict[str, Any]:

@@ -25,7 +25,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, QwenImageTransformer2DModel
 
 from samovar import attach
-from samovar.graphs.recorders import Recording, recording_by
+from samovar.graphs.recorders import Recording
+from simulated import recording_by
 
 WARM = 12
 """Steps at the beginning of a run that do not count."""

@@ -6,13 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arch import (
-        BlockDeclaration,
-        ModuleDiscovery,
-        SupportsModuleOffload,
-        find_anatomy,
-        register_declaration,
-    )
+    from .arch import BlockDeclaration, ModuleDiscovery, SupportsModuleOffload, find_anatomy, register_declaration
     from .cache import AutoConfig, TeaCacheConfig, make_cache_backend
     from .compose import AttachConfig, Attached, attach, detach
     from .engine import GenerationResult, OmniDiffusionConfig, OmniDiffusionSamplingParams

@@ -15,9 +15,8 @@ from pipelines import PIPELINES
 from samovar import attach
 from samovar.cache import CacheBackend, make_cache_backend
 from samovar.errors import SettingError
-from samovar.graphs.recorders import recording_by
 from samovar.hooks import PipelineHook, hook_pipeline
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 STEPS = 8
 FAST = {"Fn_compute_blocks": 1, "max_warmup_steps": 2, "residual_diff_threshold": 0.5}

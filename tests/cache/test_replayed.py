@@ -16,10 +16,9 @@ from samovar.cache import step as step_module
 from samovar.cache.pace import Pace
 from samovar.graphs import apply_graphs, forms
 from samovar.graphs.forms import Places
-from samovar.graphs.recorders import recording_by
 from samovar.graphs.snapshot import Snapshot
 from samovar.hooks import HookRegistry, call_context
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 NAMES = (
     "FluxTransformer2DModel",

@@ -11,9 +11,8 @@ from compose.matrix import difference, footprint, num_hooks
 from pipelines import PIPELINES
 from samovar import attach
 from samovar.errors import SettingError
-from samovar.graphs.recorders import recording_by
 from samovar.parallel import Ranks, attention
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 
 def backends(pipe: Any) -> set[Any]:

@@ -1,6 +1,6 @@
 """Graphs on pipelines: the bits of the same run without them, with every cache, and every change is seen.
 
-On a CPU a list of operations stands for a graph (`simulated_graphs.py`). The tests marked `gpu` run the
+On a CPU a list of operations stands for a graph (`tests/simulated.py`). The tests marked `gpu` run the
 real ones.
 """
 
@@ -17,9 +17,8 @@ from pipelines import PIPELINES, TinyPipeline
 from samovar import attach
 from samovar.errors import SettingError
 from samovar.graphs import recorders
-from samovar.graphs.recorders import recording_by
 from samovar.parallel import Ranks, SequenceParallelConfig
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 STEPS = 10
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -21,8 +21,7 @@ from samovar.engine import OmniDiffusionConfig, PipelineFacts, Request
 from samovar.engine.lora import Adapter, Adapters, fetch_adapter, read_choice
 from samovar.engine.models import load_pipeline
 from samovar.errors import ModelError, SettingError
-from samovar.graphs.recorders import recording_by
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 CALL: dict[str, Any] = {"height": 16, "width": 32, "num_inference_steps": 10, "max_sequence_length": 8}
 BOTH = [{"name": "ink", "scale": 0.7}, {"name": "pixel", "scale": -0.2}]

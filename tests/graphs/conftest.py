@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from samovar.graphs.recorders import recording_by
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from samovar.graphs import recorders
 from samovar.graphs.forms import Unsuitable
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder, recording_by
 
 CPU = torch.device("cpu")
 
@@ -16,8 +16,8 @@ def test_a_cpu_has_none_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(recorders._recorders, CPU)
     assert recorders.recorder_for(CPU) is None
     assert recorders.recorder_for(torch.device("meta")) is None
-    with recorders.recording_by(one := SimulatedRecorder(), CPU):
-        with recorders.recording_by(other := SimulatedRecorder(), CPU):
+    with recording_by(one := SimulatedRecorder(), CPU):
+        with recording_by(other := SimulatedRecorder(), CPU):
             assert recorders.recorder_for(CPU) is other
         assert recorders.recorder_for(CPU) is one
     assert recorders.recorder_for(CPU) is None

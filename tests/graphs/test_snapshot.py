@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -24,6 +25,18 @@ def test_a_forward_changes_nothing(model: Any) -> None:
     snapshot = Snapshot(model)
     CASES["FluxTransformer2DModel"].run(model, 1)
     assert snapshot.is_in_place()
+    assert snapshot.is_current()
+
+
+def test_a_copy_of_its_output_changes_nothing(model: Any) -> None:
+    """Python notes the slots of a class when the first object of it is copied."""
+    output = model(**CASES["FluxTransformer2DModel"].inputs(0))
+    kind: Any = type(output)
+    if "__slotnames__" in vars(kind):
+        del kind.__slotnames__
+    snapshot = Snapshot(model)
+    copy.copy(output)
+    assert "__slotnames__" in vars(kind)
     assert snapshot.is_current()
 
 

@@ -67,13 +67,7 @@ _WELL_KNOWN: dict[Role, tuple[str, ...]] = {
     "encoder": ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "mllm", "vision_model"),
     "vae": ("vae", "audio_vae"),
 }
-_ROLE_BY_WORD: dict[str, Role] = {
-    "unet": "denoiser",
-    "vae": "vae",
-    "movq": "vae",
-    "vqgan": "vae",
-    "encoder": "encoder",
-}
+_ROLE_BY_WORD: dict[str, Role] = {"unet": "denoiser", "vae": "vae", "movq": "vae", "vqgan": "vae", "encoder": "encoder"}
 _ROLE_BY_PACKAGE: dict[str, Role] = {
     "transformers.": "encoder",
     "diffusers.models.transformers.": "denoiser",

@@ -10,6 +10,7 @@ products with each other: a few numbers for each image, read in one wait for the
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ def products(before: torch.Tensor, now: torch.Tensor, branches: Sequence[Sequenc
     vectors = [before, way]
     for outputs in branches:
         vectors += [outputs[0], *(one - other for one, other in itertools.pairwise(outputs))]
-    stacked = torch.stack([vector * moves for vector in vectors], 1)
+    stacked = torch.stack(vectors, 1) * moves[:, None]
     # Not a product of matrices: that may be rounded to ten bits.
     return torch.stack([(stacked * stacked[:, i : i + 1]).sum(-1) for i in range(len(vectors))], 1)
 
@@ -127,38 +128,41 @@ class Drifts:
         """`used`: for each image, or for all, the weights of older outputs in what the sampler was given at the step
         before. `response`: what it does with an output, where that cannot be seen."""
         self._products = found.astype(np.float64)
+        self._are_numbers = [bool(np.isfinite(image).all()) for image in self._products]
         self._num_known = (self._products.shape[1] - _OUTPUTS) // num_branches - 1
         self._starts = [_OUTPUTS + branch * (1 + self._num_known) for branch in range(num_branches)]
         if response is None:
             each = [used[image % len(used)] if used else None for image in range(len(found))]
-            self._response = np.stack([self._answer(image, of) for image, of in zip(self._products, each, strict=True)])
+            self._response = np.stack([self._answer(image, of) for image, of in enumerate(each)])
         else:
             self._response = np.full((len(found), num_branches), response)
 
     def of(self, weights: Sequence[float], image: int) -> float:
         """How far a forecast with these weights of the older outputs, the newest first, would have taken an image off
         its way, relative to its size."""
-        found, miss = self._products[image], np.zeros(self._products.shape[1])
-        for branch, start in enumerate(self._starts):
-            miss[start + 1 : start + 1 + self._num_known] = -self._response[image, branch] * self._tails(weights)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            drift = np.sqrt(np.maximum(miss @ found @ miss, 0.0) / found[_SAMPLE, _SAMPLE])
-        return float(drift) if np.isfinite(drift) else np.inf
+        if not self._are_numbers[image]:
+            return math.inf
+        found, miss, tails = self._products[image], np.zeros(self._products.shape[1]), self._tails(weights)
+        for answer, start in zip(self._response[image], self._starts, strict=True):
+            miss[start + 1 : start + 1 + self._num_known] = -answer * tails
+        # Plain numbers: the device waits for this.
+        drift, size = max(float(miss @ found @ miss), 0.0), float(found[_SAMPLE, _SAMPLE])
+        drift = math.sqrt(drift / size) if size else math.inf
+        return drift if math.isfinite(drift) else math.inf
 
     def _tails(self, weights: Sequence[float]) -> np.ndarray:
         """The same sum by the differences between outputs, with the newest one subtracted."""
-        padded = np.zeros(self._num_known)
-        padded[: len(weights)] = weights
-        tails: np.ndarray = np.cumsum(padded[::-1])[::-1]
-        return tails
+        sums = [*itertools.accumulate(reversed(weights))][::-1]
+        return np.array(sums + [0.0] * (self._num_known - len(sums)))
 
-    def _answer(self, found: np.ndarray, used: Sequence[float] | None) -> np.ndarray:
+    def _answer(self, image: int, used: Sequence[float] | None) -> np.ndarray:
         """By branch, how the sampler answers to an output."""
-        size, count = len(found), len(self._starts)
-        if not np.isfinite(found).all():
+        found, size, count = self._products[image], self._products.shape[1], len(self._starts)
+        if not self._are_numbers[image]:
             return np.full(count, np.nan)
         basis = np.zeros((size, 1 + (1 if used is None else 2) * count))
-        basis[[_SAMPLE, *self._starts], range(1 + count)] = 1.0
+        for column, start in enumerate((_SAMPLE, *self._starts)):
+            basis[start, column] = 1.0
         if used is not None:  # Samplers of higher order add the change from the step before.
             for column, start in enumerate(self._starts, 1 + count):
                 basis[start + 1 : start + 1 + self._num_known, column] = self._tails(used)
@@ -166,7 +170,7 @@ class Drifts:
         gram, aim = seen @ basis, seen[:, _WAY]
         scale = 1 / np.sqrt(np.maximum(gram.diagonal(), np.finfo(np.float64).tiny))
         scaled = gram * scale[:, None] * scale
-        scaled[range(len(gram)), range(len(gram))] += _RIDGE
+        scaled.flat[:: len(gram) + 1] += _RIDGE
         answer = np.linalg.solve(scaled, aim * scale) * scale
         by_value: np.ndarray = answer[1 : 1 + count]
         by_change: np.ndarray = answer[1 + count :]

@@ -11,9 +11,9 @@ as many computed steps, and twice that in the worst images.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from .drift import Compared, Drifts, Rows, compared, num_copies, rows_of
@@ -176,16 +176,17 @@ class Pace:
             measured = compared(given, *how)
         else:
             measured = run(("drift", *how), lambda given: compared(given, *how), given)
-        found = self._drifts(measured, num_steps, summed)
+        each = [index for index, is_open in enumerate(self._open) if is_open]
+        curves = [curve for curve in CURVES if curve.order + 2 <= depth]
+        known = (_known(leader, index) for index in each)
+        weights = [[of.weights(places[1:], steps[1:], places[0], steps[0]) for of in curves] for places, steps in known]
+        found = self._drifts(measured, num_steps, summed)  # What does not need the device is done before.
         judged: list[Judged | None] = [None] * len(self.images)
-        for index in (index for index, is_open in enumerate(self._open) if is_open):
-            places, numbers = _known(leader, index)
-            drifts = {}
-            for curve in (curve for curve in CURVES if curve.order + 2 <= depth):
-                weights = curve.weights(places[1:], numbers[1:], places[0], numbers[0])
-                drifts[curve] = max(of.of(weights, image=index) for of in found)
-            self.images[index].curve = min(drifts, key=lambda curve: max(drifts[curve], _ROUNDING))
-            judged[index] = Judged(drifts[self.images[index].curve], self.images[index].curve.order)
+        for index, own in zip(each, weights, strict=True):
+            drifts = [max(of.of(weight, image=index) for of in found) for weight in own]
+            drift, curve = min(zip(drifts, curves, strict=True), key=lambda pair: max(pair[0], _ROUNDING))
+            self.images[index].curve = curve
+            judged[index] = Judged(drift, curve.order)
         return judged
 
     def set_gaps(
@@ -205,9 +206,9 @@ class Pace:
         together = measured.products
         if summed is not None:
             together = summed(together.flatten()).reshape(together.shape)
-        read = np.split(together.cpu().numpy(), np.cumsum(measured.lengths)[:-1])
-        used = [image.used for image in self.images]
-        return [Drifts(found, measured.num_branches, used, response) for found in read]
+        used, read, ends = [image.used for image in self.images], together.cpu().numpy(), accumulate(measured.lengths)
+        each = [read[end - length : end] for length, end in zip(measured.lengths, ends, strict=True)]
+        return [Drifts(found, measured.num_branches, used, response) for found in each]
 
 
 def count_images(samples: Sequence[torch.Tensor], outputs: Tensors) -> int | None:

@@ -18,7 +18,7 @@ import torch
 
 from .. import tree
 from ..hooks import Steady
-from ..other_libraries import copy_each
+from ..other_libraries import copy_each, memory_of
 from ..tensors import is_plain
 
 
@@ -138,7 +138,7 @@ class Places:
         for number in {id(tensor): number for number, tensor in enumerate(tensors)}.values():
             batches.setdefault((id(tensors[number]) in steady, _kind(tensors[number])), []).append(number)
         self._batches = [
-            _Batch(numbers, [made[id(tensors[number])][0] for number in numbers], tensors, is_steady)
+            _Batch([(n, made[id(tensors[n])][0], _cut(tensors[n])) for n in numbers], is_steady)
             for (is_steady, _), numbers in batches.items()
         ]
         self.fill(tensors)
@@ -150,6 +150,10 @@ class Places:
         self.held = tensors
         for batch in self._batches:
             batch.fill(tensors)
+
+    def leave_out(self, live: set[int]) -> None:
+        """Copy no longer what is in none of this memory: a replay does not read it."""
+        self._batches = [kept for batch in self._batches if (kept := batch.within(live)) is not None]
 
     def given(self) -> Any:
         """What was given, with these places for its tensors; in new lists, which some models empty."""
@@ -163,15 +167,19 @@ class Places:
 class _Batch:
     """Those tensors of a call that are copied by one kernel: of one dtype, on one device."""
 
-    def __init__(
-        self, numbers: list[int], targets: list[torch.Tensor], tensors: list[torch.Tensor], is_steady: bool
-    ) -> None:
+    def __init__(self, parts: list[tuple[int, torch.Tensor, tuple[slice, ...]]], is_steady: bool) -> None:
+        """Of each tensor its number in a call, where it is put, and what of it is there once."""
+        self._parts, self._is_steady = parts, is_steady
+        numbers, targets, cuts = zip(*parts, strict=True)
         self._pick = itemgetter(*numbers, numbers[0])  # Of one number alone it would make no tuple.
-        self._targets, self._count = targets, len(numbers)
-        self._cuts = [_cut(tensors[number]) for number in numbers]
-        self._has_cuts, self._is_steady = any(self._cuts), is_steady
+        self._targets, self._cuts, self._has_cuts = list(targets), cuts, any(cuts)
         self._there: list[weakref.ref[torch.Tensor]] = []
         """What is in place already, if nobody writes into it."""
+
+    def within(self, live: set[int]) -> _Batch | None:
+        """The part of it that is in this memory, if any is."""
+        kept = [part for part in self._parts if memory_of(part[1]) in live]
+        return _Batch(kept, self._is_steady) if kept else None
 
     @property
     def num_bytes(self) -> int:

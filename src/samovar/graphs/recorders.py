@@ -1,4 +1,4 @@
-"""How is a function recorded, and replayed? As a CUDA graph; `simulated` has what stands for one in tests."""
+"""How is a function recorded, and replayed? As a CUDA graph; tests have what stands for one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Recording(NamedTuple):
     """A function that was recorded."""
 
     replay: Callable[[], None]
-    """Does it again, with what its inputs hold now, and overwrites the output."""
+    """Does it again, with what its inputs hold now, and overwrites the output; for whoever has taken their turn."""
     output: Any
     num_bytes: int
     """Memory that it took."""
@@ -81,7 +81,7 @@ class CudaRecorder:
         self._graphs.add(graph)
         del living
         taken = torch.cuda.memory_reserved(self._device) - before
-        return Recording(functools.partial(self._replay, graph), output, max(taken, 0))
+        return Recording(graph.replay, output, max(taken, 0))
 
     def _begin_pool(self) -> None:
         self._graphs.clear()
@@ -122,10 +122,6 @@ class CudaRecorder:
             current.wait_stream(self._last_used)
         self._last_used = current
 
-    def _replay(self, graph: Any) -> None:
-        self.take_turn()
-        graph.replay()
-
 
 @contextlib.contextmanager
 def failing_as(kind: type[Exception], what: str) -> Iterator[None]:
@@ -148,16 +144,3 @@ def recorder_for(device: torch.device) -> Recorder | None:
         with torch.inference_mode(False):
             _recorders[device] = CudaRecorder(device)
     return _recorders.get(device)
-
-
-@contextlib.contextmanager
-def recording_by(recorder: Recorder, device: torch.device) -> Iterator[None]:
-    """Inside, this one records on a device."""
-    before = _recorders.get(device)
-    _recorders[device] = recorder
-    try:
-        yield
-    finally:
-        _recorders.pop(device, None)
-        if before is not None:
-            _recorders[device] = before

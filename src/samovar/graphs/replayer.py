@@ -21,7 +21,7 @@ import torch
 
 from ..arch.modules import unwrapped
 from ..hooks import watched
-from ..other_libraries import modes
+from ..other_libraries import is_compiled, modes
 from ..trace.shadow import TrialFailed, trial
 from .audit import Audit
 from .config import GraphsConfig
@@ -29,6 +29,7 @@ from .constants import Constants
 from .forms import Form, Given, Places, Unsuitable, copier, has_same_bits
 from .recorders import Recorder, Recording, failing_as, recorder_for
 from .snapshot import Snapshot, obstacle
+from .spared import Spared
 
 Function = Callable[[Any], Any]
 
@@ -164,7 +165,7 @@ class Replayer:
                 return self._plainly(function, given)
         form = call.form
         if form.variants and (replayed := self._replay(form, call)) is not None:
-            return replayed.output
+            return replayed[0]
         form.misses += 1
         is_due = form.misses > 1 and not form.is_final and (not form.is_refused or _is_power_of_two(form.misses))
         if not is_due or not self._lock.acquire(blocking=False):
@@ -235,14 +236,14 @@ class Replayer:
 
     # ------------------------------------------------------------------------------------------ replaying
 
-    def _replay(self, form: _Form, call: _Call) -> _Replayed | None:
+    def _replay(self, form: _Form, call: _Call) -> tuple[Any] | None:
         recorder, tensors = call.recorder, call.given.tensors
         with recorder.lock:
+            recorder.take_turn()
             for number, one in enumerate(form.variants):
                 if one.places.held is not tensors:  # Else all of this was done ahead.
                     if not one.snapshot.is_in_place() or (number and not one.snapshot.is_current()):
                         continue
-                    recorder.take_turn()
                     one.places.fill(tensors)
                 one.recording.replay()
                 one.places.held = None
@@ -251,7 +252,7 @@ class Replayer:
                     form.variants.insert(0, form.variants.pop(number))
                     form.replays += 1
                     self._replayed += 1
-                    return _Replayed(output)
+                    return (output,)
             self._sweep()
         return None
 
@@ -307,24 +308,40 @@ class Replayer:
     def _recorded(
         self, places: Places, recorder: Recorder, function: Function, expected: Any, snapshot: Snapshot
     ) -> Recorded:
+        def run() -> Any:
+            return function(places.given())
+
         audit, constants = Audit(places.tensors, snapshot.weights()), Constants(places.tensors[0].device)
         try:
             # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
             with trial(places.tensors), torch.compiler.set_stance("force_eager"), constants, audit:
-                function(places.given())
+                run()
         except TrialFailed as error:
             raise Unsuitable(f"trying it failed ({error})") from error
         if audit.problem is not None:
             raise _Never(audit.problem)
+        held = [*audit.constants, *constants.tensors()]
         with constants if len(constants) else contextlib.nullcontext():
-            recording = recorder.record(lambda: function(places.given()))
-        if not (snapshot.is_in_place() and snapshot.is_current()):
-            raise Unsuitable(f"its forward changes what it depends on: {snapshot.changed()}")
-        recording.replay()
-        if not has_same_bits(recording.output, expected):
-            raise _Never("a replay gives other bits than its forward")
-        copy = copier(recording.output)
-        return Recorded(places, recording, copy, snapshot, [*audit.constants, *constants.tensors()])
+            if snapshot.is_of_parts and not any(map(is_compiled, snapshot.modules)):
+                with contextlib.suppress(Unsuitable):  # Then all of it is recorded.
+                    with failing_as(Unsuitable, "what it reads cannot be seen"), trial(places.tensors):
+                        (spared := Spared(run)).run()  # Better here than while a device records.
+                    recording = _recording(recorder, spared.run, expected, snapshot)
+                    places.leave_out(spared.live)
+                    return Recorded(places, recording, copier(recording.output), snapshot, [*held, *spared.constants])
+            recording = _recording(recorder, run, expected, snapshot)
+        return Recorded(places, recording, copier(recording.output), snapshot, held)
+
+
+def _recording(recorder: Recorder, run: Callable[[], Any], expected: Any, snapshot: Snapshot) -> Recording:
+    recording = recorder.record(run)
+    if not (snapshot.is_in_place() and snapshot.is_current()):
+        raise Unsuitable(f"its forward changes what it depends on: {snapshot.changed()}")
+    recorder.take_turn()
+    recording.replay()
+    if not has_same_bits(recording.output, expected):
+        raise _Never("a replay gives other bits than its forward")
+    return recording
 
 
 class _Call(NamedTuple):
@@ -366,10 +383,6 @@ def _casting_each_time() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
-
-
-class _Replayed(NamedTuple):
-    output: Any
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -34,7 +34,7 @@ class Snapshot:
 
     def __init__(self, model: torch.nn.Module, idle: Collection[torch.nn.Module] = ()) -> None:
         """`idle`: modules that take no part."""
-        seen = Looked(model, idle)
+        self.is_of_parts, seen = idle != (), Looked(model, idle)
         reached = Reached(seen.classes.values(), seen.functions)
         self._code, self._cells = reached.lookups(), reached.cells
         self._contents = list(map(_contents, self._cells))
@@ -50,12 +50,12 @@ class Snapshot:
         self._tables = [*seen.tables, *(table for table in parts.tables if table)]
         self._copies = [table.copy() for table in self._tables]
         self._empty = [*seen.empty, *global_hooks()]
-        self._modules, self._types = seen.modules, list(map(type, seen.modules))
+        self.modules, self._types = seen.modules, list(map(type, seen.modules))
         places = [one for one in others if one[0] is not None]
         self._in, self._keys, self._tensors = map(list, zip(*places, strict=True)) if places else ([], [], [])
         self._slotted = [(holder, name, getattr(holder, name)) for holder, name in seen.slotted]
         self._classes = list(map(vars, reached.classes))
-        self._lengths = list(map(len, self._classes))
+        self._lengths = _lengths(self._classes)
         self._settings = kernel_settings()
 
     def weights(self) -> Iterator[torch.Tensor]:
@@ -72,7 +72,7 @@ class Snapshot:
 
     def is_current(self) -> bool:
         """Whether a forward would do the same."""
-        if any(self._empty) or not all(map(is_, map(type, self._modules), self._types)):
+        if any(self._empty) or not all(map(is_, map(type, self.modules), self._types)):
             return False
         if not self.has_same_weights():
             return False
@@ -92,7 +92,7 @@ class Snapshot:
 
     def is_of(self, modules: Collection[torch.nn.Module]) -> bool:
         """Whether a model of these modules may come to be as it was: none has gone, and no weight was replaced."""
-        return all(module in modules for module in self._modules) and self.has_same_weights()
+        return all(module in modules for module in self.modules) and self.has_same_weights()
 
     def _holds_the_same(self) -> bool:
         return (
@@ -104,7 +104,7 @@ class Snapshot:
     def _runs_the_same(self) -> bool:
         getters, namespaces, values = self._code
         now = chain.from_iterable(map(operator.call, getters, namespaces))
-        has_same_code = all(map(is_, now, values)) and self._lengths == list(map(len, self._classes))
+        has_same_code = all(map(is_, now, values)) and self._lengths == _lengths(self._classes)
         has_same_code = has_same_code and all(map(is_, map(_contents, self._cells), self._contents))
         return has_same_code and self._settings == kernel_settings()
 
@@ -122,6 +122,11 @@ class Snapshot:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether a forward cannot tell two values apart. Of a tensor it reads the memory."""
     return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
+
+
+def _lengths(classes: list[Any]) -> list[int]:
+    """How many attributes each has, but for a note that Python itself makes when an object is copied."""
+    return [len(entries) - ("__slotnames__" in entries) for entries in classes]
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

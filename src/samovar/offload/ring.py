@@ -184,12 +184,7 @@ class Ring:
     """Copies blocks to the device before they are called, in the order of their calls."""
 
     def __init__(
-        self,
-        queues: DeviceQueues,
-        capacity: int,
-        order: Sequence[StreamedBlock],
-        *,
-        has_next_pass: Callable[[], bool],
+        self, queues: DeviceQueues, capacity: int, order: Sequence[StreamedBlock], *, has_next_pass: Callable[[], bool]
     ) -> None:
         """`has_next_pass` says whether the model will be called again with the same weights."""
         self.order = list(order)

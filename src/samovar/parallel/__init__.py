@@ -5,12 +5,7 @@ from .cfg import CfgParallelHook, apply_cfg_parallel
 from .enable import Sharding, apply_sequence_parallel, enable_sequence_parallel_for_model, sharding_of
 from .launch import Ranks, join_world, launch
 from .mesh import ParallelMesh, SequenceParallelConfig, agreement, make_mesh
-from .plan import (
-    SequenceParallelInput,
-    SequenceParallelModelPlan,
-    SequenceParallelOutput,
-    SequenceParallelPartialInput,
-)
+from .plan import SequenceParallelInput, SequenceParallelModelPlan, SequenceParallelOutput, SequenceParallelPartialInput
 from .shard import SequenceParallelGatherHook, SequenceParallelSplitHook
 
 __all__ = [

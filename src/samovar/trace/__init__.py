@@ -3,11 +3,4 @@
 from .probe import probe_anatomy, probe_pipeline
 from .reports import ModelReport, survey, survey_by_running, survey_pipeline
 
-__all__ = [
-    "ModelReport",
-    "probe_anatomy",
-    "probe_pipeline",
-    "survey",
-    "survey_by_running",
-    "survey_pipeline",
-]
+__all__ = ["ModelReport", "probe_anatomy", "probe_pipeline", "survey", "survey_by_running", "survey_pipeline"]

@@ -30,13 +30,7 @@ from ..adapters import adapter_settings, adapters_of, loaded_adapters
 from ..arch.modules import unwrapped
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
 from ..hooks.intercept import attached_registry, bare_class, never_compiled
-from ..other_libraries import (
-    CAPTURING_OUTPUTS,
-    COMPILED_CALL,
-    FORWARD_WRAPPERS,
-    accelerate_weights,
-    compute_dtype,
-)
+from ..other_libraries import CAPTURING_OUTPUTS, COMPILED_CALL, FORWARD_WRAPPERS, accelerate_weights, compute_dtype
 from ..quantisers import begin_state, kept_beside_weights, move_beside_weights
 from ..tensors import is_plain, rebuilt
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samovar.graphs.forms import Unsuitable
-from simulated_graphs import SimulatedRecorder
+from simulated import SimulatedRecorder
 
 
 def test_a_replay_reads_its_inputs_and_overwrites_its_output() -> None:

@@ -1,20 +1,24 @@
 """What stands for a CUDA graph where there is none? A list of operations with the memory that they used.
 
 As a graph it knows nothing of Python: it does again what was done, where it was done, whatever has changed since. So
-on a CPU everything above runs the same, and a missing check gives the same wrong result.
+on a CPU everything above runs the same, and a missing check gives the same wrong result. It gains nothing: it is for
+tests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samovar.graphs import recorders
 from samovar.graphs.forms import Unsuitable
-from samovar.graphs.recorders import Function, Recording, failing_as
+from samovar.graphs.recorders import Function, Recorder, Recording, failing_as
 from samovar.other_libraries import memory_of
 from samovar.tensors import is_plain
 
@@ -76,3 +80,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for place, tensor in zip(made, tensors, strict=True):
                 if memory_of(place) != memory_of(tensor):  # A view has changed with what it is a view of.
                     place.copy_(tensor)
+
+
+@contextlib.contextmanager
+def recording_by(recorder: Recorder, device: torch.device) -> Iterator[None]:
+    """Inside, this one records on a device."""
+    before = recorders._recorders.get(device)
+    recorders._recorders[device] = recorder
+    try:
+        yield
+    finally:
+        recorders._recorders.pop(device, None)
+        if before is not None:
+            recorders._recorders[device] = before
