@@ -8,7 +8,7 @@ from samovar.engine.batch_sizes import _FORGET, _MOST_KINDS, _TRIAL, BatchSizes
 
 
 def taught(*batches: tuple[int, float], tries: bool = False) -> BatchSizes:
-    """After batches of so many images, each of which took this long."""
+    """After batches, each given by its number of images and how long one image took."""
     sizes = BatchSizes(tries=tries)
     for images, seconds_each in batches:
         sizes.note("kind", images, images * seconds_each)
