@@ -96,7 +96,9 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fused(x: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor) -> dict[str, Way]:
-    """The candidate in Triton, where there is one."""
+    """The candidate in Triton, on a GPU and where there is one."""
+    if not x.is_cuda:
+        return {}
     try:
         from lora_kernel import widen_add_
     except ImportError:

@@ -96,7 +96,7 @@ class Table:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._ends = options, time.monotonic() + options.seconds
-        self.rows = known(options)
+        self.rows, self.earlier = known(options)
 
     def run(self) -> Iterator[None]:
         """Measure what is missing: first all that needs no tuning, then one schedule of each cell after the other."""
@@ -169,16 +169,18 @@ def schedule(cell: Cell, share: float) -> str:
     return f"schedule, {round(share * cell.steps)} computed"
 
 
-def known(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The rows of earlier runs, by cell and method; what failed is tried again."""
+def known(options: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of earlier runs, by cell and method, and what they were made with; what failed is tried again."""
     file: Path = options.json
-    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cells": {}}
+    if not file.is_file():
+        return {}, []
+    before = json.loads(file.read_text(encoding="utf-8"))
+    cells, earlier = before.pop("cells"), before.pop("earlier", [])
     for name, value in about_the_run(options).items():
-        if before.get(name, value) != value:
-            raise SystemExit(f"{file} has rows with {name} {before[name]} and not {value}. Give another --json.")
-    return {
-        cell: {row["method"]: row for row in rows if "problem" not in row} for cell, rows in before["cells"].items()
-    }
+        if before.pop(name, value) != value:
+            raise SystemExit(f"{file} has rows with another {name} than {value}. Give another --json.")
+    rows = {cell: {row["method"]: row for row in of if "problem" not in row} for cell, of in cells.items()}
+    return rows, [*earlier, before]
 
 
 def about_the_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -187,12 +189,15 @@ def about_the_run(options: argparse.Namespace) -> dict[str, Any]:
     return {"captions": options.captions, "images": images, "alone": bool(options.alone), "tf32": options.tf32}
 
 
-def save(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]], device: str) -> None:
+def save(
+    options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]], earlier: list[dict[str, Any]], device: str
+) -> None:
     """Keep what is there; whole at any time, since a run may be ended while it writes."""
     packages = ["cache_dit"] if find_spec("cache_dit") else []
     cells = {cell.name: list(rows[cell.name].values()) for cell in CELLS if rows.get(cell.name)}
     unfinished = options.json.with_suffix(".part")
-    gpu_models.write(unfinished, {**gpu_models.header(device, *packages), **about_the_run(options), "cells": cells})
+    about = {**gpu_models.header(device, *packages), "earlier": earlier, **about_the_run(options)}
+    gpu_models.write(unfinished, {**about, "cells": cells})
     unfinished.replace(options.json)
 
 
@@ -202,14 +207,17 @@ def in_processes(count: int, options: argparse.Namespace, device: str) -> None:
     groups = [
         [cell.name for cell in chosen if cell.tuned_as == name] for name in dict.fromkeys(c.tuned_as for c in chosen)
     ]
-    rows, files = known(options), [options.state / f"{cells[0]}.json" for cells in groups]
+    (rows, earlier), files = known(options), [options.state / f"{cells[0]}.json" for cells in groups]
     waiting, running = list(zip(groups, files, strict=True)), list[subprocess.Popen[bytes]]()
+    failed = 0
     options.state.mkdir(parents=True, exist_ok=True)
     if options.json.is_file():
         for file in files:
             shutil.copy(options.json, file)
     while waiting or running:
-        running = [process for process in running if process.poll() is None]
+        ended = [process for process in running if process.poll() is not None]
+        failed += sum(process.returncode != 0 for process in ended)
+        running = [process for process in running if process not in ended]
         while waiting and len(running) < count:
             cells, file = waiting.pop(0)
             own = ["--processes", "1", "--json", str(file), "--cells", *cells]
@@ -219,7 +227,11 @@ def in_processes(count: int, options: argparse.Namespace, device: str) -> None:
             if file.is_file():
                 found = json.loads(file.read_text(encoding="utf-8"))["cells"]
                 rows |= {name: {row["method"]: row for row in found[name]} for name in cells if name in found}
-        save(options, rows, device)
+        save(options, rows, earlier, device)
+    if failed:
+        raise SystemExit(
+            f"{failed} of {len(groups)} processes failed, as they say above. The rest is in {options.json}."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -247,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     table = Table(options)
     for _ in table.run():
-        save(options, table.rows, device)
+        save(options, table.rows, table.earlier, device)
 
 
 if __name__ == "__main__":
