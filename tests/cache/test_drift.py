@@ -57,7 +57,7 @@ def outputs(seed: int) -> list[list[torch.Tensor]]:
 def drifts(found: torch.Tensor, num_branches: int, weights: list[float]) -> list[float]:
     """Of each image, where the step before was computed."""
     read = Drifts(found.numpy(), num_branches, [[1.0]])
-    return [read.of(weights, image) for image in range(IMAGES)]
+    return [read.of([weights], image)[0] for image in range(IMAGES)]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -115,7 +115,7 @@ def test_without_samples_the_error_is_relative_to_the_output() -> None:
     branches = outputs(5)[:1]
     newest, before = branches[0][:2]
     read = Drifts(products(newest, 2 * newest, branches).numpy(), 1, response=1 / 28)
-    found = [read.of([1.0], image) for image in range(IMAGES)]
+    found = [read.of([[1.0]], image)[0] for image in range(IMAGES)]
     expected = (before - newest).norm(dim=1) / newest.norm(dim=1) / 28
     assert found == pytest.approx(expected.tolist(), rel=1e-3)
 

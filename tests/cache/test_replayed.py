@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from driving import case, stepped
 import zoo
 from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
 from samovar.cache import step as step_module
+from samovar.cache.decision import Signal
 from samovar.cache.pace import Pace
 from samovar.graphs import apply_graphs, forms
 from samovar.graphs.forms import Places
@@ -216,4 +218,19 @@ def test_what_decides_is_recorded_once() -> None:
                     loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
         assert graphs.stats().recorded == 2, "the forward, and what decides"
         assert not graphs.stats().reasons
+        hook.detach()
+
+
+def test_a_run_keeps_no_signals_but_the_last() -> None:
+    """One may know how much it differs from the one before; it does not keep that one alive, nor all before it."""
+    which = case("FluxTransformer2DModel")
+    model = which.build()
+    plain: dict[str, Any] = {"coefficients": (0, 0, 0, 1, 0), "min_steps": 0, "last_steps": 0, "max_skips": None}
+    with apply_graphs(model) as graphs:
+        hook = apply_teacache_hook(model, TeaCacheConfig(rel_l1_thresh=1e9, first_steps=4, **plain))
+        with stepped(model, STEPS) as loop, call_context(branch="only"):
+            for step in range(STEPS):
+                loop.call(lambda step=step: which.run(model, step))  # type: ignore[misc]
+            assert sum(type(one) is Signal for one in gc.get_objects()) == 1
+        assert graphs.stats().replayed > 3
         hook.detach()

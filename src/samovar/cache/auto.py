@@ -163,16 +163,18 @@ class AutoSteps(NamedTuple):
         clock, pace, history = call.clock, call.clock.pace, call.state.rows
         pace.due, pace.drift = [True] * len(pace.images), None
         times = times_on_device(call)
-        reason = stray(call, torch.stack([time.max().float() for time in times]).tolist() if times else ())
-        if reason is not None:
-            return Verdict("compute", reason)
-        if clock.is_last:
-            return Verdict("compute", "last_steps")
-        if len(history) < LEAST_KNOWN:
-            return _YOUNG
-        if pace.is_open:
+        largest = torch.stack([time.max().float() for time in times]) if times else None
+        is_known, judged = len(history) >= LEAST_KNOWN and not clock.is_last, None
+        if is_known and pace.is_open:
             summed = None if self.agree is None else self.agree.within_branch
             judged = pace.judge(history, self._samples(call), clock.step.total, summed, self._run)
+        # Read behind that, so that the device is waited for once.
+        reason = stray(call, () if largest is None else largest.tolist())
+        if reason is not None:
+            return Verdict("compute", reason)
+        if not is_known:
+            return Verdict("compute", "last_steps") if clock.is_last else _YOUNG
+        if judged is not None:
             pace.set_gaps(history, self._agreed(judged, call), self.tolerance, clock.step.total)
         pace.due = [clock.index >= image.due for image in pace.images]
         return _DUE if any(pace.due) else Verdict("skip", WITHIN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import resources
 from typing import NamedTuple, Protocol
@@ -147,7 +148,7 @@ class Signal:
         self.value = value.detach()
         self.source = source
         """Where it was read; signals of two sources cannot be compared."""
-        self.since = since
+        self._since = None if since is None else (weakref.ref(since[0]), since[1])  # Else a run would keep them all.
 
     @functools.cached_property
     def size(self) -> torch.Tensor:
@@ -155,8 +156,8 @@ class Signal:
 
     def change(self, now: Signal) -> Pair | None:
         """How much a later one differs, and how large this one is; None if they cannot be compared."""
-        if now.since is not None and now.since[0] is self and self.source == now.source:
-            return now.since[1]
+        if now._since is not None and now._since[0]() is self and self.source == now.source:
+            return now._since[1]
         if (self.source, self.value.shape, self.value.device) != (now.source, now.value.shape, now.value.device):
             return None
         return [size(now.value - self.value), self.size]

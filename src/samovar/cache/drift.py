@@ -128,7 +128,7 @@ class Drifts:
         """`used`: for each image, or for all, the weights of older outputs in what the sampler was given at the step
         before. `response`: what it does with an output, where that cannot be seen."""
         self._products = found.astype(np.float64)
-        self._are_numbers = [bool(np.isfinite(image).all()) for image in self._products]
+        self._are_numbers: list[bool] = np.isfinite(self._products).all((1, 2)).tolist()
         self._num_known = (self._products.shape[1] - _OUTPUTS) // num_branches - 1
         self._starts = [_OUTPUTS + branch * (1 + self._num_known) for branch in range(num_branches)]
         if response is None:
@@ -137,23 +137,24 @@ class Drifts:
         else:
             self._response = np.full((len(found), num_branches), response)
 
-    def of(self, weights: Sequence[float], image: int) -> float:
-        """How far a forecast with these weights of the older outputs, the newest first, would have taken an image off
-        its way, relative to its size."""
+    def of(self, forecasts: Sequence[Sequence[float]], image: int) -> list[float]:
+        """How far each of some forecasts would have taken an image off its way, relative to its size. A forecast is the
+        weights of the older outputs, the newest first."""
         if not self._are_numbers[image]:
-            return math.inf
-        found, miss, tails = self._products[image], np.zeros(self._products.shape[1]), self._tails(weights)
+            return [math.inf] * len(forecasts)
+        # All at once: the device waits for this.
+        found, tails = self._products[image], np.array([self._tails(weights) for weights in forecasts])
+        miss = np.zeros((len(forecasts), len(found)))
         for answer, start in zip(self._response[image], self._starts, strict=True):
-            miss[start + 1 : start + 1 + self._num_known] = -answer * tails
-        # Plain numbers: the device waits for this.
-        drift, size = max(float(miss @ found @ miss), 0.0), float(found[_SAMPLE, _SAMPLE])
-        drift = math.sqrt(drift / size) if size else math.inf
-        return drift if math.isfinite(drift) else math.inf
+            miss[:, start + 1 : start + 1 + self._num_known] = -answer * tails
+        squares, size = ((miss @ found) * miss).sum(1).tolist(), float(found[_SAMPLE, _SAMPLE])
+        drifts = [math.sqrt(max(square, 0.0) / size) if size else math.inf for square in squares]
+        return [drift if math.isfinite(drift) else math.inf for drift in drifts]
 
-    def _tails(self, weights: Sequence[float]) -> np.ndarray:
+    def _tails(self, weights: Sequence[float]) -> list[float]:
         """The same sum by the differences between outputs, with the newest one subtracted."""
         sums = [*itertools.accumulate(reversed(weights))][::-1]
-        return np.array(sums + [0.0] * (self._num_known - len(sums)))
+        return sums + [0.0] * (self._num_known - len(sums))
 
     def _answer(self, image: int, used: Sequence[float] | None) -> np.ndarray:
         """By branch, how the sampler answers to an output."""

@@ -183,7 +183,7 @@ class Pace:
         found = self._drifts(measured, num_steps, summed)  # What does not need the device is done before.
         judged: list[Judged | None] = [None] * len(self.images)
         for index, own in zip(each, weights, strict=True):
-            drifts = [max(of.of(weight, image=index) for of in found) for weight in own]
+            drifts = map(max, zip(*(of.of(own, index) for of in found), strict=True))
             drift, curve = min(zip(drifts, curves, strict=True), key=lambda pair: max(pair[0], _ROUNDING))
             self.images[index].curve = curve
             judged[index] = Judged(drift, curve.order)
