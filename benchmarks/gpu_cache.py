@@ -277,14 +277,14 @@ def tuned() -> TeaCacheConfig:
 
 
 @torch.no_grad()
-def measure_runs(course: Course, skip_cost: float) -> list[dict[str, Any]]:
+def measure_runs(course: Course, skip_cost: float) -> Iterator[dict[str, Any]]:
     """Whole runs, with the settings a user would give: do they gain what the count of their steps promises? GPUs slow
     down as they get warm, and hosts have other work, so each run is made twice, between rows of bare steps."""
-    device, rows = course.device, []
+    device = course.device
     bare = Line(course.model, course.run)
     bare.steps(BARE_STEPS)
     by_signal = (TeaCacheConfig(rel_l1_thresh=threshold) for threshold in THRESHOLDS)
-    for config in (*by_signal, AutoConfig(1e6), tuned()):
+    for config in (AutoConfig(1e6), tuned(), *by_signal):
         line = Line(course.model, course.run)
         hook = apply_teacache_hook(line.model, config)
         hook.refresh(line.model, STEPS)
@@ -303,8 +303,7 @@ def measure_runs(course: Course, skip_cost: float) -> list[dict[str, Any]]:
             raise RuntimeError(f"{line.blocks_ran} of {STEPS} steps were computed, but the statistics say:\n{stats}")
         row = {"setting": config.summary(), "computed": computed, "skipped": skipped, "mask": mask}
         row |= {"ms": fmean(ms), "ms_each": [round(one, 1) for one in ms]}
-        rows.append(promise(row, fmean(bare_ms) * STEPS / BARE_STEPS, skip_cost))
-    return rows
+        yield promise(row, fmean(bare_ms) * STEPS / BARE_STEPS, skip_cost)
 
 
 def promise(row: dict[str, Any], bare_ms: float, skip_cost: float) -> dict[str, Any]:
@@ -367,7 +366,7 @@ def measure(name: str, device: str, tiny: bool, repeats: int) -> tuple[dict[str,
     bare_peak_mib = course.peak_mib(bare, 0, compute=True)
     skipped = measure_skips(course)
     computed = measure_computed(course)
-    runs = measure_runs(course, skipped[MAIN]["ms"]["median"] / median(bare_at_start))
+    runs = list(measure_runs(course, skipped[MAIN]["ms"]["median"] / median(bare_at_start)))
     text = profile(course, title)
     bare_at_end = gpu.times_ms(bare.step, device, max(repeats // 2, 1))
     bare_ms = median(bare_at_start + bare_at_end)
@@ -429,7 +428,7 @@ def show_runs(rows: list[dict[str, Any]]) -> None:
         print(f"{STEPS} steps at {row['setting']}: {row['computed']} computed, {row['skipped']} skipped, "
               f"{row['speedup']:.3f}x; promised {row['promised_with_skip_cost']:.3f}x "
               f"({row['off_by_percent']:+.1f} %), by counts alone {row['promised_by_counts']:.3f}x "
-              f"({row['off_counts_percent']:+.1f} %)")  # fmt: skip
+              f"({row['off_counts_percent']:+.1f} %)", flush=True)  # fmt: skip
 
 
 def measure_only_runs(options: argparse.Namespace, device: str, header: dict[str, Any]) -> None:
@@ -440,10 +439,12 @@ def measure_only_runs(options: argparse.Namespace, device: str, header: dict[str
         title, course = prepare(name, device, options.tiny, options.repeats)
         known = result["models"].setdefault(name, {"title": title})
         percent = known["skipped"][MAIN]["percent_of_bare"] if "skipped" in known else 0.0
-        known["runs"], known["runs_made"] = measure_runs(course, percent / 100), header
-        show_runs(known["runs"])
-        if file is not None:
-            gpu.write(file, result)
+        known["runs"], known["runs_made"] = [], header
+        for row in measure_runs(course, percent / 100):
+            known["runs"].append(row)
+            show_runs([row])
+            if file is not None:
+                gpu.write(file, result)
 
 
 def main() -> None:

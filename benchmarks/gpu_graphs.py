@@ -4,7 +4,7 @@
 
 Every contestant gets a model of its own over the same weights. It makes every step, or skips all but a few; caches also
 make whole runs of 28 steps, of which about 10 are computed, beside what the counts promise: as many forwards of the
-bare graph, and nothing else. GPUs slow down as they get warm, so the bare graph is replayed around each row of steps.
+bare graph, and nothing else. GPUs slow down as they get warm, so the bare graph is replayed in turn with all of them.
 
 Figures that have goals come first, then what they are compared with. After each of them the result is written, and a
 call with the same --json goes on where an earlier one ended, or measures once more what is there (`--again`); what
@@ -20,11 +20,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import gpu_cache
@@ -43,6 +44,8 @@ from simulated import SimulatedRecorder, recording_by
 
 ROWS, SECONDS_A_ROW = 3, 0.7
 """How often, and for how long, steps are made in a row: at least four and at most `--repeats` of them."""
+BLOCK, SECONDS = 4, 4.0
+"""Computed steps that are made in a row, in turn with the bare graph, and for how long: at least four blocks."""
 WALK = 300
 """Different steps that a contestant is called with: more than any takes without beginning a new run."""
 USUAL_S = {"computed": 10.0, "skipped": 5.0, "runs": 15.0, "pictures": 10.0, "model": 30.0, "compiles": 120.0}
@@ -84,7 +87,7 @@ def planned(parts: Collection[str], contestants: Collection[str]) -> list[Measur
     # With goals: of one part together, since another takes a while to begin.
     found = list[Measure]()
     for part in large:
-        found += [Measure(part, "skipped", name) for name in caches[:2]]
+        found += [Measure(part, "skipped", name) for name in ("output schedule + graphs", *caches[:2])]
         found += [Measure(part, "computed", name) for name in ("graphs", *caches)]
     for part in ("flux-512", "qwen-512"):
         found += [Measure(part, "runs", name) for name in caches]
@@ -186,23 +189,34 @@ class Course:
 
     @torch.no_grad()
     def computed(self, put: who.Attach) -> dict[str, Any]:
-        """A contestant's first four and its later steps, in a row as a run has them, each row beside one of the bare
-        graph; and whether they have the bits of eager torch."""
+        """A contestant's first four and its later steps, beside the bare graph; and whether they have the bits of eager
+        torch."""
         before = reserved(self.device)
         walk = who.Walk(self.model, self.inputs, put)
         results: list[Any] = []
         first = [round(gpu.once_ms(lambda: results.append(walk.step()), self.device), 2) for _ in range(4)]
         walk.steps(4)
-        count = self.row(gpu.once_ms(walk.step, self.device))
-        rows, bare = [], [self.bare.ms(count)]
-        for _ in range(ROWS):
-            rows.append(gpu.once_ms(lambda: walk.steps(count), self.device) / count)
-            bare.append(self.bare.ms(count))
-        over = [100 * (row / ((a + b) / 2) - 1) for row, a, b in zip(rows, bare, bare[1:], strict=False)]
+        blocks = max(4, min(self.repeats, int(SECONDS * 1e3 / (2 * BLOCK * self.bare.ms(2)))))
+        bare, *pairs = self.in_turn(walk.step, blocks)
+        rows, bares = [pair[0] for pair in pairs], [bare, *(pair[1] for pair in pairs)]
+        over = [100 * (row / ((a + b) / 2) - 1) for row, a, b in zip(rows, bares, bares[1:], strict=False)]
         same = [has_same_bits(one, self.model(**given)) for one, given in zip(results, self.inputs, strict=False)]
-        return {"first_ms": first, "ms": round(min(rows), 3), "bare_ms": round(min(bare), 3),
-                "over_bare_percent": round(median(over), 3), "over_bare_each": [round(one, 3) for one in over],
+        return {"first_ms": first, "ms": round(median(rows), 3), "bare_ms": round(median(bares), 3),
+                "over_bare_percent": round(median(over), 3), "over_bare_each": [round(one, 2) for one in over],
                 "same_bits": all(same), "reserved_mib": gpu.mib(reserved(self.device) - before)}  # fmt: skip
+
+    def in_turn(self, step: Callable[[], Any], blocks: int) -> list[Any]:
+        """Milliseconds of a step of the bare graph, and then for each block of steps those of one, and of one of the
+        bare graph behind it. Nothing waits between them, and the first step of each block does not count."""
+        marks = [mark(self.device)]
+        for block in range(2 * blocks + 1):
+            for _ in range(BLOCK):
+                self.bare.steps(1) if block % 2 == 0 else step()
+                marks.append(mark(self.device))
+        gpu.synchronise(self.device)
+        taken = [between_ms(one, other) for one, other in itertools.pairwise(marks)]
+        each = [fmean(taken[start + 1 : start + BLOCK]) for start in range(0, len(taken), BLOCK)]
+        return [each[0], *zip(each[1::2], each[2::2], strict=True)]
 
     def percent(self, ms: float, bare: float) -> float:
         return round(100 * ms / bare, 4)
@@ -296,6 +310,19 @@ def attempt(measure: Callable[[], Any]) -> Any:
         return measure()
     except (RuntimeError, ImportError, TypeError, ValueError, AssertionError) as error:
         return {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"}
+
+
+def mark(device: str) -> Any:
+    """A point in what a device does; on a CPU, the time."""
+    if torch.device(device).type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_ms(one: Any, other: Any) -> float:
+    return (other - one) * 1e3 if isinstance(one, float) else float(one.elapsed_time(other))
 
 
 def reserved(device: str) -> int:
