@@ -95,22 +95,11 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 """From the output of a layer, which it may overwrite, to the output with an adapter."""
 
 
-def fused(x: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor) -> dict[str, Way]:
-    """The candidate in Triton, on a GPU and where there is one."""
-    if not x.is_cuda:
-        return {}
-    try:
-        from lora_kernel import widen_add_
-    except ImportError:
-        return {}
-    return {"fused": lambda base: widen_add_(base, torch.nn.functional.linear(x, narrow), wide)}
-
-
 def operations(shape: Shape, bench: Bench) -> dict[str, Any]:
     """Milliseconds of each operation that peft adds to a layer, of all of them, and of other ways; by way, the bits.
 
     Bytes bound them: a way moves the layer's input once, and its output four times (widen, add), with peft's scale six
-    times, fused twice."""
+    times, `addmm` twice."""
     from torch.nn.functional import linear
 
     def random(*size: int, by: float = 0.02) -> torch.Tensor:
@@ -133,7 +122,6 @@ def operations(shape: Shape, bench: Bench) -> dict[str, Any]:
         "unscaled": lambda base: base + linear(linear(x, narrow), wide),
         "in place": lambda base: base.add_(linear(linear(x, narrow), wide)),
         "addmm": lambda base: torch.addmm(base, linear(x, narrow), wide.T),
-        **fused(x, narrow, wide),
     }
     row: dict[str, Any] = {"tokens": shape.tokens, "in": shape.width, "out": shape.output, "layers": shape.count}
     row |= {f"{name}_ms": ms(call) for name, call in parts.items()}

@@ -13,6 +13,7 @@ MARGIN = 10
 """How many times longer than expected a silence may be."""
 _USUAL_PIXELS = 1024 * 1024
 """Of a model that does not say how large its images are."""
+_MOST_SHAPES = 1024
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Patience:
 
     def note(self, pixels: int, longest_s: float, shape: Hashable = None) -> None:
         """A batch has ended well. One of more pixels says more; among equals, one long silence is forgotten in time."""
+        if len(self.shapes) >= _MOST_SHAPES:  # Clients choose them. What is forgotten is given more time again.
+            self.shapes.clear()
         self.shapes.add(shape)
         if pixels == self.pixels:
             self.longest_s = max(longest_s, self.longest_s / 2)
