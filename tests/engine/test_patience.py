@@ -72,3 +72,11 @@ def test_a_shape_that_must_be_compiled_may_take_as_long_as_loading() -> None:
     assert patience.allowed_s(2 * DEFAULT, SMALL, compiled, wide) == 60.0
     patience.restart(SMALL, is_warm=True)
     assert patience.allowed_s(2 * DEFAULT, SMALL, compiled, wide) == 1800.0, "another process compiles again"
+
+
+def test_clients_cannot_make_it_grow_without_end() -> None:
+    patience = Patience()
+    for shape in range(5000):
+        patience.note(DEFAULT, 0.1, shape)
+    assert len(patience.shapes) < 2000
+    assert 4999 in patience.shapes
