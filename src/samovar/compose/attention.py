@@ -15,7 +15,7 @@ import torch
 from .. import tree
 from ..arch.modules import unwrapped
 from ..errors import SettingError, nearest
-from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, install_hook
 from ..other_libraries import attention_backends, use_attention
 from ..trace.shadow import Shadow, TrialFailed
 
@@ -98,9 +98,6 @@ class AttentionHook(ModelHook, Handle):
 
 def apply_attention(module: torch.nn.Module, name: str) -> AttentionHook:
     """Use another attention in a denoiser, after the first forward has shown that it can be used."""
-    module = unwrapped(module)
-    registry = HookRegistry.get_or_create(module)
     hook = AttentionHook(name)
-    registry.register_hook(HOOK_NAME, hook)
-    hook._undo.callback(registry.remove_hook, HOOK_NAME)
+    install_hook(hook._undo, unwrapped(module), HOOK_NAME, hook)
     return hook

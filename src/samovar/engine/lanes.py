@@ -21,8 +21,7 @@ from ..arch import find_denoisers
 from ..arch.modular import is_modular
 from ..cache import CacheBackend
 from ..errors import SettingError
-from ..hooks import HookRegistry, ModelHook
-from ..hooks.registry import HookOrder
+from ..hooks import HookOrder, ModelHook, install_hook
 from .request import Request
 
 _HOOK = "samovar_lanes"
@@ -144,9 +143,7 @@ class Lanes:
         self._needs: dict[Hashable, int] = {}
         """By the shape of a call: the memory that it took, beside the weights, when it was alone."""
         for denoiser in find_denoisers(pipeline).values() if count > 1 else ():
-            registry = HookRegistry.get_or_create(denoiser)
-            registry.register_hook(_HOOK, _TurnHook())
-            self._undo.callback(registry.remove_hook, _HOOK)
+            install_hook(self._undo, denoiser, _HOOK, _TurnHook())
 
     @contextlib.contextmanager
     def before_steps(self) -> Iterator[None]:

@@ -17,8 +17,7 @@ import torch
 from .. import tree
 from ..arch import find_denoisers
 from ..errors import SamovarError
-from ..hooks import HookRegistry, ModelHook
-from ..hooks.registry import HookOrder
+from ..hooks import HookOrder, ModelHook, install_hook
 
 _HOOK = "samovar_first_output"
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -57,9 +56,7 @@ class _FirstOutput(ModelHook):
         """Inside, it is on the denoisers of a pipeline."""
         with contextlib.ExitStack() as undo, contextlib.suppress(_Enough):
             for denoiser in find_denoisers(pipeline).values():
-                registry = HookRegistry.get_or_create(denoiser)
-                registry.register_hook(_HOOK, self)
-                undo.callback(registry.remove_hook, _HOOK)
+                install_hook(undo, denoiser, _HOOK, self)
             yield
 
 

@@ -15,7 +15,7 @@ import torch
 from ..arch import find_denoisers
 from ..cache import CacheBackend, PipelineStats, StepRecord
 from ..errors import CancelledRequestError, NanLatentsError
-from ..hooks import HookRegistry, ModelHook, Run
+from ..hooks import ModelHook, Run, install_hook
 from ..media import upright_size
 from .previews import NoPreview, decode_latents, predict_clean
 from .request import Listener, Preview, Progress, Request
@@ -181,9 +181,7 @@ def follow_steps(watch: StepWatch, pipeline: Any, call: dict[str, Any], takes: C
     hook = _StepHook(pipeline, watch)
     with contextlib.ExitStack() as undo:
         for denoiser in find_denoisers(pipeline).values():  # Each takes its share of the steps.
-            registry = HookRegistry.get_or_create(denoiser)
-            registry.register_hook(HOOK_NAME, hook)
-            undo.callback(registry.remove_hook, HOOK_NAME)
+            install_hook(undo, denoiser, HOOK_NAME, hook)
         yield
         hook.end()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..arch.modules import unwrapped
-from ..hooks import Handle, HookRegistry, ModelHook
+from ..hooks import Handle, HookRegistry, ModelHook, install_hook
 from .config import GraphsConfig
 from .replayer import Replayer, ReplayStats
 
@@ -50,9 +50,7 @@ def apply_graphs(module: torch.nn.Module, config: GraphsConfig | None = None, re
     """Replay the computed forwards of a denoiser as CUDA graphs. Skipped steps of a cache stay outside. `refused`: why
     none can be, if that is known already."""
     module = unwrapped(module)
-    registry = HookRegistry.get_or_create(module)
-    registry.refuse_second(HOOK_NAME, "graphs", param="compile")
+    HookRegistry.get_or_create(module).refuse_second(HOOK_NAME, "graphs", param="compile")
     hook = GraphsHook(config or GraphsConfig(), refused)
-    registry.register_hook(HOOK_NAME, hook)
-    hook._undo.callback(registry.remove_hook, HOOK_NAME)
+    install_hook(hook._undo, module, HOOK_NAME, hook)
     return hook

@@ -5,7 +5,7 @@ from .context import BaseState, CallContext, StateManager, call_context, current
 from .handle import Handle
 from .pipelines import hook_pipeline
 from .recording import EVERY_MODULE, Recorder, Steady, is_watched, watched
-from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
+from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, install_hook
 from .roles import Role, Roles, role_by_name
 from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, run_around, running
 
@@ -31,6 +31,7 @@ __all__ = [
     "current_context",
     "current_run",
     "hook_pipeline",
+    "install_hook",
     "is_watched",
     "pipeline_hooks",
     "role_by_name",

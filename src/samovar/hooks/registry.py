@@ -317,3 +317,10 @@ class HookRegistry:
 
 _held_registries: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HookRegistry]] = weakref.WeakKeyDictionary()
 """Registries without hooks, as long as they are referenced."""
+
+
+def install_hook(undo: contextlib.ExitStack, module: torch.nn.Module, name: str, hook: ModelHook) -> None:
+    """Register a hook on a module; `undo` removes it."""
+    registry = HookRegistry.get_or_create(module)
+    registry.register_hook(name, hook)
+    undo.callback(registry.remove_hook, name)

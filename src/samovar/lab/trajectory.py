@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..arch import find_denoisers
 from ..cache.config import EVERY_BRANCH
 from ..errors import ModelError
-from ..hooks import HookOrder, HookRegistry, ModelHook, current_context
+from ..hooks import HookOrder, ModelHook, current_context, install_hook
 from .fitting import Products, Vector, outlier_step
 from .methods import EXACT, Method
 
@@ -116,9 +116,7 @@ def watch(pipeline: Any) -> Iterator[RunWatch]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(run.on_scheduler())
         if len(denoisers) == 1:
-            registry = HookRegistry.get_or_create(denoisers[0])
-            registry.register_hook(_HOOK, run)
-            undo.callback(registry.remove_hook, _HOOK)
+            install_hook(undo, denoisers[0], _HOOK, run)
         yield run
 
 

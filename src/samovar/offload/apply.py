@@ -20,6 +20,7 @@ from ..arch.devices import read_device
 from ..arch.skeleton import loaded_parts
 from ..errors import SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
+from ..hooks.registry import install_hook
 from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
 from ..tensors import num_bytes_of
 from ..trace.activations import Activations, activations_of
@@ -30,7 +31,7 @@ from .config import OffloadConfig
 from .cuda import CudaStage
 from .host import HostMemory, host_limit
 from .measure import Measured
-from .moving import HOOK, OffloadedComponent, hooks_for, install_hooks
+from .moving import HOOK, OffloadedComponent, hooks_for
 from .planner import OffloadPlan, plan_offload
 from .simulated import HostStage
 from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
@@ -236,12 +237,13 @@ class Offloaded(Handle, PipelineHook):
         for name, component in self._components.items():
             component.others = [other for other in active if component in active and other is not component]
             if component in active:
-                install_hooks(self._hooks, HOOK, hooks_for(component, plan.component(name)))
+                for module, hook in hooks_for(component, plan.component(name)):
+                    install_hook(self._hooks, module, HOOK, hook)
         if all(component.component.module is not self._pipeline for component in self._components.values()):
             # A lone model is called once a step, so its calls are not runs.
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
         for name in self._not_tried if plan.offloads_anything or self.config.precompute else ():
-            install_hooks(self._hooks, f"{HOOK}_form", [(self._components[name].whole.module, _FormHook(self, name))])
+            install_hook(self._hooks, self._components[name].whole.module, f"{HOOK}_form", _FormHook(self, name))
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
                 how = self.stage, self._host, self._lock, tiers.tier((name, TIME_LAYERS)), tiers.may_pin_all

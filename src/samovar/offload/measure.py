@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ..hooks import HookOrder, ModelHook
+from ..hooks import HookOrder, ModelHook, install_hook
 from ..tensors import num_bytes_of
-from .moving import install_hooks
 from .sizes import Component
 from .staging import Stage
 from .streaming import Timing
@@ -68,8 +67,8 @@ class Measured:
                         partial(self._go, name, path, is_whole),
                     )
                     inner = _MeterHook(HookOrder.OTHER, partial(self._enter, name, path), partial(self._end, path))
-                    install_hooks(undo, _OUTER, [(part, outer)])
-                    install_hooks(undo, _INNER, [(part, inner)])
+                    install_hook(undo, part, _OUTER, outer)
+                    install_hook(undo, part, _INNER, inner)
             yield self
             self._leave(None)
         block_s = {

@@ -14,10 +14,9 @@ Other threads wait, and may load another component between two calls of this one
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
-from ..hooks import HookOrder, HookRegistry, ModelHook, Run, current_run
+from ..hooks import HookOrder, ModelHook, Run, current_run
 from ..tensors import plainly, take_apart
 from .coded_file import CodedFile
 from .host import HostMemory, move
@@ -291,11 +290,3 @@ def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tu
     for owner in owners_of(component.module, component.skip_with_blocks) if offloaded.others else ():
         if owner is not component.module:
             yield owner, LoadHook(offloaded)
-
-
-def install_hooks(undo: contextlib.ExitStack, name: str, hooks: Iterable[tuple[torch.nn.Module, ModelHook]]) -> None:
-    """Register hooks on modules; `undo` removes them."""
-    for module, hook in hooks:
-        registry = HookRegistry.get_or_create(module)
-        registry.register_hook(name, hook)
-        undo.callback(registry.remove_hook, name)

@@ -26,7 +26,7 @@ from .. import tree
 from ..adapters import AdapterStates
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..errors import ModelError, SettingError
-from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, pipeline_hooks
+from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, install_hook, pipeline_hooks
 from ..hooks.runs import run_around
 from ..trace.tape import Tape, tensors_in
 from ..trace.time_only import find_tape, is_autocast, is_plain
@@ -34,7 +34,6 @@ from .ahead import HOOK, is_free, is_watched
 from .host import HostMemory
 from .known_steps import KnownSteps, SeenWeights, bits_of, key_of
 from .moving import HOOK as OFFLOAD_HOOK
-from .moving import install_hooks
 from .sizes import Component
 from .staging import Stage
 from .stats import TimeStats
@@ -112,8 +111,9 @@ class TimeLayers:
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
         self._adopt(self._tier)
-        install_hooks(undo, HOOK, [(self._model, _CallHook(self))])
-        install_hooks(undo, HOOK, [(layer, _LayerHook(self)) for layer in self.layers.values()])
+        install_hook(undo, self._model, HOOK, _CallHook(self))
+        for layer in self.layers.values():
+            install_hook(undo, layer, HOOK, _LayerHook(self))
 
     def _adopt(self, tier: Tier) -> None:
         with self._host.adopting():

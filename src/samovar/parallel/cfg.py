@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_map
 from .. import tree
 from ..arch.modules import parameters_of, unwrapped
 from ..errors import HookConflictError
-from ..hooks import Handle, HookRegistry, current_context, role_by_name
+from ..hooks import Handle, HookRegistry, current_context, install_hook, role_by_name
 from ..trace.shadow import TrialFailed, trial
 from .collectives import Group
 from .layout import spread
 from .mesh import ParallelMesh, join
-from .shard import ModelCallHook, register
+from .shard import ModelCallHook
 
 HOOK = "cfg_parallel"
 
@@ -321,5 +321,5 @@ def apply_cfg_parallel(model: torch.nn.Module, mesh: ParallelMesh) -> Handle:
                 f"The branches of this {type(model).__name__} are on several ranks already. Call detach() on the "
                 "handle of the first apply_cfg_parallel."
             )
-        register(undo, model, HOOK, CfgParallelHook(mesh))
+        install_hook(undo, model, HOOK, CfgParallelHook(mesh))
     return Handle(undo)

@@ -12,7 +12,7 @@ from .. import tree
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
 from ..errors import HookConflictError, ModelError, SettingError, ShardingError, StrategyError
-from ..hooks import Handle, HookRegistry, ModelHook, call_context
+from ..hooks import Handle, HookRegistry, ModelHook, call_context, install_hook
 from ..other_libraries import attention_backend
 from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import Watcher
@@ -22,7 +22,7 @@ from .derive import Candidate, candidates
 from .mesh import ParallelMesh, SequenceParallelConfig, StrategyName, make_mesh, rank_and_world
 from .plan import Placement, SequenceParallelModelPlan, declared_plan, place_plan
 from .region import Forward, Region, Trace
-from .shard import BlockHook, ModelCallHook, PlanHook, plan_hook, register
+from .shard import BlockHook, ModelCallHook, PlanHook, plan_hook
 from .strategies import strategy_of
 
 ROOT, INNERMOST, BLOCK = "sequence_parallel", "sequence_parallel_innermost", "sequence_parallel_block"
@@ -59,12 +59,12 @@ class Sharding(Handle, ModelHook):
             self._undo.callback(self._drop_plan)
             if self._given is not None and self._is_trusted:
                 self._adopt(self._given)
-            register(self._undo, self._model, ROOT, ModelCallHook(self._call))
-            register(self._undo, self._model, INNERMOST, self)
+            install_hook(self._undo, self._model, ROOT, ModelCallHook(self._call))
+            install_hook(self._undo, self._model, INNERMOST, self)
             for stack in self._anatomy.stacks:
                 for path, block in zip(stack.block_paths, stack.modules(self._model), strict=True):
                     if BLOCK not in HookRegistry.get_or_create(block):
-                        register(self._undo, block, BLOCK, BlockHook(path, self.region))
+                        install_hook(self._undo, block, BLOCK, BlockHook(path, self.region))
             self._undo = self._undo.pop_all()
 
     def _adopt(self, candidate: Candidate) -> None:
@@ -75,7 +75,7 @@ class Sharding(Handle, ModelHook):
             for placement in placements:
                 name, hook = plan_hook(placement, self.region)
                 if placement.path:
-                    register(undo, placement.module, name, hook)
+                    install_hook(undo, placement.module, name, hook)
                 else:
                     self._root = hook
             self._plan_hooks = undo.pop_all()
