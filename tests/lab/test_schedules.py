@@ -93,7 +93,7 @@ def test_outliers_are_fitted_in_closed_loop_too(make_session: MakeSession) -> No
     session = make_session(steps=16, batch=1, tasks=TASKS[:2])
     products, early = watched_run(session)
     loop = ClosedLoop(session)
-    planner = ClosedPlanner(loop, products, "exact", early)
+    planner = ClosedPlanner(products, early, loop=loop, where="exact")
     mask = planner.plan(8)
     settings = planner.settings(mask)
     more = settings["outliers"]["schedule"]

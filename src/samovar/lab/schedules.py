@@ -39,6 +39,8 @@ class SchedulePlanner:
     """The products of the first steps of each image, if outliers are to get their own plan."""
     fewest = 2
     """Fewest computed steps of a plan."""
+    fitted = "fitted"
+    """How its weights are found, in the names of its methods."""
 
     def plan(self, computed: int) -> str:
         """The best mask with this many computed steps on average: `#` computed, `.` skipped. Outliers have another."""
@@ -72,33 +74,31 @@ class SchedulePlanner:
     def method(self, mask: str) -> Method:
         """A cache with this mask, named after it."""
         settings = self.settings(mask)
-        name = f"schedule {mask} (fitted{', more for outliers' if OUTLIERS in settings else ''})"
+        name = f"schedule {mask} ({self.fitted}{', more for outliers' if OUTLIERS in settings else ''})"
         return cached("tea_cache", settings, name, family="samovar schedule")
 
 
-@dataclass(frozen=True)
-class ClosedPlanner:
-    """Plans schedules with weights fitted along the cached run itself: what the model answers to a drift is in them."""
+@dataclass(frozen=True, kw_only=True)
+class ClosedPlanner(SchedulePlanner):
+    """Plans schedules with weights fitted along the cached run itself: what the model answers to a drift is in them.
+    Outliers have their own plan where exact runs say which steps are computed."""
 
     loop: ClosedLoop
-    products: Products
     where: Where
     """Steps are computed where exact runs say, at even distances, or where the cached run itself says."""
-    early: Mapping[str, Vector] | None = None
-    """As in `SchedulePlanner`, where exact runs say."""
-    fewest = SchedulePlanner.fewest
+    fitted = "fitted in closed loop"
 
     def plan(self, computed: int) -> str:
         """A mask with this many computed steps; where the cached run says, it may have a few less."""
         if self.where == "exact":
-            return SchedulePlanner(self.products, self.early).plan(computed)
+            return super().plan(computed)
         return self.loop.seek(computed) if self.where == "loop" else even_mask(len(self.products.sizes), computed)
 
     def settings(self, mask: str) -> dict[str, Any]:
         """A cache's settings for a mask. How outliers are recognised follows from exact runs, as all images begin like
         these; the weights of their schedule are fitted on the way that it makes."""
         settings = settings_of(mask, self.loop.fit(mask))
-        found = SchedulePlanner(self.products, self.early).settings(mask).get(OUTLIERS) if self.early else None
+        found = super().settings(mask).get(OUTLIERS) if self.early else None
         if found is not None:
             schedule = found["schedule"]
             more = schedule if isinstance(schedule, str) else next(iter(schedule.values()))
@@ -106,28 +106,19 @@ class ClosedPlanner:
             settings[OUTLIERS] = {**found, "schedule": more, "forecast_weights": weights}
         return settings
 
-    def method(self, mask: str) -> Method:
-        """A cache with this mask, named after it."""
-        settings = self.settings(mask)
-        name = f"schedule {mask} (fitted in closed loop{', more for outliers' if OUTLIERS in settings else ''})"
-        return cached("tea_cache", settings, name, family="samovar schedule")
-
-
-Planner = SchedulePlanner | ClosedPlanner
-
 
 def choose_planner(
     session: Session, score: Callable[[Row], float], computed: int | None = None
-) -> tuple[Planner, dict[str, tuple[Method, Row]]]:
+) -> tuple[SchedulePlanner, dict[str, tuple[Method, Row]]]:
     """The planner whose plan for this number of computed steps scores highest; and the plans tried, by name."""
     session.exact(WATCHED)
     images = read_products(session.notes(WATCHED))
     products, early = Products.mean(images), early_products(images)
     loop = ClosedLoop(session)
-    planners: list[Planner] = [SchedulePlanner(products)]
-    planners += [ClosedPlanner(loop, products, where) for where in get_args(Where)]
+    planners: list[SchedulePlanner] = [SchedulePlanner(products)]
+    planners += [ClosedPlanner(products, loop=loop, where=where) for where in get_args(Where)]
     if early is not None and len(session.tasks) >= ENOUGH_IMAGES:
-        planners += [SchedulePlanner(products, early), ClosedPlanner(loop, products, "exact", early)]
+        planners += [SchedulePlanner(products, early), ClosedPlanner(products, early, loop=loop, where="exact")]
     count = max(computed or round(_TRIAL_SHARE * session.runner.steps), SchedulePlanner.fewest)
     methods = [planner.method(planner.plan(count)) for planner in planners]
     tried = {method.name: (method, session.measure(method)) for method in methods}

@@ -18,7 +18,7 @@ from .closed_loop import PASSES
 from .image_runner import Task, check_disjoint
 from .methods import PLAIN, Method, cached, plain
 from .metrics import Quality
-from .schedules import Planner, SchedulePlanner, choose_planner, refine
+from .schedules import SchedulePlanner, choose_planner, refine
 from .session import Row, Session
 
 Metric = Literal["psnr", "lpips", "speedup"]
@@ -321,7 +321,7 @@ class _Search:
             if self._target.is_met(self._measure(method)) is self._is_speedup:
                 break
 
-    def try_schedules(self) -> Planner:
+    def try_schedules(self) -> SchedulePlanner:
         """Choose a planner at one number of computed steps, then find the fewest steps that meet the target; more
         steps are taken to be better."""
         most = max(1, math.floor(self._steps / self._target.value + 1e-9)) if self._is_speedup else None
@@ -337,7 +337,7 @@ class _Search:
                 low = middle + 1
         return planner
 
-    def refine(self, planner: Planner, attempts: int) -> None:
+    def refine(self, planner: SchedulePlanner, attempts: int) -> None:
         """Move single computed steps of a schedule as long as images get closer; if the target is a quality, of the
         schedule with one step fewer than the best."""
         computed = max(planner.fewest, round(self.best().computed) - (not self._is_speedup))
