@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import TypeVar
 
 SelfHandle = TypeVar("SelfHandle", bound="Handle")
@@ -22,7 +21,5 @@ class Handle:
     def __enter__(self: SelfHandle) -> SelfHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()

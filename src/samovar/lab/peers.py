@@ -14,7 +14,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any
 
 from ..arch import find_denoisers
@@ -32,9 +31,7 @@ class PeerGuard(AbstractContextManager["PeerGuard"]):
         self._is_peer = method.is_peer
         self.problem: str | None = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not (self._is_peer and isinstance(error, Exception)):
             return False
         self.problem = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

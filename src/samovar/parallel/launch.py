@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -111,9 +110,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(wait_s=5.0 if error is None else 0.0)
 
     def _listen(self, answers: dict[int, _Answer], deadline: float | None) -> None:
