@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import reprlib
 import stat
@@ -72,6 +73,22 @@ def reading(what: str, done: str = "loaded", remedy: str = "Check its files.") -
             raise  # Ctrl-C.
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         raise ModelError(f"{what} cannot be {done}: {kind}{first_line(error)} {remedy}") from error
+
+
+@contextlib.contextmanager
+def heard(logger: str) -> Iterator[list[str]]:
+    """The warnings of another library inside, which nobody else hears: some of what is wrong, it says there alone."""
+    said: list[str] = []
+    log, handler = logging.getLogger(logger), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level, log.handlers, log.propagate
+    log.setLevel(logging.WARNING)
+    log.handlers, log.propagate = [handler], False
+    try:
+        yield said
+    finally:
+        log.setLevel(before[0])
+        log.handlers, log.propagate = before[1:]
 
 
 def first_line(error: Exception) -> str:

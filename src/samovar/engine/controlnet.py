@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ControlNetSetting = str | Path | Sequence[str | Path] | None
 
 TASK = "controlnet"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 
 
@@ -38,7 +38,7 @@ def read_controlnets(setting: ControlNetSetting) -> tuple[str, ...]:
                 f"ControlNet, such as {str(folder / TASK)!r}.",
                 param="controlnet",
             )
-        is_name = _HUB_NAME.fullmatch(source) and not folder.is_dir()
+        is_name = HUB_NAME.fullmatch(source) and not folder.is_dir()
         if not is_name and not (folder / "config.json").is_file():
             message = (
                 f"controlnet={source!r} is not a folder with the config.json of a ControlNet, or a name on the hub."

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import re
 import sys
 import warnings
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ModelError, SettingError
-from ..files import brief, check_names, first_line, read_json, reading
+from ..files import brief, check_names, first_line, heard, read_json, reading
 
 LoraSetting = Mapping[str, str | Path] | None
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+\.safetensors))?")
@@ -330,17 +329,8 @@ def _weights(pipeline: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def _nothing_left_out(name: str, file: Path) -> Iterator[None]:
     """Refuse an adapter of which diffusers uses only a part: it says so in a warning alone."""
-    said: list[str] = []
-    log, handler = logging.getLogger("diffusers"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    before = log.level, log.handlers
-    log.handlers = [handler]
-    log.setLevel(logging.WARNING)
-    try:
+    with heard("diffusers") as said:
         yield
-    finally:
-        log.setLevel(before[0])
-        log.handlers = before[1]
     for warning in said:
         if _IGNORED.search(warning):
             raise ModelError(f"The adapter {name!r}, {str(file)!r}, does not fit this model: {brief(warning)}")

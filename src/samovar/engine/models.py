@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, SettingError, nearest
-from ..files import INDEX, brief, first_line, index_file, reading
+from ..files import INDEX, brief, first_line, heard, index_file, reading
+from .controlnet import HUB_NAME, controlled_class, load_controlnets
 from .controlnet import TASK as CONTROLLED
-from .controlnet import controlled_class, load_controlnets
 from .failures import naming_packages
 from .quantize import GGUF, Quantization, check_saved, loading_arguments
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # torch reads this when it is first imported, here or in a worker process.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOADING = threading.Lock()
 
 
@@ -41,7 +40,7 @@ def find_model(model: str) -> Path | None:
         folder = Path(model).expanduser()
         if index_file(folder).is_file():
             return folder
-        if _HUB_NAME.fullmatch(model) and not folder.is_dir():
+        if HUB_NAME.fullmatch(model) and not folder.is_dir():
             return None
     if model.endswith(GGUF):
         raise ModelError(
@@ -108,33 +107,16 @@ def load_diffusers() -> Any:
     return diffusers
 
 
-class _Missing(logging.Handler):
-    """Weights that transformers does not find, and fills with random numbers; it says so in a warning alone."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.weights: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.weights += re.findall(r"^(\S+) *\| *(?:\x1b\[\d+m)?MISSING", record.getMessage(), re.MULTILINE)
-
-    @contextlib.contextmanager
-    def listening(self, folder: Path) -> Iterator[None]:
-        """Refuse a model that was loaded inside without some of its weights."""
-        log = logging.getLogger("transformers.modeling_utils")
-        before = log.level, log.propagate
-        log.addHandler(self)
-        log.setLevel(logging.WARNING)
-        log.propagate = False
-        try:
-            yield
-        finally:
-            log.removeHandler(self)
-            log.setLevel(before[0])
-            log.propagate = before[1]
-        if self.weights:
-            more = f" and {len(self.weights) - 1} more" if len(self.weights) > 1 else ""
-            raise ModelError(f"{folder} lacks the weights {self.weights[0]!r}{more}. Download or save it again.")
+@contextlib.contextmanager
+def _nothing_missing(folder: Path) -> Iterator[None]:
+    """Refuse a model that was loaded inside without some of its weights, which transformers fills with random numbers:
+    it says so in a warning alone."""
+    with heard("transformers.modeling_utils") as said:
+        yield
+    missing = re.findall(r"^(\S+) *\| *(?:\x1b\[\d+m)?MISSING", "\n".join(said), re.MULTILINE)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{folder} lacks the weights {missing[0]!r}{more}. Download or save it again.")
 
 
 def find_loader(
@@ -200,7 +182,7 @@ def load_pipeline(
         given |= loading_arguments(folder, dtype, quantization)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
     packages = naming_packages(str(folder), loader, listed(folder, index))
-    with packages, reading(str(folder)), guard, warnings.catch_warnings(), _Missing().listening(folder):
+    with packages, reading(str(folder)), guard, warnings.catch_warnings(), _nothing_missing(folder):
         # diffusers 0.42 renamed the argument, and older versions only know this name.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         pipeline = loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)
