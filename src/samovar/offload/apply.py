@@ -122,10 +122,7 @@ class Offloaded(Handle, PipelineHook):
             layers, why = choose_layers(component.whole, component.whole.time_layers)
             if len(layers) < len(component.whole.time_layers):  # Blocks were compiled since they were found.
                 self.not_ahead[name] = why
-                component.whole = replace(component.whole, time_layers=layers)
-                self._sizes = self._measure([c.whole for c in self._components.values()])
-                self.plan = self._plan_for(self.config)
-                self.tiers = self._tiers_for(self.config, self.plan)
+                self.plan, self.tiers = self._with_time_layers(name, layers)
         self._follow(self.plan, self.tiers)
         self.stage.stats.setup_s += time.perf_counter() - started
 
@@ -173,7 +170,7 @@ class Offloaded(Handle, PipelineHook):
             for name, problem in [(name, layers.problem) for name, layers in self.time_layers.items()]:
                 if problem:
                     self.not_ahead[name] = problem
-                    self._set_time_layers(name, {})
+                    self._follow(*self._with_time_layers(name, {}))
 
     def end_run(self, run: Run) -> None:
         """Unload components that take turns: between runs, the one true copy is on the host."""
@@ -261,15 +258,16 @@ class Offloaded(Handle, PipelineHook):
             self._not_tried.discard(name)
             layers, self.not_ahead[name] = find_time_layers(self._components[name].whole, args, kwargs)
             if layers:
-                self._set_time_layers(name, layers)
+                self._follow(*self._with_time_layers(name, layers))
             return bool(layers)
 
-    def _set_time_layers(self, name: str, layers: dict[str, torch.nn.Module]) -> None:
+    def _with_time_layers(self, name: str, layers: Mapping[str, torch.nn.Module]) -> tuple[OffloadPlan, TierPlan]:
+        """A plan for a component with these layers."""
         component = self._components[name]
         component.whole = replace(component.whole, time_layers=layers)
         self._sizes = self._measure([c.whole for c in self._components.values()])
         plan = self._plan_for(self.config)
-        self._follow(plan, self._tiers_for(self.config, plan))
+        return plan, self._tiers_for(self.config, plan)
 
     def _undo_plan(self) -> None:
         """Move everything to the host and remove the hooks."""

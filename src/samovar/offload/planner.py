@@ -199,13 +199,9 @@ class _Planner:
 
     def plan(self) -> OffloadPlan:
         mode = self.config.mode
-        if self.config.precompute is True:
-            self._use(self._ahead)
-        resident = self._try([], {}) if self.budget is not None else None
-        if resident is not None:
-            return resident
-        if self.config.precompute is None:
-            self._use(self._ahead)
+        choices = {True: [self._ahead], False: [self.sizes], None: [self.sizes, self._ahead]}
+        for sizes in choices[self.config.precompute]:
+            self._use(sizes)
             resident = self._try([], {}) if self.budget is not None else None
             if resident is not None:
                 return resident

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -130,9 +130,13 @@ class Component:
     @property
     def with_layers_ahead(self) -> Component:
         """The component without its time-only layers."""
-        layers = frozenset(id(layer) for layer in self.time_layers.values())
-        blocks = {path: block for path, block in self.blocks.items() if tensors_of(block, self.skip | layers)}
-        return replace(self, skip=self.skip | layers, blocks=blocks)
+        return self.without(self.time_layers.values())
+
+    def without(self, parts: Iterable[torch.nn.Module | torch.Tensor]) -> Component:
+        """The component less some of its layers or tensors, and less blocks that have no others."""
+        skip = self.skip | frozenset(map(id, parts))
+        blocks = {path: block for path, block in self.blocks.items() if tensors_of(block, skip)}
+        return replace(self, skip=skip, blocks=blocks)
 
     @property
     def skip_with_blocks(self) -> frozenset[int]:
@@ -168,15 +172,8 @@ def split_parts(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
     shared = shared_tensors([c.rest() for c in components] + [c.block(path) for c in components for path in c.blocks])
     if not shared:
         return components
-    own = [_without(component, frozenset(map(id, shared))) for component in components]
+    own = [component.without(shared) for component in components]
     return [*own, Component("shared weights", "resident", SharedWeights(shared), {}, frozenset())]
-
-
-def _without(component: Component, shared: frozenset[int]) -> Component:
-    """A component less its shared tensors, and less blocks that have no others."""
-    skip = component.skip | shared
-    blocks = {path: block for path, block in component.blocks.items() if tensors_of(block, skip)}
-    return replace(component, blocks=blocks, skip=skip)
 
 
 def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module]:

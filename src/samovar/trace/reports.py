@@ -80,19 +80,12 @@ def _report_file(source: str) -> ModelReport:
     file = read_gguf(source)
     count, num_bytes = sum(map(math.prod, file.shapes.values())), sum(file.num_bytes.values())
     part = ComponentReport(file.name, file.role, file.architecture, count, num_bytes, quantization=file.kind)
-    if file.role == "denoiser":
-        works, why = (
-            None,
-            "does not say how its model is built: plan or generate with the model's folder and this file as ",
-        )
-    else:
-        works, why = (
-            False,
-            "of a text encoder cannot be loaded by diffusers: generate with the model's folder and a kind as ",
-        )
-    features = [
-        FeatureReport(name, works, f"a GGUF file {why}--quantization") for name in ("step cache", "layerwise offload")
-    ]
+    works, why = None, "does not say how its model is built: plan or generate with the model's folder and this file"
+    if file.role != "denoiser":
+        works = False
+        why = "of a text encoder cannot be loaded by diffusers: generate with the model's folder and a kind"
+    why = f"a GGUF file {why} as --quantization"
+    features = [FeatureReport(name, works, why) for name in ("step cache", "layerwise offload")]
     return ModelReport(source, f"GGUF file of {file.architecture}", file.types[0], (part,), tuple(features))
 
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .. import tree
 from ..arch.modules import named_parts, unwrapped
 from ..hooks.intercept import bare_class
+from ..other_libraries import memory_of
 from ..tensors import num_bytes_of
 from .shadow import Shadow, TrialFailed, trial
 from .tape import Call, Form, Here, Tape, Value, Weight, leaves, make_tape, map_parts, tensors_in
@@ -168,10 +169,10 @@ class _Recorder(TorchFunctionMode):
             is_known = all(map(self._is_known, tensors)) and name != "normal" and not name.startswith(_RANDOM)
             key = None if is_known else _call_key(function, args, kwargs, tensors)
             known, before = self._forms.get(key, (None, None))
-            if known is not None and before == _versions(tensors_in(known)):
+            if known is not None and before == list(map(tree.version, tensors_in(known))):
                 self._check_weights(tensors)
                 return known
-            versions = _versions(tensors)
+            versions = list(map(tree.version, tensors))
             called = args, kwargs
             if name == "to" or "device" in kwargs:
                 called = map_parts(lambda part: "cpu" if isinstance(part, torch.device) else part, called)
@@ -185,7 +186,7 @@ class _Recorder(TorchFunctionMode):
                 self._note(Call(function, "", args, kwargs, ()), is_known, tensors, written, made)
             is_new = made and not any(one is other for one in made for other in tensors)
             if key is not None and is_new and not written and len(leaves(output)) == len(made):
-                self._forms[key] = output, _versions(made)
+                self._forms[key] = output, list(map(tree.version, made))
         return output
 
     def _check_weights(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -199,9 +200,9 @@ class _Recorder(TorchFunctionMode):
         is_known = is_known and not is_autocast()
         for target in written:
             if is_known:
-                self._add(call, made=[], memory=_memory(target))
+                self._add(call, made=[], memory=memory_of(target))
             else:  # An unknown value was written into this memory.
-                for identity in self._in_memory.pop(_memory(target), ()):
+                for identity in self._in_memory.pop(memory_of(target), ()):
                     self._indices.pop(identity, None)
         fresh = [tensor for tensor in made if all(tensor is not other for other in tensors)]
         if is_known and fresh and len(fresh) == len(made) and not written:
@@ -250,7 +251,7 @@ class _Recorder(TorchFunctionMode):
         self._kept += made
         for index, tensor in enumerate(made, start):
             self._indices[id(tensor)] = index
-            self._in_memory.setdefault(_memory(tensor), []).append(id(tensor))
+            self._in_memory.setdefault(memory_of(tensor), []).append(id(tensor))
         return tuple(range(start, self._count))
 
     def _add(self, call: Call, made: list[torch.Tensor], memory: int | None = None) -> None:
@@ -260,7 +261,7 @@ class _Recorder(TorchFunctionMode):
 
     def tape(self) -> Tape | None:
         """What leads to the layers that were found."""
-        memories = {index: _memory(t) for t in self._kept if (index := self._indices.get(id(t))) is not None}
+        memories = {index: memory_of(t) for t in self._kept if (index := self._indices.get(id(t))) is not None}
         return make_tape(self._calls, self._inputs, memories)
 
 
@@ -270,14 +271,6 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 def _own_bytes(module: torch.nn.Module) -> int:
     return num_bytes_of(parameter for parameter in module._parameters.values() if parameter is not None)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int | None]:
-    return [tree.version(tensor) for tensor in tensors]
 
 
 def _call_key(function: Any, args: Any, kwargs: Any, tensors: Iterable[torch.Tensor]) -> Hashable:
