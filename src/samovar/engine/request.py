@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ModelError, SamovarError, SettingError, nearest
-from ..files import is_file_name, naming, read_json, read_mapping
+from ..errors import ModelError, SamovarError, SettingError
+from ..files import check_names, is_file_name, naming, read_json, read_mapping
 from ..media import Audio, Video, check_suffix, numbered, save
 from ..tolerances import read_tolerance
 from .lora import Adapter, read_choice
@@ -102,10 +102,7 @@ class OmniDiffusionSamplingParams:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> OmniDiffusionSamplingParams:
         """Settings by name. An unknown name is refused with the nearest known one."""
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise SettingError(f"{name!r} is not a sampling parameter. {nearest(name, known)}", param=name)
+        check_names(settings, [field.name for field in fields(cls)], "a sampling parameter")
         return cls(**settings)
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -226,23 +227,10 @@ class OmniDiffusionConfig:
         """The features to attach to the pipeline."""
         from ..compose import AttachConfig
 
-        return AttachConfig.read(
-            cache=self.cache,
-            tolerance=self.tolerance,
-            offload=self.offload,
-            parallel=self.parallel,
-            compile=self.compile,
-            attention=self.attention,
-            vae_tiling=self.vae_tiling,
-            vae_slicing=self.vae_slicing,
-            vae_channels_last=self.vae_channels_last,
-            compile_cache=self.compile_cache,
-            gpu_memory=self.gpu_memory,
-            host_memory=self.host_memory,
-            exclude=self.exclude,
-            device=self.execution_device(),
-            is_alone=(self.replicas or 1) == 1 and len(read_gpus(self.devices)) <= 1,
-        )
+        taken = inspect.signature(AttachConfig.read).parameters
+        same = {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
+        is_alone = (self.replicas or 1) == 1 and len(read_gpus(self.devices)) <= 1
+        return AttachConfig.read(**same | {"device": self.execution_device(), "is_alone": is_alone})
 
     @functools.cached_property
     def gpus(self) -> tuple[tuple[int, ...], ...]:

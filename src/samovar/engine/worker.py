@@ -31,7 +31,6 @@ from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingPa
 from .settings import OmniDiffusionConfig
 
 if TYPE_CHECKING:
-    from ..cache import CacheBackend
     from ..compose import AttachConfig, Explanation
     from .steps import Slot
 
@@ -341,7 +340,7 @@ class Worker:
             call["output_type"] = "np"
         prompts = [batch[index].prompt for index, _ in slots]
         seeds = [batch[index].seeds[number] for index, number in slots]
-        cache, agree = self._cache_for(lead), lambda flag: bool(self._from_first_rank(flag))
+        cache, agree = None if lead.exact else self._attached.cache, lambda flag: bool(self._from_first_rank(flag))
         try:
             shape = shape_of([lead], self.facts), len(slots)
             with self._lanes.calling(shape, must_be_alone(batch.values())) as lane:
@@ -371,9 +370,6 @@ class Worker:
             torch.cuda.empty_cache()
         what = described(lead.params, len(slots), self.facts.output.kind)
         raise OutOfMemoryError(f"There is not enough memory for {what}: {problem}")
-
-    def _cache_for(self, request: Request) -> CacheBackend | None:
-        return None if request.exact else self._attached.cache
 
     def _from_first_rank(self, value: int) -> int:
         """Rank 0's value, on all ranks. It draws seeds, and alone hears of cancelled requests."""

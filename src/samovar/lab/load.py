@@ -172,29 +172,29 @@ def _connect(config: LoadConfig) -> http.client.HTTPConnection:
     return kind(parts.hostname or "", parts.port, timeout=config.timeout_s)
 
 
-def _base(config: LoadConfig) -> str:
-    """What comes before the path. Clients of OpenAI's API are given the address with its version."""
-    return urlsplit(config.url).path.rstrip("/").removesuffix("/v1")
-
-
-def _ask(config: LoadConfig, number: int, due: float) -> Answer:
+def _answered(config: LoadConfig, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+    """The status and the content of an answer. Clients of OpenAI's API are given the address with its version."""
+    base = urlsplit(config.url).path.rstrip("/").removesuffix("/v1")
     headers = {"Content-Type": "application/json"}
     if config.api_key is not None:
         headers["Authorization"] = f"Bearer {config.api_key}"
     connection = _connect(config)
-    path = _base(config) + config.path
     try:
-        connection.request("POST", path, json.dumps(config.request(number)), headers)
+        connection.request(method, base + path, body, headers)
         response = connection.getresponse()
-        content = response.read()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _ask(config: LoadConfig, number: int, due: float) -> Answer:
+    try:
+        answer = _answered(config, "POST", config.path, json.dumps(config.request(number)))
     except (OSError, http.client.HTTPException) as error:
         reason = "timeout" if isinstance(error, socket.timeout) else type(error).__name__
         return Answer(time.perf_counter() - due, 0, reason)
-    finally:
-        connection.close()
     seconds = time.perf_counter() - due
-    num_images, error_text = _read(response.status, content)
-    return Answer(seconds, num_images, error_text)
+    return Answer(seconds, *_read(*answer))
 
 
 def _read(status: int, content: bytes) -> tuple[int, str | None]:
@@ -223,16 +223,10 @@ def _reason(body: Any) -> str:
 
 def served_model(config: LoadConfig) -> str | None:
     """The model that a server says it has, if it says so: some refuse requests that do not name it."""
-    connection = _connect(config)
-    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
     try:
-        connection.request("GET", f"{_base(config)}/v1/models", headers=headers)
-        response = connection.getresponse()
-        body = json.loads(response.read())
+        body = json.loads(_answered(config, "GET", "/v1/models")[1])
     except (OSError, http.client.HTTPException, ValueError):
         return None
-    finally:
-        connection.close()
     models = body.get("data") if isinstance(body, dict) else None
     name = models[0].get("id") if isinstance(models, list) and models and isinstance(models[0], dict) else None
     return name if isinstance(name, str) else None
