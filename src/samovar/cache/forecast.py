@@ -68,13 +68,6 @@ class History:
         found = [weights[step.number] for step in steps if step.number is not None]
         return Outlook(found, [step.tensors for step in steps], is_precise=True)
 
-    def combined(self, weights: Sequence[float | torch.Tensor]) -> Outlook | None:
-        """A weighted sum of the last computed steps, the newest first; None if there are not as many."""
-        steps = list(reversed(self._steps))[: len(weights)]
-        return (
-            Outlook(weights, [step.tensors for step in steps], is_precise=True) if len(steps) == len(weights) else None
-        )
-
     def clear(self) -> None:
         """Forget all steps."""
         self._steps.clear()

@@ -1,6 +1,5 @@
 """Where do the weights live? On the device, taking turns, or streaming block by block, within a budget."""
 
-from .ahead import sizes_of
 from .apply import Offloaded, apply_offload, prepare_offload
 from .config import OffloadConfig
 from .measure import Measured
@@ -35,6 +34,5 @@ __all__ = [
     "prepare_offload",
     "read_parts",
     "read_sizes",
-    "sizes_of",
     "uses_of",
 ]

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
-from ..arch.quantised import as_stored
-from ..arch.skeleton import Parts
 from ..hooks.intercept import attached_registry
 from ..other_libraries import is_compiled
 from ..trace.rehearse import CallForm
 from ..trace.time_only import find_tape, is_plain
 from .moving import HOOK as OFFLOAD_HOOK
-from .sizes import Component, ComponentSize, measure_components, split_parts
+from .sizes import Component
 from .weights import held_by
 
 HOOK = "samovar_time_layers"
@@ -47,13 +45,6 @@ def with_time_layers(
             component = replace(component, time_layers=layers)
         found.append(component)
     return found, reasons
-
-
-def sizes_of(parts: Parts, calls: Mapping[str, CallForm] | None = None) -> tuple[ComponentSize, ...]:
-    """The sizes of components that were read without weights; `calls` show which layers can be computed ahead."""
-    found, _ = with_time_layers(split_parts(parts), calls or {})
-    with as_stored(parts):
-        return measure_components(found, coded=True)
 
 
 def find_time_layers(component: Component, args: Any, kwargs: Any) -> tuple[dict[str, torch.nn.Module], str]:

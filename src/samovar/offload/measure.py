@@ -133,7 +133,7 @@ class Measured:
 
 
 class _MeterHook(ModelHook):
-    def __init__(self, order: HookOrder, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
+    def __init__(self, order: HookOrder, before: Callable[[], None], after: Callable[[], None]) -> None:
         self.order, self._before, self._after = order, before, after
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -141,6 +141,5 @@ class _MeterHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        if self._after is not None:
-            self._after()
+        self._after()
         return output
