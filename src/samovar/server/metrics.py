@@ -11,6 +11,14 @@ from prometheus_client.registry import Collector
 from ..engine import EngineStatus
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_OF_REPLICAS = (
+    (GaugeMetricFamily, "samovar_replica_ready", "Whether this worker takes requests now", "is_ready"),
+    (GaugeMetricFamily, "samovar_replica_requests_running", "Requests that it runs", "running"),
+    (GaugeMetricFamily, "samovar_replica_memory_bytes", "Its memory", "memory_bytes"),
+    (CounterMetricFamily, "samovar_replica_restarts", "How often it was replaced", "restarts"),
+    (CounterMetricFamily, "samovar_replica_images", "Images, videos and sounds that it made", "images"),
+)
+"""What is shown of each worker, and its field."""
 
 
 class Metrics(Collector):
@@ -67,22 +75,8 @@ class Metrics(Collector):
 
 def _by_replica(status: EngineStatus) -> Iterator[Metric]:
     """The same for each worker, by its number from 0."""
-    gauges = {
-        "samovar_replica_ready": ("Whether this worker takes requests now", "is_ready"),
-        "samovar_replica_requests_running": ("Requests that it runs", "running"),
-        "samovar_replica_memory_bytes": ("Its memory", "memory_bytes"),
-    }
-    counters = {
-        "samovar_replica_restarts": ("How often it was replaced", "restarts"),
-        "samovar_replica_images": ("Images, videos and sounds that it made", "images"),
-    }
-    families: list[tuple[GaugeMetricFamily | CounterMetricFamily, str]] = [
-        (GaugeMetricFamily(name, text, labels=["replica"]), field) for name, (text, field) in gauges.items()
-    ]
-    families += [
-        (CounterMetricFamily(name, text, labels=["replica"]), field) for name, (text, field) in counters.items()
-    ]
-    for family, field in families:
+    for kind, name, text, field in _OF_REPLICAS:
+        family = kind(name, text, labels=["replica"])
         for number, replica in enumerate(status.replicas):
             family.add_metric([str(number)], float(getattr(replica, field)))
         yield family
