@@ -37,8 +37,7 @@ _PYTHON_NAMES = re.compile(r"\b(exact=True|[a-z]+(?:_[a-z]+)+)\b")
 _SERVER_NAMES = {
     **{name: f"--{name.removesuffix('_s').replace('_', '-')}" for field in fields(OmniDiffusionConfig)
        if "_" in (name := field.name)},
-    "num_outputs_per_prompt": "n", "deadline_s": "deadline", "num_previews": "partial_images",
-    "exact=True": '"cache": false',
+    **_WIRE_NAMES, "exact=True": '"cache": false',
 }  # fmt: skip
 """What Python's settings and parameters are called in the server's options and in requests."""
 
@@ -79,6 +78,11 @@ class ApiError(Exception):
     def response(self) -> Response:
         content = json.dumps(self.body())  # In ASCII: a field's name may not be valid UTF-8.
         return Response(content, self.status, headers=self.headers, media_type="application/json")
+
+
+def refusal(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """What a client gets whose request cannot be served as it is; `param` is the field at fault."""
+    return ApiError(400, message, param=param, code=code)
 
 
 def api_error(error: SamovarError) -> ApiError:

@@ -16,7 +16,7 @@ from ..engine import OmniDiffusionSamplingParams
 from ..errors import SettingError, nearest
 from ..files import parse_settings
 from ..tolerances import TOLERANCES
-from .api_errors import ApiError, api_error
+from .api_errors import ApiError, api_error, refusal
 from .settings import Limits
 
 _MAX_SEED = 2**63 - 1
@@ -250,7 +250,7 @@ def read_body(
     if isinstance(body, ImageBody):
         _check_together(body)
     if isinstance(body, VideoBody) and body.size not in (None, "auto") and (body.width or body.height):
-        raise _bad("size", "size says the same as width and height. Give one of them.")
+        raise refusal("size", "size says the same as width and height. Give one of them.")
     return body
 
 
@@ -261,7 +261,7 @@ def checked(
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _refusal(error, kind, options, closed) from None
+        raise _refused(error, kind, options, closed) from None
 
 
 def read_texts(kind: type[RequestBody], texts: Mapping[str, str], options: Mapping[str, bool]) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def read_texts(kind: type[RequestBody], texts: Mapping[str, str], options: Mappi
             try:
                 values[name] = parse_settings(text)
             except ValueError as error:
-                raise _bad(name, f"{name} is not valid JSON: {error}.") from None
+                raise refusal(name, f"{name} is not valid JSON: {error}.") from None
     return values
 
 
@@ -315,7 +315,7 @@ def check_sides(output_format: str, width: int, height: int) -> None:
     most = _MAX_SIDE.get(output_format)
     if most is not None and max(width, height) > most:
         message = f"output_format {output_format} holds at most {most} pixels a side, not {width}x{height}. Use png."
-        raise _bad("output_format", message, "unsupported_value")
+        raise refusal("output_format", message, "unsupported_value")
 
 
 def _sides(size: str | None) -> dict[str, int | None]:
@@ -331,14 +331,14 @@ def _check_limits(body: RequestBody, limits: Limits) -> None:
     for name, most in _most(limits).items():
         value = getattr(body, name, None)
         if value is not None and value > most:
-            raise _bad(name, f"{name} must be at most {most}, not {_shown(value)}.")
+            raise refusal(name, f"{name} must be at most {most}, not {_shown(value)}.")
     most = limits.max_prompt_characters
     for name in ("prompt", "negative_prompt"):
         length = len(getattr(body, name) or "")
         if length > most:
             wire_name = type(body).model_fields[name].alias or name
             message = f"{wire_name} has {length} characters; the limit is {most}. Shorten it."
-            raise _bad(wire_name, message, "string_above_max_length")
+            raise refusal(wire_name, message, "string_above_max_length")
     try:
         params = body.params()
     except SettingError as error:
@@ -346,7 +346,7 @@ def _check_limits(body: RequestBody, limits: Limits) -> None:
     width, height = params.width or 0, params.height or 0
     if width * height > limits.max_pixels:
         message = f"size {width}x{height} is {width * height:,} pixels; the limit is {limits.max_pixels:,}."
-        raise _bad("size", message, "size_above_limit")
+        raise refusal("size", message, "size_above_limit")
     if isinstance(body, ImageBody):
         check_sides(body.format, width, height)
 
@@ -355,14 +355,14 @@ def _check_together(body: ImageBody) -> None:
     """Refuse fields that make no sense beside others."""
     for name in ("partial_images", "progress"):
         if getattr(body, name) and not body.stream:
-            raise _bad(name, f"{name} needs stream=true.")
+            raise refusal(name, f"{name} needs stream=true.")
     if body.output_compression is not None and body.format == "png":
-        raise _bad("output_compression", "output_compression is for jpeg and webp; png is lossless.")
+        raise refusal("output_compression", "output_compression is for jpeg and webp; png is lossless.")
     if (body.seed or 0) + (body.n or 1) - 1 > _MAX_SEED:
-        raise _bad("seed", f"seed + n - 1 must be at most {_MAX_SEED}: image i uses seed + i.")
+        raise refusal("seed", f"seed + n - 1 must be at most {_MAX_SEED}: image i uses seed + i.")
 
 
-def _refusal(
+def _refused(
     error: ValidationError, kind: type[BaseModel], options: Collection[str], closed: Collection[str]
 ) -> ApiError:
     found = error.errors(include_url=False, include_context=False)[0]
@@ -372,26 +372,22 @@ def _refusal(
         where = str(found["loc"][-1])[:100]
         if problem == "extra_forbidden":
             remedy = "Adapters are registered with the server's option --lora; a request gives a name and a scale."
-            return _bad(name, f"lora: {where!r} is not taken. {remedy}", "unknown_field")
-        return _bad(name, f"lora: {where}: {found['msg']}, not {_shown(found['input'])}.")
+            return refusal(name, f"lora: {where!r} is not taken. {remedy}", "unknown_field")
+        return refusal(name, f"lora: {where}: {found['msg']}, not {_shown(found['input'])}.")
     if problem == "extra_forbidden":
         if name in closed:
             why = "It is no plain value, or says how much is computed: for that there are size, n, num_frames, seconds."
             message = f"{name!r} is an argument of the pipeline that requests cannot set. {why}"
-            return _bad(name, message, "unsupported_value")
+            return refusal(name, message, "unsupported_value")
         hint = nearest(name, {*field_names(kind), *options})
-        return _bad(name, f"{name!r} is not a known field. {hint}", "unknown_field")
+        return refusal(name, f"{name!r} is not a known field. {hint}", "unknown_field")
     if problem == "missing":
-        return _bad(name, f"{name} is missing.", _CODES[problem])
+        return refusal(name, f"{name} is missing.", _CODES[problem])
     if problem == "string_pattern_mismatch":
-        return _bad(name, _PATTERNS[name])
+        return refusal(name, _PATTERNS[name])
     message = re.sub(r"^(Input|String) should", f"{name} should", found["msg"])
     code = _CODES.get(problem, "invalid_type" if problem.endswith("_type") else "invalid_value")
-    return _bad(name, f"{message}, not {_shown(found['input'])}.", code)
-
-
-def _bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+    return refusal(name, f"{message}, not {_shown(found['input'])}.", code)
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ import PIL.Image
 from PIL.Image import Image
 
 from . import body_reader
-from .api_errors import ApiError
+from .api_errors import ApiError, refusal
 from .body_reader import FRAME, JSON, Refused, Task
 from .settings import Limits
 
@@ -61,7 +61,7 @@ class BodyReaders:
         try:
             values = body_reader.read_object(b"".join(parts))
         except Refused as error:
-            raise _refusal(error.message, error.param, error.code) from error
+            raise refusal(error.param, error.message, error.code) from error
         return await self._read(JSON, parts, names) if body_reader.has_data(values, names) else (values, {})
 
     async def read_image(self, content: bytes, name: str) -> Image:
@@ -163,7 +163,7 @@ class _Reader:
                 (length,) = FRAME.unpack(_exactly(source, FRAME.size))
                 answer: dict[str, Any] = json.loads(_exactly(source, length))
                 if "message" in answer:
-                    return _refusal(answer["message"], answer["param"], answer["code"])
+                    return refusal(answer["param"], answer["message"], answer["code"])
                 if "values" in answer:
                     return answer["values"], files
                 mode, (width, height) = answer["mode"], answer["size"]
@@ -209,10 +209,6 @@ def _emptied(parts: list[bytes]) -> Iterable[bytes]:
     parts.reverse()
     while parts:
         yield parts.pop()
-
-
-def _refusal(message: str, param: str | None, code: str) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
 
 
 def _too_slow(limits: Limits) -> str:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ..engine import PipelineFacts
-from .api_errors import ApiError
+from .api_errors import refusal
 from .settings import Limits
 
 _HOW_MUCH = re.compile(
@@ -45,10 +45,10 @@ def check_options(values: dict[str, Any], facts: PipelineFacts, limits: Limits) 
             if name not in _SCHEDULES or len(numbers) < len(value) or not all(map(math.isfinite, numbers)):
                 problem = "a list"
             elif len(value) > limits.max_steps:
-                raise _bad(name, f"{name} has {len(value)} steps; the limit is {limits.max_steps}.")
+                raise refusal(name, f"{name} has {len(value)} steps; the limit is {limits.max_steps}.")
         elif isinstance(value, str):
             if len(value) > limits.max_prompt_characters:
-                raise _bad(name, f"{name} has {len(value)} characters; the limit is {limits.max_prompt_characters}.")
+                raise refusal(name, f"{name} has {len(value)} characters; the limit is {limits.max_prompt_characters}.")
             if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
                 problem = "half a character"
         elif isinstance(value, dict):
@@ -59,8 +59,4 @@ def check_options(values: dict[str, Any], facts: PipelineFacts, limits: Limits) 
             problem = "so large"
         if problem:
             expected = "a list of numbers" if name in _SCHEDULES else "a plain value"
-            raise _bad(name, f"{name} of {facts.class_name} takes {expected}; it is {problem}.")
-
-
-def _bad(name: str, message: str) -> ApiError:
-    return ApiError(400, message, param=name, code="invalid_value")
+            raise refusal(name, f"{name} of {facts.class_name} takes {expected}; it is {problem}.")

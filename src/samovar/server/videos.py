@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from ..engine import Job
 from ..errors import nearest
-from .api_errors import ApiError
+from .api_errors import ApiError, refusal
 from .app_state import AppState
 from .asking import FORM, JSON, Asked, check_asked, read_asked, unless_gone
 from .bodies import RemixBody, VideoBody, checked
@@ -97,9 +97,9 @@ class Videos:
         """Videos by age, the newest first."""
         _check_query(request, "after", "limit", "order")
         if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MAX_PAGE:
-            raise _bad("limit", f"limit must be a number from 1 to {_MAX_PAGE}, not {limit[:40]!r}.")
+            raise refusal("limit", f"limit must be a number from 1 to {_MAX_PAGE}, not {limit[:40]!r}.")
         if order not in ("asc", "desc"):
-            raise _bad("order", f"order must be asc or desc, not {order[:40]!r}.")
+            raise refusal("order", f"order must be asc or desc, not {order[:40]!r}.")
         if after is not None:
             self._jobs.find(after, "after")
         jobs, has_more = self._jobs.store.page(after, int(limit), order)
@@ -111,7 +111,7 @@ class Videos:
         """The video, or an image of it. While it is made, the thumbnail is the last preview."""
         _check_query(request, "variant")
         if variant not in VARIANTS:
-            raise _bad("variant", f"variant must be {', '.join(VARIANTS)}, not {variant[:40]!r}.")
+            raise refusal("variant", f"variant must be {', '.join(VARIANTS)}, not {variant[:40]!r}.")
         job = self._jobs.find(video_id)
         name, media_type = VARIANTS[variant]
         file = self._jobs.store.file(job.id, name)
@@ -189,11 +189,7 @@ def _check_query(request: Request, *known: str) -> None:
     given = [name for name, _ in request.query_params.multi_items()]
     for name in given:
         if name in known and given.count(name) > 1:
-            raise _bad(name, f"{name} is given {given.count(name)} times. Give it once.")
+            raise refusal(name, f"{name} is given {given.count(name)} times. Give it once.")
         if name not in known:
             message = f"{name[:50]!r} is not a parameter of this address. {nearest(name, known)}"
             raise ApiError(400, message, param=name[:100], code="unknown_field")
-
-
-def _bad(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")
