@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
 from samovar.hooks import Handle
+from samovar.hooks.handle import for_now
 
 
 def test_detaching_undoes_in_reverse_order_and_only_once() -> None:
@@ -27,3 +29,16 @@ def test_leaving_the_block_detaches_even_when_it_raises() -> None:
     with pytest.raises(KeyError), Handle(undo):
         raise KeyError("inside")
     assert undone == ["done"]
+
+
+def test_attributes_that_are_changed_for_now_come_back_even_when_the_block_raises() -> None:
+    owner = SimpleNamespace(name="own", size=1)
+    with for_now(owner, name="other"):
+        with pytest.raises(KeyError), for_now(owner, name="inner", size=2):
+            assert (owner.name, owner.size) == ("inner", 2)
+            raise KeyError("inside")
+        assert (owner.name, owner.size) == ("other", 1)
+    assert (owner.name, owner.size) == ("own", 1)
+    with pytest.raises(AttributeError, match="colour"), for_now(owner, size=3, colour="red"):
+        pass
+    assert vars(owner) == {"name": "own", "size": 1}

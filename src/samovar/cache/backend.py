@@ -20,6 +20,7 @@ from ..arch.modules import unwrapped
 from ..errors import ModelError, SettingError, nearest
 from ..files import is_file_name, naming, read_settings
 from ..hooks import Handle, PipelineHook, Run, current_run, hook_pipeline
+from ..hooks.handle import for_now
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .decision import Agree
 from .extractors import extractor_for
@@ -141,14 +142,10 @@ class TeaCacheBackend:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, everything is computed as if there were no cache; what was learnt of the models is kept."""
-        before = [(hook, hook.is_paused) for hook in self._modules().values()]
-        for hook, _ in before:
-            hook.is_paused = True
-        try:
+        with contextlib.ExitStack() as undo:
+            for hook in self._modules().values():  # Inside another pause that one goes on.
+                undo.enter_context(for_now(hook, is_paused=True))
             yield
-        finally:
-            for hook, was_paused in before:  # Inside another pause it goes on.
-                hook.is_paused = was_paused
 
     def stats(self) -> PipelineStats:
         """Of the run that the caller is part of, or else of the most recent one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 SelfHandle = TypeVar("SelfHandle", bound="Handle")
 
@@ -23,3 +24,16 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+@contextlib.contextmanager
+def for_now(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Inside, an object has these attributes; afterwards those that it had."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -26,6 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ShardingError, StrategyError
+from ..hooks.handle import for_now
 from .attention import AttentionCall, sdpa
 from .collectives import Group
 from .layout import spread
@@ -86,14 +87,9 @@ class _Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def attention_through(attend: Attend | None) -> Iterator[None]:
+def attention_through(attend: Attend | None) -> contextlib.AbstractContextManager[None]:
     """Send this thread's attention to `attend`; with None, let it be torch's own again."""
-    outer, _running.attend = _running.attend, attend
-    try:
-        yield
-    finally:
-        _running.attend = outer
+    return for_now(_running, attend=attend)
 
 
 @contextlib.contextmanager

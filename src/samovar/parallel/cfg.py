@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from .. import tree
 from ..arch.modules import parameters_of, unwrapped
 from ..errors import HookConflictError
 from ..hooks import Handle, HookRegistry, current_context, install_hook, role_by_name
+from ..hooks.handle import for_now
 from ..trace.shadow import TrialFailed, trial
 from .collectives import Group
 from .layout import spread
@@ -149,7 +150,7 @@ class CfgParallelHook(ModelCallHook):
         if size is None or size < self.mesh.cfg.size or not self._can_split(module, size, args, kwargs):
             return self._one_branch(module, args, kwargs)
         self.state.num_split += 1
-        with self._marked("splits_batch"):
+        with for_now(self.mesh.branches, splits_batch=True):
             return _split_batch(module, size, self.mesh.cfg, args, kwargs)
 
     # ---------------------------------------------------------------------------------------- one call per branch
@@ -174,7 +175,7 @@ class CfgParallelHook(ModelCallHook):
         # A rank without a branch computes one that another has, rather than nothing.
         computes = index % size == here or (here >= len(branches) and here % len(branches) == index)
         if computes:
-            with self._marked("is_deferred"):
+            with for_now(self.mesh.branches, is_deferred=True):
                 output = module(*args, **kwargs)
         else:
             device = next(tree.tensors((args, kwargs))).device
@@ -203,15 +204,6 @@ class CfgParallelHook(ModelCallHook):
         if self.state.pending:
             self._exchange()
         self.mesh.branches.agreed = None
-
-    @contextlib.contextmanager
-    def _marked(self, what: str) -> Iterator[None]:
-        """Record how the running call relates to other ranks."""
-        setattr(self.mesh.branches, what, True)
-        try:
-            yield
-        finally:
-            setattr(self.mesh.branches, what, False)
 
     def _fetch(self, pending: _Pending, place: int) -> torch.Tensor:
         if not pending.is_done:

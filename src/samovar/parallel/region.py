@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import ShardingError
+from ..hooks.handle import for_now
 from .attention import AttentionCall, Strategy, compute_sharded, of_all_ranks, share_queries
 from .capture import FlexCall, attention_through, capturing, share_heads
 from .collectives import Group
@@ -76,15 +77,11 @@ class Region:
     @contextlib.contextmanager
     def running(self, forward: Forward | None) -> Iterator[None]:
         """Inside, the model runs this forward; with None, unsharded."""
-        outer, self.forward = self.forward, forward
         capture = attention_through(None)
         if forward is not None:
             capture = capturing(self._attend, everywhere=forward.trace.needs_mode)
-        try:
-            with capture:
-                yield
-        finally:
-            self.forward = outer
+        with for_now(self, forward=forward), capture:
+            yield
 
     # ---------------------------------------------------------------------------------------- called by hooks
 

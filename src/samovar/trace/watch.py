@@ -22,6 +22,7 @@ from ..arch.blocks import Anatomy, BlockStack, Stream, output_values
 from ..arch.modules import is_container, named_parts, unwrapped
 from ..errors import DeclarationError, ModelError, SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, watched
+from ..hooks.handle import for_now
 
 
 class Pass(Protocol):
@@ -95,12 +96,8 @@ class Gates(Handle):
     @contextlib.contextmanager
     def asking(self, running: Pass) -> Iterator[None]:
         """Inside, the gates ask this pass on this thread."""
-        outer, self._active.running = self._active.running, running
-        try:
-            with watched():
-                yield
-        finally:
-            self._active.running = outer
+        with for_now(self._active, running=running), watched():
+            yield
 
     @property
     def running(self) -> Pass | None:

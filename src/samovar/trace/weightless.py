@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..arch.modules import unwrapped
+from ..hooks.handle import for_now
 from ..other_libraries import compute_dtype
 from ..tensors import is_plain
 from .shadow import Copier, subclass
@@ -124,14 +125,9 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._fused.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, operations are as usual, and what they make is not counted."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        return for_now(self, _is_paused=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
