@@ -188,5 +188,12 @@ def is_bound_to_its_device(tensor: torch.Tensor, device: torch.device) -> bool:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     forms = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
-    bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return forms[0] == forms[1] and torch.equal(*bits)
+    return forms[0] == forms[1] and torch.equal(bits(one.cpu()), bits(other.cpu()))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as bytes, so that NaN equals itself."""
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # One number has any stride.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)

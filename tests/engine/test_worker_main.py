@@ -185,14 +185,14 @@ def test_ranks_of_one_machine_talk_within_it(monkeypatch: pytest.MonkeyPatch) ->
 HOLES = """
 import os
 import psutil
-from samovar.engine.worker_main import _trim_heap
+from samovar.offload.host import trim_heap
 
 resident = psutil.Process(os.getpid()).memory_info
 parts = [bytearray(20_000) for _ in range(5_000)]
 kept = parts[::50]  # What is between them is free, and stays with the process.
 del parts
 before = resident().rss
-_trim_heap()
+trim_heap()
 print((before - resident().rss) // 2**20)
 """
 

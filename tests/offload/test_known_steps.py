@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from samovar.offload import HostStage, known_steps
-from samovar.offload.known_steps import KnownSteps, SeenWeights, bits, key_of
+from samovar.offload.known_steps import KnownSteps, SeenWeights, key_of
+from samovar.tensors import bits
 from samovar.trace.time_only import find_tape
 
 from .foreseen import count_small_layers

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from ..errors import EngineError, SamovarError
+from ..offload.host import trim_heap
 from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update, receive, send
 from .request import Event, Listener
 from .settings import OmniDiffusionConfig
@@ -166,13 +167,7 @@ def serve_batch(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) ->
     _answer(worker, inbox.next(), inbox, pipe, place)
     # An error is in a cycle with its frames, whose tensors may fill a GPU.
     gc.collect()
-    _trim_heap()
-
-
-def _trim_heap() -> None:
-    """Return free memory to the system. Batches of all sizes fragment the heap, which would grow for days."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # Not in every libc.
-        trim(0)
+    trim_heap()  # Batches of all sizes fragment it: it would grow for days.
 
 
 _sending = threading.Lock()

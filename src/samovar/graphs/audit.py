@@ -67,7 +67,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return f"waits for the device ({name} with a mask)"
         elif any(tag in func.tags for tag in _WAITS):
             return f"waits for the device ({name})"
-        given = _arguments(func, args, kwargs)
+        given = {**dict(zip(_names(func)[0], args, strict=False)), **kwargs}
         if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, given):
             return f"draws random numbers ({name})"
         devices = {tensor.device.type for tensor in read if tensor.dim() or name in _COPIES}
@@ -99,10 +99,6 @@ def _names(func: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     arguments = func._schema.arguments
     written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
     return tuple(one.name for one in arguments), tuple(written)
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    return {**dict(zip(_names(func)[0], args, strict=False)), **kwargs}
 
 
 def _written(func: Any, given: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ import torch
 from .. import tree
 from ..hooks import Steady
 from ..other_libraries import copy_each, memory_of
-from ..tensors import is_plain
+from ..tensors import bits, is_plain
 
 
 class Unsuitable(Exception):
@@ -238,10 +238,4 @@ def has_same_bits(one: Any, other: Any) -> bool:
         forms = [given.form()._replace(strides=[]) for given in (ones, others)]
     except Unsuitable:
         return False
-    return forms[0] == forms[1] and all(map(_same, ones.tensors, others.tensors))
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN is as good as any other number."""
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(flat[0], flat[1])
+    return forms[0] == forms[1] and all(map(torch.equal, map(bits, ones.tensors), map(bits, others.tensors)))

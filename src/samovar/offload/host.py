@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -122,7 +123,7 @@ class HostMemory:
                 sources.append(memory)
         if self._untrimmed_bytes >= _TRIM_BYTES:
             self._untrimmed_bytes = 0
-            _trim()
+            trim_heap()
         return sources
 
     def _derive(self, parts: Sequence[tuple[int, Truth]]) -> torch.Tensor:
@@ -281,10 +282,9 @@ def _is_pinned(source: torch.Tensor) -> bool:
     return torch.cuda.is_available() and source.is_pinned()
 
 
-def _trim() -> None:
+def trim_heap() -> None:
     """Have malloc return free pages to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # Not in every libc.
         trim(0)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..tensors import take_apart
+from ..tensors import bits, take_apart
 from ..trace.tape import Form, Tape
 from .coded_copy import version_of
 from .staging import Stage
@@ -196,11 +196,3 @@ def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if all(tensor.dtype is first.dtype and tensor.shape == first.shape for tensor in tensors):
         return bits(torch.stack(tuple(tensors)))
     return torch.cat([bits(tensor) for tensor in tensors])
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as bytes, so that NaN equals itself."""
-    flat = tensor.detach().reshape(-1)
-    if flat.stride(0) != 1:  # One number has any stride.
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..tensors import Wrapper, plainly, take_apart
+from ..tensors import Wrapper, bits, plainly, take_apart
 from .coded_copy import CodedCopy, code, version_of
 from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host
@@ -309,7 +309,7 @@ class WeightGroup:
             # Batch norms do not have torch count the changes of their statistics, only those of their counter.
             is_changed = is_counted and (version_of(tensor) != version or not isinstance(tensor, torch.nn.Parameter))
             # A layer that is cast for its call and back has other data with the same content; to look is to wait.
-            is_other = is_set and id(tensor) not in self._cast and not torch.equal(_bits(tensor), _bits(view))
+            is_other = is_set and id(tensor) not in self._cast and not torch.equal(bits(tensor), bits(view))
             if is_changed or is_other:
                 host.copy_(tensor.data)
                 if copy := self.copies[piece]:
@@ -383,8 +383,3 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 def _place(tensor: torch.Tensor) -> _Place:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as bytes, so that NaN equals itself."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
