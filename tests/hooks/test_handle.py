@@ -34,9 +34,8 @@ def test_leaving_the_block_detaches_even_when_it_raises() -> None:
 def test_attributes_that_are_changed_for_now_come_back_even_when_the_block_raises() -> None:
     owner = SimpleNamespace(name="own", size=1)
     with for_now(owner, name="other"):
-        with pytest.raises(KeyError), for_now(owner, name="inner", size=2):
-            assert (owner.name, owner.size) == ("inner", 2)
-            raise KeyError("inside")
+        with pytest.raises(KeyError, match="inner 2"), for_now(owner, name="inner", size=2):
+            raise KeyError(f"{owner.name} {owner.size}")
         assert (owner.name, owner.size) == ("other", 1)
     assert (owner.name, owner.size) == ("own", 1)
     with pytest.raises(AttributeError, match="colour"), for_now(owner, size=3, colour="red"):
