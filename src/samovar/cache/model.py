@@ -356,11 +356,8 @@ class BlockModel(CacheableModel):
                 )  # fmt: skip
 
         own(compare)
-        handle = reader.attention.register_forward_pre_hook(compare, with_kwargs=True)
-        try:
+        with reader.attention.register_forward_pre_hook(compare, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
 
 def _kept(trace: Trace, residuals: Tensors, keeps: bool) -> Tensors:

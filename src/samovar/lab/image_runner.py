@@ -25,6 +25,7 @@ from ..engine.request import OmniDiffusionSamplingParams, Request
 from ..engine.settings import OmniDiffusionConfig
 from ..errors import ModelError, SettingError, nearest
 from ..files import check_names
+from ..hooks.handle import for_now
 from ..other_libraries import COMPILED_CALL
 from .methods import FORWARDS, OUTLIERS, Method
 
@@ -306,19 +307,13 @@ def _counting(denoiser: torch.nn.Module, add: Callable[[torch.nn.Module, Any], N
         raise ModelError(f"{type(bare).__name__} has no blocks with linear layers to count computed steps by.")
     compiled = vars(block).get(COMPILED_CALL)
     if compiled is None:
-        handle = layers[-1].register_forward_pre_hook(add)
-        try:
+        with layers[-1].register_forward_pre_hook(add):
             yield
-        finally:
-            handle.remove()
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         add(block, args)
         return compiled(*args, **kwargs)
 
-    vars(block)[COMPILED_CALL] = call
-    try:
+    with for_now(block, **{COMPILED_CALL: call}):
         yield
-    finally:
-        vars(block)[COMPILED_CALL] = compiled

@@ -190,7 +190,6 @@ def _splits_of_children(block: torch.nn.Module, call: BlockCall, size: int) -> d
     with contextlib.ExitStack() as removals, torch.no_grad():
         for name, module in block.named_children():
             if any(parameter.ndim > 1 for parameter in module.parameters()):
-                handle = unwrapped(module).register_forward_hook(after(name), with_kwargs=True)
-                removals.callback(handle.remove)
+                removals.enter_context(unwrapped(module).register_forward_hook(after(name), with_kwargs=True))
         call_again(block, call, call.arguments)
     return found

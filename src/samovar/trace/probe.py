@@ -67,17 +67,14 @@ def probe_pipeline(pipeline: Any, denoiser: torch.nn.Module, **settings: Any) ->
     def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         calls.append(dict(zip(parameters, args, strict=False)) | kwargs)
 
-    handle = denoiser.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with torch.compiler.set_stance("force_eager"):  # Two steps are not worth a compilation.
+    try:  # Two steps are not worth a compilation.
+        with denoiser.register_forward_pre_hook(note, with_kwargs=True), torch.compiler.set_stance("force_eager"):
             pipeline(**settings)
     except (TypeError, ValueError) as error:
         raise ModelError(
             f"{type(pipeline).__name__} could not be run with the settings {settings}: {error} Give the settings that "
             f"it needs, or probe its {type(denoiser).__name__} with your own inputs: probe_anatomy."
         ) from error
-    finally:
-        handle.remove()
     if len(calls) < 2:
         raise ModelError(
             f"{type(pipeline).__name__} called its {type(denoiser).__name__} {len(calls)} times in two steps; at least "
