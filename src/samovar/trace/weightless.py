@@ -26,6 +26,7 @@ from ..hooks.handle import for_now
 from ..other_libraries import compute_dtype
 from ..tensors import is_plain
 from .shadow import Copier, subclass
+from .tape import tensors_in
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ROUNDING = 512
@@ -133,12 +134,12 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        given = list(_tensors((*args, *kwargs.values())))
+        given = tensors_in((args, kwargs))
         is_new = bool(given) and all(tensor.is_meta for tensor in given) and _makes_one(func)
         output = self._remembered(func, args, kwargs) if is_new else self._large(func, args, kwargs, given)
         output = _run(func, args, kwargs, given) if output is None else output
         known = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
-        for tensor in _tensors(output if isinstance(output, (list, tuple)) else (output,)):
+        for tensor in tensors_in(output):
             if _has_storage(tensor) and tensor.untyped_storage()._cdata not in known:
                 self._count(tensor.untyped_storage())
         return output
@@ -149,11 +150,11 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             form = self._forms.get(key)
         except TypeError:  # Of an argument that has no hash.
-            return _run(func, args, kwargs, list(_tensors((*args, *kwargs.values()))))
+            return _run(func, args, kwargs, tensors_in((args, kwargs)))
         if form is not None:
             size, stride, dtype = form
             return torch.empty_strided(size, stride, dtype=dtype, device=_META)
-        output = _run(func, args, kwargs, list(_tensors((*args, *kwargs.values()))))
+        output = _run(func, args, kwargs, tensors_in((args, kwargs)))
         if _is_plain(output):
             self._forms[key] = output.shape, output.stride(), output.dtype
         return output
@@ -205,15 +206,6 @@ def _is_plain(value: Any) -> bool:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operation's arguments or outputs."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _run(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
