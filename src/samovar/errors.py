@@ -33,6 +33,17 @@ from typing import Any
 class SamovarError(Exception):
     """Base of all errors that Samovar raises on purpose."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with all attributes, whatever the signature of the class."""
+        return _restored, (type(self), str(self), dict(vars(self)))
+
+
+def _restored(kind: type[SamovarError], message: str, known: dict[str, Any]) -> SamovarError:
+    error = kind.__new__(kind, message)
+    Exception.__init__(error, message)
+    vars(error).update(known)
+    return error
+
 
 class SettingError(SamovarError, ValueError):
     """A setting or argument that cannot be used."""
@@ -71,26 +82,12 @@ class RankError(SamovarError, RuntimeError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[int, str]]:
-        return type(self), (self.rank, str(self))
-
 
 class EngineError(SamovarError, RuntimeError):
     """A request that could not be served."""
 
     code = "engine_error"
     """The kind of error in one word, for programs."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with all attributes, whatever the signature of the class."""
-        return _restored, (type(self), str(self), dict(vars(self)))
-
-
-def _restored(kind: type[EngineError], message: str, known: dict[str, Any]) -> EngineError:
-    error = kind.__new__(kind, message)
-    Exception.__init__(error, message)
-    vars(error).update(known)
-    return error
 
 
 class QueueFullError(EngineError):

@@ -40,11 +40,6 @@ def add_inspect(commands: Any) -> None:
     parser.add_argument("--probe", action="store_true", help="run two steps to see which values its blocks pass on")
 
 
-def _add_speeds(parser: Any) -> None:
-    parser.add_argument("--tflops", metavar="X", type=float, help="16-bit TFLOP/s that the GPU reaches (100)")
-    parser.add_argument("--bus", metavar="SIZE", help="bytes per second from the host to the GPU (25GiB)")
-
-
 def add_plan(commands: Any) -> None:
     parser = arguments.add_command(commands, _plan)
     arguments.add_model(parser, _MODEL)
@@ -60,7 +55,8 @@ def add_plan(commands: Any) -> None:
         "--dtype", choices=dtypes, metavar="TYPE", help="as which the weights are loaded (as they are stored)"
     )
     parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
-    _add_speeds(parser)
+    parser.add_argument("--tflops", metavar="X", type=float, help="16-bit TFLOP/s that the GPU reaches (100)")
+    parser.add_argument("--bus", metavar="SIZE", help="bytes per second from the host to the GPU (25GiB)")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..other_libraries import memory_of, weak_memory
 from ..tensors import is_plain
+from ..trace.tape import tensors_in
 from .forms import Given
 
 _DETACH = torch.ops.aten.detach.default  # torch calls it by itself for a new tensor if somebody else holds that.
@@ -49,8 +50,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output, name = func(*args, **(kwargs or {})), str(func)
         if func is _DETACH:
             return output
-        seen, reads, made = _tensors((args, kwargs, output)), _memories((args, kwargs)), _memories(output)
-        self._memories += [weak_memory(one) for one in _tensors(output) if is_plain(one)]
+        seen, reads, made = tensors_in((args, kwargs, output)), _memories((args, kwargs)), _memories(output)
+        self._memories += [weak_memory(one) for one in tensors_in(output) if is_plain(one)]
         is_pure = isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
         if not is_pure:
             self.written, self._fixed = self.written | reads, self._fixed - reads
@@ -99,7 +100,7 @@ class Spared(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._answers[number] = pytree.tree_map_only(partial, operator.call, one.output)
             elif number not in self._answers and one.kind != "view":
                 self.live |= one.reads
-        self.constants = [one for one in _tensors(list(self._answers.values())) if memory_of(one) in self.live]
+        self.constants = [one for one in tensors_in(list(self._answers.values())) if memory_of(one) in self.live]
         """Results that are the same each time. Whoever replays must keep them."""
 
     def run(self) -> Any:
@@ -119,9 +120,5 @@ class Spared(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0] if number in self._copies else func(*args, **(kwargs or {}))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-
-
 def _memories(value: Any) -> set[int]:
-    return {memory_of(one) for one in _tensors(value) if is_plain(one)}
+    return {memory_of(one) for one in tensors_in(value) if is_plain(one)}
