@@ -128,7 +128,7 @@ class Drifts:
         """`used`: for each image, or for all, the weights of older outputs in what the sampler was given at the step
         before. `response`: what it does with an output, where that cannot be seen."""
         self._products = found.astype(np.float64)
-        self._are_numbers: list[bool] = np.isfinite(self._products).all((1, 2)).tolist()
+        self._are_numbers = np.logical_and.reduce(np.isfinite(self._products), (1, 2))
         self._num_known = (self._products.shape[1] - _OUTPUTS) // num_branches - 1
         self._starts = [_OUTPUTS + branch * (1 + self._num_known) for branch in range(num_branches)]
         if response is None:
