@@ -262,7 +262,7 @@ class Offloaded(Handle, PipelineHook):
             return bool(layers)
 
     def _with_time_layers(self, name: str, layers: Mapping[str, torch.nn.Module]) -> tuple[OffloadPlan, TierPlan]:
-        """A plan for a component with these layers."""
+        """Have a component compute these layers ahead, and plan again."""
         component = self._components[name]
         component.whole = replace(component.whole, time_layers=layers)
         self._sizes = self._measure([c.whole for c in self._components.values()])
