@@ -9,9 +9,12 @@ import pytest
 import torch
 from driving import COND, INFINITE, UNCOND, UNGUARDED, Plain, at, differing, stepped
 
-from samovar.cache import TeaCacheHook, apply_teacache_hook
+from samovar.cache import AutoConfig, TeaCacheConfig, TeaCacheHook, apply_teacache_hook
+from samovar.cache import auto as auto_under_test
 from samovar.cache import inputs as inputs_under_test
 from samovar.cache import step as step_under_test
+from samovar.cache.config import CacheConfig
+from samovar.cache.pace import Pace
 from samovar.errors import ModelError
 from samovar.hooks import call_context
 
@@ -188,6 +191,28 @@ def test_a_run_that_begins_by_a_time_on_a_device_is_computed_and_begins_anew() -
     assert (reasons(hook)[0], mask(hook)) == ("a new run", "#.....")
 
 
+@pytest.mark.usefixtures("_times_on_a_device")
+def test_auto_waits_once_for_a_time_on_a_device_and_for_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is read behind what was measured, which the device is waited for anyway; and tells a new run all the
+    same."""
+    model, read = Plain(), list[str]()
+    drifts, strays = Pace._drifts, auto_under_test.stray
+    monkeypatch.setattr(Pace, "_drifts", lambda *given: (read.append("drift"), drifts(*given))[1])
+    monkeypatch.setattr(auto_under_test, "stray", lambda *given: (read.append("time"), strays(*given))[1])
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    with torch.no_grad(), call_context(branch="only"):
+        for name in ("one", "two"):
+            for index in range(12):
+                read.append("step")
+                output = model(*at(index, 12, name), COND)
+                assert index or torch.equal(output, Plain()(*at(0, 12, name), COND))
+            assert "." in mask(hook)
+    assert reasons(hook)[0] == "a new run"
+    around = [(before, after) for before, one, after in zip(read, read[1:], read[2:], strict=False) if one == "drift"]
+    assert around
+    assert set(around) == {("step", "time")}
+
+
 class Perturbed(Plain):
     """Guidance by a model that is made worse for every other call, of which its inputs say nothing."""
 
@@ -198,10 +223,11 @@ class Perturbed(Plain):
 
 
 @pytest.mark.usefixtures("_times_on_a_device")
-def test_a_time_on_a_device_that_stands_still_is_a_second_call_of_a_step() -> None:
+@pytest.mark.parametrize("config", [TeaCacheConfig(**SKIPPING), AutoConfig(1e6)], ids=["tea_cache", "auto"])
+def test_a_time_on_a_device_that_stands_still_is_a_second_call_of_a_step(config: CacheConfig) -> None:
     """The sample is made anew for each call, so that it does not tell."""
     model, bare = Perturbed(), Perturbed()
-    hook = apply_teacache_hook(model, SKIPPING)
+    hook = apply_teacache_hook(model, config)
     found, exact = [], []
     with torch.no_grad(), call_context(branch="only"):
         for index in range(6):
