@@ -12,7 +12,7 @@ from .backend import (
     make_cache_backend,
     register_cache_backend,
 )
-from .config import AutoConfig, OutlierSchedule, TeaCacheConfig
+from .config import AutoConfig, CacheConfig, OutlierSchedule, TeaCacheConfig
 from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
 from .state import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
@@ -26,6 +26,7 @@ __all__ = [
     "BranchStats",
     "CacheBackend",
     "CacheChoice",
+    "CacheConfig",
     "CacheContext",
     "CacheSetting",
     "CacheStats",

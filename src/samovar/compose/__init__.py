@@ -1,15 +1,17 @@
 """How do a cache, offload, several ranks and a compiler go on one pipeline together? `attach(pipe, ...)`."""
 
 from ..cache import CacheSetting
-from .attached import Attached, attach, detach
-from .config import AttachConfig, OffloadSetting, ParallelSetting
+from .attached import Attached, AttachedStats, attach, detach
+from .config import AttachConfig, CompileSetting, OffloadSetting, ParallelSetting
 from .explain import Explanation
 from .vae import tiled_if_needed
 
 __all__ = [
     "AttachConfig",
     "Attached",
+    "AttachedStats",
     "CacheSetting",
+    "CompileSetting",
     "Explanation",
     "OffloadSetting",
     "ParallelSetting",
