@@ -315,6 +315,10 @@ class AsyncOmni:
             prompt = Request(prompt, params, image, num_previews, exact, lora, tolerance, inputs or {})
         return self._supervisor.submit(prompt, priority=priority, deadline_s=deadline_s)
 
+    def check_room(self) -> None:
+        """Raise QueueFullError if the queue would not take another request."""
+        self._supervisor.check_room()
+
     async def generate(
         self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any
     ) -> GenerationResult:

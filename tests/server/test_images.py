@@ -212,6 +212,8 @@ def test_the_queue_has_an_end_and_the_client_tries_again(server: RunningServer) 
             assert (server.status()["queued"], server.status()["running"]) == (16, 1)
             patient = pool.submit(client(server, retries=5).images.generate, prompt=PROMPT)
             until(lambda: counter(server, refused) - before >= 184, "one more is refused, and tries again")
+            long = http.post(GENERATE, json={"prompt": "a" * 400_000})  # Refused before it is read: it is no prompt.
+            assert (long.status_code, http.get("/live").status_code) == (429, 200)
         done = [answer.result(PATIENCE_S) for answer in answers]
         assert sorted(answer.status_code for answer in done) == [200] * 16 + [429] * 183
         for answer in done:

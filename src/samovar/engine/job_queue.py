@@ -28,14 +28,19 @@ class JobQueue:
     jobs: list[Job] = field(default_factory=list)
     """The next one first."""
 
-    def add(self, job: Job, seconds_each: float) -> None:
-        """Insert a job; QueueFullError if there is no room."""
+    def check_room(self, seconds_each: float) -> None:
+        """QueueFullError if there is no room for another job."""
         count = len(self.jobs)
         if count >= self.max_jobs:
             retry_after_s = max(1.0, seconds_each * (count + 1))
             message = f"{count} requests are waiting, which is the limit. Try again in {retry_after_s:.0f} s."
             raise QueueFullError(message, retry_after_s)
-        self.jobs.insert(next((i for i, other in enumerate(self.jobs) if other.priority < job.priority), count), job)
+
+    def add(self, job: Job, seconds_each: float) -> None:
+        """Insert a job; QueueFullError if there is no room."""
+        self.check_room(seconds_each)
+        behind = (i for i, other in enumerate(self.jobs) if other.priority < job.priority)
+        self.jobs.insert(next(behind, len(self.jobs)), job)
 
     def position(self, job: Job) -> int:
         """1 is next; 0 if it does not wait."""

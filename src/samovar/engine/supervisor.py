@@ -123,9 +123,18 @@ class Supervisor:
             deadline = None if deadline_s is None else now + deadline_s
             name = f"request-{self._num_jobs}"
             job = Job(self, request, deliver, id=name, priority=priority, since=now, deadline=deadline)
-            self.queue.add(job, self.totals.request_seconds / len(self._replicas))
+            self.queue.add(job, self._seconds_each)
             self.changed.notify_all()
             return job
+
+    @property
+    def _seconds_each(self) -> float:
+        return self.totals.request_seconds / len(self._replicas)
+
+    def check_room(self) -> None:
+        """QueueFullError if as many requests wait as may."""
+        with self.changed:
+            self.queue.check_room(self._seconds_each)
 
     def cancel(self, job: Job) -> None:
         """Let a job fail at once. A worker that runs it stops at its next step."""

@@ -227,6 +227,14 @@ class AppState:
             message = "The server is shutting down before its model was loaded."
             raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
 
+    def check_room(self) -> None:
+        """Refuse what would wait in a queue that is full, before it is received."""
+        if self.is_loaded:
+            try:
+                self.omni.check_room()
+            except SamovarError as error:
+                raise self.api_error(error) from error
+
     def check_kind(self, kind: str) -> None:
         """Refuse a request for something else than the model makes."""
         made = self.omni.output.kind if self.is_loaded else kind

@@ -94,11 +94,15 @@ async def read_asked(
     with state.bodies.hold() as hold:
         most = limits.max_upload_bytes if is_form or names else limits.max_json_bytes
         parts = await receive_body(request, most, hold)
+        readers = state.body_readers
         if is_form:
-            reading = state.body_readers.read_form(request.headers["content-type"], parts, names)
+            values, images = await unless_gone(
+                request, readers.read_form(request.headers["content-type"], parts, names)
+            )
+        elif (short := readers.read_at_once(parts, names)) is not None:
+            values, images = short, {}
         else:
-            reading = state.body_readers.read_object(parts, names)
-        values, images = await unless_gone(request, reading)
+            values, images = await unless_gone(request, readers.read_object(parts, names))
         for name in [name for name in values if name.partition("[")[0] in names]:
             field = name.partition("[")[0]
             if field in images:

@@ -33,6 +33,7 @@ class Sounds:
 
     async def _respond(self, request: Request, kind: type[AudioBody]) -> Response:
         self.state.check_kind("audio")
+        self.state.check_room()
         asked = await read_asked(self.state, request, kind, types=(JSON,))
         check_asked(self.state, asked)
         suffix = check_suffix(f"sound.{asked.body.format}", "audio")

@@ -53,16 +53,21 @@ class BodyReaders:
         while not self._is_closed and len(self._idle) + len(self._busy) < _COUNT:
             self._idle.append(_Reader(self._limits))
 
-    async def read_object(self, parts: list[bytes], names: tuple[str, ...] = ()) -> tuple[dict[str, Any], Files]:
-        """A JSON object, and the images in it, whose fields may have these names. Long ones take too long to parse in
-        this process: others would not be served meanwhile."""
+    def read_at_once(self, parts: list[bytes], names: tuple[str, ...] = ()) -> dict[str, Any] | None:
+        """A JSON object that is short and has no images in it; else None. Long ones take too long to parse in this
+        process: others would not be served meanwhile."""
         if sum(map(len, parts)) > _LONG_OBJECT:
-            return await self._read(JSON, parts, names)
+            return None
         try:
             values = body_reader.read_object(b"".join(parts))
         except Refused as error:
             raise refusal(error.param, error.message, error.code) from error
-        return await self._read(JSON, parts, names) if body_reader.has_data(values, names) else (values, {})
+        return None if body_reader.has_data(values, names) else values
+
+    async def read_object(self, parts: list[bytes], names: tuple[str, ...] = ()) -> tuple[dict[str, Any], Files]:
+        """A JSON object, and the images in it, whose fields may have these names."""
+        values = self.read_at_once(parts, names)
+        return await self._read(JSON, parts, names) if values is None else (values, {})
 
     async def read_image(self, content: bytes, name: str) -> Image:
         """The image of a file."""

@@ -31,6 +31,7 @@ class Images:
     state: AppState
 
     async def generate(self, request: Request) -> Response:
+        self.state.check_room()
         asked = await read_asked(self.state, request, GenerationBody, types=(JSON,))
         return await self._respond(request, asked, "image_generation")
 
@@ -38,6 +39,7 @@ class Images:
         check_type(request, FORM)
         self.state.check_open()
         self.state.check_can_edit()
+        self.state.check_room()
         asked = await read_asked(self.state, request, EditBody, types=(FORM,), files=EDIT_FILES)
         if not asked.image:
             raise ApiError(400, "image is missing. Send it as a file.", param="image", code="invalid_value")

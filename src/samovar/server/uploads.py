@@ -50,7 +50,8 @@ async def _next(request: Request, hold: Hold) -> Any:
     """The next piece. Those who send nothing give way when there is little room, or they would keep it from others."""
     while True:
         try:
-            return await asyncio.wait_for(request.receive(), _STALL_S)
+            async with asyncio.timeout(_STALL_S):
+                return await request.receive()
         except TimeoutError:
             if hold.ledger.is_tight:
                 message = f"Nothing was received for {_STALL_S:g} s, and memory is short. Try again."
