@@ -86,13 +86,15 @@ class Best:
 
 
 def best_of_others(found: Mapping[str, Sequence[Row]], computed: float) -> Best | None:
-    points = {family: at(curve, computed) for family, curve in found.items() if not family.startswith(OURS)}
-    known = {family: point for family, point in points.items() if point is not None}
-    if not known:
+    """Of those that compute as many steps, or fewer: a method that has nothing at a count is what it is below it."""
+    points = [(family, point) for family, curve in found.items() if not family.startswith(OURS)
+              for point in (at(curve, computed), *(at(curve, row["computed"]) for row in curve
+                                                   if row["computed"] <= computed)) if point is not None]  # fmt: skip
+    if not points:
         return None
-    nearest = max(known, key=lambda family: known[family].psnr)
-    worst = max(point.psnr_worst for point in known.values())
-    return Best(nearest, Point(known[nearest].psnr, worst, min(point.lpips for point in known.values())))
+    nearest, best = max(points, key=lambda of: of[1].psnr)
+    worst, lpips = max(of.psnr_worst for _, of in points), min(of.lpips for _, of in points)
+    return Best(nearest, Point(best.psnr, worst, lpips))
 
 
 @dataclass(frozen=True)

@@ -345,6 +345,14 @@ def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
                          "`tuned` meets its goal in 0 of 1 cells, and the goal is 1.")  # fmt: skip
 
 
+def test_a_peer_that_computes_less_and_is_nearer_is_the_best() -> None:
+    plain = [regime_row("plain steps", 8, 30, 1e-2, 10), regime_row("plain steps", 16, 46, 1e-3, 20)]
+    peer = [regime_row("peer", 6, 33, 5e-3, 12), regime_row("peer", 9, 39, 2e-3, 25)]
+    (line, *_) = regimes_table.lines_of({"20-2-pairs-euler": [*plain, *peer, regime_row("samovar auto", 11, 38)]})
+    assert (line.computed, line.best.nearest) == (11, "peer"), "plain steps have 36 dB there"
+    assert line.best.point == regimes_table.Point(39, 25, pytest.approx(2e-3))
+
+
 def test_a_schedule_is_judged_at_what_it_computes() -> None:
     plain = [regime_row("plain steps", 8, 30), regime_row("plain steps", 16, 46)]
     (line, *_) = regimes_table.lines_of({"20-2-pairs-euler": [*plain, regime_row("samovar schedule", 11.5, 44)]})
