@@ -44,8 +44,8 @@ How to choose with it:
   rhythm may be ahead in the mean, and lose an image.
 - **One model and one number of steps for months?** `samovar tune` takes minutes to hours, once, and holds for the
   regime that it was tuned in and no other. Compare its line with that of `auto` at the count that you can afford.
-- **Is the line of the others as high?** Then fewer plain steps do, and there is nothing to attach. It is the best of all
-  that compute as many steps or fewer; where it is flat, none of them was measured with more.
+- **Is the line of the others as high?** Then fewer plain steps do, and there is nothing to attach. It is the best of
+  all that compute as many steps or fewer; where it is flat, none of them was measured with more.
 - **Read the dots before the lines.** The band reaches to the 5th percentile, the dots are the worst image, and the
   dotted line is the worst image of plain steps and peers. A mean of 50 dB with a worst image of 25 dB means that some
   user gets another image.
