@@ -11,6 +11,7 @@ from driving import differing, flux, hooks_of, masks, recorded, tensors_in
 
 from pipelines import PIPELINES, TinyPipeline
 from samovar.cache import AutoConfig, TeaCacheBackend, apply_teacache_hook
+from samovar.cache.misses import Misses
 from samovar.errors import SettingError
 from samovar.hooks import call_context
 
@@ -77,7 +78,7 @@ def test_a_smaller_tolerance_computes_more_and_is_nearer() -> None:
     assert errors[-1] < 0.5 * errors[0]
 
 
-def test_computed_steps_are_the_models_own() -> None:
+def test_computed_steps_are_the_models_own_but_for_those_behind_skipped_ones() -> None:
     pipe = flux.build(0)
     backend = Driven(pipe, 0.3)
     with recorded(pipe.transformer) as recorder:
@@ -90,7 +91,8 @@ def test_computed_steps_are_the_models_own() -> None:
         calls, outputs = recorder.calls[index::2], recorder.outputs[index::2]
         with torch.no_grad():
             bare = [pipe.transformer(*calls[step][0], **calls[step][1])[0] for step in computed]
-        assert differing([outputs[step] for step in computed], bare) == []
+        behind = [place for place, step in enumerate(computed) if branch.mask[step - 1 : step] == "."]
+        assert differing([outputs[step] for step in computed], bare) == behind, "they take back what was missed"
 
 
 # ------------------------------------------------------------------------------------------------ a model that is known
@@ -159,6 +161,20 @@ def test_the_result_stays_within_a_few_tolerances(steps: int, scale: float, tole
     worst = float(((found - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max())
     gaps = max(sum(1 for gap in branch.mask.split("#") if gap) for branch in stats.branches.values())
     assert 0 < worst <= 2 * gaps * tolerance
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0, 4.5])
+def test_what_was_missed_is_taken_back(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, errors = sampled(Known(), MEAN, scale=scale), []
+    for takes_back in (False, True):
+        if not takes_back:
+            monkeypatch.setattr(Misses, "_take_back", lambda misses, length: None)
+        model = Known()
+        hook = apply_teacache_hook(model, AutoConfig(0.06))
+        hook.refresh(model, 50)
+        errors.append(float((sampled(model, MEAN, scale=scale) - exact).norm()))
+        monkeypatch.undo()
+    assert errors[1] < 0.3 * errors[0]
 
 
 @pytest.mark.parametrize("images", [1, 2])

@@ -54,9 +54,11 @@ def outputs(seed: int) -> list[list[torch.Tensor]]:
     return branches
 
 
-def drifts(found: torch.Tensor, num_branches: int, weights: list[float]) -> list[float]:
+def drifts(
+    found: torch.Tensor, num_branches: int, weights: list[float], given: tuple[float, ...] = (1.0,)
+) -> list[float]:
     """Of each image, where the step before was computed."""
-    read = Drifts(found.numpy(), num_branches, [[1.0]])
+    read = Drifts(found.numpy(), num_branches, [(given, [1.0])])
     return [read.of([weights], image)[0] for image in range(IMAGES)]
 
 
@@ -71,6 +73,19 @@ def test_the_drift_is_that_of_the_sampler(name: str, weights: list[float]) -> No
     drift = sum(answer * error for answer, error in zip(ANSWERS[name], errors, strict=True))
     expected = drift.norm(dim=1) / sample.norm(dim=1)
     assert found == pytest.approx(expected.tolist(), rel=0.15 if name == "stochastic" else 0.01)
+
+
+def test_what_the_sampler_was_given_may_be_corrected() -> None:
+    """Then its answer is to that, and not to what the model returned."""
+    branches, given = outputs(6), (1.8, -1.0, 0.2)
+    for of in branches:
+        of[1:] = [step - 0.5 * number * of[0] for number, step in enumerate(of[1:], 1)]
+    sample = torch.randn(IMAGES, SIZE)
+    corrected = [sum(w * step for w, step in zip(given, of, strict=False)) for of in branches]
+    found = products(sample, sample - 0.04 * guided(corrected, 4.5), branches)
+    exact = drifts(products(sample, sample - 0.04 * guided([of[0] for of in branches], 4.5), branches), 2, [1.0])
+    assert drifts(found, 2, [1.0], given) == pytest.approx(exact, rel=0.01)
+    assert drifts(found, 2, [1.0]) != pytest.approx(exact, rel=0.1)
 
 
 def test_the_second_call_of_a_step_answers_to_the_change() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from samovar.cache.misses import Skipped
 from samovar.cache.pace import Curve, Image, Judged, Pace, count_images
 from samovar.cache.rows import RowHistory
 
@@ -29,7 +30,11 @@ class Walk:
         rows = self.output(step)
         self.pace.due = list(due or (True,) * len(rows))
         self.history.push(self.place(step), step, [rows], self.pace.due)
-        self.pace.computed("only", self.history, [torch.ones(rows.shape)], self.pace.due)
+        samples = [torch.ones(rows.shape)]
+        self.returned = self.pace.computed("only", self.history, samples, self.pace.due, 0.04)
+
+    def forecast(self, step: int) -> list[list[float]]:
+        return self.pace.forecast(self.history, Skipped(step, self.place(step), 0.04))
 
     def judge(self, step: int = 3) -> list[Judged | None]:
         """After the step that was computed last: Euler's method."""
@@ -55,7 +60,7 @@ def test_what_slows_down_is_followed_half_the_way() -> None:
     walk.judge()
     assert {image.curve for image in walk.pace.images} == {Curve(1, True, 0.5)}
     walk.pace.due = [False, False]
-    assert walk.pace.forecast(walk.history, walk.place(4), 4)[0] == pytest.approx([1.5, -0.5])
+    assert walk.forecast(4)[0] == pytest.approx([1.5, -0.5])
 
 
 def test_each_image_has_its_own_curve() -> None:
@@ -63,7 +68,7 @@ def test_each_image_has_its_own_curve() -> None:
     walk.judge()
     assert [image.curve.order for image in walk.pace.images] == [1, 2]
     walk.pace.due = [False, False]
-    first, second = walk.pace.forecast(walk.history, walk.place(4), 4)
+    first, second = walk.forecast(4)
     assert first == pytest.approx([2.0, -1.0])
     assert second == pytest.approx([3.0, -3.0, 1.0])
 
@@ -77,6 +82,36 @@ def test_over_the_noise_or_over_the_steps_whichever_is_a_line() -> None:
         walk = Walk(output, noise)
         walk.judge()
         assert {image.curve for image in walk.pace.images} == {Curve(1, by_noise)}
+
+
+def test_what_a_gap_has_missed_is_taken_back() -> None:
+    """On the whole, the sampler is given as much as if all steps had been computed."""
+    walk = Walk(lambda n: A + n * n * B)
+    walk.judge()
+    walk.pace.images[1].curve = walk.pace.images[0].curve = Curve(1, True, 0.5)
+    given = torch.zeros(2, SIZE)
+    for step in range(4, 12):
+        if step in (6, 11):
+            walk.compute(step)
+            weights = walk.returned
+        else:
+            walk.pace.due = [False, False]
+            weights = walk.forecast(step)
+        stored = torch.stack([of.tensors[0] for of in walk.history.steps[: len(weights[0])]])  # type: ignore[arg-type, misc]
+        given += torch.einsum("s,sie->ie", torch.tensor(weights[0]), stored)
+    wanted = torch.stack([walk.output(step) for step in range(4, 12)]).sum(0)
+    assert torch.allclose(given, wanted, rtol=1e-3, atol=1e-2)
+
+
+def test_images_with_the_same_seed_are_no_copies() -> None:
+    pace, same = Pace(), torch.randn(1, SIZE).expand(2, -1)
+    assert pace.begins(0)
+    pace.begin([same], [A])
+    assert len(pace.images) == 1, "they cannot be told apart yet"
+    assert pace.begins(1)
+    pace.begin([A], [A])
+    assert len(pace.images) == 2
+    assert not any(map(pace.begins, (1, 2)))
 
 
 def shaky(number: int) -> torch.Tensor:
@@ -152,8 +187,8 @@ def test_branches_of_other_steps_do_not_count() -> None:
 
 def test_images_of_a_call() -> None:
     sample = torch.randn(2, 4, 8)
-    assert count_images([sample], [sample]) == 2
-    assert count_images([torch.cat([sample, sample])], [torch.cat([sample, sample])]) == 2, "for guidance"
-    assert count_images([sample], [torch.randn(2, 16, 4, 4)]) == 2, "whatever the form of the output"
-    assert count_images([sample, sample], [sample, sample]) is None, "parts of one image"
-    assert count_images([sample], [sample, torch.randn(3)]) is None
+    assert count_images([sample], [sample]) == (2, 1)
+    assert count_images([torch.cat([sample, sample])], [torch.cat([sample, sample])]) == (2, 2), "for guidance"
+    assert count_images([sample], [torch.randn(2, 16, 4, 4)]) == (2, 1), "whatever the form of the output"
+    assert count_images([sample, sample], [sample, sample]) == (None, 1), "parts of one image"
+    assert count_images([sample], [sample, torch.randn(3)]) == (None, 1)

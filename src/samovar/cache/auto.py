@@ -26,6 +26,7 @@ from .config import AutoConfig
 from .decision import Agree, Verdict, measure
 from .forecast import take_apart
 from .inputs import Inputs, changes
+from .misses import Skipped
 from .model import About, CacheableModel, Forward, Instruction, Outcome, side_effect
 from .pace import LEAST_KNOWN, Judged, numbers_in
 from .rows import Tensors, chosen
@@ -128,7 +129,7 @@ class AutoSteps(NamedTuple):
             return Plan(verdict)
         history, outlook = call.state.rows, None
         if obstacle is None:
-            outlook = history.combined(pace.forecast(history, clock.place, clock.index))
+            outlook = history.combined(pace.forecast(history, Skipped(clock.index, clock.place, clock.length)))
             obstacle = None if outlook is not None else "a step that its forecast needs is not stored"
         return Plan(verdict, outlook) if obstacle is None else Plan(Verdict("compute", obstacle))
 
@@ -234,12 +235,12 @@ class AutoSteps(NamedTuple):
             state.skipped(inputs, None, 0.0, others_changed=True)
             return record, state.forecast_output(plan.outlook)
         state.computed(inputs, None, self.model.generation())
-        if clock.is_last or record.reason == AGAIN or outcome.problem is not None:
+        if record.reason == AGAIN or outcome.problem is not None:
             state.rows.clear()
             return record, outcome.output
         state.form, found = take_apart(outcome.output)
         history, numbers = state.rows, numbers_in(found or ())
-        if leads and numbers and not len(history):
+        if leads and numbers and pace.begins(len(history)):
             pace.begin(self._samples(call), found or ())
         count = len(pace.images)
         if found is None or not numbers or not count or any(count > 1 and len(rows) % count for rows in numbers):
@@ -247,9 +248,15 @@ class AutoSteps(NamedTuple):
             return record, outcome.output
         due = pace.due if plan.outlook is not None else [True] * count
         history.push(clock.place, clock.index, found, due)
-        pace.computed(call.context.branch, history, self._samples(call) if leads else None, due)
-        if plan.outlook is None or all(due):
+        samples = self._samples(call) if leads else None
+        weights = pace.computed(call.context.branch, history, samples, due, clock.length)
+        own = None if all(due) and max(map(len, weights)) == 1 else history.combined(weights)
+        if clock.is_last:
+            history.clear()
+        if own is None:
             return record, outcome.output
-        guesses = [plan.outlook.value(index) for index in range(len(found))]
-        mixed = chosen(due, found, guesses)
+        if plan.outlook is None or all(due):
+            return record, state.form.rebuild(own)
+        each = range(len(found))
+        mixed = chosen(due, [own.value(index) for index in each], [plan.outlook.value(index) for index in each])
         return record._replace(images=tuple(due)), state.form.rebuild(Outlook([1.0], [mixed]))

@@ -26,6 +26,9 @@ _SAMPLE, _WAY, _OUTPUTS = 0, 1, 2
 
 Rows = tuple[torch.Tensor, ...]
 """For each part of an output, some elements of each image: images by elements, in float32."""
+Given = tuple[Sequence[float], Sequence[float] | None]
+"""The weights of the outputs in what a sampler was given, the newest first; and those of the older ones in what it was
+given at the step before, if that is known."""
 Products = np.ndarray
 """Scalar products of all vectors: images by vectors by vectors."""
 
@@ -123,16 +126,16 @@ class Drifts:
     """What the products of one computed step tell."""
 
     def __init__(
-        self, found: Products, num_branches: int, used: Sequence[Sequence[float]] = (), response: float | None = None
+        self, found: Products, num_branches: int, given: Sequence[Given] = (), response: float | None = None
     ) -> None:
-        """`used`: for each image, or for all, the weights of older outputs in what the sampler was given at the step
-        before. `response`: what it does with an output, where that cannot be seen."""
+        """`given`: what the sampler was given, for each image, or for all. `response`: what it does with an output,
+        where that cannot be seen."""
         self._products = found.astype(np.float64)
         self._are_numbers = np.logical_and.reduce(np.isfinite(self._products), (1, 2))
         self._num_known = (self._products.shape[1] - _OUTPUTS) // num_branches - 1
         self._starts = [_OUTPUTS + branch * (1 + self._num_known) for branch in range(num_branches)]
         if response is None:
-            each = [used[image % len(used)] if used else None for image in range(len(found))]
+            each = [given[image % len(given)] if given else ([1.0], None) for image in range(len(found))]
             self._response = np.stack([self._answer(image, of) for image, of in enumerate(each)])
         else:
             self._response = np.full((len(found), num_branches), response)
@@ -154,16 +157,19 @@ class Drifts:
     def _tails(self, weights: Sequence[float]) -> list[float]:
         """The same sum by the differences between outputs, with the newest one subtracted."""
         sums = [*itertools.accumulate(reversed(weights))][::-1]
-        return sums + [0.0] * (self._num_known - len(sums))
+        return [*sums, *[0.0] * self._num_known][: self._num_known]
 
-    def _answer(self, image: int, used: Sequence[float] | None) -> np.ndarray:
+    def _answer(self, image: int, given: Given) -> np.ndarray:
         """By branch, how the sampler answers to an output."""
+        (newest, *older), used = given
         found, size, count = self._products[image], self._products.shape[1], len(self._starts)
         if not self._are_numbers[image]:
             return np.full(count, np.nan)
         basis = np.zeros((size, 1 + (1 if used is None else 2) * count))
-        for column, start in enumerate((_SAMPLE, *self._starts)):
-            basis[start, column] = 1.0
+        basis[_SAMPLE, 0] = 1.0
+        for column, start in enumerate(self._starts, 1):
+            basis[start, column] = newest + sum(older)
+            basis[start + 1 : start + 1 + self._num_known, column] = np.negative(self._tails(older))
         if used is not None:  # Samplers of higher order add the change from the step before.
             for column, start in enumerate(self._starts, 1 + count):
                 basis[start + 1 : start + 1 + self._num_known, column] = self._tails(used)

@@ -18,6 +18,7 @@ import torch
 
 from .drift import Compared, Drifts, Rows, compared, num_copies, rows_of
 from .forecast import polynomial
+from .misses import Misses, Skipped
 from .rows import MOST_KNOWN, RowHistory, Tensors
 
 LEAST_KNOWN = 3
@@ -66,10 +67,11 @@ class Image:
         """The next step to be computed."""
         self.curve = CURVES[0]
         """How its skipped steps are forecast."""
-        self.given: list[float] = []
-        """The weights of computed steps in its last skipped one, if none was computed since."""
+        self.misses = Misses()
+        self.given: list[float] = [1.0]
+        """What its sampler was given at the last step: the weights of the computed ones, the newest first."""
         self.used: list[float] = [1.0]
-        """The same of the step before its last computed one."""
+        """The same at the step before its last computed one, by those that were computed then."""
         self._judged = self._expected = 0.0
         """The errors of its gaps that were judged, and that of the one after them."""
 
@@ -110,6 +112,8 @@ class Pace:
         self.images: list[Image] = []
         self._by_image = False
         """Whether the outputs have rows for images, and for copies of them."""
+        self._copies = 1
+        """Of each image in a batch, for the branches of guidance."""
         self._branches: dict[Hashable, RowHistory] = {}
         self._samples: Rows = ()
         """Of the last computed step."""
@@ -120,28 +124,46 @@ class Pace:
         self.drift: float | None = None
         """How far a forecast in place of the last computed step would have taken the worst image, if judged now."""
 
+    def begins(self, num_known: int) -> bool:
+        """Whether the images of a call are looked for, after some computed steps. At the first, images with the same
+        seed look like copies of one."""
+        return num_known == 0 or (num_known == 1 and self._copies > 1)
+
     def begin(self, samples: Sequence[torch.Tensor], outputs: Tensors) -> None:
         """Begin with the images that a call is about."""
-        count = count_images(samples, outputs)
+        count, self._copies = count_images(samples, outputs)
         self.images, self._by_image, self._open = [Image() for _ in range(count or 1)], count is not None, ()
 
     def computed(
-        self, branch: Hashable, history: RowHistory, samples: Sequence[torch.Tensor] | None, due: Sequence[bool]
-    ) -> None:
-        """Note a computed step of a branch; `samples` if it is the first branch of its step."""
+        self,
+        branch: Hashable,
+        history: RowHistory,
+        samples: Sequence[torch.Tensor] | None,
+        due: Sequence[bool],
+        length: float = 1.0,
+    ) -> list[list[float]]:
+        """Note a computed step of a branch, which goes this far; `samples` if it is the first branch of its step. For
+        each image, the weights of its computed steps in what is returned for this one; those not due are left out."""
         self._branches[branch] = history
-        if samples is None:
-            return
-        self._samples, self._open = self.rows(samples, history.newest)[0], tuple(due)
-        for image in (image for image, is_due in zip(self.images, due, strict=True) if is_due):
-            image.used, image.given = image.given or [1.0], []
-
-    def forecast(self, history: RowHistory, place: float, number: int) -> list[list[float]]:
-        """For each image, the weights of the computed steps in a skipped one, the newest first."""
-        weights = [image.curve.weights(*_known(history, i), place, number) for i, image in enumerate(self.images)]
-        for image, own, is_due in zip(self.images, weights, self.due, strict=True):
-            image.given = image.given if is_due else own
+        if samples is not None:
+            self._samples, self._open = self.rows(samples, history.newest)[0], tuple(due)
+        weights = [[1.0] for _ in self.images]
+        for index in (index for index, is_due in enumerate(due) if is_due):
+            image, (places, numbers) = self.images[index], _known(history, index)
+            if samples is not None:
+                image.misses.computed(places, numbers, length)
+                image.used, image.given = image.given, image.misses.corrected([1.0], numbers)
+            weights[index] = image.misses.corrected([1.0], numbers)
         return weights
+
+    def forecast(self, history: RowHistory, step: Skipped) -> list[list[float]]:
+        """For each image that is not due, the weights of its computed steps in this one, the newest first."""
+        for index, (image, is_due) in enumerate(zip(self.images, self.due, strict=True)):
+            if not is_due:
+                places, numbers = _known(history, index)
+                own = image.curve.weights(places, numbers, step.place, step.number)
+                image.given = image.misses.skipped(step, own, numbers)
+        return [[1.0] if is_due else image.given for image, is_due in zip(self.images, self.due, strict=True)]
 
     def rows(self, samples: Sequence[torch.Tensor], outputs: Tensors) -> tuple[Rows, Rows]:
         """Samples and outputs with a row for each image, and for each of its copies."""
@@ -206,18 +228,21 @@ class Pace:
         together = measured.products
         if summed is not None:
             together = summed(together.flatten()).reshape(together.shape)
-        used, read, ends = [image.used for image in self.images], together.cpu().numpy(), accumulate(measured.lengths)
+        given = [(image.given, image.used) for image in self.images]
+        read, ends = together.cpu().numpy(), accumulate(measured.lengths)
         each = [read[end - length : end] for length, end in zip(measured.lengths, ends, strict=True)]
-        return [Drifts(found, measured.num_branches, used, response) for found in each]
+        return [Drifts(found, measured.num_branches, given, response) for found in each]
 
 
-def count_images(samples: Sequence[torch.Tensor], outputs: Tensors) -> int | None:
-    """How many images a call is about; None where its outputs have no row for each. This waits for the device."""
+def count_images(samples: Sequence[torch.Tensor], outputs: Tensors) -> tuple[int | None, int]:
+    """How many images a call is about, None where its outputs have no row for each; and how many copies it has of
+    them. This waits for the device."""
     lengths = {tensor.shape[:1] for tensor in outputs if tensor is not None}
     found, rows = rows_of(samples, numbers_in(outputs), by_image=True)
     if len(rows) != 1 or lengths != {rows[0].shape[:1]}:
-        return None
-    return len(rows[0]) // (num_copies(found[0]) if found else 1)
+        return None, 1
+    copies = num_copies(found[0]) if found else 1
+    return len(rows[0]) // copies, copies
 
 
 def numbers_in(tensors: Tensors) -> list[torch.Tensor]:

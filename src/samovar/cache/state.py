@@ -51,6 +51,8 @@ class Clock:
         self.index = -1
         self.place = 0.0
         """Position of the running step, by noise level where that is known."""
+        self.length = 1.0
+        """How far the running step goes, likewise."""
         self.is_scheduled = False
         """Whether a scheduler counts the steps."""
         self.step = Step(0, None, None)
@@ -101,7 +103,9 @@ class Clock:
         self.leader = branch if self.leader is None else self.leader
         if index > self.index:
             self.index, self.verdict, self._step_time = index, None, inputs.time
-            self.place = float(index) if position is None or position.sigma is None else -position.sigma
+            self.place, self.length = float(index), 1.0
+            if position is not None and position.sigma is not None:
+                self.place, self.length = -position.sigma, abs(position.sigma - position.next_sigma)
             length = self._announced if run is None else run.total()
             self.step = Step(index, length if position is None else position.total, length)
             self._branches.clear()

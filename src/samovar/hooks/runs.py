@@ -43,6 +43,8 @@ class Position(NamedTuple):
     total: int
     sigma: float | None
     """The noise at this step, if the scheduler says so."""
+    next_sigma: float = 0.0
+    """The noise that it leads to."""
 
 
 class PipelineHook:
@@ -116,8 +118,8 @@ class Run:
             self._timesteps, self._sigmas = timesteps, []
             if isinstance(sigmas, torch.Tensor) and not sigmas.is_meta:
                 self._sigmas = sigmas.tolist()
-        sigma = float(self._sigmas[step]) if 0 <= step < len(self._sigmas) else None
-        return Position(step, len(timesteps), sigma)
+        sigma, then = (self._sigmas[at] if 0 <= at < len(self._sigmas) else None for at in (step, step + 1))
+        return Position(step, len(timesteps), sigma, then or 0.0)
 
     def loop(self) -> Any:
         """The timesteps of the loop that is running: another object for each loop of a run."""
