@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 SHARES = (0.54, 0.4, 0.32)
@@ -154,7 +155,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = lines_of(result["cells"])
     table = [head, ["---"] * len(head), *map(_cells_of, lines)]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    return f"{text}\n\n{_verdict('auto', lines)} {_verdict('tuned', lines)}"
+    return "\n\n".join((text, _verdict("auto", lines), _verdict("tuned", lines)))
 
 
 def _margins(ours: Point | None, best: Point) -> list[str]:
@@ -190,7 +191,36 @@ def _verdict(name: str, lines: Sequence[Line]) -> str:
     met = sum(map(all, by_cell.values()))
     asked = math.ceil((AUTO_SHARE if name == "auto" else 1.0) * len(by_cell))
     words = "which is the goal" if met >= asked else f"and the goal is {asked}"
-    return f"`{name}` meets its goal in {met} of {len(by_cell)} cells, {words}." if by_cell else f"`{name}`: no cell."
+    if not by_cell:
+        return f"`{name}`: no cell."
+    return f"`{name}` meets its goal in {met} of {len(by_cell)} cells, {words}; {comparisons(name, lines)}"
+
+
+def comparisons(name: str, lines: Sequence[Line]) -> str:
+    """Over all counts of all cells: how often, and by how much, one of ours is nearer than the best of the others."""
+    pairs = [(line.cell, ours, line.best.point) for line in lines if (ours := getattr(line, name)) is not None]
+    gains = [(cell, ours.psnr - best.psnr) for cell, ours, best in pairs]
+    kinds = {kind: [gain for cell, gain in gains if f"-{kind}-" in cell] for kind in ("pairs", "free")}
+    means = ", ".join(f"{kind} {fmean(of):+.1f}" for kind, of in kinds.items() if of)
+    ahead = sum(gain >= 0 for _, gain in gains)
+    worst = [ours.psnr_worst - best.psnr_worst for _, ours, best in pairs]
+    halved = sum(ours.lpips <= TUNED_LPIPS * best.lpips for _, ours, best in pairs)
+    return (
+        f"it is ahead in {ahead} of {len(pairs)} comparisons, by {fmean(gain for _, gain in gains):.1f} dB on average "
+        f"({means}); its worst image in {sum(gain > 0 for gain in worst)}, by {fmean(worst):.1f} dB; its LPIPS is at "
+        f"most half of theirs in {halved}."
+    )
+
+
+def compared_with_all(result: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Sequence[Row]]:
+    """The cells of a result that was ended early in which everyone takes part who does in a whole one."""
+
+    def others(rows: Sequence[Row]) -> set[str]:
+        return {family for family in curves(rows) if not family.startswith(OURS)}
+
+    return {
+        cell: rows for cell, rows in result["cells"].items() if others(rows) >= others(whole["cells"].get(cell, []))
+    }
 
 
 def all_methods(result: Mapping[str, Any]) -> str:

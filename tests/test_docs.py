@@ -341,8 +341,24 @@ def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
     assert found == {"near": True, "no +3": False, "LPIPS": False, "worst": False}
     text = regimes_table.markdown({"cells": {"20-2-pairs-euler": rows}})
     assert "| 20-2-pairs-euler | 11 | peer | 42.0, 25.0, 0.001 | +0.0 | +1.0 | x 1.00 | +4.0 | -1.0 | x 0.40 |" in text
-    assert text.endswith("`auto` meets its goal in 1 of 1 cells, which is the goal. "
-                         "`tuned` meets its goal in 0 of 1 cells, and the goal is 1.")  # fmt: skip
+    *_, auto, tuned_verdict = text.split("\n\n")
+    assert auto == ("`auto` meets its goal in 1 of 1 cells, which is the goal; it is ahead in 1 of 1 comparisons, by "
+                    "0.0 dB on average (pairs +0.0); its worst image in 1, by 1.0 dB; its LPIPS is at most half of "
+                    "theirs in 0.")  # fmt: skip
+    assert tuned_verdict.startswith("`tuned` meets its goal in 0 of 1 cells, and the goal is 1; it is ahead in 1 of 1 ")
+
+
+def test_of_the_last_run_only_cells_with_all_peers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [regime_row(family, 11, 40) for family in ("plain steps", "peer", "samovar auto")]
+    whole = {"cells": {"20-2-pairs-euler": rows, "20-2-free-euler": rows}}
+    last = {"cells": {"20-2-pairs-euler": rows, "20-2-free-euler": [rows[0], rows[2]]}}
+    assert list(regimes_table.compared_with_all(last, whole)) == ["20-2-pairs-euler"]
+    monkeypatch.setattr(regimes_plots, "RESULTS", tmp_path)
+    monkeypatch.setattr(regimes_plots, "read", {"regimes": whole, "regimes_last": last}.get)
+    for name in ("regimes", "regimes_last"):
+        (tmp_path / f"{name}.json").touch()
+    said = regimes_plots.section("").split("**The last run**")[1]
+    assert "measured: 20-2-pairs-euler. `auto`: it is ahead in 1 of 1 comparisons" in said
 
 
 def test_a_peer_that_computes_less_and_is_nearer_is_the_best() -> None:

@@ -16,7 +16,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.regimes_table import AUTO, PLAIN, TUNED, best_of_others, curves, markdown, steps_of
+from benchmarks.regimes_table import (
+    AUTO,
+    PLAIN,
+    TUNED,
+    best_of_others,
+    compared_with_all,
+    comparisons,
+    curves,
+    lines_of,
+    markdown,
+    steps_of,
+)
 from docs.generate.results import RESULTS, read
 
 _COLOURS = {AUTO: "#e64a19", TUNED: "#5c6bc0", PLAIN: "#78909c"}
@@ -152,7 +163,18 @@ def section(_: str) -> str:
     if (RESULTS / "regimes_gaps.json").is_file():
         parts += [_GAPS, f"![The gap over the run, for easy and for hard images]({IMAGES}/plot-gaps.svg)"]
     result = read("regimes")
-    return "\n\n".join(part.strip() for part in (*parts, _missing(result["cells"]), markdown(result)) if part)
+    parts += [_missing(result["cells"]), markdown(result)]
+    if (RESULTS / "regimes_last.json").is_file():
+        parts.append(_last(compared_with_all(read("regimes_last"), result)))
+    return "\n\n".join(part.strip() for part in parts if part)
+
+
+def _last(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """What captions say that were kept until everything was chosen."""
+    return (
+        "**The last run** is on captions that were kept until everything was chosen, in the cells in which all peers "
+        f"were measured: {', '.join(cells)}. `auto`: {comparisons('auto', lines_of(cells))}"
+    )
 
 
 def _missing(cells: Collection[str]) -> str:

@@ -22,7 +22,7 @@ PLAIN_SHARES = (0.66, 0.5, 0.4, 0.32, 0.24, 0.2)
 """Plain steps, as shares of the exact number."""
 SCHEDULE_SHARES = (0.54, 0.4, 0.32, 0.24, 0.2)
 """Computed steps of our schedules, likewise."""
-TOLERANCES = (0.01, 0.02, 0.04, 0.08, 0.16)
+TOLERANCES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 _LOWEST_LPIPS = 5e-6
 """Lower values are drawn here: a logarithmic axis has no zero."""
 
