@@ -193,6 +193,21 @@ def test_branches_in_one_batch_are_judged_as_those_of_their_own(images: int) -> 
     assert torch.allclose(one, other, atol=1e-4)
 
 
+def test_images_with_the_same_seed_are_judged_each_on_its_own() -> None:
+    """At the first step their samples are equal, as those of the branches of guidance are."""
+    start = torch.randn(MEAN[:1].shape, generator=torch.Generator().manual_seed(0))
+    alone = []
+    for mean in (MEAN[:1], 4 * MEAN[1:]):
+        model = Known()
+        hook = apply_teacache_hook(model, AutoConfig(0.06))
+        sampled(model, mean, start=start)
+        alone.append(hook.stats().branches["cond"].steps[-1].accumulated)
+    model = Known()
+    hook = apply_teacache_hook(model, AutoConfig(0.06))
+    sampled(model, torch.cat([MEAN[:1], 4 * MEAN[1:]]), start=torch.cat([start, start]))
+    assert hook.stats().branches["cond"].steps[-1].errors == pytest.approx(alone, rel=0.1)
+
+
 def sampled_as_a_batch(model: Known, mean: torch.Tensor, steps: int = 28, scale: float = 4.5) -> torch.Tensor:
     """The same as `sampled`, with both branches in one call."""
     sample = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
