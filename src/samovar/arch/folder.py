@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import ModelError
 from ..files import MODULAR_INDEX, brief, index_file, parse_json, read_json
+from ..tensors import take_apart
 from .modular import is_modular, modular_class
 
 WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.([A-Za-z]\w*))?(?:-\d+-of-\d+)?\.safetensors")
@@ -154,8 +155,6 @@ def library_of(folder: Path, name: str, library: str, class_name: str) -> Module
 
 def check_loaded(pipeline: Any, folder: Path) -> Any:
     """The pipeline, if its folder had all of its weights: diffusers leaves out those that it does not find."""
-    from ..tensors import take_apart
-
     for name, part in pipeline.components.items():
         # What is around quantised weights may say that it is on the meta device, as quanto's does.
         weights: Any = getattr(part, "named_parameters", dict)()

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from ..errors import ModelError
 from ..files import brief
 
@@ -112,8 +114,6 @@ def modular_class(cls: Any, folder: Path, blocks_name: Any) -> Any:
 
 def _loaded(empty: Any, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The components of a folder. diffusers' own `load_components` leaves out one that cannot be loaded."""
-    import torch
-
     found: dict[str, Any] = {}
     quantised = getattr(settings.get("quantization_config"), "quant_mapping", {})
     for name in empty.pretrained_component_names:

@@ -11,6 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..builtin import BUILTIN_MODELS
 from ..errors import SettingError
 from ..files import is_file_name
 from . import arguments
@@ -150,7 +151,6 @@ def tasks_of(options: argparse.Namespace, which: str = "") -> list[Task]:
 
 def _check_prompts(options: argparse.Namespace) -> None:
     """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
-    from ..builtin import BUILTIN_MODELS
     from ..engine.models import find_model
     from ..lab.image_runner import SHIPPED
 

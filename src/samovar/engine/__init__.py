@@ -1,5 +1,11 @@
 """How does a request become an image, a video or a sound?"""
 
+import os
+
+# OpenMP threads that spin while they wait starve each other when processes share cores: an image took ten times longer.
+# torch reads this when it is first imported, here or in a worker process.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 from .calling import call_pipeline
 from .facts import PipelineFacts
 from .input_media import INPUT_NAMES, is_media

@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from ..arch.calls import call_parameters
 from ..errors import SettingError
 
 
@@ -20,10 +23,6 @@ def call_pipeline(
 ) -> Any:
     """What one pipeline call returns, for each prompt and seed. `note_draws` is called if it has drawn without its
     generators; beside another call nobody can tell."""
-    import torch
-
-    from ..arch.calls import call_parameters
-
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
     if len(prompts) == 1:
@@ -44,8 +43,6 @@ def call_pipeline(
 @contextlib.contextmanager
 def _drawn_by(seed: int, note_draws: Callable[[], None] | None = None) -> Iterator[None]:
     """Draw what a pipeline draws without its generator by the seed, too: some encode their images so."""
-    import torch
-
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         torch.default_generator.manual_seed(seed)
@@ -58,6 +55,4 @@ def _drawn_by(seed: int, note_draws: Callable[[], None] | None = None) -> Iterat
 
 
 def _states(on_gpu: bool) -> list[Any]:
-    import torch
-
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]

@@ -7,13 +7,15 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ..arch.folder import check_files
+from ..arch.modular import ModularCall
 from ..errors import ModelError, SettingError
 from ..files import brief, first_line, index_file, read_json, reading
-
-if TYPE_CHECKING:
-    import torch
+from ..other_libraries import pipelines_by_task
 
 ControlNetSetting = str | Path | Sequence[str | Path] | None
 
@@ -51,8 +53,6 @@ def controlled_class(cls: Any, task: str | None) -> Any:
     """The pipeline of a class's family that a ControlNet guides: diffusers' table has it, or it has the usual name."""
     import diffusers
 
-    from ..other_libraries import pipelines_by_task
-
     tables, wanted = pipelines_by_task(), "text2img" if task in (None, TASK) else task
     if wanted == "text2img" and _kinds(cls):
         return cls
@@ -75,8 +75,6 @@ def controlled_class(cls: Any, task: str | None) -> Any:
 
 def load_controlnets(sources: Sequence[str], cls: Any, folder: Path, dtype: torch.dtype) -> Any:
     """The ControlNet, or several in one, for a pipeline of this class and the model in a folder."""
-    from ..arch.folder import check_files
-
     together = [kind for kind in _kinds(cls) if "Multi" in getattr(kind, "__name__", "")]
     if len(sources) > 1 and not together:
         raise SettingError(f"{cls.__name__} takes one ControlNet, not {len(sources)}.", param="controlnet")
@@ -122,8 +120,6 @@ def _fetched(source: str) -> Path:
 
 def _kinds(cls: Any) -> tuple[Any, ...]:
     """What a pipeline takes as its ControlNet; nothing if it takes none."""
-    from ..arch.modular import ModularCall
-
     if issubclass(cls, ModularCall):
         return (cls.kinds[TASK],) if TASK in cls.kinds else ()
     return tuple(cls._get_signature_types()[TASK]) if TASK in inspect.signature(cls).parameters else ()

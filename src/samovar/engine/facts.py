@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from ..arch.calls import call_parameters
 from ..errors import SettingError, nearest
 from ..files import brief
 from ..media import upright_size
@@ -251,8 +252,6 @@ class PipelineFacts:
 
 def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFacts:
     """The facts of a loaded pipeline."""
-    from ..arch.calls import call_parameters
-
     cls = type(pipeline)
     parameters = call_parameters(cls)
     inputs = find_inputs(cls)

@@ -13,6 +13,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from PIL import Image
+
+from ..arch.calls import call_parameters
+from ..arch.modular import ModularCall
 from ..errors import SettingError
 from ..media import Audio, Video, upright, upright_size
 from .call_code import CallCode
@@ -161,8 +166,6 @@ class Inputs:
 
     def blanks(self, width: int, height: int) -> dict[str, Any]:
         """Images for what can be started from and what is needed, all transparent, by the pipeline's names."""
-        from PIL import Image
-
         wanted = [name for name in self.takes if name == "image" or name in self.needs]
         blank = Image.new("RGBA", (width, height))
         images = [
@@ -187,9 +190,6 @@ class Inputs:
 
 def find_inputs(cls: type) -> Inputs:
     """The inputs of a pipeline class."""
-    from ..arch.calls import call_parameters
-    from ..arch.modular import ModularCall
-
     parameters = call_parameters(cls)
     takes = _media_of(cls)
     code = CallCode.of(cls, tuple(takes))
@@ -208,8 +208,6 @@ def find_inputs(cls: type) -> Inputs:
 
 
 def _media_of(cls: type) -> list[str]:
-    from ..arch.calls import call_parameters
-
     return [name for name in call_parameters(cls) if _MEDIA.search(name) and not _NOT_MEDIA.search(name)]
 
 
@@ -265,8 +263,6 @@ def _prepared(name: str, value: Any, rate: int | None) -> Any:
 
 def _waveform(name: str, audio: Audio, rate: int | None) -> Any:
     """(1, channels, samples) at the model's rate, and (channels, samples) for those that add the first one."""
-    import torch
-
     samples = torch.from_numpy(audio.samples)
     if rate is not None and rate != audio.rate:
         count = round(samples.shape[1] * rate / audio.rate)

@@ -16,6 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch.nn import Linear
+
+from ..adapters import adapter_layers, quicken, switch_adapters
+from ..arch import find_denoisers
 from ..errors import ModelError, SettingError
 from ..files import brief, check_names, first_line, heard, read_json, reading
 
@@ -188,8 +192,6 @@ class Adapters:
         for name in names:
             if name not in self._loaded:
                 self._load(name, keep=names)
-        from ..adapters import switch_adapters  # Likewise.
-
         scales = {self._inner[name]: scale for name, scale in chosen}
         switch_adapters(self._layers, scales, self._scaled)
         self._used, self._scaled = chosen, tuple(scales)
@@ -219,8 +221,6 @@ class Adapters:
         self._make_room(size, keep or [])
         self._loaded.append(name)
         self._layers = _adapter_layers(self._pipeline)
-        from ..adapters import quicken  # With torch, which reading settings does not need.
-
         quicken(self._layers)
 
     def _load_and_check(self, name: str, file: Path) -> int:
@@ -281,8 +281,6 @@ def _load_file(pipeline: Any, file: Path, inner: str) -> None:
         return
     from safetensors.torch import load_file
 
-    from ..arch import find_denoisers
-
     settings = {name: value for name, value in read_json(config).items() if name in _PEFT_SETTINGS}
     weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
     denoiser: Any = next(iter(find_denoisers(pipeline).values()))
@@ -292,7 +290,6 @@ def _load_file(pipeline: Any, file: Path, inner: str) -> None:
 def _is_packed_flux(pipeline: Any) -> bool:
     """Whether diffusers would compare an adapter with the shapes of weights that are packed into one dimension."""
     from diffusers.loaders import FluxLoraLoaderMixin
-    from torch.nn import Linear
 
     if not isinstance(pipeline, FluxLoraLoaderMixin):
         return False
@@ -310,8 +307,6 @@ def _load_into_packed_flux(pipeline: Any, folder: Path, inner: str, where: Mappi
 
 
 def _adapter_layers(pipeline: Any) -> list[Any]:
-    from ..adapters import adapter_layers
-
     parts = [part for part in pipeline.components.values() if hasattr(part, "named_parameters")]
     return adapter_layers(module for part in parts for module in part.modules())
 

@@ -10,22 +10,20 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ..arch.folder import WEIGHTS, check_folder, check_loaded, pipeline_class, read_index
+from ..arch.folder import components as listed
 from ..builtin import BUILTIN_MODELS
 from ..errors import ModelError, SettingError, nearest
 from ..files import INDEX, brief, first_line, heard, index_file, reading
+from ..other_libraries import pipelines_by_task
 from .controlnet import HUB_NAME, controlled_class, load_controlnets
 from .controlnet import TASK as CONTROLLED
 from .failures import naming_packages
 from .quantize import GGUF, Quantization, check_saved, loading_arguments
-
-if TYPE_CHECKING:
-    import torch
-
-# OpenMP threads that spin while they wait starve each other when processes share cores: an image took ten times longer.
-# torch reads this when it is first imported, here or in a worker process.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _LOADING = threading.Lock()
 
@@ -124,8 +122,6 @@ def find_loader(
 ) -> Any:
     """The class that the folder's index names, or the one of its family for a task or with ControlNets. Importing it
     takes most of the time until the first image."""
-    from ..arch.folder import check_folder, pipeline_class
-
     index = check_folder(folder, trust_remote_code=trust_remote_code)
     diffusers = load_diffusers()
     if isinstance(index.get("_class_name"), list):
@@ -144,8 +140,6 @@ def find_loader(
 
 def class_for_task(cls: Any, task: str) -> Any:
     """The pipeline that does a task with the parts of another one, by diffusers' own tables."""
-    from ..other_libraries import pipelines_by_task
-
     tables = pipelines_by_task()
     families = {family for table in tables.values() for family, each in table.items() if each is cls}
     found = {name: table[family] for name, table in tables.items() for family in families if family in table}
@@ -168,9 +162,6 @@ def load_pipeline(
     controlnets: Sequence[str] = (),
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
-    from ..arch.folder import check_loaded, read_index
-    from ..arch.folder import components as listed
-
     loader = find_loader(folder, trust_remote_code=trust_remote_code, task=task, controlnets=controlnets)
     index = read_index(folder)
     check_saved(folder, index)
@@ -191,8 +182,6 @@ def load_pipeline(
 
 def find_variant(folder: Path) -> str | None:
     """The variant to load, such as "fp16", if some part of the model comes in no other; else None."""
-    from ..arch.folder import WEIGHTS
-
     found: dict[Path, set[str | None]] = {}
     for file in folder.glob("*/*.safetensors"):
         if match := WEIGHTS.fullmatch(file.name):
@@ -205,8 +194,6 @@ def find_variant(folder: Path) -> str | None:
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of a setting; "auto" is bfloat16 on GPUs."""
-    import torch
-
     auto = "float32" if device.type == "cpu" else "bfloat16"
     dtype: torch.dtype = getattr(torch, auto if name == "auto" else name)
     return dtype

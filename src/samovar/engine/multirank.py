@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from ..errors import SamovarError, SettingError
 from .job import Job
 from .request import SILENT, Done, Event, Failed, Listener, Request, Started
@@ -82,8 +84,6 @@ ImageWorker = Worker | MultirankWorker
 def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWorker:
     """A worker in this process if one rank is enough or torchrun started the others; else a process for each rank. A
     pipeline that is already loaded cannot be sent to other processes."""
-    import torch.distributed as dist
-
     from ..parallel import join_world
 
     if config.replicas not in (None, 1) or config.devices is not None:

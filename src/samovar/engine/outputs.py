@@ -15,6 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
+from ..arch.calls import call_parameters
 from ..errors import EngineError, ModelError
 from ..media import Audio, Video
 
@@ -76,8 +80,6 @@ class OutputKind:
 
 def output_fields(cls: type) -> tuple[str, str, str | None]:
     """The kind of output of a pipeline class and the fields that hold it and its sound; ModelError if it is unknown."""
-    from ..arch.calls import call_parameters
-
     fields = {field.name for found in _output_classes(cls) for field in dataclasses.fields(found)}
     images, videos, sounds = (
         next((name for name in names if name in fields), None) for names in (_IMAGES, _VIDEOS, _SOUNDS)
@@ -98,8 +100,6 @@ def output_fields(cls: type) -> tuple[str, str, str | None]:
 
 def find_output(pipeline: Any) -> OutputKind:
     """What a loaded pipeline makes."""
-    from ..arch.calls import call_parameters
-
     cls = type(pipeline)
     kind, field, audio_field = output_fields(cls)
     if kind == "image":
@@ -229,9 +229,6 @@ def _films(value: Any) -> Sequence[Any]:
 
 def _frames(film: Any) -> Any:
     """The frames of one video, from images, arrays or tensors with values from 0 to 1."""
-    import numpy as np
-    import torch
-
     if isinstance(film, (list, tuple)):
         if hasattr(film[0], "convert"):
             return np.stack([np.asarray(frame.convert("RGB")) for frame in film])
@@ -247,9 +244,6 @@ def _frames(film: Any) -> Any:
 
 def _sounds(value: Any) -> list[Any]:
     """(channels, samples) for each sound."""
-    import numpy as np
-    import torch
-
     if isinstance(value, torch.Tensor):
         value = value.detach().float().cpu().numpy()
     elif isinstance(value, (list, tuple)):
@@ -262,8 +256,6 @@ def _sounds(value: Any) -> list[Any]:
 
 
 def _check_finite(values: Any) -> None:
-    import numpy as np
-
     if not np.isfinite(values).all():
         raise EngineError(
             "What the pipeline made contains NaN or infinity. Try another dtype, such as float32; if that does not "

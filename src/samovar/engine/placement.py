@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..errors import SettingError
-
-if TYPE_CHECKING:
-    import torch
 
 DevicesSetting = str | int | Sequence[str | int] | None
 

@@ -8,20 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
+from ..arch.gguf_file import read_gguf
+from ..arch.quantised import KINDS, Kind, kinds_within
+from ..arch.skeleton import Parts
 from ..errors import ModelError, SettingError
+from ..offload import OffloadConfig, OffloadPlan, TierPlan, Timing, plan_offload, plan_tiers, read_parts, uses_of
+from ..offload.ladder import EXACT, Ladder, Rung, Speeds, choose_rung, table_of
+from ..offload.sizes import parse_bytes, sizes_in
+from ..quantisers import QUANTISERS
+from ..trace.activations import Activations, read_activations
+from ..trace.rehearse import RequestSize
 from .quantize import GGUF, Quantization, QuantizationSetting, check_kind
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..arch.quantised import Kind
-    from ..arch.skeleton import Parts
     from ..compose import AttachConfig
     from ..compose.vae import Way
-    from ..offload import OffloadConfig, OffloadPlan, TierPlan
-    from ..offload.ladder import Ladder, Rung, Speeds
-    from ..trace.activations import Activations
-    from ..trace.rehearse import RequestSize
 
 Planned = TypeVar("Planned")
 
@@ -56,11 +59,7 @@ def make_plan(
     bus: str | None = None,
 ) -> MadePlan:
     """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
-    import torch
-
     from ..compose.vae import Way
-    from ..offload import Timing, read_parts
-    from ..trace.rehearse import RequestSize
 
     check_loss(loss, quantization, config)
     speeds = _speeds(tflops, bus)
@@ -90,7 +89,6 @@ def _in_the_first_way(
     """A plan, with VAEs that decode in the first way for which the budget is enough, as in `attach`. `may`: whether
     they may decode in tiles, and one image after the other."""
     from ..compose.vae import divide_vaes
-    from ..trace.activations import read_activations
 
     vaes = [part.module for part in parts.values() if part.role == "vae" and part.module is not None]
     refused: list[SettingError] = []
@@ -115,8 +113,6 @@ def _made(
     loss: str | None,
     speeds: Speeds,
 ) -> MadePlan:
-    from ..offload.ladder import EXACT, Ladder, table_of
-
     # A plan is for any machine, so nothing need be installed here but what reads the file.
     chosen = Quantization.read(quantization, None)
     if loss is not None:
@@ -131,10 +127,6 @@ def _made(
 
 
 def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
-    from ..arch.quantised import KINDS, kinds_within
-    from ..offload.ladder import EXACT, choose_rung, table_of
-    from ..quantisers import QUANTISERS
-
     rungs = [ladder.rung(name) for name in (EXACT, *(name for name, kind in KINDS.items() if ladder.changes(kind)))]
     needs = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
     notes = {name: f"needs {package.requirement}" for name, package in needs.items() if package.problem()}
@@ -167,9 +159,6 @@ def _tiers(rung: Rung) -> TierPlan:
 
 
 def _speeds(tflops: float | None, bus: str | None) -> Speeds:
-    from ..offload import parse_bytes
-    from ..offload.ladder import Speeds
-
     if tflops is not None and not tflops > 0:
         raise SettingError(f"tflops={tflops!r}; expected a number above 0.", param="tflops")
     # Memory keeps step with compute from card to card.
@@ -183,10 +172,6 @@ def _speeds(tflops: float | None, bus: str | None) -> Speeds:
 
 def _plan_file(source: str, config: OffloadConfig, quantises: Any) -> MadePlan:
     """The plan for the weights in a GGUF file, of which nothing else is known."""
-    from ..arch.gguf_file import read_gguf
-    from ..offload import parse_bytes, plan_offload, plan_tiers, uses_of
-    from ..offload.sizes import sizes_in
-
     if quantises:
         raise SettingError(f"{source!r} is quantised already. Leave out quantization and loss.", param="quantization")
     if config.exclude:
@@ -199,8 +184,6 @@ def _plan_file(source: str, config: OffloadConfig, quantises: Any) -> MadePlan:
 
 def check_loss(loss: str | None, quantization: QuantizationSetting, config: OffloadConfig | None) -> None:
     """Refuse a level that is unknown, that contradicts a quantisation, or that has no budget to choose by."""
-    from ..arch.quantised import kinds_within
-
     if loss is None:
         return
     kinds_within(loss)
@@ -227,11 +210,7 @@ def choose_quantization(
 ) -> tuple[Quantization | None, str]:
     """Of what may be lost, the quantisation that is the fastest within the budgets here, and why. `attached`: what the
     model will run with."""
-    from ..arch.quantised import kinds_within
     from ..compose.vae import Way
-    from ..offload import Timing, read_parts
-    from ..offload.ladder import EXACT, Ladder, Speeds, choose_rung
-    from ..trace.rehearse import RequestSize
 
     config = attached.offload
     assert config is not None, "there is no budget without offload"
@@ -269,10 +248,6 @@ def _refuse_quantised(source: str, parts: Parts) -> None:
 
 def _measured(device: torch.device) -> Speeds:
     """The speeds of a GPU; assumed ones without."""
-    import torch
-
-    from ..offload.ladder import Speeds
-
     if device.type != "cuda":
         return Speeds()
     side, repeats = 8192, 4

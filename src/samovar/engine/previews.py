@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
+from PIL.Image import Image, fromarray
 
 _MOST_OFF = math.log(1.1)
 """How far an aspect ratio may be from another: sides are rounded to whole tokens."""
@@ -196,8 +193,6 @@ def _unpatched(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> t
 
 def _to_image(pixels: torch.Tensor) -> Image:
     """From channels first and -1 to 1; the first frame of a video."""
-    from PIL import Image
-
     frame = pixels[:, 0] if pixels.ndim == 4 else pixels
     levels = ((frame.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-    return Image.fromarray(levels.permute(1, 2, 0).cpu().numpy())
+    return fromarray(levels.permute(1, 2, 0).cpu().numpy())

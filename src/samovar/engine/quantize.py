@@ -6,16 +6,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ..arch.gguf_file import read_gguf, stored_in
+from ..arch.quantised import GROUP, KINDS, Kind, find_kind, layers_left, quantised_parts, spared_names
+from ..arch.skeleton import Parts, read_skeleton
 from ..errors import ModelError, SettingError
 from ..files import read_json, reading
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..arch.quantised import Kind
-    from ..arch.skeleton import Parts
+from ..quantisers import QUANTISERS, quantization_kind
 
 QuantizationSetting = str | Path | Mapping[str, str | Path] | None
 GGUF = ".gguf"
@@ -42,8 +42,6 @@ class Quantization:
                 "as {'transformer': 'int8'}.",
                 param="quantization",
             )
-        from ..arch.quantised import find_kind
-
         kinds = {name: str(each) for name, each in named.items() if each != "none"}
         for each in kinds.values():
             if each.endswith(GGUF):
@@ -80,9 +78,6 @@ class Quantization:
 
     def applied(self, parts: Parts) -> Parts:
         """Components that were read without weights, as they will be stored. Refused if they cannot be."""
-        from ..arch.gguf_file import read_gguf, stored_in
-        from ..arch.quantised import KINDS, quantised_parts
-
         chosen = self.by_component(parts)
         found = quantised_parts(parts, {name: each for name, each in chosen.items() if each in KINDS})
         for name, each in chosen.items():
@@ -93,8 +88,6 @@ class Quantization:
 
 def check_kind(name: str, device: torch.device) -> Kind:
     """A kind by its name, if it runs here."""
-    from ..arch.quantised import find_kind
-
     kind = find_kind(name)
     if device.type not in kind.devices:
         raise SettingError(
@@ -114,8 +107,6 @@ def _check_file(name: str) -> None:
 
 def _check_package(method: str, name: str) -> None:
     """Refuse a quantisation whose package is not here, or is too old."""
-    from ..quantisers import QUANTISERS
-
     quantiser = QUANTISERS[method]
     if problem := quantiser.problem():
         raise SettingError(
@@ -127,10 +118,6 @@ def _check_package(method: str, name: str) -> None:
 
 def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
     """Refuse a folder with components that were saved quantised by a package that is not here, or that needs a GPU."""
-    import torch
-
-    from ..quantisers import QUANTISERS, quantization_kind
-
     for name, entry in index.items():
         file = folder / name / "config.json"
         if not isinstance(entry, list) or not file.is_file():
@@ -150,9 +137,6 @@ def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
 
 def loading_arguments(folder: Path, dtype: torch.dtype, quantization: Quantization) -> dict[str, Any]:
     """What `from_pretrained` of the pipeline in a folder is given. Everything is checked before weights are read."""
-    from ..arch.quantised import KINDS
-    from ..arch.skeleton import read_skeleton
-
     _, parts = read_skeleton(str(folder))
     quantization.applied(parts)
     chosen = quantization.by_component(parts)
@@ -177,8 +161,6 @@ def _library_config(kind: Kind, model: Any, cls: type, dtype: torch.dtype) -> An
     """The configuration by which diffusers or transformers quantises a component."""
     import diffusers
     import transformers
-
-    from ..arch.quantised import GROUP, layers_left, spared_names
 
     left = layers_left(model)
     names = [f"{path}.weight" for path in left]

@@ -10,16 +10,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from PIL.Image import Image
 
 from ..errors import ModelError, SamovarError, SettingError
 from ..files import check_names, is_file_name, naming, read_json, read_mapping
 from ..media import Audio, Video, check_suffix, numbered, save
 from ..tolerances import read_tolerance
 from .lora import Adapter, read_choice
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _MAX_INT, _MAX_SEED = 2**31 - 1, 2**64 - 1
 _INTEGERS = {"num_inference_steps": (1, _MAX_INT), "height": (1, _MAX_INT), "width": (1, _MAX_INT),

@@ -11,8 +11,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..aliases import accept_aliases
+from ..arch.devices import read_device
+from ..cache import AutoConfig, TeaCacheConfig
 from ..errors import SettingError, nearest
+from ..offload.sizes import parse_bytes
 from .controlnet import ControlNetSetting, read_controlnets
 from .lora import LoraSetting, check_sources
 from .models import find_model
@@ -23,8 +28,6 @@ from .request import OmniDiffusionSamplingParams, read_defaults, saved_defaults
 from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
 
 if TYPE_CHECKING:
-    import torch
-
     from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 
 DefaultsSetting = OmniDiffusionSamplingParams | Mapping[str, Any] | None
@@ -153,8 +156,6 @@ class OmniDiffusionConfig:
             self._check_overlap()
 
     def _check_overlap(self) -> None:
-        from ..cache import AutoConfig, TeaCacheConfig
-
         attached = self.attach_config
         own_cache = attached.cache is None or isinstance(attached.cache.settings, (AutoConfig, TeaCacheConfig))
         reasons = {
@@ -212,8 +213,6 @@ class OmniDiffusionConfig:
     @property
     def lora_bytes(self) -> int | None:
         """`lora_memory` as a number."""
-        from ..offload.sizes import parse_bytes
-
         return parse_bytes(self.lora_memory, "lora_memory")
 
     @functools.cached_property
@@ -235,8 +234,6 @@ class OmniDiffusionConfig:
     @functools.cached_property
     def gpus(self) -> tuple[tuple[int, ...], ...]:
         """For each replica its GPUs, if they are chosen for it."""
-        import torch
-
         gpus, device = read_gpus(self.devices), self.execution_device()
         return place_replicas(self.replicas, gpus, device, self.num_ranks, torch.cuda.device_count())
 
@@ -262,8 +259,6 @@ class OmniDiffusionConfig:
 
     def execution_device(self) -> torch.device:
         """Where a process computes. "cuda" is the current GPU, which each rank sets to its own."""
-        from ..arch.devices import read_device
-
         return read_device(self.device)
 
     def quantised(self) -> Quantization | None:
@@ -272,8 +267,6 @@ class OmniDiffusionConfig:
 
     def _check_gpus(self) -> None:
         """Refuse ranks that would have to share a GPU, which NCCL cannot do."""
-        import torch
-
         if torch.device(self.device or "cpu").index is not None:
             raise SettingError(
                 f"device={self.device!r} names one device, and {self.num_ranks} ranks need one each. Give 'cuda' or "

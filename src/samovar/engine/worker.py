@@ -13,6 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from ..arch.modular import adapt
+from ..cache import AutoConfig, TunedFor
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from ..offload.sizes import parse_bytes
 from .calling import call_pipeline
@@ -22,6 +27,7 @@ from .failures import described, is_out_of_memory, reason_of
 from .lanes import Lanes, must_be_alone
 from .lora import Adapters
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
+from .neighbours import is_same_alone, length_of
 from .notes import num_tokens, with_notes
 from .outputs import output_fields, take_outputs
 from .patience import shape_of
@@ -29,10 +35,10 @@ from .planning import choose_quantization
 from .quantize import Quantization
 from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
+from .steps import Slot, StepWatch, follow_steps, stats_of
 
 if TYPE_CHECKING:
     from ..compose import AttachConfig, Explanation
-    from .steps import Slot
 
 Outcome = GenerationResult | SamovarError
 
@@ -66,8 +72,6 @@ def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
 
 def _folder_of(config: OmniDiffusionConfig) -> Path:
     """Where the model is. A cache that was tuned for another is refused now, before weights are loaded."""
-    from ..cache import TunedFor
-
     folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
     tuned = TunedFor.read(config.cache)
     if tuned is not None:
@@ -82,8 +86,6 @@ class Worker:
         self, config: OmniDiffusionConfig, pipeline: Any = None, components: Mapping[str, Any] | None = None
     ) -> None:
         """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
-        from ..arch.modular import adapt
-
         self._tuned = saved_defaults(config.cache)
         self._restore: Callable[[], None] = lambda: None
         self.device = config.execution_device()
@@ -123,9 +125,6 @@ class Worker:
 
     def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams) -> None:
         """Attach the features to the pipeline, and know what it takes and makes."""
-        import torch
-
-        from ..cache import AutoConfig
         from ..compose import Attached, tiled_if_needed
 
         pipeline = self.pipeline
@@ -211,8 +210,6 @@ class Worker:
 
     def is_healthy(self) -> bool:
         """Whether the GPU still works: after some errors it never does again in this process."""
-        import torch
-
         if self.device.type != "cuda":
             return True
         try:
@@ -222,8 +219,6 @@ class Worker:
         return True
 
     def usage(self) -> Usage:
-        import torch
-
         offloaded = self._attached.offloaded
         moved = 0 if offloaded is None else offloaded.stats().sent_bytes
         on_gpu = self.device.type == "cuda"
@@ -273,8 +268,6 @@ class Worker:
     def _attempts(self, ready: Mapping[int, Request]) -> Iterator[list[int]]:
         """The requests that are tried together: all, or those with prompts of one length if others would change their
         images; then each that is left alone."""
-        from .neighbours import length_of
-
         lengths = {index: length_of(self.pipeline, one.prompt) for index, one in ready.items() if self.max_batch > 1}
         if len(set(lengths.values())) > 1 and not self._may_mix(ready, lengths):
             yield from ([index for index in ready if lengths[index] == each] for each in sorted(set(lengths.values())))
@@ -284,8 +277,6 @@ class Worker:
 
     def _may_mix(self, ready: Mapping[int, Request], lengths: Mapping[int, Any]) -> bool:
         """Whether prompts of other lengths leave an image as it is; tried once."""
-        from .neighbours import is_same_alone
-
         if self._mixes is not None:
             return self._mixes
         short, long = min(ready, key=lengths.__getitem__), max(ready, key=lengths.__getitem__)
@@ -330,10 +321,6 @@ class Worker:
         self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener
     ) -> tuple[list[list[Any]], dict[int, Any], str]:
         """What one pipeline call makes for each slot, what the cache did by request, and why there was no preview."""
-        import torch
-
-        from .steps import StepWatch, follow_steps, stats_of
-
         lead = batch[slots[0][0]]
         call = self.facts.check(lead) | self.facts.inputs_of(lead)
         if self.facts.output.kind == "video" and "output_type" in self.facts.takes:
@@ -375,9 +362,6 @@ class Worker:
         """Rank 0's value, on all ranks. It draws seeds, and alone hears of cancelled requests."""
         if self._attached.config.num_ranks == 1:
             return value
-        import torch
-        import torch.distributed as dist
-
         shared = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.broadcast(shared, src=0)
         return int(shared.item())

@@ -13,6 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from ..errors import EngineError, SamovarError
@@ -131,8 +132,6 @@ def _share_processor(config: OmniDiffusionConfig, place: Place) -> None:
     """Leave the other ranks their part of the processor, and on a CPU other replicas theirs."""
     num_processes = place.num_ranks * (config.num_replicas if config.execution_device().type == "cpu" else 1)
     if num_processes > 1:
-        import torch
-
         torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
 
 
