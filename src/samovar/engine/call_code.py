@@ -70,22 +70,18 @@ def _parsed(function: Any) -> ast.AST:
 
 
 def _compared_with_none(tree: ast.AST) -> Iterator[str]:
+    """The names that are compared with None, or asked for their truth."""
     for node in ast.walk(tree):
-        yield from _tests(node)
-
-
-def _tests(node: ast.AST) -> Iterator[str]:
-    """The names that a node compares with None, or asks for their truth."""
-    tests: list[ast.expr] = []
-    if isinstance(node, ast.Compare) and any(isinstance(sign, (ast.Is, ast.IsNot)) for sign in node.ops):
-        tests = [node.left]
-    elif isinstance(node, (ast.If, ast.IfExp)):
-        tests = [node.test]
-    elif isinstance(node, ast.BoolOp):
-        tests = node.values
-    elif isinstance(node, ast.UnaryOp):
-        tests = [node.operand]
-    yield from (test.id for test in tests if isinstance(test, ast.Name))
+        tests: list[ast.expr] = []
+        if isinstance(node, ast.Compare) and any(isinstance(sign, (ast.Is, ast.IsNot)) for sign in node.ops):
+            tests = [node.left]
+        elif isinstance(node, (ast.If, ast.IfExp)):
+            tests = [node.test]
+        elif isinstance(node, ast.BoolOp):
+            tests = node.values
+        elif isinstance(node, ast.UnaryOp):
+            tests = [node.operand]
+        yield from (test.id for test in tests if isinstance(test, ast.Name))
 
 
 def _made_from_others(tree: ast.AST, inputs: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

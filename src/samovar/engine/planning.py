@@ -123,7 +123,7 @@ def _made(
     if not kinds:
         return _with_choices(ladder, loss)
     rung = replace(ladder.rung(EXACT), name=", ".join(kinds))
-    return MadePlan(_planned(rung), _tiers(rung), (rung,), tuple(table_of([rung], {})), _times_of(ladder))
+    return MadePlan(*_planned(rung), (rung,), tuple(table_of([rung], {})), _times_of(ladder))
 
 
 def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
@@ -140,22 +140,18 @@ def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
         taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
     notes[taken.name] = "taken"
     why = f"{why[0].upper()}{why[1:]}. {_times_of(ladder)}"
-    return MadePlan(_planned(taken), _tiers(taken), tuple(rungs), tuple(table_of(rungs, notes)), why)
+    return MadePlan(*_planned(taken), tuple(rungs), tuple(table_of(rungs, notes)), why)
 
 
 def _times_of(ladder: Ladder) -> str:
     return f"Times are for {ladder.speeds}; give --tflops and --bus of yours."
 
 
-def _planned(rung: Rung) -> OffloadPlan:
+def _planned(rung: Rung) -> tuple[OffloadPlan, TierPlan]:
     if rung.plan is None:
         raise SettingError(rung.problem, param="gpu_memory")
-    return rung.plan
-
-
-def _tiers(rung: Rung) -> TierPlan:
     assert rung.tiers is not None, "a plan has tiers"
-    return rung.tiers
+    return rung.plan, rung.tiers
 
 
 def _speeds(tflops: float | None, bus: str | None) -> Speeds:
