@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from ..errors import SamovarError
 from ..media import encode
 from .app_state import AppState
 from .asking import Asked, unless_gone
-from .memory import Hold
 from .responses import PIECE, gathered
 from .traces import keep_account
 
@@ -28,20 +28,13 @@ async def make_now(
     answer: Callable[[Job], Awaitable[tuple[AsyncIterator[bytes], str]]],
 ) -> Response:
     """Submit a request, and send what `answer` makes of its job: pieces and their type."""
-    hold = state.images.hold()
-    try:
-        hold.add(asked.num_bytes(state))
+    with contextlib.ExitStack() as held:
+        held.enter_context(state.images.hold()).add(asked.num_bytes(state))
         job = asked.submit(state, asked.body.deadline)
-        try:
-            pieces, kind = await answer(job)
-        except BaseException:
-            job.cancel()  # Does nothing if it is over.
-            keep_account(request.scope, job)
-            raise
-    except BaseException:
-        hold.release()
-        raise
-    return _Answer(pieces, kind, job, hold)
+        held.callback(keep_account, request.scope, job)
+        held.callback(job.cancel)  # Does nothing if it is over.
+        pieces, kind = await answer(job)
+        return _Answer(pieces, kind, held.pop_all())
 
 
 async def result_of(state: AppState, request: Request, job: Job) -> GenerationResult:
@@ -70,15 +63,11 @@ def in_thread(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
 class _Answer(StreamingResponse):
     """An answer that cancels its job and releases its memory when it ends, however it ends."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], kind: str, job: Job, hold: Hold) -> None:
+    def __init__(self, pieces: AsyncIterator[bytes], kind: str, held: contextlib.ExitStack) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(pieces, media_type=kind, headers=headers)
-        self._job, self._hold = job, hold
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with self._held:
             await super().__call__(scope, receive, send)
-        finally:
-            self._job.cancel()
-            keep_account(scope, self._job)
-            self._hold.release()
