@@ -57,11 +57,8 @@ def _add_images(app: FastAPI, state: AppState) -> None:
     answer: _Answers = {200: {"model": ImagesBody, **stream}}
     forms = {"image": True, **dict.fromkeys(("mask", "control_image"), False)}
     limits = state.config.limits
-    for path, handler, content in (
-        ("generations", images.generate, {JSON: request_schema(GenerationBody, limits)}),
-        ("edits", images.edit, {FORM: request_schema(EditBody, limits, forms)}),
-    ):
-        _add_post(app, f"/v1/images/{path}", handler, content, answer)
+    _add_post(app, "/v1/images/generations", images.generate, {JSON: request_schema(GenerationBody, limits)}, answer)
+    _add_post(app, "/v1/images/edits", images.edit, {FORM: request_schema(EditBody, limits, forms)}, answer)
 
 
 def _add_videos(app: FastAPI, state: AppState) -> None:

@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import SplitResult, urlsplit
 
 from .. import __version__
-from .api_errors import ApiError
+from .api_errors import refusal
 
 _AT_ONCE = 4
 _TIMEOUT_S = 10.0
 """For all of it."""
 _PORTS = {"http": 80, "https": 443}
+_refusal = functools.partial(refusal, code="unsupported_value")
 
 
 class Fetcher:
@@ -117,7 +118,3 @@ def _connected(parts: SplitResult, address: tuple[str, int]) -> Iterator[http.cl
 def _end(line: socket.socket) -> None:
     with contextlib.suppress(OSError):  # It may have ended by itself.
         line.shutdown(socket.SHUT_RDWR)
-
-
-def _refusal(name: str, message: str) -> ApiError:
-    return ApiError(400, message, param=name, code="unsupported_value")
