@@ -29,6 +29,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one piece of memory."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def plainly(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Inside, subclasses of tensors are what they are in memory, and nothing is bound to inference mode."""
 

@@ -21,7 +21,7 @@ from ..arch.modules import unwrapped
 from ..hooks import HookOrder
 from ..hooks.intercept import attached_registry
 from ..other_libraries import accelerate_hook, diffusers_hooks, global_hooks, has_cache_dit, is_helper, kernel_settings
-from ..tensors import take_apart
+from ..tensors import is_strided, take_apart
 from .code import Reached
 from .looked import Looked
 
@@ -40,7 +40,7 @@ class Snapshot:
         self._contents = list(map(_contents, self._cells))
         seen.look_at(chain(self._code[-1], self._contents))
         self._held = [table.values() for table in seen.weights]
-        held, others = list(chain.from_iterable(self._held)), [one for one in seen.tensors if _is_strided(one[2])]
+        held, others = list(chain.from_iterable(self._held)), [one for one in seen.tensors if is_strided(one[2])]
         self._ids = list(map(id, held))
         parts = take_apart([one for one in (*held, *(tensor for *_, tensor in others)) if one is not None])
         self._weights = list(map(weakref.ref, parts.plain))
@@ -127,11 +127,6 @@ def _is_same(one: Any, other: Any) -> bool:
 def _lengths(classes: list[Any]) -> list[int]:
     """How many attributes each has, but for a note that Python itself makes when an object is copied."""
     return [len(entries) - ("__slotnames__" in entries) for entries in classes]
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one piece of memory."""
-    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 # ------------------------------------------------------------------------------------------------ hooks

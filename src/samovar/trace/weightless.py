@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..arch.modules import unwrapped
 from ..hooks.handle import for_now
 from ..other_libraries import compute_dtype
-from ..tensors import is_plain
+from ..tensors import is_plain, is_strided
 from .shadow import Copier, subclass
 from .tape import tensors_in
 
@@ -138,9 +138,9 @@ class Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_new = bool(given) and all(tensor.is_meta for tensor in given) and _makes_one(func)
         output = self._remembered(func, args, kwargs) if is_new else self._large(func, args, kwargs, given)
         output = _run(func, args, kwargs, given) if output is None else output
-        known = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
+        known = {tensor.untyped_storage()._cdata for tensor in given if is_strided(tensor)}
         for tensor in tensors_in(output):
-            if _has_storage(tensor) and tensor.untyped_storage()._cdata not in known:
+            if is_strided(tensor) and tensor.untyped_storage()._cdata not in known:
                 self._count(tensor.untyped_storage())
         return output
 
@@ -201,11 +201,7 @@ def _form(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta and type(value) is torch.Tensor and _has_storage(value)
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
+    return isinstance(value, torch.Tensor) and value.is_meta and type(value) is torch.Tensor and is_strided(value)
 
 
 def _run(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
