@@ -10,8 +10,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
+from PIL.Image import Image
+
+from .compose.explain import Explanation
 from .engine import (
     INPUT_NAMES,
     Done,
@@ -33,11 +36,6 @@ from .engine import (
     start_worker,
 )
 from .errors import SamovarError, SettingError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from .compose.explain import Explanation
 
 __all__ = ["AsyncOmni", "Job", "Omni"]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 _TASK_TABLE = re.compile(r"AUTO_([A-Z0-9]+)_PIPELINES_MAPPING")
 
@@ -50,8 +51,6 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 def weak_memory(tensor: torch.Tensor) -> Any:
     """A weak reference to a tensor's memory. As long as it lives, no other memory has the same `memory_of`."""
-    from torch.multiprocessing import reductions
-
     refer: Any = reductions.StorageWeakRef
     return refer(tensor.untyped_storage())
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..arch import ModuleDiscovery
 from ..errors import SettingError
 from ..tensors import is_plain
-
-if TYPE_CHECKING:
-    from .config import AttachConfig
+from .config import AttachConfig
 
 _METHODS = {"tiling": "enable_tiling", "slicing": "enable_slicing"}
 """Of the VAEs of diffusers, for each way."""
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 _TILES_ONLY = ("AutoencoderKLAllegro",)
 """VAEs that refuse to decode otherwise, when all steps are done."""
 

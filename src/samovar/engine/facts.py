@@ -7,18 +7,16 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..arch.calls import call_parameters
+from ..compose.explain import Explanation
 from ..errors import SettingError, nearest
 from ..files import brief
 from ..media import upright_size
 from .input_media import Inputs, find_inputs
 from .outputs import END, START, OutputKind, find_output
 from .request import OmniDiffusionSamplingParams, Request
-
-if TYPE_CHECKING:
-    from ..compose.explain import Explanation
 
 _NOT_ARGUMENTS = ("seed", "num_outputs_per_prompt", "num_frames", "fps", "seconds")
 """Each output has its own generator and its own place in the batch; the rest has other names in pipelines."""

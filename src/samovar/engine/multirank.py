@@ -7,19 +7,18 @@ import queue
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
+from ..compose import Explanation
 from ..errors import SamovarError, SettingError
+from ..parallel import join_world
 from .job import Job
 from .request import SILENT, Done, Event, Failed, Listener, Request, Started
 from .settings import OmniDiffusionConfig
 from .supervisor import Supervisor
 from .worker import Outcome, Worker
-
-if TYPE_CHECKING:
-    from ..compose import Explanation
 
 _POLL_S = 0.1
 """How often cancellation is checked while no event arrives."""
@@ -84,8 +83,6 @@ ImageWorker = Worker | MultirankWorker
 def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWorker:
     """A worker in this process if one rank is enough or torchrun started the others; else a process for each rank. A
     pipeline that is already loaded cannot be sent to other processes."""
-    from ..parallel import join_world
-
     if config.replicas not in (None, 1) or config.devices is not None:
         name = "devices" if config.devices is not None else "replicas"
         raise SettingError(

@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..arch.gguf_file import read_gguf
 from ..arch.quantised import KINDS, Kind, kinds_within
 from ..arch.skeleton import Parts
+from ..compose import AttachConfig
+from ..compose.vae import Way, divide_vaes
 from ..errors import ModelError, SettingError
 from ..offload import OffloadConfig, OffloadPlan, TierPlan, Timing, plan_offload, plan_tiers, read_parts, uses_of
 from ..offload.ladder import EXACT, Ladder, Rung, Speeds, choose_rung, table_of
@@ -21,10 +23,6 @@ from ..quantisers import QUANTISERS
 from ..trace.activations import Activations, read_activations
 from ..trace.rehearse import RequestSize
 from .quantize import GGUF, Quantization, QuantizationSetting, check_kind
-
-if TYPE_CHECKING:
-    from ..compose import AttachConfig
-    from ..compose.vae import Way
 
 Planned = TypeVar("Planned")
 
@@ -59,8 +57,6 @@ def make_plan(
     bus: str | None = None,
 ) -> MadePlan:
     """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
-    from ..compose.vae import Way
-
     check_loss(loss, quantization, config)
     speeds = _speeds(tflops, bus)
     config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
@@ -88,8 +84,6 @@ def _in_the_first_way(
 ) -> tuple[Planned, Way]:
     """A plan, with VAEs that decode in the first way for which the budget is enough, as in `attach`. `may`: whether
     they may decode in tiles, and one image after the other."""
-    from ..compose.vae import divide_vaes
-
     vaes = [part.module for part in parts.values() if part.role == "vae" and part.module is not None]
     refused: list[SettingError] = []
     for each in way.smaller(*may) if vaes else (way,):
@@ -206,8 +200,6 @@ def choose_quantization(
 ) -> tuple[Quantization | None, str]:
     """Of what may be lost, the quantisation that is the fastest within the budgets here, and why. `attached`: what the
     model will run with."""
-    from ..compose.vae import Way
-
     config = attached.offload
     assert config is not None, "there is no budget without offload"
     parts = read_parts(str(folder), dtype)

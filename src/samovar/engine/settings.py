@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..aliases import accept_aliases
 from ..arch.devices import read_device
 from ..cache import AutoConfig, TeaCacheConfig
+from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 from ..errors import SettingError, nearest
 from ..offload.sizes import parse_bytes
 from .controlnet import ControlNetSetting, read_controlnets
@@ -26,9 +27,6 @@ from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
 from .request import OmniDiffusionSamplingParams, read_defaults, saved_defaults
 from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
-
-if TYPE_CHECKING:
-    from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 
 DefaultsSetting = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
@@ -224,8 +222,6 @@ class OmniDiffusionConfig:
     @functools.cached_property
     def attach_config(self) -> AttachConfig:
         """The features to attach to the pipeline."""
-        from ..compose import AttachConfig
-
         taken = inspect.signature(AttachConfig.read).parameters
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
         is_alone = (self.replicas or 1) == 1 and len(read_gpus(self.devices)) <= 1

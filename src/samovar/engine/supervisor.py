@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from ..compose.explain import Explanation, Feature
 from ..errors import (
     CancelledRequestError,
     EngineDownError,
@@ -31,9 +31,6 @@ from .request import Event, Failed, Request
 from .restarts import Restarts
 from .settings import OmniDiffusionConfig, is_duration
 from .status import EngineStatus
-
-if TYPE_CHECKING:
-    from ..compose import Explanation
 
 
 class Supervisor:
@@ -153,8 +150,6 @@ class Supervisor:
 
     def explain(self) -> Explanation:
         """What a worker has attached, and how many of them there are."""
-        from ..compose.explain import Feature
-
         found, config = self.facts.explanation, self.config
         assert found is not None, "a worker explains what it has loaded"
         if config.num_replicas == 1:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..arch.modular import adapt
 from ..cache import AutoConfig, TunedFor
+from ..compose import AttachConfig, Attached, Explanation, tiled_if_needed
 from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
 from ..offload.sizes import parse_bytes
 from .calling import call_pipeline
@@ -36,9 +37,6 @@ from .quantize import Quantization
 from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
 from .steps import Slot, StepWatch, follow_steps, stats_of
-
-if TYPE_CHECKING:
-    from ..compose import AttachConfig, Explanation
 
 Outcome = GenerationResult | SamovarError
 
@@ -125,8 +123,6 @@ class Worker:
 
     def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams) -> None:
         """Attach the features to the pipeline, and know what it takes and makes."""
-        from ..compose import Attached, tiled_if_needed
-
         pipeline = self.pipeline
         self.facts = facts_of(pipeline, defaults)
         self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None

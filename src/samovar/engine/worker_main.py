@@ -18,6 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from ..errors import EngineError, SamovarError
 from ..offload.host import trim_heap
+from ..parallel import join_world
 from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update, receive, send
 from .request import Event, Listener
 from .settings import OmniDiffusionConfig
@@ -137,8 +138,6 @@ def _share_processor(config: OmniDiffusionConfig, place: Place) -> None:
 
 def _join_ranks(config: OmniDiffusionConfig, place: Place) -> None:
     """Join the other ranks as under torchrun. The parent holds the store, so it outlives every rank."""
-    from ..parallel import join_world
-
     os.environ |= rank_environment(place)
     join_world(backend=config.backend)
 
