@@ -27,7 +27,7 @@ SHARE = 0.95
 CONFIDENCE = 0.9
 """How certain that must be, given the number of images."""
 THRESHOLDS: Mapping[str, Sequence[Mapping[str, float]]] = {
-    "auto": [{"tolerance": value} for value in (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)],
+    "auto": [{"tolerance": value} for value in (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)],
     "tea_cache": [{"rel_l1_thresh": value} for value in (0.05, 0.1, 0.2, 0.4)],
     "forecast": [{"rel_l1_thresh": value} for value in (0.1, 0.2, 0.4, 0.8, 1.6)],
 }
