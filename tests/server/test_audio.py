@@ -60,13 +60,13 @@ def test_sound_is_made_in_every_format(sounds: RunningServer, tmp_path: Path) ->
 
 
 def test_the_client_makes_sound(sounds: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{sounds.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
-    extra = {"audio_length": 0.5, "num_inference_steps": 2}
-    answer = client.audio.speech.create(input="rain", model="sounds", voice="auto", speed=1.0, extra_body=extra)
-    assert answer.response.headers["content-type"] == "audio/mpeg"
-    assert len(answer.content) > 100
-    with pytest.raises(openai.BadRequestError, match="voice should be 'auto' or 'default', not 'alloy'"):
-        client.audio.speech.create(input="rain", model="sounds", voice="alloy")
+    base, extra = f"{sounds.address}/v1", {"audio_length": 0.5, "num_inference_steps": 2}
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        answer = client.audio.speech.create(input="rain", model="sounds", voice="auto", speed=1.0, extra_body=extra)
+        assert answer.response.headers["content-type"] == "audio/mpeg"
+        assert len(answer.content) > 100
+        with pytest.raises(openai.BadRequestError, match="voice should be 'auto' or 'default', not 'alloy'"):
+            client.audio.speech.create(input="rain", model="sounds", voice="alloy")
 
 
 def test_refusals_name_the_field(sounds: RunningServer) -> None:

@@ -42,7 +42,8 @@ LONG = {"num_inference_steps": 50_000}
 def client(films: RunningServer) -> Iterator[openai.OpenAI]:
     with warnings.catch_warnings():  # OpenAI's own service of this name has ended.
         warnings.simplefilter("ignore", DeprecationWarning)
-        yield openai.OpenAI(base_url=f"{films.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        with openai.OpenAI(base_url=f"{films.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+            yield client
 
 
 def made(client: openai.OpenAI, **settings: Any) -> Any:
@@ -309,8 +310,8 @@ def test_a_video_begins_with_an_image(tmp_path: Path) -> None:
     with (
         file_site(tmp_path) as site,
         running(tmp_path / "model", "--jobs", str(tmp_path / "jobs"), "--fetch-origin", site) as server,
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
-        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
         with pytest.raises(openai.BadRequestError, match="needs an image"):
             client.videos.create(prompt=PROMPT, size=size, extra_body=extra)  # type: ignore[arg-type]
         films = []
