@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 SHARES = (0.54, 0.4, 0.32)
@@ -221,6 +221,20 @@ def compared_with_all(result: Mapping[str, Any], whole: Mapping[str, Any]) -> di
     return {
         cell: rows for cell, rows in result["cells"].items() if others(rows) >= others(whole["cells"].get(cell, []))
     }
+
+
+def times_alone(result: Mapping[str, Any]) -> str:
+    """Of images made one at a time: which share of the speed-up that the counts promise each family reaches."""
+    found: dict[str, list[float]] = {}
+    for cell, rows in result["cells"].items():
+        for row in rows:
+            if "speedup" in row and row["computed"] < steps_of(cell):
+                found.setdefault(row["family"], []).append(row["speedup"] * row["computed"] / steps_of(cell))
+    shares = {family: (median(of), min(of), max(of)) for family, of in found.items()}
+    ordered = sorted(shares.items(), key=lambda item: -item[1][0])
+    return "\n".join(
+        f"| {family} | {middle:.2f} | {low:.2f} to {high:.2f} |" for family, (middle, low, high) in ordered
+    )
 
 
 def all_methods(result: Mapping[str, Any]) -> str:

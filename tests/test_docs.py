@@ -348,6 +348,13 @@ def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
     assert tuned_verdict.startswith("`tuned` meets its goal in 0 of 1 cells, and the goal is 1; it is ahead in 1 of 1 ")
 
 
+def test_times_of_images_made_alone_are_compared_with_counts() -> None:
+    rows = [regime_row("plain steps", count, 40) | {"speedup": speedup} for count, speedup in ((10, 1.9), (5, 3.0))]
+    exact = regime_row("exact", 20, 100) | {"speedup": 1.0}
+    text = regimes_table.times_alone({"cells": {"20-2-pairs-euler": [*rows, exact]}})
+    assert text == "| plain steps | 0.85 | 0.75 to 0.95 |"
+
+
 def test_of_the_last_run_only_cells_with_all_peers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [regime_row(family, 11, 40) for family in ("plain steps", "peer", "samovar auto")]
     whole = {"cells": {"20-2-pairs-euler": rows, "20-2-free-euler": rows}}

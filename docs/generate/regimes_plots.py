@@ -27,6 +27,7 @@ from benchmarks.regimes_table import (
     lines_of,
     markdown,
     steps_of,
+    times_alone,
 )
 from docs.generate.results import RESULTS, read
 
@@ -166,7 +167,19 @@ def section(_: str) -> str:
     parts += [_missing(result["cells"]), markdown(result)]
     if (RESULTS / "regimes_last.json").is_file():
         parts.append(_last(compared_with_all(read("regimes_last"), result)))
+    if (RESULTS / "regimes_alone.json").is_file():
+        parts.append(_alone(read("regimes_alone")))
     return "\n\n".join(part.strip() for part in parts if part)
+
+
+def _alone(result: Mapping[str, Any]) -> str:
+    """What counts are worth in time."""
+    device = "a CPU with two cores" if result["device"] == "x86_64" else result["device"]
+    return (
+        f"**In time**: {result['images']} images made one at a time on {device}, {', '.join(result['cells'])}. What a "
+        "speed-up is of what the counts promise, for the settings of each method; times of the same setting differ by "
+        f"up to 20 %, so read the medians:\n\n| method | median | range |\n|---|---|---|\n{times_alone(result)}"
+    )
 
 
 def _last(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
