@@ -107,7 +107,7 @@ def test_images_with_the_same_seed_are_no_copies() -> None:
     pace, same = Pace(), torch.randn(1, SIZE).expand(2, -1)
     assert pace.begins(0)
     pace.begin([same], [A])
-    assert len(pace.images) == 1, "they cannot be told apart yet"
+    assert len(pace.images) == 1, "they look the same so far"
     assert pace.begins(1)
     pace.begin([A], [A])
     assert len(pace.images) == 2
