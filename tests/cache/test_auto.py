@@ -67,7 +67,7 @@ def test_a_smaller_tolerance_computes_more_and_is_nearer() -> None:
     pipe = flux.build(0)
     exact = flux.run(pipe, 30)
     errors, counts = [], []
-    for tolerance in (0.3, 0.01, 0.0003):
+    for tolerance in (0.3, 0.003, 0.0003):
         backend = Driven(pipe, tolerance)
         errors.append(float((flux.run(pipe, 30) - exact).norm() / exact.norm()))
         counts.append(backend.stats().computed)
@@ -156,7 +156,7 @@ def test_the_result_stays_within_a_few_tolerances(steps: int, scale: float, tole
     model.calls = 0
     found = sampled(model, MEAN, steps, scale=scale)
     stats = hook.stats()
-    assert model.calls == stats.computed
+    assert model.calls - stats.computed in (0, 1), "once both images are computed beside one of them, to compare"
     assert stats.skipped > 0
     worst = float(((found - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max())
     gaps = max(sum(1 for gap in branch.mask.split("#") if gap) for branch in stats.branches.values())

@@ -140,12 +140,12 @@ def test_images_that_were_not_due_keep_their_past() -> None:
     assert judged(second).drift < 1e-4
 
 
-def gap_after(error: float, order: int, tolerance: float = 0.01, before: int = 5, steps: int = 100) -> int:
-    """The next gap, where the last one had this length and this error."""
+def gap_after(error: float, order: int, before: int = 5, steps: int = 100, at: int = 60) -> int:
+    """The next gap, where the one that ended at a step had this length and this error."""
     image = Image()
     image.gap = 90
-    image.set_gap(error / before, order, 3 + before, 3, tolerance, steps)
-    return image.due - (3 + before)
+    image.set_gap(error / before, order, at, at - before, 0.01, steps)
+    return image.due - at
 
 
 def test_the_gap_follows_the_error() -> None:
@@ -154,6 +154,11 @@ def test_the_gap_follows_the_error() -> None:
     assert gap_after(0.001, 1, before=2) == 4
     assert gap_after(0.001, 2, before=2) == 3, "what grows faster is trusted less"
     assert gap_after(math.inf, 1) == 1
+
+
+def test_the_beginning_of_a_run_is_taken_with_care() -> None:
+    gaps = [gap_after(0.001, 1, before=2, at=at) for at in (4, 20, 40, 60)]
+    assert gaps == [2, 3, 4, 4], "early errors steer what an image becomes"
 
 
 @pytest.mark.parametrize(("steps", "longest"), [(100, 11), (50, 6), (28, 4), (20, 3), (8, 3)])

