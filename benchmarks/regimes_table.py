@@ -155,7 +155,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = lines_of(result["cells"])
     table = [head, ["---"] * len(head), *map(_cells_of, lines)]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    return "\n\n".join((text, _verdict("auto", lines), _verdict("tuned", lines)))
+    return "\n\n".join((text, verdict("auto", lines), verdict("tuned", lines)))
 
 
 def _margins(ours: Point | None, best: Point) -> list[str]:
@@ -181,7 +181,7 @@ def _cells_of(line: Line) -> list[str]:
     ]
 
 
-def _verdict(name: str, lines: Sequence[Line]) -> str:
+def verdict(name: str, lines: Sequence[Line]) -> str:
     """In how many cells a goal is met at every count that was measured."""
     by_cell: dict[str, list[bool]] = {}
     for line in lines:
@@ -193,10 +193,10 @@ def _verdict(name: str, lines: Sequence[Line]) -> str:
     words = "which is the goal" if met >= asked else f"and the goal is {asked}"
     if not by_cell:
         return f"`{name}`: no cell."
-    return f"`{name}` meets its goal in {met} of {len(by_cell)} cells, {words}; {comparisons(name, lines)}"
+    return f"`{name}` meets its goal in {met} of {len(by_cell)} cells, {words}; {_comparisons(name, lines)}"
 
 
-def comparisons(name: str, lines: Sequence[Line]) -> str:
+def _comparisons(name: str, lines: Sequence[Line]) -> str:
     """Over all counts of all cells: how often, and by how much, one of ours is nearer than the best of the others."""
     pairs = [(line.cell, ours, line.best.point) for line in lines if (ours := getattr(line, name)) is not None]
     gains = [(cell, ours.psnr - best.psnr) for cell, ours, best in pairs]
@@ -210,17 +210,6 @@ def comparisons(name: str, lines: Sequence[Line]) -> str:
         f"({means}); its worst image in {sum(gain > 0 for gain in worst)}, by {fmean(worst):.1f} dB; its LPIPS is at "
         f"most half of theirs in {halved}."
     )
-
-
-def compared_with_all(result: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Sequence[Row]]:
-    """The cells of a result that was ended early in which everyone takes part who does in a whole one."""
-
-    def others(rows: Sequence[Row]) -> set[str]:
-        return {family for family in curves(rows) if not family.startswith(OURS)}
-
-    return {
-        cell: rows for cell, rows in result["cells"].items() if others(rows) >= others(whole["cells"].get(cell, []))
-    }
 
 
 def times_alone(result: Mapping[str, Any]) -> str:

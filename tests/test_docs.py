@@ -355,17 +355,19 @@ def test_times_of_images_made_alone_are_compared_with_counts() -> None:
     assert text == "| plain steps | 0.85 | 0.75 to 0.95 |"
 
 
-def test_of_the_last_run_only_cells_with_all_peers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [regime_row(family, 11, 40) for family in ("plain steps", "peer", "samovar auto")]
-    whole = {"cells": {"20-2-pairs-euler": rows, "20-2-free-euler": rows}}
-    last = {"cells": {"20-2-pairs-euler": rows, "20-2-free-euler": [rows[0], rows[2]]}}
-    assert list(regimes_table.compared_with_all(last, whole)) == ["20-2-pairs-euler"]
+def test_the_last_run_has_a_verdict_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [regime_row(family, 11, 40) for family in ("plain steps", "peer")]
+    results = {
+        name: {"images": 96, "cells": {"20-2-pairs-euler": [*rows, regime_row("samovar auto", 11, psnr, 1e-3, 30)]}}
+        for name, psnr in (("regimes", 39), ("regimes_last", 41))
+    }
     monkeypatch.setattr(regimes_plots, "RESULTS", tmp_path)
-    monkeypatch.setattr(regimes_plots, "read", {"regimes": whole, "regimes_last": last}.get)
-    for name in ("regimes", "regimes_last"):
+    monkeypatch.setattr(regimes_plots, "read", results.get)
+    for name in results:
         (tmp_path / f"{name}.json").touch()
-    said = regimes_plots.section("").split("**The last run**")[1]
-    assert "measured: 20-2-pairs-euler. `auto`: it is ahead in 1 of 1 comparisons" in said
+    reported, last = regimes_plots.section("").split("**The last run**")
+    assert "`auto` meets its goal in 0 of 1 cells" in reported
+    assert "with all peers: 1 cells, 96 images in each. `auto` meets its goal in 1 of 1 cells" in last
 
 
 def test_a_peer_that_computes_less_and_is_nearer_is_the_best() -> None:

@@ -30,6 +30,7 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "promises": tables.promises,
     "regimes": regimes_plots.section,
     "cache_cost": tables.cache_cost,
+    "cache_runs": tables.cache_runs,
     "combined": tables.combined,
     "offload": tables.offload,
     "offload_summary": tables.offload_summary,

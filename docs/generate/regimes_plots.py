@@ -21,13 +21,12 @@ from benchmarks.regimes_table import (
     PLAIN,
     TUNED,
     best_of_others,
-    compared_with_all,
-    comparisons,
     curves,
     lines_of,
     markdown,
     steps_of,
     times_alone,
+    verdict,
 )
 from docs.generate.results import RESULTS, read
 
@@ -166,7 +165,7 @@ def section(_: str) -> str:
     result = read("regimes")
     parts += [_missing(result["cells"]), markdown(result)]
     if (RESULTS / "regimes_last.json").is_file():
-        parts.append(_last(compared_with_all(read("regimes_last"), result)))
+        parts.append(_last(read("regimes_last")))
     if (RESULTS / "regimes_alone.json").is_file():
         parts.append(_alone(read("regimes_alone")))
     return "\n\n".join(part.strip() for part in parts if part)
@@ -182,11 +181,12 @@ def _alone(result: Mapping[str, Any]) -> str:
     )
 
 
-def _last(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _last(result: Mapping[str, Any]) -> str:
     """What captions say that were kept until everything was chosen."""
+    cells = result["cells"]
     return (
-        "**The last run** is on captions that were kept until everything was chosen, in the cells in which all peers "
-        f"were measured: {', '.join(cells)}. `auto`: {comparisons('auto', lines_of(cells))}"
+        "**The last run** is on captions that nothing was chosen by, kept until the end, with all peers: "
+        f"{len(cells)} cells, {result['images']} images in each. {verdict('auto', lines_of(cells))}"
     )
 
 

@@ -165,6 +165,20 @@ def cache_cost(_: str) -> str:
     return markdown_table(["skipped step, % of a full forward", *(model["title"] for model in models.values())], rows)
 
 
+def cache_runs(_: str) -> str:
+    """What whole runs gain, against what their counts promise."""
+    models = read("gpu_cache")["models"]
+    rows = []
+    for model in models.values():
+        for run in model["runs"]:
+            setting = run["setting"]
+            kind = "`auto`" if "tolerance" in setting else "tuned schedule" if "fitted" in setting else f"`{setting}`"
+            counts = f"{run['computed']} of {run['computed'] + run['skipped']}"
+            gains = f"{run['speedup']:.2f}x", f"{run['promised_by_counts']:.2f}x", f"{run['off_counts_percent']:+.1f} %"
+            rows.append([model["title"], kind, counts, *gains])
+    return markdown_table(["model", "setting", "computed", "speed-up", "by counts alone", "off"], rows)
+
+
 def combined(_: str) -> str:
     """Time and peak of every combination on a GPU."""
     result = read("gpu_compose")
