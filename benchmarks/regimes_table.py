@@ -26,6 +26,8 @@ OURS = "samovar"
 """Families of other names are the others: plain steps and peers."""
 TUNED_MARGIN, TUNED_LPIPS = 3.0, 0.5
 """The goal of a tuned setting: dB above the best of the others, and the share of their LPIPS."""
+INVISIBLE = 40.0
+"""PSNR, in dB, above which nobody sees a difference."""
 AUTO_SHARE = 0.9
 """The share of cells in which `auto` is to be at least as near as the best of the others."""
 _LEAST_LPIPS = 1e-7
@@ -209,6 +211,22 @@ def _comparisons(name: str, lines: Sequence[Line]) -> str:
         f"it is ahead in {ahead} of {len(pairs)} comparisons, by {fmean(gain for _, gain in gains):.1f} dB on average "
         f"({means}); its worst image in {sum(gain > 0 for gain in worst)}, by {fmean(worst):.1f} dB; its LPIPS is at "
         f"most half of theirs in {halved}."
+    )
+
+
+def kept_by(tolerance: float, result: Mapping[str, Any]) -> str:
+    """What a tolerance of `auto` holds in all cells in which it was measured."""
+    rows = [(cell, row) for cell, of in result["cells"].items() for row in of
+            if row["method"] == f"auto tolerance={tolerance:g}"]  # fmt: skip
+    if not rows:
+        return ""
+    above = sum(row["psnr_worst"] > INVISIBLE for _, row in rows)
+    share = fmean(row["computed"] / steps_of(cell) for cell, row in rows)
+    lowest = min(row["psnr_worst"] for _, row in rows)
+    return (
+        f"With `tolerance={tolerance:g}`, the worst of {result['images']} images is above {INVISIBLE:g} dB, where "
+        f"nobody sees a difference, in {above} of {len(rows)} cells, and the lowest has {lowest:.0f} dB; "
+        f"{100 * share:.0f} % of the steps are computed on average."
     )
 
 

@@ -355,6 +355,17 @@ def test_times_of_images_made_alone_are_compared_with_counts() -> None:
     assert text == "| plain steps | 0.85 | 0.75 to 0.95 |"
 
 
+def test_what_a_tolerance_keeps_is_said_for_all_cells() -> None:
+    cells = {
+        f"20-2-{kind}-euler": [regime_row("samovar auto", 10, 60, 1e-3, worst) | {"method": "auto tolerance=0.02"}]
+        for kind, worst in (("pairs", 45), ("free", 38))
+    }
+    text = regimes_table.kept_by(0.02, {"images": 96, "cells": cells})
+    assert text == ("With `tolerance=0.02`, the worst of 96 images is above 40 dB, where nobody sees a difference, in "
+                    "1 of 2 cells, and the lowest has 38 dB; 50 % of the steps are computed on average.")  # fmt: skip
+    assert regimes_table.kept_by(0.04, {"images": 96, "cells": cells}) == ""
+
+
 def test_the_last_run_has_a_verdict_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [regime_row(family, 11, 40) for family in ("plain steps", "peer")]
     results = {

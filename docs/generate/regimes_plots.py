@@ -22,6 +22,7 @@ from benchmarks.regimes_table import (
     TUNED,
     best_of_others,
     curves,
+    kept_by,
     lines_of,
     markdown,
     steps_of,
@@ -29,6 +30,7 @@ from benchmarks.regimes_table import (
     verdict,
 )
 from docs.generate.results import RESULTS, read
+from samovar.tolerances import TOLERANCES
 
 _COLOURS = {AUTO: "#e64a19", TUNED: "#5c6bc0", PLAIN: "#78909c"}
 _NAMES = {AUTO: "auto, nothing tuned", TUNED: "tuned", PLAIN: "plain steps"}
@@ -163,7 +165,7 @@ def section(_: str) -> str:
     if (RESULTS / "regimes_gaps.json").is_file():
         parts += [_GAPS, f"![The gap over the run, for easy and for hard images]({IMAGES}/plot-gaps.svg)"]
     result = read("regimes")
-    parts += [_missing(result["cells"]), markdown(result)]
+    parts += [_missing(result["cells"]), markdown(result), kept_by(TOLERANCES["high"], result)]
     if (RESULTS / "regimes_last.json").is_file():
         parts.append(_last(read("regimes_last")))
     if (RESULTS / "regimes_alone.json").is_file():
@@ -186,7 +188,8 @@ def _last(result: Mapping[str, Any]) -> str:
     cells = result["cells"]
     return (
         "**The last run** is on captions that nothing was chosen by, kept until the end, with all peers: "
-        f"{len(cells)} cells, {result['images']} images in each. {verdict('auto', lines_of(cells))}"
+        f"{len(cells)} cells, {result['images']} images in each. {verdict('auto', lines_of(cells))} "
+        f"{kept_by(TOLERANCES['high'], result)}"
     )
 
 
