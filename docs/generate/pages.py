@@ -29,6 +29,7 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "quality": tables.quality,
     "promises": tables.promises,
     "regimes": regimes_plots.section,
+    "placement": tables.placement,
     "cache_cost": tables.cache_cost,
     "cache_runs": tables.cache_runs,
     "combined": tables.combined,

@@ -170,13 +170,26 @@ def cache_runs(_: str) -> str:
     models = read("gpu_cache")["models"]
     rows = []
     for model in models.values():
-        for run in model["runs"]:
+        for run in sorted(model["runs"], key=lambda run: str(run["setting"])):
             setting = run["setting"]
-            kind = "`auto`" if "tolerance" in setting else "tuned schedule" if "fitted" in setting else f"`{setting}`"
+            kind = "`auto`, any error" if "tolerance" in setting else "tuned schedule" if "fitted" in setting else f"`{setting}`"
             counts = f"{run['computed']} of {run['computed'] + run['skipped']}"
             gains = f"{run['speedup']:.2f}x", f"{run['promised_by_counts']:.2f}x", f"{run['off_counts_percent']:+.1f} %"
             rows.append([model["title"], kind, counts, *gains])
     return markdown_table(["model", "setting", "computed", "speed-up", "by counts alone", "off"], rows)
+
+
+def placement(_: str) -> str:
+    """What comes of computing as many steps at other places."""
+    result = read("regimes_placement")
+    found = {(row["placement"], row["cell"].split("-")[2]): row for row in result["rows"]}
+    rows = []
+    for name in dict.fromkeys(row["placement"] for row in result["rows"]):
+        each = [found[name, kind] for kind in ("pairs", "free")]
+        rows.append([name, f"`{each[0]['mask']}`", *(f"{one['psnr']:.1f}, {one['psnr_worst']:.1f}" for one in each)])
+    mask = result["rows"][0]["mask"]
+    head = f"{mask.count('#')} of {len(mask)} steps"
+    return markdown_table([head, "", "pairs: PSNR, worst", "free captions: PSNR, worst"], rows)
 
 
 def combined(_: str) -> str:

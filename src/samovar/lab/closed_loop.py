@@ -243,9 +243,9 @@ def settings_of(mask: str, weights: Mapping[int, Mapping[int, float]]) -> dict[s
     return {**fixed, "schedule": mask, "forecast_weights": {EVERY_BRANCH: rows}}
 
 
-def even_mask(steps: int, computed: int) -> str:
-    """The first three steps and the last, and the others at even distances."""
-    first = min(3, computed)
+def even_mask(steps: int, computed: int, first: int = 3) -> str:
+    """The first steps and the last, and the others at even distances."""
+    first = min(first, computed)
     rest = computed - first
     places = {first - 1 + int((steps - first) * (number + 1) / rest + 0.5) for number in range(rest)}
     return "".join("#" if step < first or step in places else "." for step in range(steps))
