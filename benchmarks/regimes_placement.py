@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     placements = {
         "even": even_mask(options.steps, options.computed),
-        "dense at the beginning": even_mask(options.steps, options.computed, first=options.computed // 2),
+        "dense at the beginning": even_mask(options.steps, options.computed, first=max(4, options.computed // 2)),
     }
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     about, rows = {**gpu_models.header(device), "images": options.images}, []

@@ -172,7 +172,8 @@ def cache_runs(_: str) -> str:
     for model in models.values():
         for run in sorted(model["runs"], key=lambda run: str(run["setting"])):
             setting = run["setting"]
-            kind = "`auto`, any error" if "tolerance" in setting else "tuned schedule" if "fitted" in setting else f"`{setting}`"
+            kind = "tuned schedule" if "fitted" in setting else f"`{setting}`"
+            kind = "`auto`, any error allowed" if "tolerance" in setting else kind
             counts = f"{run['computed']} of {run['computed'] + run['skipped']}"
             gains = f"{run['speedup']:.2f}x", f"{run['promised_by_counts']:.2f}x", f"{run['off_counts_percent']:+.1f} %"
             rows.append([model["title"], kind, counts, *gains])
