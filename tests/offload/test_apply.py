@@ -366,3 +366,21 @@ def test_a_size_that_the_pipeline_does_not_make_is_refused_before_anything_moves
     with pytest.raises(SettingError, match="FluxPipeline makes height=16 of height=17"):
         offload(pipe, "auto", gpu_memory="1GiB", height=17)
     assert not any(HOOK in HookRegistry.get_or_create(module) for module in pipe.transformer.modules())
+
+
+def test_the_denoiser_has_left_when_the_vae_decodes() -> None:
+    """Each has the room of the other: the phases of a run come one after the other."""
+    bare, pipe, stage = tiny_flux_pipeline(), tiny_flux_pipeline(), HostStage()
+    expected = draw(bare)
+    offloaded = apply_offload(pipe, OffloadConfig("layerwise", activations=0, precompute=False), stage=stage)
+    plans = offloaded.plan.component
+    assert (plans("transformer").placement, plans("vae").placement) == ("streams", "resident")
+    held: list[int] = []
+    released: list[int] = []
+    stage.release_unused = lambda: released.append(stage.stats.held_bytes)  # type: ignore[method-assign]
+    pipe.vae.decoder.register_forward_hook(lambda *_: held.append(stage.stats.held_bytes))
+    for _ in range(2):
+        assert torch.equal(draw(pipe), expected)
+    assert held == released == [plans("vae").device_bytes] * 2
+    offloaded.detach()
+    assert torch.equal(draw(pipe), expected)

@@ -118,6 +118,8 @@ class Offloaded(Handle, PipelineHook):
     def start(self) -> None:
         """Follow the plan. A failure half-way detaches."""
         started = time.perf_counter()
+        if self.config.gpu_memory is not None:
+            self.stage.expand_segments()
         for name, component in self._components.items():
             layers, why = choose_layers(component.whole, component.whole.time_layers)
             if len(layers) < len(component.whole.time_layers):  # Blocks were compiled since they were found.
@@ -231,9 +233,14 @@ class Offloaded(Handle, PipelineHook):
 
     def _install(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
+        denoisers = [component for component in active if component.whole.role == "denoiser"]
+        may_leave = active if len(active) > 1 or any(c.whole.role == "vae" for c in self._components.values()) else []
         for name, component in self._components.items():
-            component.others = [other for other in active if component in active and other is not component]
-            if component in active:
+            is_active = component in active
+            component.others = [other for other in active if is_active and other is not component]
+            component.displaced = denoisers if component.whole.role == "vae" and not is_active else ()
+            component.may_leave = component in may_leave
+            if is_active or component.displaced:
                 for module, hook in hooks_for(component, plan.component(name)):
                     install_hook(self._hooks, module, HOOK, hook)
         if all(component.component.module is not self._pipeline for component in self._components.values()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,17 @@ _PROBE_BYTES, _PROBES = 2**26, 8
 def _current(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
     """Inside, work goes to a stream. `torch.cuda.stream` does the same and takes the host ten times as long."""
     return stream
+
+
+def expand_segments() -> None:
+    """Turn on expandable segments for what torch allocates from now on, unless the user has decided about them."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return
+    current = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in current:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Its successor is not in every version of torch.
+            _cuda.memory._set_allocator_settings(",".join(filter(None, [current, "expandable_segments:True"])))
 
 
 class CudaStage(Stage):
@@ -123,6 +136,13 @@ class CudaStage(Stage):
 
     def _host_waits(self, mark: Mark) -> None:
         mark.synchronize()
+
+    def expand_segments(self) -> None:
+        expand_segments()
+
+    def release_unused(self) -> None:
+        torch.cuda.synchronize(self.device)  # What other streams have freed is held until they are done with it.
+        torch.cuda.empty_cache()
 
     def begin_call(self) -> None:
         computing = self._computing()

@@ -51,6 +51,11 @@ class OffloadedComponent:
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
         """Components that are unloaded before this one is loaded."""
+        self.displaced: Sequence[OffloadedComponent] = ()
+        """Components that are unloaded when this one is called, although it stays on the device: a VAE needs their
+        room to decode."""
+        self.may_leave = False
+        """Whether it may be unloaded when one of its parts is called."""
         self._host = host
         self._last_run: weakref.ref[Run] | None = None
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
@@ -108,6 +113,15 @@ class OffloadedComponent:
         if streamed:
             has_next_pass = lambda: is_repeated and current_run() is not None  # noqa: E731
             self.ring = Ring(self.stage, plan.ring_bytes, streamed, has_next_pass=has_next_pass)
+
+    def make_room(self) -> None:
+        """Have those leave that are in the way of this one, and torch's allocator give their memory back: which
+        kernels compute a convolution depends on how much is free."""
+        away = [other for other in self.displaced if other.is_loaded]
+        for other in away:
+            other.unload()
+        if away:
+            self.stage.release_unused()
 
     def load(self) -> None:
         """Bring in what stays while it is loaded, and allocate the ring. If that fails, everything is off again."""
@@ -221,6 +235,7 @@ class LoadHook(ModelHook):
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         self._end()
         self._component.lock.release()
+            self._component.make_room()
         return output
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
@@ -285,8 +300,9 @@ def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tu
     for path, block in component.blocks.items():
         if path in plan.streamed and offloaded.ring is not None:
             yield block, StreamHook(offloaded, offloaded.ring, offloaded.blocks[path])
-        elif offloaded.others:
+        elif parts_load:
             yield block, LoadHook(offloaded)
-    for owner in owners_of(component.module, component.skip_with_blocks) if offloaded.others else ():
+    for owner in owners_of(component.module, component.skip_with_blocks) if parts_load else ():
         if owner is not component.module:
             yield owner, LoadHook(offloaded)
+    parts_load = offloaded.may_leave or offloaded.displaced

@@ -320,6 +320,12 @@ class Stage(DeviceQueues):
     def free_bytes(self) -> int | None:
         """Bytes available on the device, including what torch holds in reserve; None if unlimited."""
 
+    def expand_segments(self) -> None:
+        """Have torch's allocator grow its segments, so that it reserves little more than it hands out."""
+
+    def release_unused(self) -> None:
+        """Give back what torch's allocator holds in reserve."""
+
     def begin_call(self) -> None:
         """A component is called, maybe on another stream than the last one: that one's work comes first."""
 
