@@ -220,7 +220,8 @@ def test_other_weights_since_keep_the_phase_that_they_came_with() -> None:
     group.prepare()
     group.load()
     module.small.data = shifted(torch.arange(3.0), 20)
-    group.unload(keep_changes=True)
+    group.keep_changes()
+    group.unload()
     group.prepare()
     group.restore()
     assert phases(module)["small"] == 20

@@ -373,7 +373,8 @@ def test_what_overlaps_still_does_whatever_its_type(dtypes: tuple[torch.dtype, t
     assert all(torch.equal(expected[name], tensor) for name, tensor in module.named_buffers())
     group.load()
     module.one[1] = -5.0
-    group.unload(keep_changes=True)
+    group.keep_changes()
+    group.unload()
     assert module.other.flatten()[0].real == module.one[1] == -5.0
     group.restore()
     module.one[1] = 7.0

@@ -73,7 +73,9 @@ def test_nothing_is_copied_back_unless_it_changed_and_is_asked_for() -> None:
         group.load()
         module.big.data += 1.0
         module.rotary.data.fill_(float("nan"))
-        group.unload(keep_changes=keep_changes)
+        if keep_changes:
+            group.keep_changes()
+        group.unload()
         if not keep_changes:
             assert same(module, before)
     assert torch.equal(module.big, before[[id(t) for t in tensors_of(module)].index(id(module.big))] + 1.0)
@@ -149,7 +151,8 @@ def test_nothing_becomes_an_inference_tensor_on_the_way(is_streamed: bool) -> No
         assert all(map(stage.is_here, tensors_of(module)))
         assert not any(tensor.is_inference() for tensor in tensors_of(module))
         group.use_host()
-        group.unload(keep_changes=True)
+        group.keep_changes()
+        group.unload()
     assert not any(tensor.is_inference() for tensor in tensors_of(module))
 
 

@@ -47,7 +47,7 @@ class OffloadedComponent:
         self.whole = self.component = component
         """`component` is without its time-only layers, if they are computed ahead."""
         self.stage, self.lock = stage, lock
-        self.is_loaded = self._is_pinned = self._is_coded = self._in_groups = False
+        self._has_copies = self.is_loaded = self._is_pinned = self._is_coded = self._in_groups = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
         """Components that are unloaded before this one is loaded."""
@@ -127,8 +127,9 @@ class OffloadedComponent:
         """Bring in what stays while it is loaded, and allocate the ring. If that fails, everything is off again."""
         if self.is_loaded:
             return
-        for other in self.others:
+        for other in (self, *self.others):  # Itself, if an interrupt came when it was unloaded.
             other.unload()
+        self._has_copies = True
         try:
             for group in self._kept:
                 group.prepare()
@@ -152,24 +153,29 @@ class OffloadedComponent:
         """Drop the device copies. Nothing is copied back but what was changed on the device."""
         if self.is_loaded:
             before, now = self._checksums, self._read_checksums()
-            is_changed = (before != now).tolist() if before is not None and now is not None else ()
+            if before is not None and now is not None:
+                for group, is_changed in zip(self._kept, (before != now).tolist(), strict=True):
+                    if is_changed:
+                        group.keep_changes()
             self.is_loaded = False
-            self._drop_copies(is_changed)
+        if self._has_copies:
+            self._drop_copies()
 
     def _read_checksums(self) -> torch.Tensor | None:
         kept = self._kept if self._is_pinned else ()
         return torch.stack([group.checksum() for group in kept]) if kept else None
 
-    def _drop_copies(self, is_changed: Sequence[bool] = ()) -> None:
+    def _drop_copies(self) -> None:
         for group in self._groups:
             group.use_host()  # If its call is not over.
             group.forget_views()
         if self.ring is not None:
             self.ring.close()
-        for index, group in enumerate(self._kept):
-            group.unload(keep_changes=bool(is_changed) and is_changed[index])
+        for group in self._kept:
+            group.unload()
         if self._is_coded:
             self.stage.close_area()
+        self._has_copies = False
 
     def restore(self) -> None:
         """Put the weights where they were before."""
@@ -194,6 +200,10 @@ class OffloadedComponent:
     def begin_pass(self) -> None:
         """The component is called. Weights sent ahead in another run may be out of date."""
         if self.ring is not None:
+            if self.ring.is_interrupted:
+                for group in self._groups:
+                    group.use_host()
+                self.ring.drop()
             run = current_run()
             if run is None or self._last_run is None or self._last_run() is not run:
                 self.ring.drop()
@@ -225,17 +235,20 @@ class LoadHook(ModelHook):
                     "was about to call it. Wait for running calls to end before you do so."
                 )
             self._stage.begin_call()
+            self._component.make_room()
             if not self._component.is_loaded:
                 self._component.load()
             return self._begin(args, kwargs)
         except BaseException:
-            lock.release()
+            try:
+                self._fail()
+            finally:
+                lock.release()
             raise
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         self._end()
         self._component.lock.release()
-            self._component.make_room()
         return output
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
@@ -290,12 +303,15 @@ class StreamHook(LoadHook):
         self._block.use_host()
         self._ring.release()
 
-    _fail = _end
+    def _fail(self) -> None:
+        self._block.use_host()
+        self._ring.drop()
 
 
 def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tuple[torch.nn.Module, ModelHook]]:
     """The hooks of a component, with the modules that they go on."""
     component = offloaded.component
+    parts_load = offloaded.may_leave or offloaded.displaced
     yield component.module, PassHook(offloaded)
     for path, block in component.blocks.items():
         if path in plan.streamed and offloaded.ring is not None:
@@ -305,4 +321,3 @@ def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tu
     for owner in owners_of(component.module, component.skip_with_blocks) if parts_load else ():
         if owner is not component.module:
             yield owner, LoadHook(offloaded)
-    parts_load = offloaded.may_leave or offloaded.displaced

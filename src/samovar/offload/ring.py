@@ -195,6 +195,8 @@ class Ring:
         self._last = -1
         """The position of the block that was called last."""
         self._called: list[StreamedBlock] = []
+        self.is_interrupted = False
+        """Whether the last pass has begun and not ended."""
         self._is_learned = False
         self._arrived: Mark = None
         """When the block that was called last has arrived."""
@@ -251,13 +253,16 @@ class Ring:
         self._fill_ahead()
 
     def drop(self) -> None:
-        """Forget the blocks that were copied ahead."""
+        """Forget the blocks that are on the device."""
+        if any(slot.in_use for slot in self._slots):
+            self._queues.copies_wait(self._queues.mark_computed())
         while self._slots:
             self._drop_oldest()
+        self._space = RingSpace(self._space.capacity)  # A piece that an interrupt cut off is in no slot.
 
     def begin_pass(self) -> None:
         """The model is called."""
-        self._called = []
+        self._called, self.is_interrupted = [], True
 
     def end_pass(self) -> None:
         """The model returns. If it called its blocks in another order than expected, that becomes the order."""
@@ -273,6 +278,7 @@ class Ring:
             self._queues.host_waits(self._arrived)
             self._arrived = None
             self._ahead = [(block, block.fingerprint()) for block in self.blocks]
+        self.is_interrupted = False
 
     def _locate(self, block: StreamedBlock) -> int:
         count = len(self.order)

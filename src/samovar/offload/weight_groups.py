@@ -108,6 +108,7 @@ class WeightGroup:
     @plainly
     def adopt(self) -> None:
         """Take over the tensors that the model holds now. Pinning them is up to the caller."""
+        self.use_host()  # If a call was interrupted: the ring's memory is not the model's.
         found = self._find()
         tensors, self._wrappers, _ = take_apart(found)
         self._return_to_host(tensors)
@@ -230,8 +231,9 @@ class WeightGroup:
         ours = {id(entry.tensor): entry.host for entry in self._entries}
         away: list[torch.Tensor] = []
         for tensor in tensors:
-            if id(tensor) in ours and self._is_ours(tensor):
-                tensor.data = ours[id(tensor)]
+            host = ours.get(id(tensor))
+            if host is not None and (tensor.is_set_to(host) or self._is_ours(tensor)):
+                tensor.data = host
                 continue
             self._phases[id(tensor)] = Span(tensor.data_ptr(), 0, (tensor,)).phase
             if self._stage.is_here(tensor) or tensor.device.type != "cpu":
@@ -284,10 +286,11 @@ class WeightGroup:
         if views is None:
             views = [memory.view(host, offsets[piece] + offset) for _, host, piece, offset, _ in self._entries]
             self._views[tuple(offsets)] = views
+        # Noted before it is done: whatever interrupts this, `use_host` finds the way back.
+        self._lent_edits = self._edits()
+        self._lent = list(zip(views, _versions(self._tensors), strict=True))
         _set_data(self._tensors, views)
         self._tell_wrappers()
-        self._lent = list(zip(views, _versions(self._tensors), strict=True))
-        self._lent_edits = self._edits()
 
     def forget_views(self) -> None:
         """Let go of the ring's memory."""
@@ -302,6 +305,8 @@ class WeightGroup:
             _set_data(self._tensors if lent else (), self._hosts)  # The usual case, quickly.
             lent = []
         for (tensor, host, piece, *_), (view, version) in lent:
+            if tensor.is_set_to(host):
+                continue  # An interrupt came before it was lent, or after it was given back.
             is_set = not tensor.is_set_to(view)
             if is_set and _place(tensor)[1:] != _place(host)[1:]:
                 tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
@@ -326,13 +331,15 @@ class WeightGroup:
         for piece, offset in enumerate(offsets):
             self.send(piece, self._buffer, offset)
         parts: dict[tuple[int, int], Buffer] = {}
-        for tensor, host, piece, offset, (start, num_bytes) in self._entries:
+        views: list[torch.Tensor] = []
+        for _, host, piece, offset, (start, num_bytes) in self._entries:
             if (piece, start) not in parts:
                 line = start - start % LINE
                 parts[piece, start] = self._buffer.part(offsets[piece] + line, start - line + max(num_bytes, 1))
-            tensor.data = parts[piece, start].view(host, offset - start + start % LINE)
+            views.append(parts[piece, start].view(host, offset - start + start % LINE))
+        self._left = {id(tensor): _place(view) for tensor, view in zip(self._tensors, views, strict=True)}
+        _set_data(self._tensors, views)
         self._tell_wrappers()
-        self._remember()
         if not self.keeps_host:
             self.sources, self.copies = [], []
             self._entries, self._tensors, self._hosts = [], [], []
@@ -343,21 +350,25 @@ class WeightGroup:
         return checksum(self._buffer.flat)
 
     @plainly
-    def unload(self, *, keep_changes: bool = False) -> None:
-        """Drop the device copy. Weights without a host copy are copied back, and with `keep_changes` all of them."""
+    def keep_changes(self) -> None:
+        """Copy what is on the device back into the host copy."""
+        for tensor, host, *_ in self._entries:
+            if self._is_ours(tensor):
+                host.copy_(tensor.data)
+
+    @plainly
+    def unload(self) -> None:
+        """Drop the device copy. Weights without a host copy are copied back."""
         if self._buffer is None:
             return
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, take_apart(self._find()).plain)):
                 move_to_host(span, self._phase_before(span))
-        for tensor, host, *_ in self._entries if keep_changes else ():
-            if self._is_ours(tensor):
-                host.copy_(tensor.data)
         self._return_to_host([entry.tensor for entry in self._entries])
         self._tell_wrappers()
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
-        self._stage.free(self._buffer)
-        self._buffer = None
+        buffer, self._buffer = self._buffer, None
+        self._stage.free(buffer)
 
 
 _dtype = attrgetter("dtype")
