@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from samovar import tree
+from samovar.core import nested
 from samovar.trace.guess import guess
 from samovar.trace.rehearse import RequestSize
 from samovar.trace.weightless import running_weightless, weightless_twin
@@ -79,7 +79,7 @@ def transformer(name: str, count_only: bool) -> dict[str, Any]:
     if found.problem is None:
         row["counted_mib"] = round(found.peaks["transformer"] / MIB)
         if not count_only:
-            kwargs = tree.map_tensors(real, dict(found.calls["transformer"].kwargs))
+            kwargs = nested.map_tensors(real, dict(found.calls["transformer"].kwargs))
             model = build(cls, config, "cuda")
             row["measured_mib"] = round(measured(lambda: model(**kwargs, return_dict=False)) / MIB)
     return row

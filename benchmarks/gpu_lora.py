@@ -28,7 +28,7 @@ from gpu_bench import Bench, gib, is_same
 from gpu_parts import Parts, add_options
 
 from samovar import attach
-from samovar.adapters import quicken
+from samovar.core.adapters import quicken
 from samovar.engine.lora import Adapter, Adapters
 from simulated import SimulatedRecorder, recording_by
 

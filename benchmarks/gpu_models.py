@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from samovar.core.tensor_parts import plainly, take_apart
 from samovar.offload.weights import held_by
-from samovar.tensors import plainly, take_apart
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # For what stands for a graph on a CPU.
 

@@ -23,10 +23,10 @@ import gpu_models
 import torch
 from gpu_bench import GIB, PASSES, Bench, Holder, gib, is_same, resident_set_bytes
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
+from samovar.core.tensor_parts import num_bytes_of
 from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, running
 from samovar.offload import OffloadConfig, Offloaded, apply_offload
-from samovar.tensors import num_bytes_of
 
 PARTS = ("flux", "peers", "qwen", "sd35", "hunyuan", "wan", "pipeline", "qwen-peers", "flux2")
 BUDGETS = {

@@ -18,8 +18,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.errors import SettingError
 from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
 from samovar.lab.bench import all_methods, bench
 from samovar.lab.image_runner import check_disjoint

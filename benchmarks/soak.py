@@ -100,8 +100,8 @@ class Soak:
 
     def ask(self, chance: random.Random, engine: Any) -> None:
         """One request of an image or a video, perhaps taken back."""
+        from samovar.core.errors import QueueFullError
         from samovar.engine import Done, Failed, OmniDiffusionSamplingParams, Request
-        from samovar.errors import QueueFullError
 
         started = time.monotonic()
         is_video = engine is self.videos

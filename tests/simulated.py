@@ -16,11 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samovar.core.interop import memory_of
+from samovar.core.tensor_parts import is_plain
 from samovar.graphs import recorders
 from samovar.graphs.forms import Unsuitable
 from samovar.graphs.recorders import Function, Recorder, Recording, failing_as
-from samovar.other_libraries import memory_of
-from samovar.tensors import is_plain
 
 
 class SimulatedRecorder:

@@ -232,7 +232,7 @@ def test_every_error_code_has_a_remedy() -> None:
 
 def test_every_error_class_has_a_remedy() -> None:
     text = pages.expand((ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"))
-    for name in re.findall(r"[├└]── (\w+)", samovar.errors.__doc__ or ""):
+    for name in re.findall(r"[├└]── (\w+)", samovar.core.errors.__doc__ or ""):
         assert f"`{name}`" in text
 
 

@@ -17,8 +17,8 @@ import torch
 
 from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
+from samovar.core.errors import ModelError, SettingError
 from samovar.engine import Done, Failed, OmniDiffusionConfig, Preview, Progress, Started
-from samovar.errors import ModelError, SettingError
 from samovar.omni import AsyncOmni, Omni
 
 
@@ -231,7 +231,7 @@ import os
 import sys
 
 from samovar.engine import Done, OmniDiffusionSamplingParams, Progress
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.omni import AsyncOmni
 
 

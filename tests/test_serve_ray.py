@@ -200,7 +200,7 @@ def test_a_node_that_is_killed_under_load_loses_no_request(served: Served) -> No
     ids=str,
 )
 def test_bad_settings_are_refused_before_anything_starts(settings: dict[str, Any], says: str) -> None:
-    from samovar.errors import SettingError
+    from samovar.core.errors import SettingError
     from samovar.serve_ray import build
 
     with pytest.raises(SettingError, match=says):

@@ -96,7 +96,7 @@ def _wide(formatter: Any) -> Any:
 
 def error_classes(_: str) -> str:
     """Every error class: where it stands in the tree, its code, and its docstring."""
-    from samovar import errors
+    from samovar.core import errors
 
     rows = []
     for cls in _descendants(errors.SamovarError):
@@ -119,7 +119,7 @@ def _descendants(cls: type) -> list[type]:
 
 def codes() -> set[str]:
     """Every error code that a client or caller can see: those of the classes, and those that the server names."""
-    from samovar import errors
+    from samovar.core import errors
 
     found = {cls.code for cls in _descendants(errors.EngineError)}
     for file in (SOURCE / "server").rglob("*.py"):

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from .arch import BlockDeclaration, ModuleDiscovery, SupportsModuleOffload, find_anatomy, register_declaration
     from .cache import AutoConfig, TeaCacheConfig, make_cache_backend
     from .compose import AttachConfig, Attached, attach, detach
+    from .core.errors import SamovarError
     from .engine import GenerationResult, OmniDiffusionConfig, OmniDiffusionSamplingParams
-    from .errors import SamovarError
     from .hooks import HookRegistry, ModelHook
     from .offload import OffloadConfig, apply_offload
     from .omni import AsyncOmni, Omni
@@ -50,11 +50,11 @@ __all__ = [
 ]
 
 # Names are looked up when they are first used: importing Samovar loads neither torch nor diffusers.
-_ROOMS = ("errors", "hooks", "arch", "trace", "cache", "offload", "parallel", "compose", "engine", "omni")
+_ROOMS = ("core.errors", "hooks", "arch", "trace", "cache", "offload", "parallel", "compose", "engine", "omni")
 
 
 def __getattr__(name: str) -> Any:
-    from .aliases import CLASSES
+    from .core.aliases import CLASSES
 
     name = CLASSES.get(name, name)
     if name in __all__:

@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 from PIL.Image import Image
 
 from .compose.explain import Explanation
+from .core.errors import SamovarError, SettingError
 from .engine import (
     INPUT_NAMES,
     Done,
@@ -35,7 +36,6 @@ from .engine import (
     is_media,
     start_worker,
 )
-from .errors import SamovarError, SettingError
 
 __all__ = ["AsyncOmni", "Job", "Omni"]
 

@@ -20,10 +20,10 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .aliases import ALIASES
+from .core.aliases import ALIASES
+from .core.errors import SettingError
+from .core.files import check_names
 from .engine import OmniDiffusionConfig
-from .errors import SettingError
-from .files import check_names
 from .omni import AsyncOmni
 from .server import AppState, ServerConfig, create_app
 

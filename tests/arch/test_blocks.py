@@ -12,7 +12,7 @@ import torch
 import zoo
 from samovar.arch import Coverage, coverage, find_anatomy
 from samovar.arch.blocks import Anatomy, BlockStack, Stream, output_values
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.trace import survey
 
 Linear, Norm, ModuleList = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.ModuleList

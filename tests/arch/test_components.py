@@ -12,7 +12,7 @@ import torch
 from pipelines import tiny_flux_pipeline
 from samovar.arch import ModuleDiscovery, SupportsModuleOffload, find_denoisers
 from samovar.arch.components import role_of
-from samovar.errors import DeclarationError, ModelError
+from samovar.core.errors import DeclarationError, ModelError
 from samovar.trace import survey_pipeline
 
 

@@ -10,7 +10,7 @@ import torch
 
 from samovar.arch import BlockDeclaration, find_anatomy, register_declaration
 from samovar.arch.declarations import DECLARATIONS
-from samovar.errors import DeclarationError
+from samovar.core.errors import DeclarationError
 from samovar.trace import probe_anatomy
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samovar.arch.devices import read_device
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 
 
 def test_a_device_by_name_or_the_best_one_there_is() -> None:

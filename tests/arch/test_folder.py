@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from pipelines import tiny_flux_pipeline
 from samovar import survey
 from samovar.arch.folder import check_folder, components, read_index
+from samovar.core.errors import ModelError
 from samovar.engine.models import load_pipeline
-from samovar.errors import ModelError
 
 FLUX, CLIP = "transformer/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
 

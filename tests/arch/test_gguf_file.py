@@ -15,9 +15,9 @@ from samovar.arch.gguf_file import GgufFile, read_gguf, stored_in
 from samovar.arch.modules import tensor_bytes
 from samovar.arch.quantised import as_stored
 from samovar.arch.skeleton import Parts, read_skeleton
+from samovar.core.errors import ModelError
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
-from samovar.errors import ModelError
 from samovar.offload.sizes import sizes_in
 
 pytest.importorskip("gguf")

@@ -16,7 +16,7 @@ from pipelines.modular import CALLS, save_modular, tiny_modular, without_decoder
 from samovar.arch.folder import check_folder, pipeline_class, read_index
 from samovar.arch.modular import adapt, is_modular
 from samovar.arch.skeleton import build_pipeline, read_skeleton
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.trace.rehearse import RequestSize, rehearse
 
 pytest.importorskip("diffusers", minversion="0.42")

@@ -20,9 +20,9 @@ from samovar.arch.quantised import (
     quantised_parts,
 )
 from samovar.arch.skeleton import read_skeleton
+from samovar.core.errors import SettingError
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
-from samovar.errors import SettingError
 
 CPU = torch.device("cpu")
 

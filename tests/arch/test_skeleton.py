@@ -13,7 +13,7 @@ import zoo
 from pipelines import tiny_flux_pipeline
 from samovar.arch import find_anatomy
 from samovar.arch.skeleton import read_skeleton
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 
 WITHOUT_DEFAULTS = {
     "DreamLiteTransformer2DModel", "DualTransformer2DModel", "EasyAnimateTransformer3DModel",

@@ -13,9 +13,9 @@ from samovar.arch.modules import tensor_bytes
 from samovar.arch.quantised import as_stored
 from samovar.arch.skeleton import read_skeleton
 from samovar.arch.stored import Header, read_headers, stored_dtype, stored_for
+from samovar.core.errors import ModelError
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
-from samovar.errors import ModelError
 from samovar.offload import read_parts
 from samovar.trace import survey, survey_pipeline
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from samovar.arch.modules import named_parts, tensor_bytes, unwrapped
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.offload.ahead import choose_layers, find_time_layers
 from samovar.offload.sizes import read_parts, split_parts
 from samovar.trace.guess import guess

@@ -12,7 +12,7 @@ from driving import differing, flux, hooks_of, masks, recorded, tensors_in
 from pipelines import PIPELINES, TinyPipeline
 from samovar.cache import AutoConfig, TeaCacheBackend, apply_teacache_hook
 from samovar.cache.misses import Misses
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import call_context
 
 STEPS = 9

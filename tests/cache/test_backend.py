@@ -29,7 +29,7 @@ from samovar.cache import (
     register_cache_backend,
 )
 from samovar.cache.backend import FORECAST
-from samovar.errors import ModelError, SamovarError, SettingError
+from samovar.core.errors import ModelError, SamovarError, SettingError
 from samovar.hooks import (
     BranchHook,
     Handle,

@@ -14,7 +14,7 @@ from diffusers import QwenImagePipeline
 from pipelines import PIPELINES
 from samovar import attach
 from samovar.cache import CacheBackend, make_cache_backend
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import PipelineHook, hook_pipeline
 from simulated import SimulatedRecorder, recording_by
 

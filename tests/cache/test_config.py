@@ -12,7 +12,7 @@ import torch
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook, make_cache_backend
 from samovar.cache.forecast import Forecast
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 
 NAN, INF = math.nan, math.inf
 FLUX = PIPELINES["flux"]

@@ -25,7 +25,7 @@ from samovar.cache.decision import (
     measure,
     rescaling,
 )
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 
 UNGUARDED: dict[str, Any] = {"last_steps": 0, "max_skips": None, "min_steps": 0}
 ASK = Verdict("ask", "")

@@ -18,7 +18,7 @@ from samovar.cache import (
     register_extractor,
 )
 from samovar.cache.extractors import extractor_for
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import call_context
 
 INFINITE: dict[str, Any] = {"rel_l1_thresh": float("inf"), "max_skips": None, "min_steps": 0, "last_steps": 0}

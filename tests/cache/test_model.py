@@ -25,9 +25,9 @@ from driving import (
     stepped,
 )
 
-from samovar import tree
 from samovar.cache import TeaCacheHook, apply_teacache_hook
-from samovar.errors import ModelError, SettingError
+from samovar.core import nested
+from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context
 from samovar.trace.passes import Rehearsal
 
@@ -377,7 +377,7 @@ def test_tensors_of_the_first_step_are_freed_at_once(monkeypatch: pytest.MonkeyP
     rehearse = Rehearsal.rehearse
 
     def noting(self: Rehearsal, *args: Any) -> Any:
-        kept.extend(weakref.ref(tensor) for tensor in tree.tensors((self._residuals, self._given)))
+        kept.extend(weakref.ref(tensor) for tensor in nested.tensors((self._residuals, self._given)))
         return rehearse(self, *args)
 
     monkeypatch.setattr(Rehearsal, "rehearse", noting)

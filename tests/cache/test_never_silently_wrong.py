@@ -19,7 +19,7 @@ from driving import COND, UNCOND, Plain, case, differing, hook_on, loop, masks, 
 import samovar
 from pipelines import PIPELINES
 from samovar.cache import CacheBackend, apply_teacache_hook, make_cache_backend
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.hooks import call_context
 
 BACKENDS = ("tea_cache", "forecast")

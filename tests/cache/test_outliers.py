@@ -14,7 +14,7 @@ import zoo
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook
 from samovar.cache.forecast import History, find_outliers
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import call_context
 from samovar.lab.fitting import OUTLIER_SHARE, Products, fit_outliers, fit_schedule, outlier_step
 

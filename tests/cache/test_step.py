@@ -15,7 +15,7 @@ from samovar.cache import inputs as inputs_under_test
 from samovar.cache import step as step_under_test
 from samovar.cache.config import CacheConfig
 from samovar.cache.pace import Pace
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.hooks import call_context
 
 SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}

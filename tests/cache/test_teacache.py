@@ -39,7 +39,7 @@ from pipelines import PIPELINES, TinyPipeline
 from samovar.cache import TeaCacheHook, apply_teacache_hook
 from samovar.cache import step as step_module
 from samovar.cache.decision import known_coefficients
-from samovar.errors import HookConflictError, SettingError
+from samovar.core.errors import HookConflictError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context, running
 
 SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}

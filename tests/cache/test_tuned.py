@@ -13,9 +13,9 @@ import samovar
 from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar.cache import CacheChoice
 from samovar.cache.tuned import KEY, TunedFor, describe
+from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.engine.models import load_pipeline
-from samovar.errors import SettingError
 
 PARAMS: dict[str, Any] = {"height": 16, "width": 16, "max_sequence_length": 8}
 

@@ -9,7 +9,7 @@ import pytest
 
 from samovar.cli.arguments import given, in_options, lora_of, model_of, quantization_of, read_setting, use_saved_steps
 from samovar.cli.entry import make_parser
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 
 
 @pytest.mark.parametrize("command", ["serve", "inspect", "plan", "compare", "calibrate", "bench"])

@@ -13,7 +13,7 @@ import pytest
 import samovar
 from samovar import cli
 from samovar.cli.entry import SHELLS
-from samovar.errors import EngineError
+from samovar.core.errors import EngineError
 
 COMMANDS = (
     "generate",

@@ -14,7 +14,7 @@ from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES
 from samovar import AttachConfig, Attached, SequenceParallelConfig, attach, detach
 from samovar.cache import CACHE_BACKENDS, TeaCacheBackend
-from samovar.errors import HookConflictError, ModelError, SamovarError, SettingError
+from samovar.core.errors import HookConflictError, ModelError, SamovarError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage
 from samovar.parallel import Ranks

@@ -10,7 +10,7 @@ import torch
 from compose.matrix import difference, footprint, num_hooks
 from pipelines import PIPELINES
 from samovar import attach
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.parallel import Ranks, attention
 from simulated import SimulatedRecorder, recording_by
 

@@ -15,7 +15,7 @@ import torch
 from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES, TinyPipeline
 from samovar import attach
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.graphs import recorders
 from samovar.parallel import Ranks, SequenceParallelConfig
 from simulated import SimulatedRecorder, recording_by

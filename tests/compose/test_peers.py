@@ -13,7 +13,7 @@ from compose.matrix import footprint
 from pipelines import PIPELINES
 from samovar import attach
 from samovar.compose.peers import find_peers
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 
 STEPS = 4
 SCHEDULE = {"schedule": "#.#."}

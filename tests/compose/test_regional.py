@@ -18,7 +18,7 @@ from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES
 from samovar import attach
 from samovar.compose.regional import CACHE_VARIABLE, compile_regions, find_regions
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 
 # A compiler that keeps the bits of plain torch: what is tested is what is compiled and when, not how.

@@ -12,7 +12,7 @@ from compose.matrix import footprint
 from pipelines import PIPELINES
 from samovar import Omni, attach
 from samovar.compose import AttachConfig, tiled_if_needed
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 
 
 def settings_of(vae: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from pipelines.builder import Recipe, build
 from pipelines.recipes import RECIPES
 from pipelines.trying import media
 from samovar import Omni
+from samovar.core.errors import ModelError, SettingError
 from samovar.engine.controlnet import controlled_class, controlnet_bytes, read_controlnets
-from samovar.errors import ModelError, SettingError
 
 CONTROL, OTHER, MASK = media("image", 48, 32), media("image", 48, 32).rotate(180), media("mask", 48, 32)
 FAMILIES = {

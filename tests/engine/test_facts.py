@@ -12,11 +12,11 @@ from diffusers import ImagePipelineOutput
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
+from samovar.core.errors import SettingError
 from samovar.engine import PipelineFacts, Request
 from samovar.engine.facts import facts_of
 from samovar.engine.input_media import Inputs
 from samovar.engine.outputs import OutputKind
-from samovar.errors import SettingError
 
 TAKES = frozenset({"prompt", "height", "width", "num_inference_steps", "generator"})
 TEXT = PipelineFacts("TextPipeline", TAKES, 16, OmniDiffusionSamplingParams(height=64, num_inference_steps=9))

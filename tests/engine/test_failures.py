@@ -11,9 +11,9 @@ from pipelines.builder import build
 from pipelines.recipes import RECIPES
 from pipelines.standins import standins
 from samovar import Omni
+from samovar.core.errors import ModelError
 from samovar.engine.failures import described, is_out_of_memory, reason_of
 from samovar.engine.request import OmniDiffusionSamplingParams as Params
-from samovar.errors import ModelError
 
 without_torchvision = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"

@@ -13,9 +13,9 @@ from pipelines import PIPELINES, tiny_flux_pipeline
 from pipelines.builder import build
 from pipelines.recipes import RECIPES
 from samovar import Omni
+from samovar.core.errors import SettingError
 from samovar.engine.input_media import Inputs, find_inputs
 from samovar.engine.request import Request
-from samovar.errors import SettingError
 from samovar.media import Audio, Video
 
 PICTURE = Image.new("RGB", (24, 16), (200, 60, 20))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from samovar import OmniDiffusionSamplingParams
+from samovar.core.errors import CancelledRequestError
 from samovar.engine import Done, Event, Failed, GenerationResult, Job, Progress, Request, Started, Supervisor
-from samovar.errors import CancelledRequestError
 
 NOBODY: Any = None
 """A supervisor that is never asked."""

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from samovar import OmniDiffusionSamplingParams
-from samovar.engine import GenerationResult, Job, Request
-from samovar.engine.job_queue import SETTLE_S, Batch, JobQueue
-from samovar.engine.messages import Finished
-from samovar.engine.worker import Outcome, Usage
-from samovar.errors import (
+from samovar.core.errors import (
     CancelledRequestError,
     EngineError,
     QueueFullError,
@@ -20,6 +16,10 @@ from samovar.errors import (
     StepTimeoutError,
     WorkerLostError,
 )
+from samovar.engine import GenerationResult, Job, Request
+from samovar.engine.job_queue import SETTLE_S, Batch, JobQueue
+from samovar.engine.messages import Finished
+from samovar.engine.worker import Outcome, Usage
 
 NOBODY: Any = None
 """A supervisor that is never asked."""

@@ -18,6 +18,7 @@ from PIL import Image
 from test_supervisor import LONG, READY, Puppet
 
 from pipelines import tiny_flux_pipeline
+from samovar.core.errors import CancelledRequestError, SettingError, WorkerLostError
 from samovar.engine import (
     GenerationResult,
     OmniDiffusionConfig,
@@ -28,7 +29,6 @@ from samovar.engine import (
 )
 from samovar.engine.messages import Cancel, Ready, Run
 from samovar.engine.request import Listener, Progress
-from samovar.errors import CancelledRequestError, SettingError, WorkerLostError
 
 STEPS = 8
 

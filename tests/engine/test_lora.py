@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from pipelines import tiny_flux_pipeline
 from pipelines.adapters import TARGETS, save_adapter, save_adapters
 from samovar import Omni
+from samovar.core.errors import ModelError, SettingError
 from samovar.engine import OmniDiffusionConfig, PipelineFacts, Request
 from samovar.engine.lora import Adapter, Adapters, fetch_adapter, read_choice
 from samovar.engine.models import load_pipeline
-from samovar.errors import ModelError, SettingError
 from simulated import SimulatedRecorder, recording_by
 
 CALL: dict[str, Any] = {"height": 16, "width": 32, "num_inference_steps": 10, "max_sequence_length": 8}

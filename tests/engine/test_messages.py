@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
+from samovar.core.errors import ModelError, NanLatentsError
 from samovar.engine import Failed, PipelineFacts, Request
 from samovar.engine.messages import Cancel, Fatal, Finished, Ready, Run, Update, receive, send
 from samovar.engine.worker import Usage
-from samovar.errors import ModelError, NanLatentsError
 
 
 def test_every_message_survives_the_pipe() -> None:

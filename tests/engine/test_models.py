@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from samovar.arch.folder import check_folder
+from samovar.core.errors import ModelError
 from samovar.engine.models import (
     fetch_model,
     find_model,
@@ -21,7 +22,6 @@ from samovar.engine.models import (
     resolve_dtype,
     without_remote_code,
 )
-from samovar.errors import ModelError
 
 
 def test_names_folders_and_what_is_neither(folder: Path, tmp_path: Path) -> None:

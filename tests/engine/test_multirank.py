@@ -16,6 +16,7 @@ from asking import generate, is_alive, wait_for
 from pipelines import tiny_flux_pipeline
 from pipelines.adapters import save_adapters
 from samovar import OmniDiffusionSamplingParams
+from samovar.core.errors import CancelledRequestError, SettingError, WorkerLostError
 from samovar.engine import (
     Event,
     Failed,
@@ -29,7 +30,6 @@ from samovar.engine import (
     is_under_torchrun,
     start_worker,
 )
-from samovar.errors import CancelledRequestError, SettingError, WorkerLostError
 
 PARAMS = OmniDiffusionSamplingParams(
     height=16, width=24, num_inference_steps=5, max_sequence_length=8, negative_prompt="a dog", true_cfg_scale=2.0,

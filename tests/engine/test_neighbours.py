@@ -11,10 +11,10 @@ import torch
 from pipelines import PIPELINES
 from pipelines.builder import build, pipeline_classes
 from pipelines.recipes import RECIPES
+from samovar.core.errors import EngineError
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Worker
 from samovar.engine.calling import call_pipeline
 from samovar.engine.neighbours import length_of
-from samovar.errors import EngineError
 from samovar.media import Video
 
 SHORT, LONG = "a cat", "an owl with a tall hat that sits on a table in the garden and reads a book about trains"

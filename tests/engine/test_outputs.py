@@ -16,9 +16,9 @@ from pipelines import PIPELINES, tiny_flux_pipeline
 from pipelines.builder import build
 from pipelines.recipes import RECIPES
 from samovar import Omni
+from samovar.core.errors import EngineError, ModelError, SettingError
 from samovar.engine import Event, OmniDiffusionConfig, Progress, Worker
 from samovar.engine.outputs import OutputKind, find_output, output_fields, take_outputs
-from samovar.errors import EngineError, ModelError, SettingError
 
 VIDEO = OutputKind("video", "frames", fps=8.0)
 

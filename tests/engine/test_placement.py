@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from samovar.core.errors import SettingError
 from samovar.engine.placement import place_replicas, read_gpus
 from samovar.engine.process import _environment, visible_gpus
 from samovar.engine.settings import OmniDiffusionConfig as Config
-from samovar.errors import SettingError
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -12,11 +12,11 @@ from pipelines.gguf_files import write_gguf
 from samovar import Omni
 from samovar.arch.quantised import KINDS
 from samovar.compose import AttachConfig
+from samovar.core.errors import ModelError, SettingError
 from samovar.engine import OmniDiffusionConfig
 from samovar.engine.models import load_pipeline
 from samovar.engine.planning import check_loss, choose_quantization, make_plan
 from samovar.engine.quantize import Quantization
-from samovar.errors import ModelError, SettingError
 from samovar.offload import OffloadConfig
 
 SIZE = {"height": 1024, "width": 1024}

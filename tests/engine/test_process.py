@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from asking import LIMIT_S, is_alive, wait_for
 
+from samovar.core.errors import ModelError
 from samovar.engine import OmniDiffusionConfig
 from samovar.engine.messages import Cancel, Fatal
 from samovar.engine.process import WorkerGroup, _environment, _open_store
-from samovar.errors import ModelError
 
 
 def test_a_group_is_heard_to_its_end(tmp_path: Path) -> None:

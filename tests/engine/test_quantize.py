@@ -13,12 +13,13 @@ import torch
 
 from pipelines import tiny_flux_pipeline
 from pipelines.gguf_files import write_gguf
-from samovar import Omni, quantisers
+from samovar import Omni
 from samovar.arch.skeleton import read_skeleton
+from samovar.core import quantisers
+from samovar.core.errors import ModelError, SettingError
 from samovar.engine import OmniDiffusionConfig, Supervisor
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization, loading_arguments
-from samovar.errors import ModelError, SettingError
 
 CPU = torch.device("cpu")
 

@@ -16,6 +16,15 @@ import torch
 from asking import Asked, generate, is_alive, is_step, pixels, wait_for
 from test_supervisor import GOOD, LONG, READY, Puppet
 
+from samovar.core.errors import (
+    CancelledRequestError,
+    EngineDownError,
+    ModelError,
+    QueueFullError,
+    QueueTimeoutError,
+    ShuttingDownError,
+    WorkerLostError,
+)
 from samovar.engine import (
     Failed,
     OmniDiffusionConfig,
@@ -28,15 +37,6 @@ from samovar.engine import (
 from samovar.engine.messages import Cancel, Fatal, Finished, Run
 from samovar.engine.replica import MOST_VAIN
 from samovar.engine.worker import Usage
-from samovar.errors import (
-    CancelledRequestError,
-    EngineDownError,
-    ModelError,
-    QueueFullError,
-    QueueTimeoutError,
-    ShuttingDownError,
-    WorkerLostError,
-)
 from samovar.offload.truth import can_watch
 
 

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
+from samovar.core.errors import ModelError, NanLatentsError, SettingError
 from samovar.engine import Failed, GenerationResult, Listener, Progress, Request, Started
 from samovar.engine.request import SILENT, read_defaults
-from samovar.errors import ModelError, NanLatentsError, SettingError
 
 
 @pytest.mark.parametrize(

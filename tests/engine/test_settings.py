@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from samovar.core.errors import ModelError, SamovarError, SettingError
 from samovar.engine import OmniDiffusionConfig
 from samovar.engine.models import find_model
-from samovar.errors import ModelError, SamovarError, SettingError
 
 
 @pytest.fixture

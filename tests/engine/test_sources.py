@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from samovar.core.errors import ModelError, SettingError
 from samovar.engine import OmniDiffusionConfig
 from samovar.engine.sources import read_bool, read_name_or_json
-from samovar.errors import ModelError, SettingError
 
 
 @pytest.fixture(autouse=True)

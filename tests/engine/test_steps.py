@@ -14,10 +14,10 @@ from asking import generate
 
 from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
+from samovar.core.errors import CancelledRequestError, NanLatentsError, SamovarError
 from samovar.engine import Event, Listener, OmniDiffusionConfig, Preview, Progress, Request, Worker
 from samovar.engine.request import SILENT
 from samovar.engine.steps import CALLBACK, StepWatch, preview_steps
-from samovar.errors import CancelledRequestError, NanLatentsError, SamovarError
 from samovar.hooks import HookRegistry, ModelHook
 
 REQUEST = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=6, seed=3), num_previews=2)

@@ -15,6 +15,18 @@ import numpy as np
 import pytest
 from asking import Asked, children_of, generate, is_alive, is_step, pixels, wait_for
 
+from samovar.core.errors import (
+    CancelledRequestError,
+    EngineDownError,
+    EngineError,
+    ModelError,
+    QueueFullError,
+    QueueTimeoutError,
+    SettingError,
+    ShuttingDownError,
+    StepTimeoutError,
+    WorkerLostError,
+)
 from samovar.engine import (
     Failed,
     GenerationResult,
@@ -31,18 +43,6 @@ from samovar.engine import (
 )
 from samovar.engine.messages import Cancel, Fatal, Finished, Ready, Run
 from samovar.engine.worker import Usage
-from samovar.errors import (
-    CancelledRequestError,
-    EngineDownError,
-    EngineError,
-    ModelError,
-    QueueFullError,
-    QueueTimeoutError,
-    SettingError,
-    ShuttingDownError,
-    StepTimeoutError,
-    WorkerLostError,
-)
 
 LONG = 2000
 """Steps that nobody waits for: they take longer than any test does."""

@@ -17,8 +17,7 @@ from asking import generate
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
-from samovar.engine import Event, Listener, OmniDiffusionConfig, Preview, Progress, Request, Worker
-from samovar.errors import (
+from samovar.core.errors import (
     CancelledRequestError,
     EngineError,
     ModelError,
@@ -27,6 +26,7 @@ from samovar.errors import (
     SamovarError,
     SettingError,
 )
+from samovar.engine import Event, Listener, OmniDiffusionConfig, Preview, Progress, Request, Worker
 from samovar.hooks import HookRegistry, ModelHook
 
 FAST = OmniDiffusionSamplingParams(num_inference_steps=1, seed=1)

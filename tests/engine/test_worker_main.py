@@ -16,6 +16,7 @@ import pytest
 import torch
 from asking import LIMIT_S, is_alive, wait_for
 
+from samovar.core.errors import CancelledRequestError, EngineError
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Worker
 from samovar.engine.messages import Cancel, Fatal, Finished, Run, Update, receive, send
 from samovar.engine.worker import Usage
@@ -28,7 +29,6 @@ from samovar.engine.worker_main import (
     rank_environment,
     serve_batch,
 )
-from samovar.errors import CancelledRequestError, EngineError
 
 CHILD = """
 import os, signal, sys

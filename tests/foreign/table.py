@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from samovar.errors import SamovarError
+from samovar.core.errors import SamovarError
 
 from . import VARIABLE, Case, Missing, load
 from .checks import BACKENDS, CHECKS, CaseError, NotServed, SideEffect, Wrong

@@ -12,8 +12,8 @@ import yaml
 
 from samovar.cache import TeaCacheConfig
 from samovar.compose import AttachConfig
+from samovar.core.errors import SamovarError
 from samovar.engine import OmniDiffusionConfig
-from samovar.errors import SamovarError
 from samovar.lab.methods import read_method
 from samovar.offload import OffloadConfig
 from samovar.parallel import SequenceParallelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.graphs import apply_graphs
 from samovar.hooks import HookRegistry
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.graphs import GraphsConfig
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import zoo
-from samovar import tree
+from samovar.core import nested
 from samovar.graphs import GraphsConfig, apply_graphs, recorders
 from samovar.graphs.forms import Places, Unsuitable
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
@@ -25,7 +25,7 @@ CASES = {case.model: case for case in zoo.load()}
 def run(case: zoo.Case, model: torch.nn.Module, step: int, device: str) -> Any:
     if device == "cpu":
         return case.run(model, step)
-    moved = tree.map_tensors(lambda tensor: tensor.to(device), case.inputs(step))
+    moved = nested.map_tensors(lambda tensor: tensor.to(device), case.inputs(step))
     with torch.no_grad():
         return model(**moved)
 
@@ -48,7 +48,7 @@ def test_every_class(case: zoo.Case, device: str, record_property: Callable[[str
     exact = [run(case, model, step, device) for step in range(4)]
     with apply_graphs(model) as hook:
         found = [run(case, model, step, device) for step in range(4)]
-    assert [tree.equal(one, other) for one, other in zip(found, exact, strict=True)] == [True] * 4
+    assert [nested.equal(one, other) for one, other in zip(found, exact, strict=True)] == [True] * 4
     stats = hook.stats()
     if device != "cpu":
         record_property("count", f"{case.id}: {stats.replayed} replayed {'; '.join(stats.reasons)}")
@@ -148,7 +148,7 @@ def test_a_change_is_seen_at_the_next_call(model: Model, device: str, change: st
         found = [call(model, given) for _ in range(4)]
     expected = call(model, given)
     assert not torch.equal(expected["out"].float(), before)
-    assert [tree.equal(one, expected) for one in found] == [True] * 4
+    assert [nested.equal(one, expected) for one in found] == [True] * 4
 
 
 def test_recorded_again_after_a_change(model: Model, device: str) -> None:
@@ -184,7 +184,7 @@ def test_arguments_of_other_values_are_other_forms(model: Model, device: str) ->
     with apply_graphs(model) as hook:
         for _ in range(3):
             found = [call(model, x(device), **more) for more in calls]
-            assert all(map(tree.equal, found, expected))
+            assert all(map(nested.equal, found, expected))
     assert hook.stats().recorded == 5
 
 
@@ -203,7 +203,7 @@ def test_modes_and_settings_of_torch_are_other_forms(model: Model, device: str) 
     expected = settings()
     with apply_graphs(model) as hook:
         for _ in range(3):
-            assert all(map(tree.equal, settings(), expected))
+            assert all(map(nested.equal, settings(), expected))
     assert hook.stats().recorded == 4
 
 
@@ -246,14 +246,14 @@ def test_modes_that_see_functions(model: Model, device: str) -> None:
         before = [call(model, x(device)) for _ in range(4)][-1]
         with Doubles():
             found = call(model, x(device))
-        assert not tree.equal(found, before)
+        assert not nested.equal(found, before)
         assert "a mode of torch" in hook.stats().reasons[0]
         with torch.device(device):  # Where tensors are made by default is a mode as well, and is nobody's eye.
             for _ in range(3):
-                assert tree.equal(call(model, x(device)), before)
+                assert nested.equal(call(model, x(device)), before)
         assert (hook.stats().recorded, hook.stats().replayed) == (2, 3)
     with Doubles():
-        assert tree.equal(found, call(model, x(device)))
+        assert nested.equal(found, call(model, x(device)))
 
 
 def test_global_hooks_are_called(model: Model, device: str) -> None:
@@ -277,7 +277,7 @@ def test_what_changes_back_and_forth_at_each_call_is_recorded_twice(model: Model
             found = call(model, x(device))
         assert hook.stats().recorded == 2
         assert hook.stats().replayed == 6
-    assert tree.equal(found, call(model, x(device)))
+    assert nested.equal(found, call(model, x(device)))
 
 
 def test_weights_that_were_replaced_are_not_kept(model: Model, device: str) -> None:
@@ -341,8 +341,8 @@ def test_autocast_casts_what_a_weight_holds_now(model: Model, device: str) -> No
             model.layers[1].inner.weight.mul_(3)
         found = cast()
         assert hook.stats().replayed == 4
-    assert tree.equal(found, cast())
-    assert not tree.equal(found, before)
+    assert nested.equal(found, cast())
+    assert not nested.equal(found, before)
 
 
 def test_gradients_are_not_lost(model: Model, device: str) -> None:
@@ -519,13 +519,13 @@ def test_a_failed_capture_leaves_everything_working(
     with apply_graphs(model) as hook:
         expected = call(model, x(device))
         for _ in range(3):
-            assert tree.equal(call(model, x(device)), expected)
+            assert nested.equal(call(model, x(device)), expected)
         assert "no room" in hook.stats().reasons[0]
         assert caplog.text.count("runs without graphs") == 1
         torch.randn(4, device=device)  # The generator is not taken to be captured.
         fails = False
         for _ in range(8):
-            assert tree.equal(call(model, x(device)), expected)
+            assert nested.equal(call(model, x(device)), expected)
         assert hook.stats().replayed > 0, "it is tried again"
 
 
@@ -535,7 +535,7 @@ def test_what_changes_at_every_call_is_given_up(model: Model, device: str) -> No
             model.layers[1].scale = float(number // 2)
             found = call(model, x(device))
         stats = hook.stats()
-    assert tree.equal(found, call(model, x(device)))
+    assert nested.equal(found, call(model, x(device)))
     assert stats.reasons == ("what it depends on changes from call to call",)
     assert stats.recorded == 0
 
@@ -559,7 +559,7 @@ def test_a_form_that_changes_at_every_call_is_told_once(
             call(model, x(device, seed), bias=2.0)
         assert hook.stats().replayed == 2, "a form that comes again is recorded"
     assert caplog.text.count("runs without graphs: each call has another form") == 1
-    assert tree.equal(found, call(model, x(device), bias=1.0 / 40))
+    assert nested.equal(found, call(model, x(device), bias=1.0 / 40))
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -584,7 +584,7 @@ def test_two_threads(model: Model, device: str) -> None:
 
     def work(number: int) -> None:
         for _ in range(30):
-            if not tree.equal(call(model, given[number]), expected[number]):
+            if not nested.equal(call(model, given[number]), expected[number]):
                 wrong.append(number)
 
     with apply_graphs(model) as hook:
@@ -628,18 +628,18 @@ def test_a_call_that_was_prepared(model: Model, device: str) -> None:
         replayer = HookRegistry.get_or_create(model).recorder
         assert replayer is not None
         with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
-            assert tree.equal(call(model, other), expected[1]), "another call comes between"
-            assert tree.equal(call(model, one), expected[0])
-            assert tree.equal(call(model, one), expected[0]), "it is used once"
+            assert nested.equal(call(model, other), expected[1]), "another call comes between"
+            assert nested.equal(call(model, one), expected[0])
+            assert nested.equal(call(model, one), expected[0]), "it is used once"
         with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
             thread = threading.Thread(target=call, args=(model, other))
             thread.start()
             thread.join()
-            assert tree.equal(call(model, one), expected[0]), "another thread's call comes between"
+            assert nested.equal(call(model, one), expected[0]), "another thread's call comes between"
         with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
             pass
         one.copy_(other)
-        assert tree.equal(call(model, one), expected[1]), "what it holds now counts"
+        assert nested.equal(call(model, one), expected[1]), "what it holds now counts"
         assert hook.stats().replayed >= 5
 
 

@@ -27,7 +27,7 @@ from diffusers import (
 
 import zoo
 from pipelines import PIPELINES
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import (
     HookRegistry,
     ModelHook,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.errors import SamovarError
+from samovar.core.errors import SamovarError
 from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from lab.tiny import TASKS, MakeSession
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.lab.bench import all_methods, bench, draw, mark_best
 from samovar.lab.image_runner import Task
 from samovar.lab.methods import Method, Notes, cached, plain

@@ -9,7 +9,7 @@ import pytest
 
 from lab.tiny import TASKS, MakeSession
 from samovar.cache import TeaCacheBackend, TeaCacheConfig
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.lab.calibrate import WITH_SIGNALS, calibrate, fit
 
 

@@ -13,8 +13,8 @@ import torch
 
 from lab.tiny import TASKS, MakeSession
 from pipelines import PIPELINES
+from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.errors import SettingError
 from samovar.lab.compare import Comparison, compare, contact_sheet, figures, page, same_time_steps
 from samovar.lab.image_runner import ImageRunner, Task
 from samovar.lab.methods import Method, cached, plain

@@ -16,7 +16,7 @@ from driving import COND, UNCOND, Plain, at, cached, recorded
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook
 from samovar.cache.forecast import History
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import call_context, current_context
 from samovar.lab import fitting
 from samovar.lab.fitting import FittedPlan, Products, fit_schedule, fit_weights

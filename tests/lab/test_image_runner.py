@@ -10,8 +10,8 @@ import torch
 
 from lab.tiny import PARAMS, TASKS, MakeRunner, MakeSession
 from pipelines import tiny_flux_pipeline
+from samovar.core.errors import SamovarError, SettingError
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.errors import SamovarError, SettingError
 from samovar.lab.fitting import Products
 from samovar.lab.image_runner import Batch, ImageRunner, Task, check_disjoint, make_tasks, read_prompts
 from samovar.lab.methods import EXACT, cached, quantised

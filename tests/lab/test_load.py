@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lab.stranger import ANSWERS, Stranger, stranger
-from samovar.errors import EngineError, SettingError
+from samovar.core.errors import EngineError, SettingError
 from samovar.lab.load import Answer, LoadConfig, LoadReport, percentile, run_load, served_model
 
 COUNTED = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.lab.methods import EXACT, cached, plain, quantised, read_method
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lab.tiny import TASKS, MakeSession
 from samovar.cache import TeaCacheConfig
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.lab import schedules
 from samovar.lab.closed_loop import ClosedLoop, settings_of
 from samovar.lab.fitting import Products, Vector

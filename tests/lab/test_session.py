@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lab.tiny import TASKS, MakeSession
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.lab.image_runner import Task
 from samovar.lab.methods import cached, plain
 from samovar.lab.metrics import HIGHEST_PSNR, measure

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lab.tiny import TASKS, MakeSession
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.lab.fitting import Products
 from samovar.lab.trajectory import WATCHED, RunWatch, early_products, read_products
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.tiny import TASKS, MakeSession
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.lab.image_runner import Task
 from samovar.lab.methods import plain, read_method
 from samovar.lab.metrics import Quality

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.media import Audio, Video, read_audio, read_image, read_media, read_video, upright, upright_size
 
 ORIENTATION = 0x0112

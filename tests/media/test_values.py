@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.media import Audio, Video
 
 FRAMES = np.zeros((8, 6, 4, 3), np.uint8)

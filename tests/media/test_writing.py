@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.media import (
     SUFFIXES,
     Audio,

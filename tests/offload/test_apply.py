@@ -11,7 +11,7 @@ import torch
 
 import zoo
 from pipelines import tiny_flux_pipeline
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import HookRegistry, running
 from samovar.offload import HostStage, OffloadConfig, apply_offload, prepare_offload
 from samovar.offload.apply import check_compiled

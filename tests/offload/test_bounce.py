@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.offload import HostStage
 from samovar.offload.staging import Buffer
 from samovar.offload.truth import Bounced, Truth

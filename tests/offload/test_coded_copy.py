@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload, coded_copy, coding, host, sizes, weights
 
 FLUX = PIPELINES["flux"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.coded_file import CodedFile, checksum
 

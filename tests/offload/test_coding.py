@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.offload import coding
 from samovar.offload.coding import Coded, Form, decode_into, encode, expected_ratio
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.offload import OffloadConfig, Timing
 
 

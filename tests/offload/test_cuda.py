@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zoo
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import running
 from samovar.offload import OffloadConfig, apply_offload
 from samovar.offload.cuda import CudaStage

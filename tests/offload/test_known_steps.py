@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from samovar.core.tensor_parts import bits
 from samovar.offload import HostStage, known_steps
 from samovar.offload.known_steps import KnownSteps, SeenWeights, key_of
-from samovar.tensors import bits
 from samovar.trace.time_only import find_tape
 
 from .foreseen import count_small_layers

@@ -11,7 +11,7 @@ import torch
 
 from samovar.arch.quantised import KINDS, kinds_within
 from samovar.arch.skeleton import Parts
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.offload import OffloadConfig, plan_offload, read_parts
 from samovar.offload.ladder import EXACT, Ladder, Rung, Speeds, choose_rung, table_of
 from samovar.offload.sizes import BlockSize, ComponentSize

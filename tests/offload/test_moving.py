@@ -15,7 +15,7 @@ import torch
 
 import zoo
 from pipelines import PIPELINES, tiny_flux_pipeline
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import HookRegistry, Run, running
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
 from samovar.offload.moving import HOOK

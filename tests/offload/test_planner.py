@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.offload import BlockSize, ComponentSize, OffloadConfig, OffloadPlan, Timing, plan_offload, read_sizes
 from samovar.trace.activations import Activations
 

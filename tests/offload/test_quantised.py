@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from samovar import attach, detach
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
+from samovar.core.tensor_parts import num_bytes_of, take_apart
 from samovar.hooks import HookRegistry
 from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.weights import cast_for_calls, held_by
-from samovar.tensors import num_bytes_of, take_apart
 
 from .holding import Onlooker, blocks_of
 from .quantised import KINDS, pipeline_with, plain_flux

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipelines import tiny_flux_pipeline
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.offload import format_bytes, parse_bytes, read_sizes
 from samovar.offload.sizes import find_components, measure_components
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.offload.host import flat_bytes
 from samovar.offload.spill import spill
 from samovar.offload.weights import Span, spans_of

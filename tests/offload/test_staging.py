@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.offload import HostStage
 from samovar.offload.weights import ALIGNMENT
 

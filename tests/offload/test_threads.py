@@ -13,7 +13,7 @@ import torch
 
 import zoo
 from pipelines import PIPELINES
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.offload import OffloadConfig, WeightUse, plan_offload, plan_tiers, read_sizes, uses_of
 from samovar.offload.tiers import BOUNCE_BUFFERS, Crossing
 

@@ -14,7 +14,7 @@ import torch
 
 import zoo
 from pipelines import PIPELINES
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import HookRegistry, running
 from samovar.offload import ahead as ahead_layers
 from samovar.offload import time_layers

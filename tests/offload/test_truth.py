@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.offload import truth as truth_module
 from samovar.offload.truth import (
     Files,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import zoo
 from pipelines import tiny_flux_pipeline
 from samovar import attach
-from samovar.errors import ModelError, SettingError
+from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import running
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
 from samovar.offload.truth import can_see_writes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.offload.weights import (
     ALIGNMENT,
     LEAST_PIECE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samovar.errors import ShardingError, StrategyError
+from samovar.core.errors import ShardingError, StrategyError
 from samovar.parallel.attention import AttentionCall, compute_sharded
 from samovar.parallel.collectives import Group, Traffic
 from samovar.parallel.layout import Layout, Partition, Segment

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 from torch.nn.attention import flex_attention as torch_flex
 
-from samovar.errors import ShardingError, StrategyError
+from samovar.core.errors import ShardingError, StrategyError
 from samovar.parallel import (
     SequenceParallelConfig,
     SequenceParallelInput,

@@ -13,7 +13,7 @@ import torch
 
 import pipelines
 from samovar.cache import TeaCacheBackend, apply_teacache_hook
-from samovar.errors import HookConflictError
+from samovar.core.errors import HookConflictError
 from samovar.hooks import (
     NOT_BYPASSED,
     BaseState,

@@ -11,7 +11,7 @@ import torch
 
 import zoo
 from samovar.arch import find_anatomy
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.parallel import SequenceParallelConfig, SequenceParallelInput, SequenceParallelOutput
 from samovar.parallel import enable_sequence_parallel_for_model as enable
 from samovar.parallel.derive import candidates, in_block_plan, split_stack, stack_plan

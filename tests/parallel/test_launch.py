@@ -21,7 +21,7 @@ from PIL import Image
 
 from pipelines import tiny_flux_pipeline
 from samovar import cli
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.parallel import (
     RankError,
     Ranks,

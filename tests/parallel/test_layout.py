@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samovar.errors import SettingError, ShardingError
+from samovar.core.errors import SettingError, ShardingError
 from samovar.parallel.layout import Layout, Partition, Segment, read_layout, spread
 
 SPLIT = Partition(7, 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.parallel import SequenceParallelConfig, agreement, make_mesh
 
 from .conftest import OnRanks

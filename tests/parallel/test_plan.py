@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zoo
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.parallel import SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput
 from samovar.parallel.plan import declared_plan, inputs_in, place_plan, validate_plan
 

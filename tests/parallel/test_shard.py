@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.hooks import HookRegistry
 from samovar.parallel import (
     SequenceParallelConfig,

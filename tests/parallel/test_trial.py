@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.parallel import SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput
 from samovar.parallel.derive import split_stack
 

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from samovar import Omni
+from samovar.core.errors import ModelError, SettingError
 from samovar.engine import Preview, Progress
 from samovar.engine.planning import make_plan
-from samovar.errors import ModelError, SettingError
 from samovar.offload import OffloadConfig
 
 from .modular import CALLS, save_modular, tiny_modular, without_decoder

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from samovar import errors
+from samovar.core import errors
 from samovar.server.api_errors import ApiError, api_error
 
 ENGINE_ERRORS = [

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pipelines import PIPELINES
+from samovar.core.errors import EngineError, ModelError, SettingError
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
 from samovar.engine.input_media import Inputs
-from samovar.errors import EngineError, ModelError, SettingError
 from samovar.omni import AsyncOmni, Omni
 from samovar.server import AppState, Limits, ServerConfig
 from samovar.server.api_errors import ApiError

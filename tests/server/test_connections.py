@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.server.connections import Connection, Door, available_connections
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts, Request
-from samovar.errors import SettingError
 from samovar.server import Limits
 from samovar.server.extents import check_extent, extent_of
 

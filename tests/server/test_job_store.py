@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.server.job_store import JobStore, VideoJob
 
 

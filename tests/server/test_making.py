@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from samovar.core.errors import NanLatentsError
 from samovar.engine import Failed
-from samovar.errors import NanLatentsError
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig
 from samovar.server.api_errors import ApiError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from samovar.errors import SettingError
+from samovar.core.errors import SettingError
 from samovar.server import Limits, ServerConfig
 
 

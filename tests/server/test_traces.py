@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from samovar.core.errors import QueueFullError, SettingError
 from samovar.engine import Done, Failed, GenerationResult, OmniDiffusionSamplingParams, Progress, Started
 from samovar.engine.lora import Adapter
-from samovar.errors import QueueFullError, SettingError
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
 from samovar.server.guard import Guard

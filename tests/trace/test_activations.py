@@ -48,11 +48,11 @@ def test_the_count_is_what_a_real_forward_takes(name: str) -> None:
     def real(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
-    from samovar import tree
+    from samovar.core import nested
 
-    args, kwargs = tree.map_tensors(real, (tuple(call.args), dict(call.kwargs)))
+    args, kwargs = nested.map_tensors(real, (tuple(call.args), dict(call.kwargs)))
     measured = allocated(lambda: pipe.transformer(*args, **kwargs))
-    given = sum(tensor.nbytes for tensor in tree.tensors((args, kwargs)))
+    given = sum(tensor.nbytes for tensor in nested.tensors((args, kwargs)))
     # The count has what the pipeline holds besides: arguments, latents, prompts of both branches.
     assert measured * 0.8 <= seen.peaks["transformer"] <= measured * 1.25 + 4 * given
 

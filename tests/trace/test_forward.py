@@ -11,7 +11,7 @@ from driving import COND, Block, Gated, Plain, at, case, tensors_in
 import zoo
 from samovar.arch import BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.trace.forward import Call, Given, Tracer, added, alike
 from samovar.trace.watch import Gate, _Active
 

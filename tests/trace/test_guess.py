@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import zoo
-from samovar import tree
 from samovar.arch.skeleton import read_skeleton
+from samovar.core import nested
 from samovar.trace.guess import guess
 from samovar.trace.rehearse import RequestSize
 
@@ -32,10 +32,10 @@ def test_a_model_takes_what_was_found(name: str) -> None:
     for argument in ("encoder_hidden_states", "pooled_projections"):
         if argument in true:
             assert call.kwargs[argument].shape[-1] == true[argument].shape[-1], argument
-    filled = tree.map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype) if t.is_meta else t, dict(call.kwargs))
+    filled = nested.map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype) if t.is_meta else t, dict(call.kwargs))
     with torch.no_grad():
-        output = next(tree.tensors(model(**filled)))
-    sample = next(tree.tensors(next(iter(call.kwargs.values()))))
+        output = next(nested.tensors(model(**filled)))
+    sample = next(nested.tensors(next(iter(call.kwargs.values()))))
     assert output.ndim == sample.ndim
     assert found.peaks["transformer"] >= output.nbytes
 

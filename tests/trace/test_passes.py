@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 import zoo
 from samovar.arch import BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.trace.forward import Given, Tensors
 from samovar.trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
 from samovar.trace.shadow import TrialFailed

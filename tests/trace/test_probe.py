@@ -13,7 +13,7 @@ import zoo
 from pipelines import tiny_flux_pipeline
 from samovar.arch import BlockDeclaration
 from samovar.arch.declarations import DECLARATIONS
-from samovar.errors import ModelError
+from samovar.core.errors import ModelError
 from samovar.hooks import HookRegistry, ModelHook
 from samovar.trace import probe_anatomy, probe_pipeline
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pipelines import PIPELINES, TinyPipeline
-from samovar import tree
 from samovar.arch.skeleton import build_pipeline, read_skeleton
 from samovar.builtin import BUILTIN_MODELS
-from samovar.errors import SettingError
+from samovar.core import nested
+from samovar.core.errors import SettingError
 from samovar.trace.rehearse import CallForm, Rehearsal, RequestSize, rehearse
 
 every = pytest.mark.parametrize("tiny", PIPELINES.values(), ids=PIPELINES)
@@ -45,7 +45,7 @@ def real_calls(tiny: TinyPipeline, pipe: Any) -> dict[str, CallForm]:
 
 
 def form(call: CallForm) -> Any:
-    return tree.signature(tree.without_data((tuple(call.args), dict(call.kwargs))))
+    return nested.signature(nested.without_data((tuple(call.args), dict(call.kwargs))))
 
 
 @every
@@ -63,7 +63,7 @@ def test_what_a_forward_may_branch_on_has_the_values_of_a_real_run(tiny: TinyPip
     pipe = tiny.build(0)
     rehearsal, real = rehearsed(tiny, pipe), real_calls(tiny, pipe)
     name = tiny.denoisers[0]
-    seen, same = (dict(tree.leaves((tuple(c.args), dict(c.kwargs)))) for c in (rehearsal.calls[name], real[name]))
+    seen, same = (dict(nested.leaves((tuple(c.args), dict(c.kwargs)))) for c in (rehearsal.calls[name], real[name]))
     known = {path for path, value in seen.items() if isinstance(value, torch.Tensor) and not value.is_meta}
     assert any(torch.equal(seen[path], same[path]) for path in known if seen[path].ndim <= 1), "the timestep"
     ids = [path for path, value in same.items() if isinstance(value, torch.Tensor) and not value.is_floating_point()]
@@ -85,7 +85,7 @@ def test_the_pipeline_is_left_alone(tiny: TinyPipeline) -> None:
     assert all(vars(pipe)[name] is value for name, value in entries.items())
     assert len(vars(pipe)) == len(entries)
     assert dict(pipe.config) == config
-    assert tree.equal(vars(pipe.scheduler), scheduler)
+    assert nested.equal(vars(pipe.scheduler), scheduler)
     for name, part in parts.items():
         for module, entry in zip(part.modules(), dictionaries[name], strict=True):
             assert vars(module).keys() == entry.keys()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pipelines import PIPELINES, tiny_flux_pipeline
+from samovar.core.errors import ModelError
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
-from samovar.errors import ModelError
 from samovar.trace import ModelReport, survey, survey_by_running, survey_pipeline
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zoo
-from samovar import tree
+from samovar.core import nested
 from samovar.trace import time_only
 from samovar.trace.tape import Tape
 from samovar.trace.time_only import find_tape
@@ -45,13 +45,13 @@ def as_it_is(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def play(tape: Tape, model: nn.Module, args: Any, kwargs: Any, steps: int = 1) -> list[Any]:
-    tensors = list(tree.tensors((args, kwargs)))
+    tensors = list(nested.tensors((args, kwargs)))
     parts = dict(model.named_modules())
     inputs = [tensors[place] for place in tape.inputs]
     played = []
     with torch.no_grad():
         for call in tape.play(model, [inputs] * steps, lambda path: as_it_is(parts[path])):
-            played.append(tree.map_tensors(torch.clone, call))  # The next calls may write into them.
+            played.append(nested.map_tensors(torch.clone, call))  # The next calls may write into them.
     return played
 
 
@@ -63,7 +63,7 @@ def live(model: nn.Module, paths: Any, call: Any) -> list[tuple[str, list[torch.
         for path in set(paths):
 
             def note(_: Any, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
-                seen.append((path, [tensor.clone() for tensor in tree.tensors((args, kwargs))], output.clone()))
+                seen.append((path, [tensor.clone() for tensor in nested.tensors((args, kwargs))], output.clone()))
 
             hooks.callback(parts[path].register_forward_hook(note, with_kwargs=True).remove)
         call()

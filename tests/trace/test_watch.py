@@ -11,7 +11,7 @@ from driving import COND, Block, Gated, Plain, at, case, counted, state_of
 
 from samovar.arch import Anatomy, BlockDeclaration, find_anatomy, register_declaration
 from samovar.arch.declarations import DECLARATIONS
-from samovar.errors import DeclarationError, ModelError, SettingError
+from samovar.core.errors import DeclarationError, ModelError, SettingError
 from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 from samovar.trace.watch import Gate, Gates, Watcher, other_modules
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 import zoo
-from samovar import tree
 from samovar.arch.modules import parameters_of
+from samovar.core import nested
 from samovar.trace import weightless as module
 from samovar.trace.rehearse import quiet
 from samovar.trace.weightless import running_weightless, weightless_twin, with_few_values
@@ -126,20 +126,20 @@ def test_a_twin_shares_no_tensor_and_holds_no_memory() -> None:
     twin = weightless_twin(model)
     assert type(twin).__name__ == "FluxTransformer2DModel"
     assert all(parameter.is_meta for parameter in twin.parameters())
-    assert not {id(t) for t in tree.tensors(list(model.buffers()))} & {id(t) for t in twin.buffers()}
+    assert not {id(t) for t in nested.tensors(list(model.buffers()))} & {id(t) for t in twin.buffers()}
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 def without_weights(case: zoo.Case, model: torch.nn.Module) -> tuple[Any, int]:
     """What a model's twin returns, and the most memory that it took."""
-    inputs = tree.map_tensors(with_few_values, case.inputs(0))
+    inputs = nested.map_tensors(with_few_values, case.inputs(0))
     plain = {"return_dict": False} if "return_dict" in parameters_of(model) else {}
     with quiet(), torch.compiler.set_stance("force_eager"), running_weightless() as mode:
         return weightless_twin(model)(**inputs, **plain), mode.peak_bytes
 
 
 def forms(output: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tree.tensors(output)]
+    return [(tensor.shape, tensor.dtype) for tensor in nested.tensors(output)]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case.id not in UNSERVED], ids=lambda case: case.id)

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from .. import tree
-from ..errors import ModelError
-from ..other_libraries import WRAPPED_MODULE
-from ..tensors import num_bytes_of
+from ..core import nested
+from ..core.errors import ModelError
+from ..core.interop import WRAPPED_MODULE
+from ..core.tensor_parts import num_bytes_of
 from .declarations import BlockDeclaration, check_stacks, declaration_for
 from .lists import Blocks, blocks_of, find_lists
 from .modules import is_container, parameters_of, tensor_bytes, unwrapped
@@ -133,7 +133,7 @@ def output_values(output: Any) -> tuple[Any, ...]:
 
 def in_form_of(output: Any, values: Sequence[Any]) -> Any:
     """Values in the form in which a block returned others."""
-    return values[0] if isinstance(output, torch.Tensor) else tree.sequence_like(output, list(values))
+    return values[0] if isinstance(output, torch.Tensor) else nested.sequence_like(output, list(values))
 
 
 def find_anatomy(model: torch.nn.Module) -> Anatomy:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkabl
 
 import torch
 
-from ..errors import DeclarationError, ModelError
+from ..core.errors import DeclarationError, ModelError
 from .modules import is_container, unwrapped
 
 Role = Literal["denoiser", "encoder", "vae", "resident"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import DeclarationError, nearest
+from ..core.errors import DeclarationError, nearest
 from .modules import is_list, named_parts, parameters_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 
 def read_device(device: str | torch.device | None) -> torch.device:

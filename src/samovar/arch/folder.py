@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import ModelError
-from ..files import MODULAR_INDEX, brief, index_file, parse_json, read_json
-from ..tensors import take_apart
+from ..core.errors import ModelError
+from ..core.files import MODULAR_INDEX, brief, index_file, parse_json, read_json
+from ..core.tensor_parts import take_apart
 from .modular import is_modular, modular_class
 
 WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.([A-Za-z]\w*))?(?:-\d+-of-\d+)?\.safetensors")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelError
-from ..files import brief, reading
-from ..quantisers import QUANTISERS, converted_names, is_loadable_from_a_file, left_out
+from ..core.errors import ModelError
+from ..core.files import brief, reading
+from ..core.quantisers import QUANTISERS, converted_names, is_loadable_from_a_file, left_out
 from .components import Role
 from .skeleton import Part, Parts
 from .stored import Stored

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..other_libraries import repeated_blocks, streamed_lists, unsplit_modules
+from ..core.interop import repeated_blocks, streamed_lists, unsplit_modules
 from .modules import is_list, members, named_parts, tensor_bytes, unwrapped
 from .source import adds_to_its_input
 

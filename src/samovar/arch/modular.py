@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import ModelError
-from ..files import brief
+from ..core.errors import ModelError
+from ..core.files import brief
 
 _GUIDERS = {"guidance_scale": "guider", "guidance_scale_2": "guider_2"}
 """Arguments of other pipelines that are settings of a component here."""

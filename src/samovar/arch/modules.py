@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..other_libraries import WRAPPED_MODULE
-from ..tensors import num_bytes_of
+from ..core.interop import WRAPPED_MODULE
+from ..core.tensor_parts import num_bytes_of
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..errors import SettingError, nearest
-from ..files import check_names
-from ..other_libraries import kept_in_float32
+from ..core.errors import SettingError, nearest
+from ..core.files import check_names
+from ..core.interop import kept_in_float32
 from .blocks import find_anatomy
 from .skeleton import Parts
 from .stored import Stored

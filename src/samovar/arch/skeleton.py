@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelError, nearest
-from ..files import brief, index_file, read_json, reading
-from ..other_libraries import kept_in_float32
-from ..quantisers import quantization_kind
+from ..core.errors import ModelError, nearest
+from ..core.files import brief, index_file, read_json, reading
+from ..core.interop import kept_in_float32
+from ..core.quantisers import quantization_kind
 from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
 from .folder import check_files, check_folder, components, library_of, pipeline_class, read_index

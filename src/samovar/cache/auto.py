@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
 from ..arch import find_anatomy
-from ..errors import ModelError
+from ..core import nested
+from ..core.errors import ModelError
+from ..core.tolerances import read_tolerance
 from ..hooks import EVERY_MODULE, is_watched
-from ..tolerances import read_tolerance
 from ..trace.passes import Outlook
 from .config import AutoConfig
 from .decision import Agree, Verdict, measure
@@ -81,10 +81,10 @@ class WholeModel(CacheableModel):
             before = inputs.copied()
         except ModelError as error:
             return self._refuse(signature, str(error), forward(inputs.args, inputs.kwargs))
-        buffers = [(buffer, tree.version(buffer)) for buffer in self._model.buffers()]
+        buffers = [(buffer, nested.version(buffer)) for buffer in self._model.buffers()]
         output = forward(inputs.args, inputs.kwargs)
         problem = side_effect(inputs, before, output)
-        if any(tree.version(buffer) != version for buffer, version in buffers):
+        if any(nested.version(buffer) != version for buffer, version in buffers):
             problem = "it keeps something from step to step in its buffers"
         if problem is not None:
             return self._refuse(signature, problem, output)

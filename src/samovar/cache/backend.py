@@ -17,8 +17,8 @@ import torch
 
 from ..arch import find_anatomy, find_denoisers
 from ..arch.modules import unwrapped
-from ..errors import ModelError, SettingError, nearest
-from ..files import is_file_name, naming, read_settings
+from ..core.errors import ModelError, SettingError, nearest
+from ..core.files import is_file_name, naming, read_settings
 from ..hooks import Handle, PipelineHook, Run, current_run, hook_pipeline
 from ..hooks.handle import for_now
 from .config import AutoConfig, CacheConfig, TeaCacheConfig

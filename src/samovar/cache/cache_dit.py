@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..arch import ModuleDiscovery
-from ..errors import SettingError
-from ..files import check_names
+from ..core.errors import SettingError
+from ..core.files import check_names
+from ..core.interop import has_cache_dit
 from ..hooks import Handle
-from ..other_libraries import has_cache_dit
 
 
 class CacheDitBackend:

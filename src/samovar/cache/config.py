@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ..errors import SettingError, nearest
-from ..files import read_config
-from ..tolerances import read_tolerance
+from ..core.errors import SettingError, nearest
+from ..core.files import read_config
+from ..core.tolerances import read_tolerance
 from .forecast import Forecast, Target
 
 EVERY_BRANCH = "*"

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from ..trace.passes import Mode
 from .config import TeaCacheConfig
 from .inputs import Pair, size

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .. import tree
-from ..errors import SettingError
+from ..core import nested
+from ..core.errors import SettingError
 from ..trace.forward import Tensors, added
 from ..trace.passes import tolerance
 from ..trace.shadow import TrialFailed, shadow_of, trial
@@ -98,7 +98,7 @@ class ExtractorModel(CacheableModel):
                 context = self._extractor(shadow_of(self._model), *before.args, **before.kwargs)
                 signal = Signal(context.modulated_input)
                 found, parts = _run_blocks(context, keeps=True)
-                difference = tree.difference(found, output)
+                difference = nested.difference(found, output)
         except TrialFailed as error:
             return self._refuse(inputs.signature, f"{self._name} cannot be tried ({error})", output)
         if not difference <= tolerance(output):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import tree
+from ..core import nested
 from ..hooks import Roles
 from ..hooks.roles import Leaves, leaves_of, named_arguments, positional_names
 
@@ -60,7 +60,7 @@ class Inputs:
                 continue
             self.tensors.append(leaf)
             role = role_of[path]
-            form.append(None if role == "time" else tree.signature(leaf))
+            form.append(None if role == "time" else nested.signature(leaf))
             if role == "time":
                 self.time = leaf if self.time is None else self.time
             elif role == "sample":
@@ -73,7 +73,7 @@ class Inputs:
         role = self.roles.by_path[path]
         if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
             leaf = leaf.item()
-        self._form.append(None if role == "time" or leaf is None else tree.signature_of_leaf(leaf))
+        self._form.append(None if role == "time" or leaf is None else nested.signature_of_leaf(leaf))
         if role == "time":
             if self.time is None and isinstance(leaf, (int, float)):
                 self.time = leaf
@@ -106,14 +106,14 @@ class Inputs:
 
     def copied(self) -> Inputs:
         """The same with tensors and containers that nobody else writes into."""
-        args, kwargs = tree.map_tensors(torch.clone, (self.args, self.kwargs))
+        args, kwargs = nested.map_tensors(torch.clone, (self.args, self.kwargs))
         return Inputs(args, kwargs, self._names, self.roles)
 
     def spare(self) -> tuple[Any, Any]:
         """The arguments in other containers: some models empty the lists that they are given."""
         if all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in (*self.args, *self.kwargs.values())):
             return self.args, self.kwargs
-        args, kwargs = tree.map_tensors(lambda tensor: tensor, (self.args, self.kwargs))
+        args, kwargs = nested.map_tensors(lambda tensor: tensor, (self.args, self.kwargs))
         return args, kwargs
 
     def at_another_step(self, output: Any, with_time: bool = True) -> tuple[Any, Any]:
@@ -121,12 +121,12 @@ class Inputs:
         has the form of the output, or else everything but the time."""
         of = self.roles.of
         given = named_arguments(self._names, self.args, self.kwargs)
-        leaves = [leaf for name, value in given for leaf in tree.leaves(value, name)]
+        leaves = [leaf for name, value in given for leaf in nested.leaves(value, name)]
         tensors = [(of(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shapes = {tree.shape(tensor) for tensor in tree.tensors(output)}
+        shapes = {nested.shape(tensor) for tensor in nested.tensors(output)}
         sample = {id(leaf) for role, leaf in tensors if role == "residual"} | (
             {id(leaf) for role, leaf in tensors if role == "sample"}
-            or {id(leaf) for _, leaf in tensors if tree.shape(leaf) in shapes}
+            or {id(leaf) for _, leaf in tensors if nested.shape(leaf) in shapes}
             or {id(leaf) for role, leaf in tensors if role != "time"}
         )
         time = {id(leaf) for role, leaf in tensors if with_time and role == "time"}
@@ -137,7 +137,7 @@ class Inputs:
         def moved(name: str, value: Any) -> Any:
             if with_time and of(name) == "time" and isinstance(value, (int, float)) and not isinstance(value, bool):
                 return type(value)(_later(torch.tensor(value)).item())
-            return tree.map_tensors(other, value)
+            return nested.map_tensors(other, value)
 
         names = positional_names(self._names, len(self.args))
         args = tuple(moved(name, value) for name, value in zip(names, self.args, strict=False))
@@ -163,8 +163,8 @@ class Sample:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
-        self._version = tree.version(tensor)
-        has_values = self._version is None and tree.is_comparable(tensor)
+        self._version = nested.version(tensor)
+        has_values = self._version is None and nested.is_comparable(tensor)
         self._some = some(tensor, copy=True) if has_values else None
 
     def is_that_of(self, tensor: torch.Tensor | None) -> bool:
@@ -173,7 +173,7 @@ class Sample:
             return False
         if self._some is not None:
             return torch.equal(self._some, some(tensor))
-        return self._version == tree.version(tensor)
+        return self._version == nested.version(tensor)
 
 
 # ------------------------------------------------------------------------------------------------ changes
@@ -200,8 +200,8 @@ def watch(inputs: Inputs) -> Watch:
 
 
 def _watched(tensor: torch.Tensor, is_held: bool) -> Watched:
-    version = tree.version(tensor)
-    if not tree.is_comparable(tensor) or (is_held and version is not None):
+    version = nested.version(tensor)
+    if not nested.is_comparable(tensor) or (is_held and version is not None):
         return Watched(tensor, version, None)
     return Watched(tensor if is_held else None, version, some(tensor, copy=True))
 
@@ -220,7 +220,7 @@ def changes(inputs: Inputs, before: Watch) -> list[Pair]:
 
 def _change_of_some(tensor: torch.Tensor, known: Watched) -> Pair:
     """How much a residual has changed, by some of its elements."""
-    now, before = some(tensor) if tree.is_comparable(tensor) else None, known.some
+    now, before = some(tensor) if nested.is_comparable(tensor) else None, known.some
     if now is None or before is None or before.shape != now.shape or before.device != now.device:
         return _infinite(tensor)
     return [size(now - before), size(before)]
@@ -229,11 +229,11 @@ def _change_of_some(tensor: torch.Tensor, known: Watched) -> Pair:
 def _change_of_all(tensor: torch.Tensor, known: Watched) -> Pair:
     """Whether conditioning has changed at all. If it was overwritten it has: its old values are unknown."""
     held = known.held
-    is_kept = held is not None and held is not tensor and tree.version(held) == known.version is not None
-    one, other = (tensor, held) if is_kept else (some(tensor) if tree.is_comparable(tensor) else None, known.some)
-    if one is None or other is None or not tree.is_comparable(one):
+    is_kept = held is not None and held is not tensor and nested.version(held) == known.version is not None
+    one, other = (tensor, held) if is_kept else (some(tensor) if nested.is_comparable(tensor) else None, known.some)
+    if one is None or other is None or not nested.is_comparable(one):
         return _infinite(tensor)
-    if (one.shape, one.device) != (tree.shape(other), other.device):
+    if (one.shape, one.device) != (nested.shape(other), other.device):
         return _infinite(tensor)
     return [(one != other).any().float(), torch.zeros((), device=tensor.device)]
 

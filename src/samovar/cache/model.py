@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .. import tree
 from ..arch import Coverage, coverage, find_anatomy
 from ..arch.modules import unwrapped
-from ..errors import ModelError
+from ..core import nested
+from ..core.errors import ModelError
+from ..core.interop import is_compiled
 from ..hooks import Recorder
 from ..hooks.intercept import attached_registry
-from ..other_libraries import is_compiled
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
 from ..trace.shadow import Fingerprint, Generation, TrialFailed, own
@@ -373,14 +373,14 @@ def side_effect(inputs: Inputs, before: Inputs, output: Any) -> str | None:
     """What a forward did that a skipped one would not do, if anything. `before`: a copy of its inputs."""
     given = inputs.tensors
     known = {id(tensor) for tensor in given}
-    is_filled = any(id(tensor) not in known for tensor in tree.tensors((inputs.args, inputs.kwargs)))
+    is_filled = any(id(tensor) not in known for tensor in nested.tensors((inputs.args, inputs.kwargs)))
     if is_filled or any(not _same(one, other) for one, other in zip(given, before.tensors, strict=True)):
         return "it writes into its inputs"
-    return None if tree.is_transparent(output) else "its output holds objects that cannot be inspected"
+    return None if nested.is_transparent(output) else "its output holds objects that cannot be inspected"
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors hold the same numbers, NaN included, where that can be seen."""
-    if not tree.is_comparable(one):
+    if not nested.is_comparable(one):
         return True
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

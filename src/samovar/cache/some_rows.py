@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .. import tree
-from ..errors import ModelError
+from ..core import nested
+from ..core.errors import ModelError
 from ..trace.passes import Outlook
 from .forecast import take_apart
 from .inputs import Inputs
@@ -82,7 +82,7 @@ def _taken(inputs: Inputs, rows: torch.Tensor, length: int) -> tuple[Any, Any]:
         is_row_by_row = tensor.dim() > 0 and tensor.shape[0] == length
         return tensor.index_select(0, rows.to(tensor.device)) if is_row_by_row else tensor
 
-    args, kwargs = tree.map_tensors(take, (inputs.args, inputs.kwargs))
+    args, kwargs = nested.map_tensors(take, (inputs.args, inputs.kwargs))
     return args, kwargs
 
 

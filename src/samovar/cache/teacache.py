@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..arch.modules import unwrapped
-from ..errors import ModelError, SettingError
+from ..core.errors import ModelError, SettingError
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
 from .auto import AutoSteps, WholeModel, asked_tolerance

@@ -14,8 +14,8 @@ import torch
 from ..arch import find_denoisers
 from ..arch.folder import read_index
 from ..arch.modules import unwrapped
-from ..errors import SettingError
-from ..files import brief, is_file_name, read_json, read_mapping
+from ..core.errors import SettingError
+from ..core.files import brief, is_file_name, read_json, read_mapping
 
 KEY = "tuned_for"
 """Where a file that `samovar tune` writes says what its setting is for."""

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..aliases import ALIASES
-from ..errors import SettingError
-from ..files import brief, is_file_name, read_mapping, read_settings
+from ..core.aliases import ALIASES
+from ..core.errors import SettingError
+from ..core.files import brief, is_file_name, read_mapping, read_settings
 
 _COMPONENT = re.compile(r"(\w+)=(.+)")
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
-from ..files import parse_settings
+from ..core.errors import SettingError
+from ..core.files import parse_settings
 from . import arguments
 from .serve import KEY_VARIABLE
 from .terminal import Status, aligned

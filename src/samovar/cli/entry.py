@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import EngineError, SamovarError, nearest
+from ..core.errors import EngineError, SamovarError, nearest
 from . import arguments
 from .bench_serve import add_bench_serve
 from .generate import add_generate

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
-from ..errors import SettingError
-from ..files import is_file_name
+from ..core.errors import SettingError
+from ..core.files import is_file_name
 from . import arguments
 from .terminal import Status, aligned
 
@@ -52,7 +52,7 @@ class Experiment:
         return Session(runner, tasks, self._journal, name, timed=timed, progress=self._progress)
 
     def origin(self, tasks: Sequence[Task]) -> str:
-        from ..quantisers import quantised_as
+        from ..core.quantisers import quantised_as
 
         about = self._about
         kinds = sorted({kind for model in self.runner.denoisers.values() if (kind := quantised_as(model))})

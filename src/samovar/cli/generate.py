@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError
-from ..files import index_file, parse_yaml
+from ..core.errors import SettingError
+from ..core.files import index_file, parse_yaml
 from ..media import SUFFIXES, check_suffix, numbered, read_image, read_media, usual_suffix
 from . import arguments
 from .terminal import Status

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
-from ..errors import ModelError
+from ..core.errors import ModelError
 from . import arguments
 from .terminal import Status, aligned
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
-from ..files import read_json, reading
+from ..core.errors import SettingError
+from ..core.files import read_json, reading
 from . import arguments
 from .experiment import check_quantisations, disjoint_tasks, experiment, methods_of, table, tasks_of
 

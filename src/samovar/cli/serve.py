@@ -10,7 +10,7 @@ import re
 import sys
 from typing import Any
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from . import arguments
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")

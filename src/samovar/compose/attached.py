@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..aliases import ALIASES, resolve
 from ..arch import find_denoisers
 from ..cache import AutoConfig, CacheBackend, CacheSetting, TeaCacheBackend, tolerating
-from ..errors import SettingError
-from ..files import check_names
+from ..core.aliases import ALIASES, resolve
+from ..core.errors import SettingError
+from ..core.files import check_names
 from ..graphs import GraphsHook, ReplayStats, apply_graphs
 from ..hooks import Handle
 from ..offload import OffloadConfig, Offloaded, OffloadStats, prepare_offload

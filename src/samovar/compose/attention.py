@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..arch.modules import unwrapped
-from ..errors import SettingError, nearest
+from ..core import nested
+from ..core.errors import SettingError, nearest
+from ..core.interop import attention_backends, use_attention
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, install_hook
-from ..other_libraries import attention_backends, use_attention
 from ..trace.shadow import Shadow, TrialFailed
 
 HOOK_NAME = "attention"
@@ -71,7 +71,7 @@ class AttentionHook(ModelHook, Handle):
 
     def _problem(self, module: torch.nn.Module, args: Any, kwargs: Any) -> str | None:
         """Why the attention cannot be used, if it cannot."""
-        device = next((tensor.device for tensor in tree.tensors((args, kwargs))), None)
+        device = next((tensor.device for tensor in nested.tensors((args, kwargs))), None)
         if any(parameter.device != device for parameter in module.parameters()):
             self.state = "used, and not compared with the default: its weights are streamed"
             return None
@@ -87,8 +87,8 @@ class AttentionHook(ModelHook, Handle):
             return None
         finally:
             restore()
-        difference = tree.difference(found, expected)
-        dtypes = {tensor.dtype for tensor in tree.tensors(expected)}
+        difference = nested.difference(found, expected)
+        dtypes = {tensor.dtype for tensor in nested.tensors(expected)}
         largest = max((_LARGEST_DIFFERENCE.get(dtype, _OF_16_BITS) for dtype in dtypes), default=0.0)
         if not difference <= largest:
             return f"the output differs from the default's by {difference:.1e} of its norm"

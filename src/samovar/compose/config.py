@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..cache import AutoConfig, CacheChoice, CacheSetting, TeaCacheConfig
-from ..errors import SettingError, nearest
-from ..files import is_file_name, read_config
+from ..core.errors import SettingError, nearest
+from ..core.files import is_file_name, read_config
 from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig

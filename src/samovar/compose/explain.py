@@ -14,9 +14,9 @@ from ..arch import ModuleDiscovery, coverage, find_anatomy
 from ..arch.modules import named_parts, unwrapped
 from ..arch.skeleton import loaded_parts
 from ..cache import AutoConfig, CacheBackend, TeaCacheBackend
+from ..core.interop import compiled_call
+from ..core.quantisers import quantised_as
 from ..hooks import HookOrder, HookRegistry, pipeline_hooks
-from ..other_libraries import compiled_call
-from ..quantisers import quantised_as
 from .config import skipped_share
 
 if TYPE_CHECKING:

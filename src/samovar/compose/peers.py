@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from ..arch.modules import named_parts, unwrapped
-from ..errors import SettingError
-from ..other_libraries import accelerate_hook, diffusers_hooks, has_cache_dit, is_compiled, is_helper
+from ..core.errors import SettingError
+from ..core.interop import accelerate_hook, diffusers_hooks, has_cache_dit, is_compiled, is_helper
 from .config import AttachConfig
 
 Kind = Literal["cache", "offload", "parallel", "compiled", "other"]

@@ -16,9 +16,9 @@ import torch
 
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
-from ..errors import ModelError, SettingError
-from ..other_libraries import COMPILED_CALL, is_compiled
-from ..quantisers import is_untraceable
+from ..core.errors import ModelError, SettingError
+from ..core.interop import COMPILED_CALL, is_compiled
+from ..core.quantisers import is_untraceable
 
 Regions = dict[str, torch.nn.Module]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

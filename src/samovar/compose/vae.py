@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arch import ModuleDiscovery
-from ..errors import SettingError
-from ..tensors import is_plain
+from ..core.errors import SettingError
+from ..core.tensor_parts import is_plain
 from .config import AttachConfig
 
 _METHODS = {"tiling": "enable_tiling", "slicing": "enable_slicing"}

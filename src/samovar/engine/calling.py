@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..arch.calls import call_parameters
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 
 def call_pipeline(

@@ -13,9 +13,9 @@ import torch
 
 from ..arch.folder import check_files
 from ..arch.modular import ModularCall
-from ..errors import ModelError, SettingError
-from ..files import brief, first_line, index_file, read_json, reading
-from ..other_libraries import pipelines_by_task
+from ..core.errors import ModelError, SettingError
+from ..core.files import brief, first_line, index_file, read_json, reading
+from ..core.interop import pipelines_by_task
 
 ControlNetSetting = str | Path | Sequence[str | Path] | None
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..arch.calls import call_parameters
 from ..compose.explain import Explanation
-from ..errors import SettingError, nearest
-from ..files import brief
+from ..core.errors import SettingError, nearest
+from ..core.files import brief
 from ..media import upright_size
 from .input_media import Inputs, find_inputs
 from .outputs import END, START, OutputKind, find_output

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import ModelError
+from ..core.errors import ModelError
 from .request import OmniDiffusionSamplingParams
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED",

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ..arch.calls import call_parameters
 from ..arch.modular import ModularCall
-from ..errors import SettingError
+from ..core.errors import SettingError
 from ..media import Audio, Video, upright, upright_size
 from .call_code import CallCode
 

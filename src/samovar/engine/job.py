@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from ..errors import SamovarError
+from ..core.errors import SamovarError
 from .request import Done, Event, Failed, GenerationResult, Request
 
 if TYPE_CHECKING:

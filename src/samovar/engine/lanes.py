@@ -20,7 +20,7 @@ import torch
 from ..arch import find_denoisers
 from ..arch.modular import is_modular
 from ..cache import CacheBackend
-from ..errors import SettingError
+from ..core.errors import SettingError
 from ..hooks import HookOrder, ModelHook, install_hook
 from .request import Request
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch.nn import Linear
 
-from ..adapters import adapter_layers, quicken, switch_adapters
 from ..arch import find_denoisers
-from ..errors import ModelError, SettingError
-from ..files import brief, check_names, first_line, heard, read_json, reading
+from ..core.adapters import adapter_layers, quicken, switch_adapters
+from ..core.errors import ModelError, SettingError
+from ..core.files import brief, check_names, first_line, heard, read_json, reading
 
 LoraSetting = Mapping[str, str | Path] | None
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+\.safetensors))?")

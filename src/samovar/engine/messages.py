@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ..errors import SamovarError
+from ..core.errors import SamovarError
 from .facts import PipelineFacts
 from .request import Event, Request
 from .worker import Outcome, Usage

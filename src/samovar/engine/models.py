@@ -17,9 +17,9 @@ import torch
 from ..arch.folder import WEIGHTS, check_folder, check_loaded, pipeline_class, read_index
 from ..arch.folder import components as listed
 from ..builtin import BUILTIN_MODELS
-from ..errors import ModelError, SettingError, nearest
-from ..files import INDEX, brief, first_line, heard, index_file, reading
-from ..other_libraries import pipelines_by_task
+from ..core.errors import ModelError, SettingError, nearest
+from ..core.files import INDEX, brief, first_line, heard, index_file, reading
+from ..core.interop import pipelines_by_task
 from .controlnet import HUB_NAME, controlled_class, load_controlnets
 from .controlnet import TASK as CONTROLLED
 from .failures import naming_packages

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..compose import Explanation
-from ..errors import SamovarError, SettingError
+from ..core.errors import SamovarError, SettingError
 from ..parallel import join_world
 from .job import Job
 from .request import SILENT, Done, Event, Failed, Listener, Request, Started

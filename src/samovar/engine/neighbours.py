@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..arch import find_denoisers
-from ..errors import SamovarError
+from ..core import nested
+from ..core.errors import SamovarError
 from ..hooks import HookOrder, ModelHook, install_hook
 
 _HOOK = "samovar_first_output"
@@ -48,7 +48,7 @@ class _FirstOutput(ModelHook):
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         if threading.get_ident() != self._thread:
             return output  # Of another lane.
-        self.tensors = [each.detach().clone() for each in tree.tensors(output) if each.is_floating_point()]
+        self.tensors = [each.detach().clone() for each in nested.tensors(output) if each.is_floating_point()]
         raise _Enough("The first forward has ended.")
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..arch.calls import call_parameters
-from ..errors import EngineError, ModelError
+from ..core.errors import EngineError, ModelError
 from ..media import Audio, Video
 
 _IMAGES, _VIDEOS, _SOUNDS = ("images", "image"), ("frames", "videos", "video"), ("audios", "audio", "sound")

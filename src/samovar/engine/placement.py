@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 DevicesSetting = str | int | Sequence[str | int] | None
 

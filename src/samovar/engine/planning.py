@@ -15,11 +15,11 @@ from ..arch.quantised import KINDS, Kind, kinds_within
 from ..arch.skeleton import Parts
 from ..compose import AttachConfig
 from ..compose.vae import Way, divide_vaes
-from ..errors import ModelError, SettingError
+from ..core.errors import ModelError, SettingError
+from ..core.quantisers import QUANTISERS
 from ..offload import OffloadConfig, OffloadPlan, TierPlan, Timing, plan_offload, plan_tiers, read_parts, uses_of
 from ..offload.ladder import EXACT, Ladder, Rung, Speeds, choose_rung, table_of
 from ..offload.sizes import parse_bytes, sizes_in
-from ..quantisers import QUANTISERS
 from ..trace.activations import Activations, read_activations
 from ..trace.rehearse import RequestSize
 from .quantize import GGUF, Quantization, QuantizationSetting, check_kind

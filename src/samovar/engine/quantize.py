@@ -13,9 +13,9 @@ import torch
 from ..arch.gguf_file import read_gguf, stored_in
 from ..arch.quantised import GROUP, KINDS, Kind, find_kind, layers_left, quantised_parts, spared_names
 from ..arch.skeleton import Parts, read_skeleton
-from ..errors import ModelError, SettingError
-from ..files import read_json, reading
-from ..quantisers import QUANTISERS, quantization_kind
+from ..core.errors import ModelError, SettingError
+from ..core.files import read_json, reading
+from ..core.quantisers import QUANTISERS, quantization_kind
 
 QuantizationSetting = str | Path | Mapping[str, str | Path] | None
 GGUF = ".gguf"

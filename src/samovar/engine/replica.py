@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import EngineError, SamovarError, StepTimeoutError, WorkerLostError
+from ..core.errors import EngineError, SamovarError, StepTimeoutError, WorkerLostError
 from .batch_sizes import BatchSizes
 from .job import Job
 from .job_queue import Batch, images_of

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
-from ..errors import ModelError, SamovarError, SettingError
-from ..files import check_names, is_file_name, naming, read_json, read_mapping
+from ..core.errors import ModelError, SamovarError, SettingError
+from ..core.files import check_names, is_file_name, naming, read_json, read_mapping
+from ..core.tolerances import read_tolerance
 from ..media import Audio, Video, check_suffix, numbered, save
-from ..tolerances import read_tolerance
 from .lora import Adapter, read_choice
 
 _MAX_INT, _MAX_SEED = 2**31 - 1, 2**64 - 1

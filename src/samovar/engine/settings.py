@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..aliases import accept_aliases
 from ..arch.devices import read_device
 from ..cache import AutoConfig, TeaCacheConfig
 from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
-from ..errors import SettingError, nearest
+from ..core.aliases import accept_aliases
+from ..core.errors import SettingError, nearest
 from ..offload.sizes import parse_bytes
 from .controlnet import ControlNetSetting, read_controlnets
 from .lora import LoraSetting, check_sources

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import aliases
-from ..errors import SettingError
-from ..files import brief, check_names, parse_settings, read_mapping
+from ..core import aliases
+from ..core.errors import SettingError
+from ..core.files import brief, check_names, parse_settings, read_mapping
 
 PREFIX = "SAMOVAR_"
 NOT_SETTINGS = frozenset({"SAMOVAR_API_KEY"})

@@ -14,7 +14,7 @@ import torch
 
 from ..arch import find_denoisers
 from ..cache import CacheBackend, PipelineStats, StepRecord
-from ..errors import CancelledRequestError, NanLatentsError
+from ..core.errors import CancelledRequestError, NanLatentsError
 from ..hooks import ModelHook, Run, install_hook
 from ..media import upright_size
 from .previews import NoPreview, decode_latents, predict_clean

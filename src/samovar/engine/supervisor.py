@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..compose.explain import Explanation, Feature
-from ..errors import (
+from ..core.errors import (
     CancelledRequestError,
     EngineDownError,
     EngineError,

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from ..arch.modular import adapt
 from ..cache import AutoConfig, TunedFor
 from ..compose import AttachConfig, Attached, Explanation, tiled_if_needed
-from ..errors import CancelledRequestError, EngineError, NanLatentsError, OutOfMemoryError, SamovarError, SettingError
+from ..core.errors import (
+    CancelledRequestError,
+    EngineError,
+    NanLatentsError,
+    OutOfMemoryError,
+    SamovarError,
+    SettingError,
+)
 from ..offload.sizes import parse_bytes
 from .calling import call_pipeline
 from .controlnet import controlnet_bytes, read_controlnets

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from ..errors import EngineError, SamovarError
+from ..core.errors import EngineError, SamovarError
 from ..offload.host import trim_heap
 from ..parallel import join_world
 from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update, receive, send

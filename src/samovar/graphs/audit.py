@@ -17,8 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..other_libraries import memory_of, weak_memory
-from ..tensors import is_plain
+from ..core.interop import memory_of, weak_memory
+from ..core.tensor_parts import is_plain
 
 _WAITS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")

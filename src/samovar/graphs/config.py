@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 
 @dataclass(frozen=True)

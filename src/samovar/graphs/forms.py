@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import tree
+from ..core import nested
+from ..core.interop import copy_each, memory_of
+from ..core.tensor_parts import bits, is_plain
 from ..hooks import Steady
-from ..other_libraries import copy_each, memory_of
-from ..tensors import bits, is_plain
 
 
 class Unsuitable(Exception):
@@ -66,7 +66,7 @@ class Given:
             # Of the two zeros each is another number.
             self.rest += (type(part), repr(part) if isinstance(part, float) else part)
             return
-        leaves = list(tree.leaves(part))
+        leaves = list(nested.leaves(part))
         if not any(leaf is part for _, leaf in leaves):
             self.rest += (type(part), *(path for path, _ in leaves))
             self._take([leaf for _, leaf in leaves])
@@ -116,7 +116,7 @@ class Form(NamedTuple):
         return tuple(map(tuple, self))
 
 
-_ATOMS = (*tree.ATOMS, np.generic)
+_ATOMS = (*nested.ATOMS, np.generic)
 _SIMPLE = frozenset((type(None), bool, int, str))
 _SEQUENCES = frozenset((list, tuple, Steady))
 _shape, _stride, _is_meta = attrgetter("shape"), torch.Tensor.stride, attrgetter("is_meta")
@@ -132,7 +132,7 @@ class Places:
         with torch.inference_mode(False):  # They are written to in whatever mode a call comes.
             made = {id(tensor): _place_for(tensor) for tensor in tensors}
         self.tensors = [place for _, place in made.values()]
-        self._given: Any = tree.map_tensors(lambda tensor: made[id(tensor)][1], given.value)
+        self._given: Any = nested.map_tensors(lambda tensor: made[id(tensor)][1], given.value)
         steady = {id(tensor) for part in given.value if isinstance(part, Steady) for tensor in part}
         batches: dict[Any, list[int]] = {}
         for number in {id(tensor): number for number, tensor in enumerate(tensors)}.values():
@@ -157,7 +157,7 @@ class Places:
 
     def given(self) -> Any:
         """What was given, with these places for its tensors; in new lists, which some models empty."""
-        return tree.map_tensors(lambda tensor: tensor, self._given)
+        return nested.map_tensors(lambda tensor: tensor, self._given)
 
     @property
     def num_bytes(self) -> int:
@@ -223,12 +223,12 @@ def copier(output: Any) -> Callable[[], Any]:
     """Makes copies of an output, which no replay overwrites."""
     if isinstance(output, torch.Tensor):
         return output.clone
-    if isinstance(output, tree.ATOMS):
+    if isinstance(output, nested.ATOMS):
         return lambda: output
     if isinstance(output, tuple):
         parts = [copier(part) for part in output]
-        return lambda: tree.sequence_like(output, [part() for part in parts])
-    return lambda: tree.map_tensors(torch.clone, output)
+        return lambda: nested.sequence_like(output, [part() for part in parts])
+    return lambda: nested.map_tensors(torch.clone, output)
 
 
 def has_same_bits(one: Any, other: Any) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.nested import ATOMS
 from ..hooks.intercept import attached_registry
-from ..tree import ATOMS
 from .code import LEAVES
 
 _HELD = ("_parameters", "_buffers")

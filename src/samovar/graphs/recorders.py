@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..other_libraries import end_pool
+from ..core.interop import end_pool
 from .forms import Unsuitable
 
 Function = Callable[[], Any]

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arch.modules import unwrapped
+from ..core.interop import is_compiled, modes
 from ..hooks import watched
-from ..other_libraries import is_compiled, modes
 from ..trace.shadow import TrialFailed, trial
 from .audit import Audit
 from .config import GraphsConfig

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ..arch.modules import unwrapped
+from ..core.interop import accelerate_hook, diffusers_hooks, global_hooks, has_cache_dit, is_helper, kernel_settings
+from ..core.tensor_parts import is_strided, take_apart
 from ..hooks import HookOrder
 from ..hooks.intercept import attached_registry
-from ..other_libraries import accelerate_hook, diffusers_hooks, global_hooks, has_cache_dit, is_helper, kernel_settings
-from ..tensors import is_strided, take_apart
 from .code import Reached
 from .looked import Looked
 

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import HookConflictError, SettingError
-from ..other_libraries import COMPILED_CALL
+from ..core.errors import HookConflictError, SettingError
+from ..core.interop import COMPILED_CALL
 from .context import CallContext, running_context
 from .recording import is_watched
 
@@ -333,7 +333,7 @@ def _prepare_for_compilation() -> None:
         from torch._dynamo import trace_rules
 
         # These run outside of the graph of a model that is compiled as a whole.
-        for room in ("tree", "hooks.runs", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
+        for room in ("core.nested", "hooks.runs", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
             trace_rules.add(f"samovar.{room}")
         skip_frame(bare_class)
         skip_frame(attached_registry)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .handle import Handle
 from .intercept import BareCopies, class_before, set_class
 from .registry import HookOrder, HookRegistry, ModelHook

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import HookConflictError, SettingError
+from ..core.errors import HookConflictError, SettingError
 from . import intercept
 from .intercept import never_compiled, skip_frame
 from .recording import Recorder

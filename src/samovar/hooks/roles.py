@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from .. import tree
+from ..core import nested
 
 Role = Literal["sample", "time", "residual", "conditioning"]
 Leaves = Mapping[str, Any]
@@ -101,7 +101,7 @@ def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mappin
         if value is None or isinstance(value, torch.Tensor):
             found[name] = value
         else:
-            found.update(tree.leaves(value, name))
+            found.update(nested.leaves(value, name))
     return found
 
 
@@ -177,8 +177,8 @@ class Roles:
         for path, value in leaves.items():
             if roles[path] == "conditioning" and path not in remade:
                 if isinstance(value, torch.Tensor):
-                    key += (path, id(value), tree.version(value))
-                elif isinstance(value, tree.ATOMS):
+                    key += (path, id(value), nested.version(value))
+                elif isinstance(value, nested.ATOMS):
                     key += (path, value)
                 else:  # Containers among leaves are empty.
                     key += (path, type(value) if isinstance(value, (list, tuple, Mapping)) else id(value))
@@ -198,14 +198,14 @@ class Roles:
 
     def note_output(self, output: Any) -> None:
         """Learn the form of the model's output: an argument of this form may be the sample."""
-        tensors = list(tree.tensors(output))
+        tensors = list(nested.tensors(output))
         if tensors:
-            self._outputs = {tree.shape(tensor) for tensor in tensors}
+            self._outputs = {nested.shape(tensor) for tensor in tensors}
             self._batch = max([tensor.shape[0] for tensor in tensors if tensor.ndim], default=1)
 
     def _is_like_output(self, value: Any) -> bool:
         """Whether a value could be the sample."""
-        return isinstance(value, torch.Tensor) and value.is_floating_point() and tree.shape(value) in self._outputs
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and nested.shape(value) in self._outputs
 
     def _is_like_time(self, value: Any) -> bool:
         """Whether a value could be a time: one number for each item of the batch, or one for all."""
@@ -325,7 +325,7 @@ class Snapshot:
         self.held: Any = value if hold or not self._is_tensor else None
         self._version = self._form = self._sampled = None
         if self._is_tensor and (hold or copy):
-            self._version, self._form = tree.version(value), tree.signature(value)
+            self._version, self._form = nested.version(value), nested.signature(value)
             if copy and _is_comparable(value):
                 self._sampled = _sampled(value).clone()
 
@@ -336,22 +336,22 @@ class Snapshot:
     def is_surely_same(self, value: Any) -> bool:
         """Whether it is known to be the same without looking into a tensor."""
         if isinstance(value, torch.Tensor):
-            return value is self.held and self._version is not None and tree.version(value) == self._version
+            return value is self.held and self._version is not None and nested.version(value) == self._version
         return self.equals(value)
 
     def equals(self, value: Any) -> bool:
         """Whether the value is the same. This may wait for the device."""
         if not isinstance(value, torch.Tensor):
-            return not self._is_tensor and tree.equal(self.held, value)
+            return not self._is_tensor and nested.equal(self.held, value)
         if self._form is None:
             return self.is_object(value)
         if self.is_surely_same(value):
             return True
-        if tree.signature(value) != self._form:
+        if nested.signature(value) != self._form:
             return False
         held = self.held
         if _is_comparable(value):
-            is_kept = held is not None and held is not value and tree.version(held) == self._version
+            is_kept = held is not None and held is not value and nested.version(held) == self._version
             if is_kept and _is_comparable(held):
                 return torch.equal(held, value)
             if self._sampled is not None:
@@ -361,7 +361,7 @@ class Snapshot:
 
 def _is_comparable(tensor: torch.Tensor) -> bool:
     """Whether a look into a tensor has no side effects: that of a subclass may wait for other ranks."""
-    return tree.is_comparable(tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return nested.is_comparable(tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import SettingError
-from ..other_libraries import pipeline_steps, scheduler_step
+from ..core.errors import SettingError
+from ..core.interop import pipeline_steps, scheduler_step
 from .context import call_context, current_context
 from .intercept import INTERCEPTED_CALL
 

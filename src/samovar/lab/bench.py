@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .closed_loop import PASSES
 from .methods import EXACT, Method, cached, plain
 from .peers import PeerGuard, peers

@@ -13,7 +13,7 @@ from numpy.polynomial import Polynomial
 
 from ..arch.modules import unwrapped
 from ..cache import TeaCacheBackend
-from ..errors import ModelError, SettingError
+from ..core.errors import ModelError, SettingError
 from .image_runner import Task
 from .methods import EXACT, Method, Notes
 from .session import Session

@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .image_runner import Task
 from .methods import QUANTISED, Method, plain
 from .session import Row, Session, save_images

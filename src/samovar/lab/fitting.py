@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from ..cache.config import TeaCacheConfig
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 Vector = npt.NDArray[np.float64]
 DEPTH = 4

@@ -18,15 +18,15 @@ from ..arch import find_anatomy, find_denoisers
 from ..arch.calls import call_parameters
 from ..arch.modules import main_dtype, unwrapped
 from ..arch.skeleton import read_skeleton
+from ..core.errors import ModelError, SettingError, nearest
+from ..core.files import check_names
+from ..core.interop import COMPILED_CALL
 from ..engine import Worker, call_pipeline
 from ..engine.models import fetch_model
 from ..engine.quantize import Quantization
 from ..engine.request import OmniDiffusionSamplingParams, Request
 from ..engine.settings import OmniDiffusionConfig
-from ..errors import ModelError, SettingError, nearest
-from ..files import check_names
 from ..hooks.handle import for_now
-from ..other_libraries import COMPILED_CALL
 from .methods import FORWARDS, OUTLIERS, Method
 
 SHIPPED = ("testing", "tuning")

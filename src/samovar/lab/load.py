@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import EngineError, SettingError
-from ..files import brief
+from ..core.errors import EngineError, SettingError
+from ..core.files import brief
 
 GENERATE = "/v1/images/generations"
 PERCENTILES = (50, 90, 95, 99)

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..cache import CacheChoice, PipelineStats, TunedFor
 from ..compose import attach
+from ..core.errors import SettingError
+from ..core.files import is_file_name, read_settings
 from ..engine.quantize import QuantizationSetting
-from ..errors import SettingError
-from ..files import is_file_name, read_settings
 
 Notes = Callable[[], Any]
 """Returns a method's notes on the last run, as plain JSON values."""

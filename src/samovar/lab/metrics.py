@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 HIGHEST_PSNR = 100.0
 """In dB. Closer images, and equal ones, count as this, so that averages stay finite."""

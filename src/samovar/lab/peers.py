@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..arch import find_denoisers
-from ..errors import ModelError
+from ..core.errors import ModelError
 from .image_runner import ImageRunner, Task
 from .methods import Method, Notes
 

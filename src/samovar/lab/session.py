@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import SettingError
-from ..files import read_json, reading
+from ..core.errors import SettingError
+from ..core.files import read_json, reading
 from ..media import Video, save
 from . import metrics
 from .image_runner import Batch, ImageRunner, Task

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..arch import find_denoisers
 from ..cache.config import EVERY_BRANCH
-from ..errors import ModelError
+from ..core.errors import ModelError
 from ..hooks import HookOrder, ModelHook, current_context, install_hook
 from .fitting import Products, Vector, outlier_step
 from .methods import EXACT, Method

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, get_args
 
-from ..errors import SettingError, nearest
+from ..core.errors import SettingError, nearest
 from .closed_loop import PASSES
 from .image_runner import Task, check_disjoint
 from .methods import PLAIN, Method, cached, plain

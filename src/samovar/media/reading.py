@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .values import Audio, Video
 from .writing import load_av
 

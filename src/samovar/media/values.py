@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .values import Audio, Video
 
 SUFFIXES = {

@@ -18,11 +18,11 @@ import torch
 
 from ..arch.devices import read_device
 from ..arch.skeleton import loaded_parts
-from ..errors import SettingError
+from ..core.errors import SettingError
+from ..core.interop import accelerate_hook, compiled_call, diffusers_hooks
+from ..core.tensor_parts import num_bytes_of
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..hooks.registry import install_hook
-from ..other_libraries import accelerate_hook, compiled_call, diffusers_hooks
-from ..tensors import num_bytes_of
 from ..trace.activations import Activations, activations_of
 from ..trace.rehearse import RequestSize
 from ..trace.time_only import is_autocast

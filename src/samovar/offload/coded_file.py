@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from ..errors import ModelError
+from ..core.errors import ModelError
 from .coding import Coded, Form
 from .host import new_chunk
 

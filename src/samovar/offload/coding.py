@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelError
+from ..core.errors import ModelError
 
 LEAST_BYTES = 2**20
 """Tensors below this are not worth a decoding of their own."""

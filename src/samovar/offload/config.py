@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..arch.devices import read_device
-from ..errors import SettingError, nearest
-from ..files import brief, is_file_name, is_folder, read_config
+from ..core.errors import SettingError, nearest
+from ..core.files import brief, is_file_name, is_folder, read_config
 from ..trace.rehearse import RequestSize
 from .sizes import parse_bytes
 from .streaming import Timing

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..arch.devices import read_device
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .coding import Coded, decode_into, encode, fast_decoder
 from .host import new_chunk
 from .ring import Mark

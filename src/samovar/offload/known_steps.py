@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..tensors import bits, take_apart
+from ..core.tensor_parts import bits, take_apart
 from ..trace.tape import Form, Tape
 from .coded_copy import version_of
 from .staging import Stage

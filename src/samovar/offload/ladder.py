@@ -13,7 +13,7 @@ import torch
 
 from ..arch.quantised import Kind, as_stored, quantised_layers, quantised_parts
 from ..arch.skeleton import Part, Parts
-from ..errors import ModelError, SettingError
+from ..core.errors import ModelError, SettingError
 from ..trace.activations import Activations
 from ..trace.compute import operations_of
 from .ahead import with_time_layers

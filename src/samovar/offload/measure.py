@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ..core.tensor_parts import num_bytes_of
 from ..hooks import HookOrder, ModelHook, install_hook
-from ..tensors import num_bytes_of
 from .sizes import Component
 from .staging import Stage
 from .streaming import Timing

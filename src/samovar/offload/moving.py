@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from ..errors import SettingError
+from ..core.errors import SettingError
+from ..core.tensor_parts import plainly, take_apart
 from ..hooks import HookOrder, ModelHook, Run, current_run
-from ..tensors import plainly, take_apart
 from .coded_file import CodedFile
 from .host import HostMemory, move
 from .planner import ComponentPlan

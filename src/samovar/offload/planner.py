@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from ..errors import ModelError, SettingError
-from ..files import check_names
+from ..core.errors import ModelError, SettingError
+from ..core.files import check_names
 from ..trace.activations import Activations
 from .config import OffloadConfig
 from .sizes import ComponentSize, format_bytes, parse_bytes

@@ -14,9 +14,9 @@ from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts, cast, loaded_parts, read_skeleton
-from ..errors import ModelError, SettingError
-from ..files import check_names
-from ..tensors import take_apart
+from ..core.errors import ModelError, SettingError
+from ..core.files import check_names
+from ..core.tensor_parts import take_apart
 from .coding import LEAST_BYTES, expected_ratio
 from .weights import Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .sizes import format_bytes
 from .weights import LINE, Span
 

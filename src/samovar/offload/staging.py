@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .bounce import CopyQueue
 from .coding import Coded, Form, encode
 from .ring import DeviceQueues, Mark, RingSpace

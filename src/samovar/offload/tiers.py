@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .planner import OffloadPlan
 from .ring import ASSUMED_BUS
 from .sizes import ComponentSize, format_bytes

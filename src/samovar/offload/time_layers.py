@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from .. import tree
-from ..adapters import AdapterStates
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
-from ..errors import ModelError, SettingError
+from ..core import nested
+from ..core.adapters import AdapterStates
+from ..core.errors import ModelError, SettingError
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, install_hook, pipeline_hooks
 from ..hooks.runs import run_around
 from ..trace.tape import Tape, tensors_in
@@ -226,11 +226,11 @@ class TimeLayers:
         is_new_run, self._run = run is not self._run, run
         forward.settles_at_once = run is None or OFFLOAD_HOOK not in pipeline_hooks(run.pipeline)
         self._check_model(is_new_run)
-        form = forward.form = self._adapters.number(), _numerics(), tree.signature((forward.args, forward.kwargs))
+        form = forward.form = self._adapters.number(), _numerics(), nested.signature((forward.args, forward.kwargs))
         tape = self._tape(form, forward)
         if tape is None:
             return
-        tensors = list(tree.tensors((forward.args, forward.kwargs)))
+        tensors = list(nested.tensors((forward.args, forward.kwargs)))
         inputs = [tensors[place].to(self._stage.device) for place in tape.inputs]
         known = self._known.get(form)
         if known is None:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ModelError
+from ..core.errors import ModelError
 from .weights import Span
 
 _PAGE = mmap.PAGESIZE

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..tensors import Wrapper, bits, plainly, take_apart
+from ..core.tensor_parts import Wrapper, bits, plainly, take_apart
 from .coded_copy import CodedCopy, code, version_of
 from .coded_file import CodedFile, checksum
 from .host import HostMemory, move_to_host

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ModelError
-from ..other_libraries import compute_dtype
-from ..quantisers import is_packed_for_cpu, kept_beside_weights
-from ..tensors import is_bound_to_its_device, is_plain, problem_of, take_apart
+from ..core.errors import ModelError
+from ..core.interop import compute_dtype
+from ..core.quantisers import is_packed_for_cpu, kept_beside_weights
+from ..core.tensor_parts import is_bound_to_its_device, is_plain, problem_of, take_apart
 
 ALIGNMENT = 512
 """Every tensor on the device starts at a multiple of this, as in torch's own allocator, so kernels are the same."""

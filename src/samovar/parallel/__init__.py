@@ -1,6 +1,6 @@
 """Which rank computes what?"""
 
-from ..errors import RankError, ShardingError, StrategyError
+from ..core.errors import RankError, ShardingError, StrategyError
 from .cfg import CfgParallelHook, apply_cfg_parallel
 from .enable import Sharding, apply_sequence_parallel, enable_sequence_parallel_for_model, sharding_of
 from .launch import Ranks, join_world, launch

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ..errors import ShardingError, StrategyError
+from ..core.errors import ShardingError, StrategyError
 from .collectives import Group
 from .layout import Layout, Partition, Segment
 

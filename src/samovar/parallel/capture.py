@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ShardingError, StrategyError
+from ..core.errors import ShardingError, StrategyError
 from ..hooks.handle import for_now
 from .attention import AttentionCall, sdpa
 from .collectives import Group

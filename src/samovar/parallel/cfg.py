@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from .. import tree
 from ..arch.modules import parameters_of, unwrapped
-from ..errors import HookConflictError
+from ..core import nested
+from ..core.errors import HookConflictError
 from ..hooks import Handle, HookRegistry, current_context, install_hook, role_by_name
 from ..hooks.handle import for_now
 from ..trace.shadow import TrialFailed, trial
@@ -160,7 +160,7 @@ class CfgParallelHook(ModelCallHook):
         branch = current_context().branch
         if branch is None:
             return self._on_all_ranks(module, args, kwargs)
-        branches, signature = self._branches(), tree.signature((args, kwargs))
+        branches, signature = self._branches(), nested.signature((args, kwargs))
         is_new = branch not in branches
         if is_new:
             branches.append(branch)
@@ -168,7 +168,7 @@ class CfgParallelHook(ModelCallHook):
         # All ranks compute a first step alike, so that none has one decision more to agree on than others.
         if is_new or form is None or len(branches) == 1:
             output = self._on_all_ranks(module, args, kwargs)
-            self.state.forms[signature] = tree.without_data(output)
+            self.state.forms[signature] = nested.without_data(output)
             return output
         index, size, here = branches.index(branch), self.mesh.cfg.size, self.mesh.cfg.index
         self._begin_call(index)
@@ -178,13 +178,13 @@ class CfgParallelHook(ModelCallHook):
             with for_now(self.mesh.branches, is_deferred=True):
                 output = module(*args, **kwargs)
         else:
-            device = next(tree.tensors((args, kwargs))).device
-            output = tree.map_tensors(partial(torch.empty_like, device=device), form)
-        pending = _Pending(index % size, list(tree.tensors(output)))
+            device = next(nested.tensors((args, kwargs))).device
+            output = nested.map_tensors(partial(torch.empty_like, device=device), form)
+        pending = _Pending(index % size, list(nested.tensors(output)))
         self.state.pending.append(pending)
         self.state.num_deferred += not computes
         places = iter(range(len(pending.tensors)))
-        return tree.map_tensors(
+        return nested.map_tensors(
             lambda tensor: DeferredTensor(tensor, partial(self._fetch, pending, next(places))), output
         )
 
@@ -242,7 +242,7 @@ class CfgParallelHook(ModelCallHook):
     def _can_split(self, module: torch.nn.Module, size: int, args: Any, kwargs: Any) -> bool:
         """Whether all ranks get from parts of such a batch what they get from the whole. The trial is not a step of the
         run: it runs without other hooks, so that they keep nothing of it."""
-        splits, signature, group = self.state.splits, tree.signature((args, kwargs)), self.mesh.cfg
+        splits, signature, group = self.state.splits, nested.signature((args, kwargs)), self.mesh.cfg
         if signature not in splits:
             run = partial(self.call_original, module)
             whole, failed = run(*args, **kwargs), False
@@ -298,7 +298,7 @@ def _all_items(output: Any, size: int, group: Group) -> Any:
             return list(gathered(torch.stack(value)))
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
             return tuple(map(lists, value))
-        return tree.map_tensors(gathered, value)
+        return nested.map_tensors(gathered, value)
 
     return lists(output)
 

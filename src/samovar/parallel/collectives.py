@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import tree
+from ..core import nested
 
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative difference that rounding explains, by precision; 1e-4 for any other."""
@@ -118,14 +118,14 @@ class Group:
 
     def max(self, number: float, like: Any) -> float:
         """The largest number on any rank; NaN counts as infinite. Exchanged on the device of the tensors in `like`."""
-        device = next((tensor.device for tensor in tree.tensors(like)), torch.device("cpu"))
+        device = next((tensor.device for tensor in nested.tensors(like)), torch.device("cpu"))
         number = math.inf if math.isnan(number) else number
         return float(self._reduce(torch.tensor([number], device=device), dist.ReduceOp.MAX).item())
 
     def difference(self, output: Any, reference: Any) -> float:
         """The largest relative difference from a reference on any rank; 0 if rounding explains it on all of them."""
-        allowed = max((_TOLERANCE.get(tensor.dtype, 1e-4) for tensor in tree.tensors(reference)), default=0.0)
-        apart = tree.difference(output, reference)
+        allowed = max((_TOLERANCE.get(tensor.dtype, 1e-4) for tensor in nested.tensors(reference)), default=0.0)
+        apart = nested.difference(output, reference)
         return self.max(0.0 if apart <= allowed else apart, reference)
 
     def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from ..arch import Anatomy, BlockStack
 from ..arch.modules import parameters_of, unwrapped
-from ..errors import ModelError
+from ..core.errors import ModelError
 from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import BlockCall, Watcher
 from .plan import SequenceParallelModelPlan

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
-from ..errors import HookConflictError, ModelError, SettingError, ShardingError, StrategyError
+from ..core import nested
+from ..core.errors import HookConflictError, ModelError, SettingError, ShardingError, StrategyError
+from ..core.interop import attention_backend
 from ..hooks import Handle, HookRegistry, ModelHook, call_context, install_hook
-from ..other_libraries import attention_backend
 from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import Watcher
 from .attention import Strategy
@@ -91,7 +91,7 @@ class Sharding(Handle, ModelHook):
 
     def _call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """The model's call, sharded."""
-        forward = Forward(self._traces.get(tree.signature((args, kwargs))) or Trace())
+        forward = Forward(self._traces.get(nested.signature((args, kwargs))) or Trace())
         with self.region.running(forward):
             output = model(*args, **kwargs)
         self._check_parallel(forward)
@@ -100,7 +100,7 @@ class Sharding(Handle, ModelHook):
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Rehearse new shapes, and find a plan if there is none yet; then split what the plan splits at the root."""
         given, forward = (args, kwargs), self.region.forward
-        signature = tree.signature(given)
+        signature = nested.signature(given)
         if signature not in self._traces:
             eager: Any = torch.compiler.set_stance("force_eager")  # A rehearsal is not worth a compilation.
             with eager, self.region.running(None), call_context(request=None, branch=None):
@@ -138,7 +138,7 @@ class Sharding(Handle, ModelHook):
 
     def _run_bare(self, given: tuple[Any, Any]) -> Any:
         """The model itself, with what the plan does at its root but no other hook of its root."""
-        args, kwargs = tree.map_tensors(lambda tensor: tensor, given)  # Some models empty the lists they are given.
+        args, kwargs = nested.map_tensors(lambda tensor: tensor, given)  # Some models empty the lists they are given.
         bare = self.call_original
         if self.region.forward is None:
             return bare(self._model, *args, **kwargs)

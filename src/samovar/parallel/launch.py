@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ..errors import RankError, SettingError
+from ..core.errors import RankError, SettingError
 
 _SETTLE_S = 0.5
 """How long to keep listening after a first failure: the first one heard is often not the first to fail."""

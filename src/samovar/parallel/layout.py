@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import SettingError, ShardingError
+from ..core.errors import SettingError, ShardingError
 
 
 def spread(count: int, size: int) -> tuple[int, ...]:

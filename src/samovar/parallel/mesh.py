@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ..errors import SettingError, nearest
+from ..core.errors import SettingError, nearest
 from .collectives import Group, Traffic
 
 StrategyName = Literal["auto", "gathered", "hybrid", "ring", "ulysses"]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..arch.modules import named_parts, parameters_of, unwrapped
-from ..errors import SettingError, nearest
-from ..other_libraries import CP_PLAN, SP_PLAN, declared_plans
+from ..core.errors import SettingError, nearest
+from ..core.interop import CP_PLAN, SP_PLAN, declared_plans
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ShardingError
+from ..core.errors import ShardingError
 from ..hooks.handle import for_now
 from .attention import AttentionCall, Strategy, compute_sharded, of_all_ranks, share_queries
 from .capture import FlexCall, attention_through, capturing, share_heads

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..arch.modules import parameters_of
+from ..core import nested
 from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, ModelHook
 from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput, invalid
 from .region import Region
@@ -109,7 +109,7 @@ class SequenceParallelSplitHook(PlanHook):
             if index >= len(values):
                 raise invalid(f"The plan splits output {index} of {self.where}, which returns {len(values)} values.")
             values[index] = self._split(values[index], spec, {}, f"output {index}")
-        return tree.sequence_like(output, values) if isinstance(output, (tuple, list)) else values[0]
+        return nested.sequence_like(output, values) if isinstance(output, (tuple, list)) else values[0]
 
     def _split(self, value: Any, spec: Any, given: dict[str, Any], name: str) -> Any:
         if spec is None or value is None:
@@ -122,7 +122,9 @@ class SequenceParallelSplitHook(PlanHook):
                     f"{name} of {self.where} is {_described(value)}; the plan expects a tuple or list of {len(spec)}."
                 )
             pairs = enumerate(zip(value, spec, strict=True))
-            return tree.sequence_like(value, [self._split(part, of, given, f"{name}[{i}]") for i, (part, of) in pairs])
+            return nested.sequence_like(
+                value, [self._split(part, of, given, f"{name}[{i}]") for i, (part, of) in pairs]
+            )
         if not _has_dims(value, spec.expected_dims, spec.split_dim):
             if isinstance(spec, SequenceParallelInput) and spec.is_optional:
                 return value
@@ -163,7 +165,7 @@ class SequenceParallelGatherHook(PlanHook):
         if not isinstance(output, (tuple, list)) or len(specs) > len(output):
             raise invalid(f"{self.where} returned {_described(output)}; the plan gathers {len(specs)} outputs.")
         gathered = [self._gather(value, spec, i) for i, (value, spec) in enumerate(zip(output, specs, strict=False))]
-        return tree.sequence_like(output, [*gathered, *output[len(specs) :]])
+        return nested.sequence_like(output, [*gathered, *output[len(specs) :]])
 
     def _gather(self, value: Any, spec: SequenceParallelOutput | None, index: int) -> Any:
         if spec is None or value is None:

@@ -21,7 +21,7 @@ from itertools import accumulate
 
 import torch
 
-from ..errors import StrategyError
+from ..core.errors import StrategyError
 from .attention import Attention, Strategy
 from .collectives import Group, unpacked
 from .layout import spread

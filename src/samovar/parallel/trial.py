@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arch.blocks import output_values
-from ..errors import ModelError
+from ..core.errors import ModelError
 from ..trace.watch import BlockCall
 from .attention import AttentionCall
 from .capture import FlexCall, capturing

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from ..core.errors import EngineError, QueueFullError, SamovarError, SettingError
 from ..engine import OmniDiffusionConfig
-from ..errors import EngineError, QueueFullError, SamovarError, SettingError
 
 _STATUS = {
     "queue_full": 429,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..cache import AutoConfig
-from ..errors import SamovarError, SettingError, nearest
+from ..core.errors import SamovarError, SettingError, nearest
+from ..core.tolerances import read_tolerance
 from ..omni import AsyncOmni
-from ..tolerances import read_tolerance
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders
 from .extents import check_extent, extent_of

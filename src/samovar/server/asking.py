@@ -11,8 +11,8 @@ from PIL.Image import Image
 from starlette.requests import ClientDisconnect, Request
 
 from .. import engine
+from ..core.errors import SamovarError
 from ..engine import Job
-from ..errors import SamovarError
 from .api_errors import ApiError
 from .app_state import AppState
 from .bodies import Body, RequestBody, field_names, read_body, read_texts

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from ..core.errors import SettingError, nearest
+from ..core.files import parse_settings
+from ..core.tolerances import TOLERANCES
 from ..engine import OmniDiffusionSamplingParams
-from ..errors import SettingError, nearest
-from ..files import parse_settings
-from ..tolerances import TOLERANCES
 from .api_errors import ApiError, api_error, refusal
 from .settings import Limits
 

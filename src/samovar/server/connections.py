@@ -21,7 +21,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .api_errors import ApiError
 
 ACCEPTED_AT_ONCE = 32

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..core.errors import SettingError
 from ..engine import PipelineFacts, Request
-from ..errors import SettingError
 from .settings import Limits
 
 USUAL_PIXELS = 1024 * 1024

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 from .app import create_app
 from .app_state import AppState
 from .connections import ACCEPTED_AT_ONCE, MAX_HEADER_BYTES, Connection, Door, available_connections

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import SettingError
+from ..core.errors import SettingError
 
 _VERSION = 1
 _TABLE = """CREATE TABLE IF NOT EXISTS jobs (

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..core.errors import SamovarError
 from ..engine import GenerationResult, Job
-from ..errors import SamovarError
 from ..media import encode
 from .app_state import AppState
 from .asking import Asked, unless_gone

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError, nearest
-from ..files import check_names, naming, read_mapping
+from ..core.errors import SettingError, nearest
+from ..core.files import check_names, naming, read_mapping
+from ..core.tolerances import read_tolerance
 from ..offload.sizes import parse_bytes
-from ..tolerances import read_tolerance
 from .logs import FORMATS
 from .memory import BYTES_PER_PIXEL
 

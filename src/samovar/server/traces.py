@@ -12,8 +12,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from ..core.errors import EngineError
 from ..engine import Done, Failed, Job, Progress, Started
-from ..errors import EngineError
 
 _ACCOUNT, _SINCE = "samovar.account", "samovar.since"
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from pydantic_core import to_json
 
+from ..core.errors import SamovarError
 from ..engine import Done, Failed, GenerationResult, Job, Preview, Progress, Started
-from ..errors import SamovarError
 from ..media import Video, check_suffix, encode, spritesheet, thumbnail, webp
 from ..offload.sizes import parse_bytes
 from .api_errors import ApiError

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from ..core.errors import nearest
 from ..engine import Job
-from ..errors import nearest
 from .api_errors import ApiError, refusal
 from .app_state import AppState
 from .asking import FORM, JSON, Asked, check_asked, read_asked, unless_gone

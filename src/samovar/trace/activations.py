@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arch.skeleton import Parts, build_pipeline, loaded_parts
-from ..errors import ModelError
+from ..core.errors import ModelError
 from .guess import LATENT, guess
 from .rehearse import CallForm, Rehearsal, RequestSize, rehearse
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
 from ..arch import Anatomy, BlockStack
 from ..arch.blocks import in_form_of, output_values
 from ..arch.declarations import declaration_for
-from ..errors import ModelError
+from ..core import nested
+from ..core.errors import ModelError
 from ..hooks import NOT_BYPASSED
 from .watch import Gate, Watcher
 
@@ -39,7 +39,7 @@ class Given(NamedTuple):
 
     def copied(self) -> Given:
         """The same with tensors that nobody else writes into."""
-        return Given(self.module, *tree.map_tensors(torch.clone, (self.args, self.kwargs)))
+        return Given(self.module, *nested.map_tensors(torch.clone, (self.args, self.kwargs)))
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ def filled(form: Any, values: Sequence[Any], given: Iterable[Any]) -> Any:
         return torch.zeros((), dtype=part.dtype, device=device).expand(part.shape)
 
     pairs = zip(values, output_values(form), strict=True)
-    return in_form_of(form, [v if alike(v, part) else tree.map_tensors(zeros, part) for v, part in pairs])
+    return in_form_of(form, [v if alike(v, part) else nested.map_tensors(zeros, part) for v, part in pairs])
 
 
 def added(inputs: Sequence[Any], output: Any, slot: int = 0, idle: Collection[int] = ()) -> Tensors:
@@ -205,7 +205,7 @@ class Tracer(Watcher):
             return
         try:
             seen = self._open.pop()
-            seen.returned = tree.without_data(output)
+            seen.returned = nested.without_data(output)
             super().leave(gate, module, output)
             if gate.stack is not None:
                 self._last_output[seen.key] = output
@@ -246,7 +246,7 @@ class Tracer(Watcher):
 
     def _residuals(self, key: _Key, segment: Segment) -> Tensors:
         live, copied = self._live[key], self._copies[key]
-        segment.writes_in_place = not tree.equal((live.args, live.kwargs), (copied.args, copied.kwargs))
+        segment.writes_in_place = not nested.equal((live.args, live.kwargs), (copied.args, copied.kwargs))
         arguments = segment.stack.arguments(copied.module, copied.args, copied.kwargs)
         inputs = [arguments.get(stream.parameter or "") for stream in segment.stack.streams]
         return added(inputs, self._last_output[key])

@@ -19,8 +19,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .. import tree
 from ..arch.modules import parameters_of, unwrapped
+from ..core import nested
 from .rehearse import CallForm, Rehearsal, RequestSize, quiet
 from .shadow import TrialFailed, trial
 from .weightless import running_weightless, weightless_twin
@@ -229,7 +229,7 @@ def _run(search: _Search, given: Mapping[str, str]) -> CallForm | str:
         widths = _Widths([width for width in search.widths.values() if width >= _FIRST_WIDTH])
         try:
             with trial(()), quiet(), torch.compiler.set_stance("force_eager"), running_weightless() as mode, widths:
-                output = search.model(**tree.map_tensors(lambda tensor: tensor, kwargs))
+                output = search.model(**nested.map_tensors(lambda tensor: tensor, kwargs))
                 search.peak_bytes = mode.peak_bytes
         except TrialFailed as error:
             search.num_calls = max(search.num_calls, widths.num_calls)
@@ -248,7 +248,7 @@ def _run(search: _Search, given: Mapping[str, str]) -> CallForm | str:
 
 def _is_alike(sample: Any, output: Any, layout: str) -> bool:
     """Whether an output has the form of the sample but for its channels."""
-    one, other = next(tree.tensors(sample)), next(tree.tensors(output), None)
+    one, other = next(nested.tensors(sample)), next(nested.tensors(output), None)
     channels = layout.strip("[]").index("c")
     return other is not None and one.ndim == other.ndim and all(
         size == same for axis, (size, same) in enumerate(zip(one.shape, other.shape, strict=True)) if axis != channels

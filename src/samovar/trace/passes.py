@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import torch
 
-from .. import tree
 from ..arch.blocks import output_values
-from ..errors import ModelError
+from ..core import nested
+from ..core.errors import ModelError
 from ..hooks import NOT_BYPASSED
 from .forward import Call, Given, Segment, Tensors, Trace, Watched, added, alike
 from .shadow import Shadow, TrialFailed, trial
@@ -214,7 +214,7 @@ class StepPass:
 
 
 def _versions(values: Sequence[Any]) -> list[int | None]:
-    return [tree.version(value) for value in values if isinstance(value, torch.Tensor)]
+    return [nested.version(value) for value in values if isinstance(value, torch.Tensor)]
 
 
 Perturb = Callable[[bool], tuple[Any, Any]]
@@ -294,7 +294,7 @@ class Rehearsal(Replay):
             raise ModelError(f"a trial of the model failed ({error})") from error
         if same.lost is not None:
             raise ModelError(f"the blocks are not called in the same order each time: {same.lost}")
-        difference = tree.difference(skipped, output)
+        difference = nested.difference(skipped, output)
         if not difference <= tolerance(self._residuals):
             raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
         return same, skipped
@@ -314,7 +314,7 @@ class Rehearsal(Replay):
         moved: dict[Segment | None, list[bool]] = {}
         for segment in trace.segments:
             pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
-            moved[segment] = [isinstance(one, torch.Tensor) and not tree.equal(one, two) for one, two in pairs]
+            moved[segment] = [isinstance(one, torch.Tensor) and not nested.equal(one, two) for one, two in pairs]
         if not trace.leader_is_declared:
             starts = (call for call in trace.calls if call.is_first and any(moved.get(call.segment, ())))
             leader = next(starts, None)
@@ -341,12 +341,12 @@ class Rehearsal(Replay):
                 return False
             if poisoned.lost is not None:
                 return False
-            if not tree.equal((output, poisoned.inputs[segment][self._trace.stream]), expected):
+            if not nested.equal((output, poisoned.inputs[segment][self._trace.stream]), expected):
                 return False
         return True
 
 
 def tolerance(value: Any) -> float:
     """How far a result may be off that is computed in another order, by the precision of its tensors."""
-    is_precise = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tree.tensors(value))
+    is_precise = all(tensor.dtype in (torch.float32, torch.float64) for tensor in nested.tensors(value))
     return 1e-4 if is_precise else 5e-2

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Kind, find_anatomy
 from ..arch.declarations import declaration_for
 from ..arch.modules import parameters_of, unwrapped
-from ..errors import ModelError
+from ..core import nested
+from ..core.errors import ModelError
 from ..hooks import NOT_BYPASSED
 from .forward import filled
 from .watch import Gate, Gates, Watcher
@@ -95,7 +95,8 @@ def _with_kinds(
     """The anatomy with the kind of every stream. `returned`: the form of each block's output."""
     changes = ((), *_sample_and_conditioning(inputs, later_inputs))
     versions = [
-        {name: tree.map_tensors(_other, v) if name in change else v for name, v in inputs.items()} for change in changes
+        {name: nested.map_tensors(_other, v) if name in change else v for name, v in inputs.items()}
+        for change in changes
     ]
     stacks = passing = anatomy.stacks
     while passing:
@@ -177,7 +178,7 @@ def _moved(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _same(one: Any, other: Any) -> bool:
-    ones, others = list(tree.tensors(one)), list(tree.tensors(other))
+    ones, others = list(nested.tensors(one)), list(nested.tensors(other))
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 

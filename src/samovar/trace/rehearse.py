@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..arch.calls import call_parameters
 from ..arch.components import ModuleDiscovery, is_denoiser_itself
 from ..arch.modular import called_as
 from ..arch.modules import unwrapped
-from ..errors import SettingError
+from ..core import nested
+from ..core.errors import SettingError
 from ..hooks import NOT_BYPASSED
 from .shadow import TrialFailed, trial
 from .weightless import Weightless, WeightlessCopier, with_few_values
@@ -220,17 +220,17 @@ class _Rehearsing:
 
         def answer(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             with self._mode.paused():
-                form = tree.map_tensors(with_few_values, (args, kwargs))
-                key = name, tree.signature(tree.without_data(form))
+                form = nested.map_tensors(with_few_values, (args, kwargs))
+                key = name, nested.signature(nested.without_data(form))
             self._calls.setdefault(name, CallForm(*form))
             self._asked.append(key)
-            return tree.map_tensors(torch.empty_like, self._returned[key]) if key in self._returned else NOT_BYPASSED
+            return nested.map_tensors(torch.empty_like, self._returned[key]) if key in self._returned else NOT_BYPASSED
 
         return answer
 
     def _note_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         with self._mode.paused():
-            self._returned[self._asked.pop()] = tree.without_data(output)
+            self._returned[self._asked.pop()] = nested.without_data(output)
 
     def _touch(self, name: str) -> None:
         """A module of a component is called. If it is another component's than before, a slice of the run ends."""
@@ -252,7 +252,7 @@ class _Rehearsing:
 
 def _size_of(output: Any) -> RequestSize | None:
     """The size of images (batch, channels, height, width) or videos (batch, frames, channels, height, width)."""
-    shape = next((tensor.shape for tensor in tree.tensors(output)), torch.Size())
+    shape = next((tensor.shape for tensor in nested.tensors(output)), torch.Size())
     if len(shape) not in (4, 5):
         return None
     return RequestSize(shape[-2], shape[-1], shape[1] if len(shape) == 5 else None, shape[0])

@@ -18,11 +18,11 @@ from ..arch.gguf_file import read_gguf
 from ..arch.modules import main_dtype, tensor_bytes, unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
-from ..errors import ModelError
-from ..files import index_file, reading
-from ..other_libraries import declared_plans
-from ..quantisers import quantised_as
-from ..tensors import problem_of
+from ..core.errors import ModelError
+from ..core.files import index_file, reading
+from ..core.interop import declared_plans
+from ..core.quantisers import quantised_as
+from ..core.tensor_parts import problem_of
 from .probe import probe_pipeline
 
 

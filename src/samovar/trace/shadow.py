@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import tree
-from ..adapters import adapter_settings, adapters_of, loaded_adapters
 from ..arch.modules import unwrapped
+from ..core import nested
+from ..core.adapters import adapter_settings, adapters_of, loaded_adapters
+from ..core.interop import CAPTURING_OUTPUTS, COMPILED_CALL, FORWARD_WRAPPERS, accelerate_weights, compute_dtype
+from ..core.quantisers import begin_state, kept_beside_weights, move_beside_weights
+from ..core.tensor_parts import is_plain, rebuilt
 from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry
 from ..hooks.intercept import attached_registry, bare_class, never_compiled
-from ..other_libraries import CAPTURING_OUTPUTS, COMPILED_CALL, FORWARD_WRAPPERS, accelerate_weights, compute_dtype
-from ..quantisers import begin_state, kept_beside_weights, move_beside_weights
-from ..tensors import is_plain, rebuilt
 
 Answer = Callable[[torch.nn.Module, Any, Any], Any]
 """Called with the original module and its arguments; NOT_BYPASSED lets the shadow's forward run."""
@@ -66,7 +66,7 @@ class Shadow:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The output for copies of these arguments; TrialFailed for whatever the model raises."""
-        given = tree.map_tensors(torch.clone, (args, kwargs))
+        given = nested.map_tensors(torch.clone, (args, kwargs))
         with trial((args, kwargs)):
             return never_compiled(self.root.__call__)(*given[0], **given[1])
 
@@ -87,7 +87,7 @@ def shadow_of(
 def trial(given: Any) -> Iterator[None]:
     """Inside, no gradients are recorded; afterwards all random generators are as before. An exception comes out as
     TrialFailed."""
-    devices = {tensor.device for tensor in tree.tensors(given) if tensor.device.type == "cuda"}
+    devices = {tensor.device for tensor in nested.tensors(given) if tensor.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(list(devices)), torch.set_grad_enabled(False):
         try:
@@ -260,7 +260,7 @@ def bring_weights(original: torch.nn.Module, device: torch.device | None = None)
     stored, dtype = accelerate_weights(original), compute_dtype(original)
 
     def bring(module: torch.nn.Module, args: Any) -> None:
-        where = device or next((tensor.device for tensor in tree.tensors(args)), torch.device("cpu"))
+        where = device or next((tensor.device for tensor in nested.tensors(args)), torch.device("cpu"))
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None and (tensor.device != where or dtype not in (None, tensor.dtype)):

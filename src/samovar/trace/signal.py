@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
 from ..arch.blocks import attention_modules
 from ..arch.modules import unwrapped
+from ..core import nested
 from ..hooks.intercept import never_compiled
 from .forward import Given
 from .shadow import Fingerprint, TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
@@ -100,7 +100,7 @@ class ModulatedInput:
 
     def agrees_with(self, value: torch.Tensor, args: Any, kwargs: Any) -> bool:
         """Whether the real module was given exactly this value."""
-        return any(t.shape == value.shape and torch.equal(t, value) for t in tree.tensors((args, kwargs)))
+        return any(t.shape == value.shape and torch.equal(t, value) for t in nested.tensors((args, kwargs)))
 
     def is_current(self) -> bool:
         """Whether the block still has the modules, weights and adapters that its shadow was made from."""
@@ -131,7 +131,7 @@ class ModulatedInput:
         except TrialFailed:
             return None
         # A block that writes into its arguments on the way gets copies of them.
-        self._copies_arguments = not tree.equal((before.args, before.kwargs), (given.args, given.kwargs))
+        self._copies_arguments = not nested.equal((before.args, before.kwargs), (given.args, given.kwargs))
         return twin
 
     def _stopping(self, forward: Any, path: str) -> Any:
@@ -191,7 +191,7 @@ class ModulatedInput:
         return {
             path: output
             for path, output in outputs.items()
-            if tree.is_transparent(output) and all(tensor.is_floating_point() for tensor in tree.tensors(output))
+            if nested.is_transparent(output) and all(tensor.is_floating_point() for tensor in nested.tensors(output))
         }
 
     def _is_idle(
@@ -239,5 +239,5 @@ def _returning(cls: type[torch.nn.Module], output: Any, number: float) -> type[t
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         return torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
-    value = tree.map_tensors(fill, output)
+    value = nested.map_tensors(fill, output)
     return subclass(cls, lambda self, *args, **kwargs: value)

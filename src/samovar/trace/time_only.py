@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import tree
 from ..arch.modules import named_parts, unwrapped
+from ..core import nested
+from ..core.interop import memory_of
+from ..core.tensor_parts import num_bytes_of
 from ..hooks.intercept import bare_class
-from ..other_libraries import memory_of
-from ..tensors import num_bytes_of
 from .shadow import Shadow, TrialFailed, trial
 from .tape import Call, Form, Here, Tape, Value, Weight, leaves, make_tape, map_parts, tensors_in
 from .weightless import Weightless, simplify, weightless, with_few_values
@@ -121,7 +121,7 @@ class _Recorder(TorchFunctionMode):
         """By call, unknown tensors that it returned: blocks repeat each other, and forms take torch long."""
         self._inside: str | None = None
         self._count = 0
-        self._attributes = {id(tensor): tensor for m in shadow.modules() for tensor in tree.tensors(_attributes(m))}
+        self._attributes = {id(tensor): tensor for m in shadow.modules() for tensor in nested.tensors(_attributes(m))}
         """Tensors that the model holds, but not as parameters or buffers."""
         twins: dict[int, torch.Tensor] = {}
         for path, module in named_parts(shadow).items():
@@ -152,7 +152,7 @@ class _Recorder(TorchFunctionMode):
                 (self._inputs[place],) = self._name([taken])
             return taken
 
-        return tree.map_tensors(take, arguments)
+        return nested.map_tensors(take, arguments)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,10 +169,10 @@ class _Recorder(TorchFunctionMode):
             is_known = all(map(self._is_known, tensors)) and name != "normal" and not name.startswith(_RANDOM)
             key = None if is_known else _call_key(function, args, kwargs, tensors)
             known, before = self._forms.get(key, (None, None))
-            if known is not None and before == list(map(tree.version, tensors_in(known))):
+            if known is not None and before == list(map(nested.version, tensors_in(known))):
                 self._check_weights(tensors)
                 return known
-            versions = list(map(tree.version, tensors))
+            versions = list(map(nested.version, tensors))
             called = args, kwargs
             if name == "to" or "device" in kwargs:
                 called = map_parts(lambda part: "cpu" if isinstance(part, torch.device) else part, called)
@@ -181,12 +181,12 @@ class _Recorder(TorchFunctionMode):
             made = tensors_in(output)
             if name in _PLACES or made:
                 self._check_weights(tensors)
-            written = [t for t, version in zip(tensors, versions, strict=True) if tree.version(t) != version]
+            written = [t for t, version in zip(tensors, versions, strict=True) if nested.version(t) != version]
             if self._inside is None:
                 self._note(Call(function, "", args, kwargs, ()), is_known, tensors, written, made)
             is_new = made and not any(one is other for one in made for other in tensors)
             if key is not None and is_new and not written and len(leaves(output)) == len(made):
-                self._forms[key] = output, list(map(tree.version, made))
+                self._forms[key] = output, list(map(nested.version, made))
         return output
 
     def _check_weights(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import tree
 from ..arch.blocks import Anatomy, BlockStack, Stream, output_values
 from ..arch.modules import is_container, named_parts, unwrapped
-from ..errors import DeclarationError, ModelError, SettingError
+from ..core import nested
+from ..core.errors import DeclarationError, ModelError, SettingError
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, watched
 from ..hooks.handle import for_now
 
@@ -183,7 +183,7 @@ class Watcher:
             return
         call = self._last[gate.path]
         call.output = output
-        self.returned[unwrapped(module)] = tree.without_data(output)
+        self.returned[unwrapped(module)] = nested.without_data(output)
         for position, value in enumerate(output_values(output)):
             carry = self.carries[gate.path][position]
             if isinstance(value, torch.Tensor):

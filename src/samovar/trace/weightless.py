@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..arch.modules import unwrapped
+from ..core.interop import compute_dtype
+from ..core.tensor_parts import is_plain, is_strided
 from ..hooks.handle import for_now
-from ..other_libraries import compute_dtype
-from ..tensors import is_plain, is_strided
 from .shadow import Copier, subclass
 from .tape import tensors_in
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from samovar import errors
+from samovar.core import errors
 
 
 def test_every_error_is_in_the_drawing_and_under_the_root() -> None:

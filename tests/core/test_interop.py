@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from samovar import other_libraries as others
+from samovar.core import interop as others
 
 
 def test_a_plain_module_has_no_marks() -> None:

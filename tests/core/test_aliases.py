@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import samovar
-from samovar.aliases import ALIASES, resolve
+from samovar.core.aliases import ALIASES, resolve
+from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionConfig
-from samovar.errors import SettingError
 
 
 @pytest.mark.parametrize(

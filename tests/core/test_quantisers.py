@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from samovar import quantisers
 from samovar.arch.quantised import KINDS
+from samovar.core import quantisers
+from samovar.core.errors import SettingError
 from samovar.engine.quantize import check_kind
-from samovar.errors import SettingError
 
 
 def test_what_quantises_is_what_the_extra_installs() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extra = project["optional-dependencies"]["quantised"]
     assert sorted(extra) == sorted(quantiser.requirement for quantiser in quantisers.QUANTISERS.values())
     assert {kind.package for kind in KINDS.values()} <= set(quantisers.QUANTISERS)

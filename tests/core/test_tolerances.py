@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import SettingError
-from samovar.tolerances import TOLERANCES, read_tolerance
+from samovar.core.errors import SettingError
+from samovar.core.tolerances import TOLERANCES, read_tolerance
 
 
 def test_numbers_and_names() -> None:

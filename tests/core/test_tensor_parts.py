@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.tensors import Wrapper, is_bound_to_its_device, num_bytes_of, plainly, problem_of, rebuilt, take_apart
+from samovar.core.tensor_parts import (
+    Wrapper,
+    is_bound_to_its_device,
+    num_bytes_of,
+    plainly,
+    problem_of,
+    rebuilt,
+    take_apart,
+)
 
 
 class Scaled(torch.Tensor):
@@ -134,8 +142,8 @@ def test_a_mask_holds_nothing() -> None:
         (scaled(), "None"),
         (packed(), "None"),
         (torch.nn.Parameter(torch.zeros(2)), "None"),
-        (torch.zeros(2).as_subclass(Odd), "test_tensors.Odd, which does not say what it is made of"),
-        (Scaled(torch.zeros(2).as_subclass(Odd), torch.ones(1)), "holds a test_tensors.Odd"),
+        (torch.zeros(2).as_subclass(Odd), "test_tensor_parts.Odd, which does not say what it is made of"),
+        (Scaled(torch.zeros(2).as_subclass(Odd), torch.ones(1)), "holds a test_tensor_parts.Odd"),
         (Scaled(torch.zeros(2, device="meta"), torch.ones(1)), "is on the meta device"),
         (torch.nn.parameter.UninitializedParameter(), "has no weights yet"),
         (torch.zeros(2, 2).to_sparse(), "is torch.sparse_coo"),

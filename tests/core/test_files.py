@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from samovar.errors import ModelError, SettingError
-from samovar.files import read_config, read_json, read_settings, reading
+from samovar.core.errors import ModelError, SettingError
+from samovar.core.files import read_config, read_json, read_settings, reading
 
 
 def test_an_object_is_read(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelines import tiny_flux_pipeline
-from samovar import adapters
-from samovar.adapters import AdapterStates, quicken
+from samovar.core import adapters
+from samovar.core.adapters import AdapterStates, quicken
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from samovar import tree
+from samovar.core import nested
 
 
 class Named(NamedTuple):
@@ -64,55 +64,55 @@ CONTAINERS = {
 def test_tensors_are_seen_replaced_and_compared_in_every_container(make: Any) -> None:
     a, b = one(), one() + 1
     value = make(a, b)
-    assert [id(tensor) for tensor in tree.tensors(value)] == [id(a), id(b)]
-    doubled = tree.map_tensors(lambda tensor: 2 * tensor, value)
+    assert [id(tensor) for tensor in nested.tensors(value)] == [id(a), id(b)]
+    doubled = nested.map_tensors(lambda tensor: 2 * tensor, value)
     assert type(doubled) is type(value)
-    assert [tensor.tolist() for tensor in tree.tensors(doubled)] == [(2 * a).tolist(), (2 * b).tolist()]
-    assert [id(tensor) for tensor in tree.tensors(value)] == [id(a), id(b)], "the value itself is left alone"
-    assert tree.signature(doubled) == tree.signature(value)
-    assert tree.equal(value, make(one(), one() + 1))
-    assert not tree.equal(value, doubled)
-    assert tree.difference(doubled, value) == pytest.approx(1.0)
-    assert tree.is_transparent(value)
+    assert [tensor.tolist() for tensor in nested.tensors(doubled)] == [(2 * a).tolist(), (2 * b).tolist()]
+    assert [id(tensor) for tensor in nested.tensors(value)] == [id(a), id(b)], "the value itself is left alone"
+    assert nested.signature(doubled) == nested.signature(value)
+    assert nested.equal(value, make(one(), one() + 1))
+    assert not nested.equal(value, doubled)
+    assert nested.difference(doubled, value) == pytest.approx(1.0)
+    assert nested.is_transparent(value)
 
 
 def test_the_signature_tells_shapes_flags_and_structure_apart_and_not_contents_or_fractions() -> None:
-    base = tree.signature([one(), 1.5, True, 3])
-    assert base == tree.signature([one() * 2, 2.5, True, 3])
+    base = nested.signature([one(), 1.5, True, 3])
+    assert base == nested.signature([one() * 2, 2.5, True, 3])
     for other in ([one()[:2], 1.5, True, 3], [one().double(), 1.5, True, 3], [one(), 1.5, False, 3],
                   [one(), 1.5, True, 4], (one(), 1.5, True, 3), [one(), 1.5, True]):  # fmt: skip
-        assert tree.signature(other) != base
+        assert nested.signature(other) != base
 
 
 def test_what_cannot_be_looked_into_is_not_transparent_and_equals_itself_alone() -> None:
     module = torch.nn.Linear(2, 2)
-    assert not tree.is_transparent({"x": one(), "y": module})
-    assert tree.equal([module], [module])
-    assert not tree.equal([module], [torch.nn.Linear(2, 2)])
-    assert tree.is_transparent([None, (), {}, "text", torch.float32])
+    assert not nested.is_transparent({"x": one(), "y": module})
+    assert nested.equal([module], [module])
+    assert not nested.equal([module], [torch.nn.Linear(2, 2)])
+    assert nested.is_transparent([None, (), {}, "text", torch.float32])
 
 
 def test_nan_equals_nothing_and_other_forms_differ_infinitely() -> None:
     nan = torch.full((2,), torch.nan)
-    assert not tree.equal(nan, nan.clone())
-    assert tree.difference(nan, torch.ones(2)) != tree.difference(nan, torch.ones(2))
-    assert tree.difference([one()], [one(), one()]) == float("inf")
-    assert not tree.equal({"a": one()}, {"b": one()})
+    assert not nested.equal(nan, nan.clone())
+    assert nested.difference(nan, torch.ones(2)) != nested.difference(nan, torch.ones(2))
+    assert nested.difference([one()], [one(), one()]) == float("inf")
+    assert not nested.equal({"a": one()}, {"b": one()})
 
 
 def test_a_form_has_no_data_and_versions_are_unknown_under_inference_mode() -> None:
-    form = tree.without_data((one(), {"x": one().bool()}))
-    assert [(t.device.type, t.dtype) for t in tree.tensors(form)] == [("meta", torch.float32), ("meta", torch.bool)]
+    form = nested.without_data((one(), {"x": one().bool()}))
+    assert [(t.device.type, t.dtype) for t in nested.tensors(form)] == [("meta", torch.float32), ("meta", torch.bool)]
     tensor = one()
     tensor.add_(1)
-    assert tree.version(tensor) == 1
+    assert nested.version(tensor) == 1
     with torch.inference_mode():
-        assert tree.version(one()) is None
+        assert nested.version(one()) is None
 
 
 def test_lists_are_copied_even_where_they_hold_no_tensor() -> None:
     given: dict[str, list[int]] = {"steps": [], "sizes": [1, 2]}
-    copied = tree.map_tensors(torch.clone, given)
+    copied = nested.map_tensors(torch.clone, given)
     copied["steps"].append(3)
     copied["sizes"].pop()
     assert given == {"steps": [], "sizes": [1, 2]}
@@ -121,18 +121,18 @@ def test_lists_are_copied_even_where_they_hold_no_tensor() -> None:
 def test_objects_that_hold_each_other_in_circles_are_walked_all_the_same() -> None:
     one_holder, other_holder = Holder(one(), None), Holder(one(), None)
     one_holder.scale, other_holder.scale = other_holder, one_holder
-    assert len(list(tree.tensors(one_holder))) < 20
-    assert not tree.is_transparent(one_holder)
-    assert tree.signature(one_holder) == tree.signature(one_holder)
+    assert len(list(nested.tensors(one_holder))) < 20
+    assert not nested.is_transparent(one_holder)
+    assert nested.signature(one_holder) == nested.signature(one_holder)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_not_comparable(layout: torch.layout) -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
     other = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=layout)
-    assert tree.signature([nested]) == tree.signature([nested.clone()]) != tree.signature([other])
-    assert tree.equal([nested], [nested])
-    assert not tree.equal([nested], [nested.clone()])
-    assert tree.difference(nested, nested.clone()) == float("inf")
-    assert not tree.is_comparable(nested)
+    assert nested.signature([ragged]) == nested.signature([ragged.clone()]) != nested.signature([other])
+    assert nested.equal([ragged], [ragged])
+    assert not nested.equal([ragged], [ragged.clone()])
+    assert nested.difference(ragged, ragged.clone()) == float("inf")
+    assert not nested.is_comparable(ragged)
