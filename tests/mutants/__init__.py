@@ -1,0 +1,1 @@
+"""Known faults, and the script that checks that the tests find them."""
