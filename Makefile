@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs models-table pipelines-table diagrams tree package test-isa test-slow test-fuzz test-gpu test-ray test-browser test-foreign test-versions reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs models-table pipelines-table diagrams tree package test-isa test-slow test-fuzz test-gpu test-ray test-browser test-foreign test-versions test-mutants reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -65,6 +65,12 @@ test-foreign: $(READY)
 # under .envs; ARGS=torch==2.14.1 tries another torch, a download of gigabytes. Writes docs/reference/versions.md.
 test-versions: $(READY)
 	$(BIN)/python benchmarks/versions.py $(ARGS) --write docs/reference/versions.md
+
+# Known faults, put into a copy of the source one at a time: the tests must find them. Takes long: for each fault, tests of
+# its room run until one fails.
+# ARGS="--room cache -j 2" tries those of one room, two at a time; ARGS="--only ID" tries one.
+test-mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # What would be published: a source distribution and a wheel, in dist/.
 package: $(READY)
