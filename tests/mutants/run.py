@@ -212,16 +212,16 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--only", action="append", metavar="ID", help="this fault; again for more")
     parser.add_argument("--room", help="the faults of one room")
     parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="faults to try at the same time (1)")
-    parser.add_argument(
-        "--limit", type=float, default=900.0, metavar="S", help="seconds for the tests of a fault (900)"
-    )
+    parser.add_argument("--limit", type=float, default=900.0, metavar="S", help="seconds for a run of tests (900)")
     options = parser.parse_args(arguments)
     faults = read_faults(root)
     if unknown := set(options.only or ()) - {fault.id for fault in faults}:
         parser.error(f"no fault is called {', '.join(sorted(unknown))}")
     chosen = [f for f in faults if f.id in (options.only or [f.id]) and f.room == (options.room or f.room)]
     if not chosen:
-        parser.error(f"there is no such fault in {options.room}")
+        parser.error(f"there is no such fault in the room {options.room}")
+    if options.jobs < 1:
+        parser.error(f"-j {options.jobs}: at least one fault must be tried at a time")
     results = asyncio.run(_try_all(chosen, root, options.jobs, options.limit))
     count = Counter(result.verdict for result in results)
     print(", ".join(f"{number} {verdict.lower()}" for verdict, number in count.most_common()))

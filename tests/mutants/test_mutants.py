@@ -145,8 +145,9 @@ def test_faults_are_found_by_tests_that_pass_without_them(toy: Path, capsys: pyt
     assert rows["second-open"].startswith("open")
     assert main(["--only", "second-open"], toy) == 0
     assert main(["--room", "second", "--only", "second-old"], toy) == 1
-    with pytest.raises(SystemExit):
-        main(["--only", "second-none"], toy)
+    for mistake in (["--only", "second-none"], ["--room", "third"], ["-j", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(mistake, toy)
 
 
 def test_a_run_has_a_time_limit(toy: Path) -> None:
