@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import io
 import re
@@ -10,8 +11,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
-
-import pytest
 
 Node = TypeVar("Node", bound=ast.AST)
 
@@ -39,10 +38,20 @@ BUDGETS = {
     "parallel": 23_700, "serve_ray": 1_200, "server": 29_800, "trace": 28_600,
 }  # fmt: skip
 """Tokens of code by room, without comments, docstrings and blank lines, so that packing or splitting gains nothing."""
-MAX_COMPLEXITY, MAX_COMPLEXITY_P90 = 47, 11
-"""Decisions in one function, and in nine of ten functions of a room."""
+MAX_COMPLEXITY = (20, 7)
+"""Complexity of one function, and of nine of ten functions of a room."""
+MORE_COMPLEX: dict[str, tuple[int, int]] = {
+    "arch": (23, 10), "cache": (47, 9), "cli": (20, 8), "compose": (25, 10), "engine": (26, 10), "graphs": (23, 10),
+    "hooks": (26, 8), "lab": (25, 9), "offload": (28, 8), "parallel": (20, 9), "server": (27, 7), "trace": (28, 11),
+}  # fmt: skip
+"""Rooms that are still more complex than that. May only shrink."""
 MOST_CAUGHT = 4
 """Types that one `except` may name."""
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def module_name(file: Path) -> str:
@@ -52,7 +61,7 @@ def module_name(file: Path) -> str:
 
 def imports_of(file: Path, *, lazy: bool) -> Iterator[str]:
     """The modules of Samovar that a file imports; with `lazy`, also inside functions and for types alone."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     package = module_name(file).split(".") if file.name == "__init__.py" else module_name(file).split(".")[:-1]
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.ImportFrom):
@@ -76,14 +85,15 @@ def layer_of(room: str) -> int:
     return next(index for index, rooms in enumerate(LAYERS) if room in rooms)
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_name)
-def test_imports_go_downwards_only(file: Path) -> None:
-    room = room_of(module_name(file))
-    if room in ("", "__main__"):
-        return  # The package itself and its entry see everything.
-    for imported in imports_of(file, lazy=True):
-        if imported in MODULES and room_of(imported) not in (room, ""):
-            assert layer_of(room_of(imported)) < layer_of(room), f"{module_name(file)} imports {imported}"
+def test_imports_go_downwards_only() -> None:
+    upwards = []
+    for file in FILES:
+        room = room_of(module_name(file))
+        for imported in imports_of(file, lazy=True) if room not in ("", "__main__") else ():  # These see everything.
+            is_other = imported in MODULES and room_of(imported) not in (room, "")
+            if is_other and layer_of(room_of(imported)) >= layer_of(room):
+                upwards.append(f"{module_name(file)} imports {imported}")
+    assert upwards == []
 
 
 def test_large_libraries_are_imported_when_they_are_needed() -> None:
@@ -116,20 +126,23 @@ def test_no_import_cycles() -> None:
         visit(module, ())
 
 
-UNIMPORTABLE = ("samovar.__main__", "samovar.serve_ray", "samovar.offload.decode_kernel")
+UNIMPORTABLE = {"samovar.__main__", "samovar.serve_ray", "samovar.offload.decode_kernel"}
 """It runs the command line; it needs the extra `ray`; it needs Triton."""
 
 
-@pytest.mark.parametrize("name", sorted(m for m in MODULES if m not in UNIMPORTABLE))
-def test_exported_names_are_sorted_and_exist(name: str) -> None:
-    module = importlib.import_module(name)
-    exported = getattr(module, "__all__", None)
-    if exported is None:
-        assert not (SOURCE.parent / name.replace(".", "/") / "__init__.py").exists(), "a package says what it exports"
-        return
-    constants = [n for n in exported if n.isupper()]
-    assert exported == [*sorted(constants), *sorted(n for n in exported if n not in constants)]
-    assert all(hasattr(module, n) for n in exported)
+def test_exported_names_are_sorted_and_exist() -> None:
+    wrong = []
+    for name in sorted(MODULES - UNIMPORTABLE):
+        module = importlib.import_module(name)
+        exported = getattr(module, "__all__", None)
+        if exported is None:
+            if (SOURCE.parent / name.replace(".", "/") / "__init__.py").exists():
+                wrong.append(f"{name} does not say what it exports")
+            continue
+        ordered = sorted(exported, key=lambda each: (not each.isupper(), each))
+        wrong += [f"{name}.{each} does not exist" for each in exported if not hasattr(module, each)]
+        wrong += [f"{name}.__all__ is not sorted, constants first"] if exported != ordered else []
+    assert wrong == []
 
 
 DECISIONS = (
@@ -175,25 +188,25 @@ def test_rooms_keep_to_their_budgets() -> None:
 
 
 def test_functions_decide_little() -> None:
-    rooms: dict[str, list[int]] = {}
+    rooms: dict[str, list[tuple[int, str]]] = {}
     for place, function in [*nodes_of(ast.FunctionDef), *nodes_of(ast.AsyncFunctionDef)]:
-        found = complexity(function)
-        assert found <= MAX_COMPLEXITY, f"{place} {function.name} has {found - 1} decisions"
+        found = complexity(function), f"{place} {function.name}"
         rooms.setdefault(room_of(place.partition(":")[0]), []).append(found)
+    limits = {room: MORE_COMPLEX.get(room, MAX_COMPLEXITY) for room in rooms}
+    assert [found for room, of_room in rooms.items() for found in of_room if found[0] > limits[room][0]] == []
     p90 = {room: sorted(found)[int(0.9 * len(found))] for room, found in rooms.items() if len(found) > 20}
-    assert {room: found for room, found in p90.items() if found > MAX_COMPLEXITY_P90} == {}
+    assert {room: found for room, found in p90.items() if found[0] > limits[room][1]} == {}
 
 
 def test_every_file_has_a_docstring() -> None:
-    for file in FILES:
-        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-        assert docstring, f"{module_name(file)} has no docstring"
+    trees = {module_name(file): tree_of(file) for file in FILES}
+    assert [name for name, tree in trees.items() if not ast.get_docstring(tree)] == []
 
 
 def nodes_of(kind: type[Node]) -> Iterator[tuple[str, Node]]:
     """All nodes of a kind in the source, each with its place for messages."""
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, kind):
                 yield f"{module_name(file)}:{getattr(node, 'lineno', 0)}", node
 
@@ -207,7 +220,7 @@ def caught_by(handler: ast.ExceptHandler, constants: dict[str, int]) -> int:
 
 def tuples_in(file: Path) -> dict[str, int]:
     """The length of each tuple that a file assigns to a name."""
-    assigned = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Assign))
+    assigned = (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Assign))
     return {
         target.id: len(node.value.elts)
         for node in assigned
@@ -217,22 +230,27 @@ def tuples_in(file: Path) -> dict[str, int]:
 
 
 def test_the_tests_that_benchmarks_run_exist() -> None:
+    missing = []
     for file in (ROOT / "benchmarks").glob("*.py"):
         for path, name in re.findall(r'"(tests/[\w/]+\.py)::(\w+)"', file.read_text(encoding="utf-8")):
-            assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), f"{file.name} runs {path}::{name}"
+            if f"def {name}" not in (ROOT / path).read_text(encoding="utf-8"):
+                missing.append(f"{file.name} runs {path}::{name}")
+    assert missing == []
 
 
 def test_excepts_name_what_they_expect() -> None:
     """`except Exception` nowhere, `except BaseException` only to clean up and re-raise, never a list of everything."""
     constants = {module_name(file): tuples_in(file) for file in FILES}
     shared = {name: length for lengths_ in constants.values() for name, length in lengths_.items() if name.isupper()}
+    wrong = []
     for place, node in nodes_of(ast.ExceptHandler):
         names = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"Exception"}
-        assert "Exception" not in names, place
-        if "BaseException" in names:
-            assert any(isinstance(inner, ast.Raise) for inner in ast.walk(node)), f"{place} does not re-raise"
+        wrong += [f"{place} catches Exception"] if "Exception" in names else []
+        if "BaseException" in names and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+            wrong.append(f"{place} does not re-raise")
         own = shared | constants[place.partition(":")[0]]
-        assert caught_by(node, own) <= MOST_CAUGHT, f"{place} catches more than {MOST_CAUGHT} types"
+        wrong += [f"{place} catches more than {MOST_CAUGHT} types"] if caught_by(node, own) > MOST_CAUGHT else []
+    assert wrong == []
 
 
 PRIVATE_MARKS = {
@@ -246,9 +264,6 @@ PRIVATE_MARKS = {
 
 def test_marks_of_other_libraries_are_read_in_one_file_or_peft_s_in_another() -> None:
     files = ("samovar.core.interop:", "samovar.core.adapters:")
-    for place, constant in nodes_of(ast.Constant):
-        if not place.startswith(files):
-            assert constant.value not in PRIVATE_MARKS, f"{place} reads {constant.value!r}: use interop.py"
-    for place, attribute in nodes_of(ast.Attribute):
-        if not place.startswith(files):
-            assert attribute.attr not in PRIVATE_MARKS, f"{place} reads .{attribute.attr}: use interop.py"
+    read = [(place, constant.value) for place, constant in nodes_of(ast.Constant)]
+    read += [(place, attribute.attr) for place, attribute in nodes_of(ast.Attribute)]
+    assert [item for item in read if item[1] in PRIVATE_MARKS and not item[0].startswith(files)] == []
