@@ -20,8 +20,9 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import save_file
 
+from samovar.core.settings import parse_bytes
 from samovar.hooks import running
-from samovar.offload import OffloadConfig, apply_offload, format_bytes, parse_bytes
+from samovar.offload import OffloadConfig, apply_offload, format_bytes
 
 SHARD = 2 * 2**30
 

@@ -21,11 +21,11 @@ import torch
 from gpu_models import build, header, spec, write
 
 from pipelines import text
+from samovar.core.settings import parse_bytes
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.lab import ImageRunner, cached, plain
 from samovar.lab.image_runner import Task
 from samovar.lab.methods import EXACT
-from samovar.offload.sizes import parse_bytes
 
 TASKS = [Task("a cat", 0), Task("a house", 1)]
 

@@ -72,7 +72,7 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(folder: Path, monkey
     monkeypatch.setattr("samovar.engine.worker.load_pipeline", loaded)
     monkeypatch.setattr("samovar.engine.process.WorkerGroup.__init__", loaded)
     for settings, message in (
-        ({"ulysses_degree": 0}, "ulysses_degree is 0"),
+        ({"ulysses_degree": 0}, "ulysses_degree=0; expected a number of ranks"),
         ({"cfg_parallel_size": 2, "cache_backend": "tee_cache"}, "Did you mean 'tea_cache'"),
         ({"enable_cpu_offload": True, "enable_layerwise_offload": True}, "exclude each other"),
         ({"gpu_memory": "lots"}, "gpu_memory"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import html
 import importlib
 import inspect
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate.results import markdown_table
+from samovar.core.settings import Settings, table
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "samovar"
@@ -37,7 +39,7 @@ def named(path: str) -> Any:
 
 
 def settings(path: str) -> str:
-    """The fields of a dataclass: type, default, and the docstring under each."""
+    """The settings of a class: type, default and help."""
     rows = [
         [f"`{name}`<br>{_code(kind, 'type')}", _code(default) if default else "required", text]
         for name, kind, default, text in fields_of(named(path))
@@ -46,7 +48,12 @@ def settings(path: str) -> str:
 
 
 def fields_of(cls: type) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default and docstring of each field, as they are written."""
+    """Name, type, default and help of each field."""
+    if issubclass(cls, Settings):
+        kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+        for name, row in table(cls).items():
+            yield name, kinds[name], repr(row.default), row.help.replace("|", "\\|")
+        return
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     for node, after in zip(body.body, [*body.body[1:], None], strict=True):

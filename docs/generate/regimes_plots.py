@@ -30,7 +30,7 @@ from benchmarks.regimes_table import (
     verdict,
 )
 from docs.generate.results import RESULTS, read
-from samovar.core.tolerances import TOLERANCES
+from samovar.core.settings import TOLERANCES
 
 _COLOURS = {AUTO: "#e64a19", TUNED: "#5c6bc0", PLAIN: "#78909c"}
 _NAMES = {AUTO: "auto, nothing tuned", TUNED: "tuned", PLAIN: "plain steps"}

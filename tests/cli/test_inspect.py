@@ -173,11 +173,11 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["FluxTransformer2DModel", "--gpu-memory", "1GiB"], "is not enough: at least"),
-        (["emoji", "--gpu-memory", "1GiB", "--height", "0"], "--height 0; expected a whole number of at least 1"),
+        (["emoji", "--gpu-memory", "1GiB", "--height", "0"], "--height 0; expected a whole number, 1 or more"),
         (["emoji", "--gpu-memory", "1GiB", "--frames", "9"], "--frames 9 means nothing to FluxPipeline"),
         (["emoji", "--gpu-memory", "1GiB", "--height", "130"], "FluxPipeline makes --height 128 of --height 130"),
         (["emoji"], "--gpu-memory"),
-        (["emoji", "--gpu-memory", "much"], "'much' is not a size"),
+        (["emoji", "--gpu-memory", "much"], "'much'; expected a size"),
         (["emoji", "--mode", "layrwise"], "Did you mean 'layerwise'?"),
         (["emoji", "--mode", "model", "--exclude", "vea"], "'vea' is not a component, so it cannot be in exclude"),
         (["FluxTransformr2DModel", "--gpu-memory", "1GiB"], "Did you mean 'FluxTransformer2DModel'?"),

@@ -30,12 +30,15 @@ from samovar import cli
         (["--served-model-name", ""], "'' is not a name for clients"),
         (["--lora", "pixel"], "--lora 'pixel' has no name. Expected NAME=ADAPTER"),
         (["--lora", "pixel=./nowhere.bin"], "which is not a .safetensors file"),
-        (["--max-tolerance", "hihg"], "--max-tolerance 'hihg'; expected a number from 0 upwards or one of exact, high"),
+        (
+            ["--max-tolerance", "hihg"],
+            "--max-tolerance 'hihg'; expected a number, 0 or more, or one of 'exact'",
+        ),
         (
             ["--max-tolerance", "high", "--cache", "tea_cache"],
             "--max-tolerance 0.02 cannot be kept by the cache 'tea_ca",
         ),
-        (["--lora-memory", "much"], "--lora-memory 'much' is not a size"),
+        (["--lora-memory", "much"], "--lora-memory 'much'; expected a size"),
         (["--replicas", "0"], "--replicas must be a whole number, 1 or more, not 0"),
         (
             ["--devices", "0,1"],

@@ -245,7 +245,7 @@ def test_a_folder_must_say_which_file(tmp_path: Path) -> None:
         save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(SettingError, match=r"has 'one.safetensors', 'two.safetensors'. Name one file"):
         OmniDiffusionConfig("emoji", device="cpu", lora={"a": tmp_path})
-    with pytest.raises(SettingError, match="lora_memory='much' is not a size"):
+    with pytest.raises(SettingError, match="lora_memory='much'; expected a size"):
         OmniDiffusionConfig("emoji", device="cpu", lora_memory="much")
 
 
@@ -315,8 +315,8 @@ def test_without_peft_it_says_what_to_install(lora: dict[str, str], monkeypatch:
 
 
 def test_an_adapter_larger_than_the_memory_for_all_is_refused(lora: dict[str, str]) -> None:
-    with pytest.raises(SettingError, match=r"lora_memory=100 bytes is too little for the adapter 'pixel', which has"):
-        Omni(tiny_flux_pipeline(), lora=lora, lora_memory=100, device="cpu")
+    with pytest.raises(SettingError, match=r"lora_memory=1100 bytes is too little for the adapter 'pixel', which has"):
+        Omni(tiny_flux_pipeline(), lora=lora, lora_memory=1100, device="cpu")
 
 
 @pytest.mark.gpu

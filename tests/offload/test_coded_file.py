@@ -155,7 +155,7 @@ def test_what_gains_nothing_is_no_reason_to_write_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="is not a folder") as caught:
+    with pytest.raises(SettingError, match="expected a folder") as caught:
         OffloadConfig(compress_cache=tmp_path / "none")
     assert caught.value.param == "compress_cache"
 

@@ -141,7 +141,7 @@ def test_activations_that_nobody_measured_are_assumed_and_said_to_be() -> None:
     with pytest.raises(
         SettingError, match=r"'transfomer' is not a component of this pipeline .in activations.*'transformer'"
     ):
-        planned(PIPELINE, gpu_memory=GIB, activations={"transfomer": 1})
+        planned(PIPELINE, gpu_memory=GIB, activations={"transfomer": GIB})
 
 
 def test_nothing_to_offload_says_what_was_looked_for() -> None:

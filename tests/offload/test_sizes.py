@@ -11,41 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from pipelines import tiny_flux_pipeline
 from samovar.core.errors import ModelError, SettingError
-from samovar.offload import format_bytes, parse_bytes, read_sizes
+from samovar.offload import format_bytes, read_sizes
 from samovar.offload.sizes import find_components, measure_components
 
 GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("12GiB", 12 * GIB),
-        ("11.5 GB", 11_500_000_000),
-        ("512 mib", 512 * 2**20),
-        (7700, 7700),
-        ("7700", 7700),
-        ("0B", 0),
-        (None, None),
-    ],
-)
-def test_parse_bytes(text: str | int | None, expected: int | None) -> None:
-    assert parse_bytes(text, "gpu_memory") == expected
-
-
-@pytest.mark.parametrize("text", ["GiB", "12 Gib/s", "-3GiB", -1, True])
-def test_what_is_no_size_is_refused_with_its_name(text: object) -> None:
-    with pytest.raises(SettingError, match=r"gpu_memory=.*'12GiB'"):
-        parse_bytes(text, "gpu_memory")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("value", "meant"),
-    [("12", "12GiB"), (24, "24GiB"), ("1024", "1024GiB"), (1.5, "1.5GiB"), ("8g", "8GiB"), ("512 M", "512MiB")],
-)
-def test_a_forgotten_unit_is_offered(value: object, meant: str) -> None:
-    with pytest.raises(SettingError, match=rf"gpu_memory=.* is not a size. Did you mean '{meant}'"):
-        parse_bytes(value, "gpu_memory")  # type: ignore[arg-type]
 
 
 def test_format_bytes() -> None:

@@ -33,7 +33,7 @@ def test_the_defaults_reach_this_machine_only() -> None:
         ({"shutdown_timeout_s": -1}, "not -1"),
         ({"max_connections": 0}, "max_connections must be a whole number, 1 or more, not 0"),
         ({"max_connections_per_address": 1.5}, "max_connections_per_address must be a whole number"),
-        ({"max_memory": "2 gigs"}, "max_memory='2 gigs' is not a size"),
+        ({"max_memory": "2 gigs"}, "max_memory='2 gigs'; expected a size"),
         ({"max_memory": "100MiB"}, "max_memory='100MiB' is too little for the largest allowed request"),
     ],
 )

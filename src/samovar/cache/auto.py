@@ -19,7 +19,7 @@ import torch
 from ..arch import find_anatomy
 from ..core import nested
 from ..core.errors import ModelError
-from ..core.tolerances import read_tolerance
+from ..core.settings import read_tolerance
 from ..hooks import EVERY_MODULE, is_watched
 from ..trace.passes import Outlook
 from .config import AutoConfig

@@ -1,4 +1,4 @@
-"""Which settings does the cache take? All are checked when they are given."""
+"""The settings of the cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from ..core.errors import SettingError, nearest
-from ..core.files import read_config
-from ..core.tolerances import read_tolerance
+from ..core.errors import SettingError
+from ..core.settings import (
+    TEXT,
+    TOLERANCE,
+    Kind,
+    Settings,
+    choice,
+    count,
+    is_number,
+    number,
+    read_as,
+    read_tolerance,
+    setting,
+    settings_of,
+)
 from .forecast import Forecast, Target
 
 EVERY_BRANCH = "*"
@@ -21,8 +33,69 @@ Weights = Mapping[str, Mapping[int, Mapping[int, float]]]
 """By branch and skipped step, the weights of computed steps."""
 
 
+# ------------------------------------------------------------------------------------------------ kinds
+
+
+def _read_coefficients(value: Any) -> tuple[float, ...]:
+    numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    if len(numbers) != 5 or not all(is_number(n) and math.isfinite(n) for n in numbers):
+        raise ValueError
+    return tuple(numbers)
+
+
+_MASK = "one True or False for each step, or a string of '#' (computed) and '.' (skipped)"
+
+
+def _read_mask(schedule: Any) -> Mask:
+    steps: Sequence[Any] = schedule if isinstance(schedule, Sequence) else ()
+    if isinstance(schedule, str):
+        steps = [{"#": True, ".": False}.get(sign) for sign in schedule]
+    if not steps or not all(isinstance(step, (bool, int)) and step in (0, 1) for step in steps):
+        raise SettingError(f"schedule={schedule!r:.200}; expected {_MASK}.", param="schedule")
+    if not steps[0]:
+        raise SettingError(
+            f"schedule={schedule!r} skips the first step, when there is nothing to reuse. Compute it.", param="schedule"
+        )
+    return tuple(map(bool, steps))
+
+
+def _read_schedule(schedule: Any) -> Mask | dict[str, Mask]:
+    if not isinstance(schedule, Mapping):
+        return _read_mask(schedule)
+    masks = {name: _read_mask(mask) for name, mask in schedule.items()}
+    if len({len(mask) for mask in masks.values()}) != 1 or not all(isinstance(name, str) for name in masks):
+        raise ValueError(f"{EVERY_BRANCH!r} stands for every branch that is not named.")
+    return masks
+
+
+def _read_weights(weights: Any) -> dict[str, dict[int, dict[int, float]]]:
+    """With integers for steps, which JSON has as strings."""
+    remedy = "Fit them: samovar.lab.fitting."
+    try:
+        read = {
+            str(branch): {int(step): {int(old): float(w) for old, w in row.items()} for step, row in steps.items()}
+            for branch, steps in weights.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(remedy) from error
+    if not all(row and all(map(math.isfinite, row.values())) for steps in read.values() for row in steps.values()):
+        raise ValueError(remedy)
+    return read
+
+
+_SCHEDULE = Kind("one mask for each branch name, all of the same length", _read_schedule)
+_WEIGHTS = Kind(
+    "{branch: {skipped step: {computed step: weight}}} with finite weights, such as "
+    "{'cond': {'3': {'2': 1.9, '1': -0.9}}}",
+    _read_weights,
+)
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
 @dataclass(frozen=True)
-class OutlierSchedule:
+class OutlierSchedule(Settings, param="outliers"):
     """How outliers are recognised, and the schedule for them. `samovar.lab.fitting` makes these.
 
     Most images tolerate skipped steps well. On a few the model is undecided, and a small error turns them into other
@@ -31,96 +104,93 @@ class OutlierSchedule:
     once per run.
     """
 
-    branch: str
-    """The branch whose forecast is compared."""
-    step: int
-    """The computed step at which it is compared. Up to it both schedules are the same."""
-    weights: Mapping[int, float]
-    """The weights of the forecast, by earlier computed step."""
-    error: float
-    """Relative error of the forecast above which an image is an outlier."""
-    schedule: Any
-    """The schedule for outliers, in the form of `TeaCacheConfig.schedule`."""
-    forecast_weights: Any
-    """The weights that go with it."""
+    branch: str = setting("", TEXT, "The branch whose forecast is compared.")
+    step: int = setting(1, count(1), "The computed step at which it is compared. Up to it both schedules are the same.")
+    weights: Mapping[int, float] = setting(
+        dict, Kind("weights", lambda value: value), "The weights of the forecast, by earlier computed step."
+    )
+    error: float = setting(0.0, number(), "Relative error of the forecast above which an image is an outlier.")
+    schedule: Any = setting(
+        "",
+        Kind("a schedule", lambda value: value),
+        "The schedule for outliers, in the form of `TeaCacheConfig.schedule`.",
+    )
+    forecast_weights: Any = setting(dict, Kind("weights", lambda value: value), "The weights that go with it.")
 
-    def __post_init__(self) -> None:
-        check_count("outliers: step", self.step, 1)
-        _check_number("outliers: error", self.error)
-        read = _read_weights({self.branch: {self.step: self.weights}}, "outliers")
+    def check(self) -> None:
+        read = read_as(_WEIGHTS, {self.branch: {self.step: self.weights}}, "outliers")
         object.__setattr__(self, "weights", read[str(self.branch)][self.step])
+
+    @classmethod
+    def read(cls, value: Any) -> OutlierSchedule:
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(value, cls) and not (isinstance(value, Mapping) and set(names) <= set(value)):
+            expected = f"a mapping with {', '.join(names)}, as samovar tune saves it"
+            raise SettingError(f"outliers={value!r:.200}; expected {expected}.", param="outliers")
+        return super().read(value)
 
 
 @dataclass(frozen=True)
-class TeaCacheConfig:
+class TeaCacheConfig(Settings, param="cache"):
     """The settings of TeaCache. The defaults are those of plain TeaCache, with guards."""
 
-    rel_l1_thresh: float = 0.2
-    """Steps are skipped until the summed change of the modulated input reaches this threshold: 0.2 is balanced, 0.4
-    fast, 0 computes every step, infinity skips whatever the guards allow."""
-    coefficients: Sequence[float] | None = None
-    """Polynomial that turns the change of the modulated input into that of the output: five numbers, highest power
-    first. By default the known ones of the model's class; a model without any takes the change as it is."""
+    rel_l1_thresh: float = setting(
+        0.2,
+        number(0, math.inf),
+        "Steps are skipped until the summed change of the modulated input reaches this threshold: 0.2 is balanced, 0.4 "
+        "fast, 0 computes every step, infinity skips whatever the guards allow.",
+    )
+    coefficients: Sequence[float] | None = setting(
+        None,
+        Kind("a list of exactly five finite numbers, highest power first, or None", _read_coefficients),
+        "Polynomial that turns the change of the modulated input into that of the output: five numbers, highest power "
+        "first. By default the known ones of the model's class; a model without any takes the change as it is.",
+    )
+    first_steps: int = setting(1, count(1), "Number of steps computed at the start; the very first always is.")
+    last_steps: int = setting(1, count(0), "Number of steps computed at the end, where the number of steps is known.")
+    max_skips: int | None = setting(
+        4, count(1), "Maximum number of steps skipped in a row; None for no limit.", optional=True
+    )
+    min_steps: int = setting(8, count(0), "Runs with fewer steps are computed in full.")
+    start: float = setting(0.0, number(0, 1), "Where skipping may begin, as a part of the run from 0 to 1.")
+    end: float = setting(1.0, number(0, 1), "Where skipping ends, as a part of the run from 0 to 1.")
+    forecast: Forecast = setting(
+        "reuse",
+        choice(Forecast),
+        'What replaces a skipped step: the last computed one ("reuse"), a line through the last two ("linear"), a '
+        'curve through the last `forecast_order` + 1 ("taylor"), or the sum that `forecast_weights` gives ("fitted").',
+    )
+    forecast_order: int = setting(2, count(1), 'Order of "taylor".')
+    forecast_of: Target = setting(
+        "residual",
+        choice(Target),
+        "What is forecast: what each stack of blocks adds to its input, or the model's whole output.",
+    )
+    forecast_damping: float = setting(1.0, number(0, 1), "How far to go from reuse (0) to the curve (1).")
+    forecast_weights: Mapping[str, Mapping[Any, Mapping[Any, float]]] | None = setting(
+        None,
+        _WEIGHTS,
+        'For "fitted": by branch and skipped step, the weights of the computed steps combined. The branch "*" stands '
+        "for all that are not named.",
+    )
+    schedule: Sequence[bool] | str | Mapping[str, Sequence[bool] | str] | None = setting(
+        None,
+        _SCHEDULE,
+        "Which steps are computed, decided beforehand: a mask, or a string with `#` for computed and `.` for skipped, "
+        "or one of them for each branch. Nothing is measured then, and no device is waited for.",
+    )
+    outliers: OutlierSchedule | Mapping[str, Any] | None = setting(
+        None,
+        settings_of(OutlierSchedule),
+        'For "fitted": how images that tolerate fewer skipped steps are recognised, and their schedule. A batch with '
+        "one outlier uses it as a whole.",
+    )
 
-    first_steps: int = 1
-    """Number of steps computed at the start; the very first always is."""
-    last_steps: int = 1
-    """Number of steps computed at the end, where the number of steps is known."""
-    max_skips: int | None = 4
-    """Maximum number of steps skipped in a row; None for no limit."""
-    min_steps: int = 8
-    """Runs with fewer steps are computed in full."""
-    start: float = 0.0
-    """Where skipping may begin, as a part of the run from 0 to 1."""
-    end: float = 1.0
-    """Where skipping ends, as a part of the run from 0 to 1."""
-
-    forecast: Forecast = "reuse"
-    """What replaces a skipped step: the last computed one ("reuse"), a line through the last two ("linear"), a curve
-    through the last `forecast_order` + 1 ("taylor"), or the sum that `forecast_weights` gives ("fitted")."""
-    forecast_order: int = 2
-    """Order of "taylor"."""
-    forecast_of: Target = "residual"
-    """What is forecast: what each stack of blocks adds to its input, or the model's whole output."""
-    forecast_damping: float = 1.0
-    """How far to go from reuse (0) to the curve (1)."""
-    forecast_weights: Mapping[str, Mapping[Any, Mapping[Any, float]]] | None = None
-    """For "fitted": by branch and skipped step, the weights of the computed steps combined. The branch "*" stands for
-    all that are not named."""
-
-    schedule: Sequence[bool] | str | Mapping[str, Sequence[bool] | str] | None = None
-    """Which steps are computed, decided beforehand: a mask, or a string with `#` for computed and `.` for skipped, or
-    one of them for each branch. Nothing is measured then, and no device is waited for."""
-    outliers: OutlierSchedule | Mapping[str, Any] | None = None
-    """For "fitted": how images that tolerate fewer skipped steps are recognised, and their schedule. A batch with one
-    outlier uses it as a whole."""
-
-    def __post_init__(self) -> None:
-        for name, most in {"rel_l1_thresh": math.inf, "start": 1.0, "end": 1.0, "forecast_damping": 1.0}.items():
-            _check_number(name, getattr(self, name), most)
-        for name, least in {"first_steps": 1, "last_steps": 0, "min_steps": 0, "forecast_order": 1}.items():
-            check_count(name, getattr(self, name), least)
-        if self.max_skips is not None:
-            check_count("max_skips", self.max_skips, 1)
+    def check(self) -> None:
         if self.start > self.end:
             raise SettingError(f"start={self.start} comes after end={self.end}. Swap them.", param="start")
-        for name, known in {"forecast": get_args(Forecast), "forecast_of": get_args(Target)}.items():
-            value = getattr(self, name)
-            if value not in known:
-                hint = nearest(value, known) if isinstance(value, str) else ""
-                raise _refusal(name, value, f"one of {', '.join(map(repr, known))}", hint)
-        object.__setattr__(self, "coefficients", _read_coefficients(self.coefficients))
-        object.__setattr__(self, "schedule", _read_schedule(self.schedule))
-        if self.forecast_weights is not None:
-            object.__setattr__(self, "forecast_weights", _read_weights(self.forecast_weights, "forecast_weights"))
         _check_fitted(self)
-        object.__setattr__(self, "outliers", _read_outliers(self.outliers))
         _check_outliers(self)
-
-    @classmethod
-    def read(cls, settings: TeaCacheConfig | Mapping[str, Any] | None) -> TeaCacheConfig:
-        """The settings from a mapping, as they come from a command line or a file."""
-        return cls() if settings is None else read_config(cls, settings, "cache")
 
     @functools.cached_property
     def masks(self) -> Mapping[str, Mask]:
@@ -191,20 +261,15 @@ class TeaCacheConfig:
 
 
 @dataclass(frozen=True)
-class AutoConfig:
+class AutoConfig(Settings, param="cache"):
     """The settings of the cache "auto": one."""
 
-    tolerance: float | str = "high"
-    """How far the skipped steps of a gap may take the sample off its way, relative to its size: "exact" (0, computes
-    every step), "high" (0.02), "fast" (0.06), or a number."""
-
-    def __post_init__(self) -> None:
-        read_tolerance(self.tolerance)
-
-    @classmethod
-    def read(cls, settings: AutoConfig | Mapping[str, Any] | None) -> AutoConfig:
-        """The settings from a mapping, as they come from a command line or a file."""
-        return cls() if settings is None else read_config(cls, settings, "cache")
+    tolerance: float | str = setting(
+        "high",
+        TOLERANCE,
+        'How far the skipped steps of a gap may take the sample off its way, relative to its size: "exact" (0, '
+        'computes every step), "high" (0.02), "fast" (0.06), or a number.',
+    )
 
     @property
     def number(self) -> float:
@@ -234,76 +299,6 @@ def _written(config: TeaCacheConfig) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ checks
-
-
-def _refusal(name: str, value: Any, expected: str, hint: str = "") -> SettingError:
-    message = f"{name}={value!r:.200}; expected {expected}. {hint}".rstrip()
-    return SettingError(message, param=name.partition(":")[0])
-
-
-def _check_number(name: str, value: Any, most: float = math.inf) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= most:
-        raise _refusal(name, value, "a number from 0 " + ("upwards, such as 0.2" if most == math.inf else "to 1"))
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Refuse what is not a whole number from `least` upwards."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _refusal(name, value, f"a whole number from {least} upwards")
-
-
-def _read_coefficients(coefficients: Any) -> tuple[float, ...] | None:
-    if coefficients is None:
-        return None
-    numbers = coefficients if isinstance(coefficients, Sequence) and not isinstance(coefficients, str) else ()
-    are_numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
-    if len(numbers) != 5 or not are_numbers:
-        raise _refusal(
-            "coefficients", coefficients, "a list of exactly five finite numbers, highest power first, or None"
-        )
-    return tuple(numbers)
-
-
-def _read_schedule(schedule: Any) -> Mask | dict[str, Mask] | None:
-    if not isinstance(schedule, Mapping):
-        return None if schedule is None else _read_mask(schedule)
-    masks = {name: _read_mask(mask) for name, mask in schedule.items()}
-    if len({len(mask) for mask in masks.values()}) != 1 or not all(isinstance(name, str) for name in masks):
-        hint = f"{EVERY_BRANCH!r} stands for every branch that is not named."
-        raise _refusal("schedule", schedule, "one mask for each branch name, all of the same length", hint)
-    return masks
-
-
-def _read_mask(schedule: Any) -> Mask:
-    steps: Sequence[Any] = schedule if isinstance(schedule, Sequence) else ()
-    if isinstance(schedule, str):
-        steps = [{"#": True, ".": False}.get(sign) for sign in schedule]
-    if not steps or not all(isinstance(step, (bool, int)) and step in (0, 1) for step in steps):
-        expected = "one True or False for each step, or a string of '#' (computed) and '.' (skipped)"
-        raise _refusal("schedule", schedule, expected)
-    if not steps[0]:
-        raise SettingError(
-            f"schedule={schedule!r} skips the first step, when there is nothing to reuse. Compute it.", param="schedule"
-        )
-    return tuple(map(bool, steps))
-
-
-def _read_weights(weights: Any, name: str) -> dict[str, dict[int, dict[int, float]]]:
-    """With integers for steps, which JSON has as strings."""
-    expected = "{branch: {skipped step: {computed step: weight}}} with finite weights"
-    example = {"cond": {"3": {"2": 1.9, "1": -0.9}}}
-    refusal = _refusal(name, weights, f"{expected}, such as {example!r}", "Fit them: samovar.lab.fitting.")
-    try:
-        read = {
-            str(branch): {int(step): {int(old): float(w) for old, w in row.items()} for step, row in steps.items()}
-            for branch, steps in weights.items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise refusal from error
-    if not all(row and all(map(math.isfinite, row.values())) for steps in read.values() for row in steps.values()):
-        raise refusal
-    return read
 
 
 def _check_fitted(config: TeaCacheConfig) -> None:
@@ -341,16 +336,6 @@ def _rows(config: TeaCacheConfig) -> Iterator[tuple[str, int, Mapping[int, float
     for branch, steps in (config.forecast_weights or {}).items():
         mask = config.mask_for(branch) or ()
         yield from ((branch, step, steps.get(step, {}), mask) for step, computed in enumerate(mask) if not computed)
-
-
-def _read_outliers(outliers: Any) -> OutlierSchedule | None:
-    if outliers is None:
-        return None
-    names = [field.name for field in dataclasses.fields(OutlierSchedule)]
-    is_whole = isinstance(outliers, Mapping) and set(names) <= set(outliers)
-    if not is_whole and not isinstance(outliers, OutlierSchedule):
-        raise _refusal("outliers", outliers, f"a mapping with {', '.join(names)}, as samovar tune saves it")
-    return read_config(OutlierSchedule, outliers, "outliers")
 
 
 def _check_outliers(config: TeaCacheConfig) -> None:

@@ -16,10 +16,11 @@ import torch
 
 from ..arch.modules import unwrapped
 from ..core.errors import ModelError, SettingError
+from ..core.settings import count, read_as
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
 from .auto import AutoSteps, WholeModel, asked_tolerance
-from .config import AutoConfig, CacheConfig, TeaCacheConfig, check_count
+from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
@@ -131,7 +132,7 @@ class TeaCacheHook(ModelHook, Handle):
     def refresh(self, module: torch.nn.Module, num_inference_steps: int | None = None) -> None:
         """Begin a run with this number of steps, in your own loop. A hooked pipeline does that itself."""
         if num_inference_steps is not None:
-            check_count("num_inference_steps", num_inference_steps, 1)
+            read_as(count(1), num_inference_steps, "num_inference_steps")
         scheduled = self._schedule_length
         if scheduled is not None and num_inference_steps not in (None, scheduled):
             raise SettingError(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from ..cache import AutoConfig, CacheChoice, CacheSetting, TeaCacheConfig
 from ..core.errors import SettingError, nearest
-from ..core.files import is_file_name, read_config
 from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
-from ..parallel.mesh import StrategyName
 from .attention import OF_TORCH, read_attention
 
 OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False] | None
@@ -189,7 +186,7 @@ def _read_offload(
         offload = None
     if exclude:
         given["exclude"] = OffloadConfig(exclude=exclude).exclude  # type: ignore[arg-type]
-    config = OffloadConfig.read(offload)  # type: ignore[arg-type]
+    config = OffloadConfig.read(offload)
     for name, budget in given.items():
         other = getattr(config, name)
         if other not in (None, (), budget):
@@ -200,26 +197,7 @@ def _read_offload(
 
 
 def _read_parallel(parallel: ParallelSetting) -> SequenceParallelConfig:
-    if _is_off(parallel):
-        return SequenceParallelConfig()
-    if isinstance(parallel, str) and not is_file_name(parallel):
-        names = get_args(StrategyName)
-        if parallel not in names:
-            raise SettingError(f"parallel={parallel!r} is not a strategy. {nearest(parallel, names)}", param="parallel")
-        return SequenceParallelConfig.of_strategy(parallel, _world_size(parallel))
-    return read_config(SequenceParallelConfig, parallel, "parallel")
-
-
-def _world_size(name: str) -> int:
-    """Number of ranks that torchrun started, or of GPUs here."""
-    size = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count()
-    if size < 1:
-        raise SettingError(
-            f"parallel={name!r} uses all ranks that torchrun started, or all GPUs, and there are none here. Give a "
-            "number of ranks: parallel={'ulysses_degree': 2}.",
-            param="parallel",
-        )
-    return size
+    return SequenceParallelConfig() if _is_off(parallel) else SequenceParallelConfig.read(parallel)
 
 
 def graphs_of(value: CompileSetting) -> GraphsConfig | None:
@@ -234,7 +212,7 @@ def graphs_of(value: CompileSetting) -> GraphsConfig | None:
             f"compile={dict(value)!r}; expected settings of graphs, such as {{'backend': 'graphs', 'max_graphs': 8}}.",
             param="compile",
         )
-    return read_config(GraphsConfig, settings, "compile")
+    return GraphsConfig.read(settings)
 
 
 def _check_compile(value: Any, *, offloads: bool) -> None:

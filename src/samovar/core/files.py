@@ -24,8 +24,17 @@ _MOST_BYTES_OF_JSON, _MOST_BYTES_OF_SETTINGS = 256 * 2**20, 4 * 2**20
 _MOST_VALUES = 1_000_000
 """In a YAML file, with what its aliases repeat."""
 _TOO_DEEP, _MOST_LEVELS = "it is nested too deeply", 64
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = _brief.maxlong = 200
+_MAX_BITS = 400
+"""Of a number whose digits are shown."""
+
+
+class _Brief(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= _MAX_BITS else f"a number of {x.bit_length()} bits"
+
+
+_brief = _Brief()
+_brief.maxstring = _brief.maxother = 200
 
 
 def brief(value: Any) -> str:

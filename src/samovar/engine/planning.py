@@ -17,9 +17,10 @@ from ..compose import AttachConfig
 from ..compose.vae import Way, divide_vaes
 from ..core.errors import ModelError, SettingError
 from ..core.quantisers import QUANTISERS
+from ..core.settings import parse_bytes
 from ..offload import OffloadConfig, OffloadPlan, TierPlan, Timing, plan_offload, plan_tiers, read_parts, uses_of
 from ..offload.ladder import EXACT, Ladder, Rung, Speeds, choose_rung, table_of
-from ..offload.sizes import parse_bytes, sizes_in
+from ..offload.sizes import sizes_in
 from ..trace.activations import Activations, read_activations
 from ..trace.rehearse import RequestSize
 from .quantize import GGUF, Quantization, QuantizationSetting, check_kind

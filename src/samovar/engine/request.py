@@ -16,7 +16,7 @@ from PIL.Image import Image
 
 from ..core.errors import ModelError, SamovarError, SettingError
 from ..core.files import check_names, is_file_name, naming, read_json, read_mapping
-from ..core.tolerances import read_tolerance
+from ..core.settings import read_tolerance
 from ..media import Audio, Video, check_suffix, numbered, save
 from .lora import Adapter, read_choice
 

@@ -18,7 +18,7 @@ from ..cache import AutoConfig, TeaCacheConfig
 from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 from ..core.aliases import accept_aliases
 from ..core.errors import SettingError, nearest
-from ..offload.sizes import parse_bytes
+from ..core.settings import parse_bytes
 from .controlnet import ControlNetSetting, read_controlnets
 from .lora import LoraSetting, check_sources
 from .models import find_model

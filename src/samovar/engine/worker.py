@@ -27,7 +27,7 @@ from ..core.errors import (
     SamovarError,
     SettingError,
 )
-from ..offload.sizes import parse_bytes
+from ..core.settings import parse_bytes
 from .calling import call_pipeline
 from .controlnet import controlnet_bytes, read_controlnets
 from .facts import facts_of

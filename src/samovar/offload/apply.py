@@ -20,6 +20,7 @@ from ..arch.devices import read_device
 from ..arch.skeleton import loaded_parts
 from ..core.errors import SettingError
 from ..core.interop import accelerate_hook, compiled_call, diffusers_hooks
+from ..core.settings import parse_bytes
 from ..core.tensor_parts import num_bytes_of
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..hooks.registry import install_hook
@@ -34,7 +35,7 @@ from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for
 from .planner import OffloadPlan, plan_offload
 from .simulated import HostStage
-from .sizes import Component, ComponentSize, find_components, measure_components, parse_bytes
+from .sizes import Component, ComponentSize, find_components, measure_components
 from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing

@@ -14,13 +14,14 @@ import torch
 from ..arch.quantised import Kind, as_stored, quantised_layers, quantised_parts
 from ..arch.skeleton import Part, Parts
 from ..core.errors import ModelError, SettingError
+from ..core.settings import parse_bytes
 from ..trace.activations import Activations
 from ..trace.compute import operations_of
 from .ahead import with_time_layers
 from .config import OffloadConfig
 from .planner import OffloadPlan, plan_offload
 from .ring import ASSUMED_BUS
-from .sizes import ComponentSize, format_bytes, measure_components, parse_bytes, split_parts
+from .sizes import ComponentSize, format_bytes, measure_components, split_parts
 from .streaming import Timing, forward_seconds
 from .tiers import TierPlan, plan_tiers, uses_of
 

@@ -12,9 +12,10 @@ from typing import Any, Literal, NoReturn
 
 from ..core.errors import ModelError, SettingError
 from ..core.files import check_names
+from ..core.settings import parse_bytes
 from ..trace.activations import Activations
 from .config import OffloadConfig
-from .sizes import ComponentSize, format_bytes, parse_bytes
+from .sizes import ComponentSize, format_bytes
 from .streaming import Streaming, Timing, choose_streaming, least_bytes
 
 Placement = Literal["resident", "turns", "streams"]

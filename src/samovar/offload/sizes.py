@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,37 +13,11 @@ from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts, cast, loaded_parts, read_skeleton
-from ..core.errors import ModelError, SettingError
+from ..core.errors import ModelError
 from ..core.files import check_names
 from ..core.tensor_parts import take_apart
 from .coding import LEAST_BYTES, expected_ratio
 from .weights import Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
-
-_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
-
-
-def parse_bytes(value: str | int | None, param: str) -> int | None:
-    """Bytes from a number, or from text such as "12GiB" or "11.5 GB"; None stays None."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{4,18}", value):  # As a command line has numbers.
-        value = int(value)
-    # 12 is not a budget of twelve bytes.
-    is_unit_forgotten = param in ("gpu_memory", "host_memory") and value in range(1, 1025)
-    if value is None or (type(value) is int and value >= 0 and not is_unit_forgotten):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value) if isinstance(value, str) else None
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise SettingError(f"{param}={value!r} is not a size. {_meant(value)}", param=param)
-    return int(float(match[1]) * unit)
-
-
-def _meant(value: object) -> str:
-    """What to write instead of a size without a unit, or with the first letter of one."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)\s*", str(value).lower())
-    if match is None:
-        return "Use text such as '12GiB', or bytes."
-    return f"Did you mean '{match[1]}{(match[2] or 'g').upper()}iB'?"
 
 
 def format_bytes(num_bytes: float) -> str:

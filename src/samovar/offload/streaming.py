@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from ..core.settings import Settings, is_number, kind, number, setting
 from .ring import ASSUMED_BUS, Memory, Ring, Timeline, least_capacity
 from .sizes import BlockSize, ComponentSize
 
@@ -25,21 +26,27 @@ _HIDDEN = 0.4
 """The share of the copying that compute is assumed to hide where no time is known: that of FLUX on an H200."""
 
 
+_SECONDS = kind("seconds by name", lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())))
+
+
 @dataclass(frozen=True)
-class Timing:
+class Timing(Settings, param="timing"):
     """Measured or assumed speeds of a machine and a model."""
 
-    bus_bytes_s: float = ASSUMED_BUS
-    compute_s: Mapping[str, float] = field(default_factory=dict)
-    """By component name, seconds of one forward with all weights on the device."""
-    block_s: Mapping[str, float] = field(default_factory=dict)
-    """By "component.block_path", seconds of one block; by default in proportion to its bytes."""
-    rest_s: Mapping[str, float] = field(default_factory=dict)
-    """By component name, seconds of one forward outside of its blocks."""
-    launch_s: Mapping[str, float] = field(default_factory=dict)
-    """By "component.block_path", seconds in which the host enqueues one call of a block."""
-    send_s: float = 0.0
-    """Seconds in which the host sends one block."""
+    bus_bytes_s: float = setting(ASSUMED_BUS, number(0, above=True), "Bytes per second from the host to the device.")
+    compute_s: Mapping[str, float] = setting(
+        dict, _SECONDS, "By component name, seconds of one forward with all weights on the device."
+    )
+    block_s: Mapping[str, float] = setting(
+        dict, _SECONDS, 'By "component.block_path", seconds of one block. By default in proportion to its bytes.'
+    )
+    rest_s: Mapping[str, float] = setting(
+        dict, _SECONDS, "By component name, seconds of one forward outside of its blocks."
+    )
+    launch_s: Mapping[str, float] = setting(
+        dict, _SECONDS, 'By "component.block_path", seconds in which the host enqueues one call of a block.'
+    )
+    send_s: float = setting(0.0, number(), "Seconds in which the host sends one block.")
 
     def is_host_bound(self, component: ComponentSize) -> bool:
         """Whether the host takes about as long to enqueue a forward as the device to compute it."""

@@ -7,6 +7,7 @@ ranks of one branch are neighbours.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -15,31 +16,28 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import SettingError, nearest
+from ..core.settings import FLAG, Settings, count, setting
 from .collectives import Group, Traffic
 
 StrategyName = Literal["auto", "gathered", "hybrid", "ring", "ulysses"]
 
 
+_RANKS = count(1)._replace(expected="a number of ranks, 1 or more")
+
+
 @dataclass(frozen=True)
-class SequenceParallelConfig:
+class SequenceParallelConfig(Settings, param="parallel"):
     """How many ranks share one sequence and its CFG branches, and how they compute attention."""
 
-    ulysses_degree: int = 1
-    """Ranks that exchange heads for tokens around each attention."""
-    ring_degree: int = 1
-    """Ranks that pass keys and values around."""
-    allgather_degree: int = 1
-    """Ranks that gather keys and values. Works with any attention; excludes Ulysses and ring."""
-    convert_to_fp32: bool = True
-    """Whether a ring merges its parts in float32."""
-    cfg_parallel_size: int = 1
-    """Ranks that share the branches of classifier-free guidance."""
+    ulysses_degree: int = setting(1, _RANKS, "Ranks that exchange heads for tokens around each attention.")
+    ring_degree: int = setting(1, _RANKS, "Ranks that pass keys and values around.")
+    allgather_degree: int = setting(
+        1, _RANKS, "Ranks that gather keys and values. Works with any attention; excludes Ulysses and ring."
+    )
+    convert_to_fp32: bool = setting(True, FLAG, "Whether a ring merges its parts in float32.")
+    cfg_parallel_size: int = setting(1, _RANKS, "Ranks that share the branches of classifier-free guidance.")
 
-    def __post_init__(self) -> None:
-        for name in ("ulysses_degree", "ring_degree", "allgather_degree", "cfg_parallel_size"):
-            degree = getattr(self, name)
-            if type(degree) is not int or degree < 1:
-                raise SettingError(f"{name} is {degree!r}; expected a number of ranks, 1 or more.", param=name)
+    def check(self) -> None:
         if self.allgather_degree > 1 and self.ulysses_degree * self.ring_degree > 1:
             raise SettingError(
                 f"allgather_degree={self.allgather_degree} cannot be combined with ulysses_degree="
@@ -68,6 +66,18 @@ class SequenceParallelConfig:
         return "ulysses"
 
     @classmethod
+    def from_name(cls, name: str) -> SequenceParallelConfig:
+        """The strategy of this name for all ranks that torchrun started, or for all GPUs."""
+        size = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count()
+        if name in get_args(StrategyName) and size < 1:
+            raise SettingError(
+                f"parallel={name!r} uses all ranks that torchrun started, or all GPUs, and there are none here. Give a "
+                "number of ranks: parallel={'ulysses_degree': 2}.",
+                param="parallel",
+            )
+        return cls.of_strategy(name, size)
+
+    @classmethod
     def of_strategy(cls, strategy: str, size: int, num_heads: int | None = None) -> SequenceParallelConfig:
         """The degrees for a strategy name. "auto" is Ulysses, which sends least, if there are enough heads."""
         if strategy == "auto":
@@ -78,11 +88,12 @@ class SequenceParallelConfig:
             return cls(**settings)
         if strategy != "hybrid":
             raise SettingError(
-                f"{strategy!r} is not a strategy. {nearest(strategy, get_args(StrategyName))}", param="strategy"
+                f"parallel={strategy!r} is not a strategy. {nearest(strategy, get_args(StrategyName))}",
+                param="parallel",
             )
         if size < 4 or size % 2:
             raise SettingError(
-                f"strategy='hybrid' needs an even number of ranks, 4 or more; not {size}.", param="strategy"
+                f"parallel='hybrid' needs an even number of ranks, 4 or more; not {size}.", param="parallel"
             )
         return cls(ulysses_degree=2, ring_degree=size // 2)
 

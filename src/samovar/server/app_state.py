@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..cache import AutoConfig
 from ..core.errors import SamovarError, SettingError, nearest
-from ..core.tolerances import read_tolerance
+from ..core.settings import read_tolerance
 from ..omni import AsyncOmni
 from .api_errors import ApiError, api_error, is_internal
 from .body_readers import BodyReaders

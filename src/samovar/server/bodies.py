@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from ..core.errors import SettingError, nearest
 from ..core.files import parse_settings
-from ..core.tolerances import TOLERANCES
+from ..core.settings import TOLERANCES
 from ..engine import OmniDiffusionSamplingParams
 from .api_errors import ApiError, api_error, refusal
 from .settings import Limits

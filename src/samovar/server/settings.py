@@ -11,8 +11,7 @@ from typing import Any
 
 from ..core.errors import SettingError, nearest
 from ..core.files import check_names, naming, read_mapping
-from ..core.tolerances import read_tolerance
-from ..offload.sizes import parse_bytes
+from ..core.settings import parse_bytes, read_tolerance
 from .logs import FORMATS
 from .memory import BYTES_PER_PIXEL
 

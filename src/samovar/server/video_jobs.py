@@ -21,9 +21,9 @@ from PIL import Image
 from pydantic_core import to_json
 
 from ..core.errors import SamovarError
+from ..core.settings import parse_bytes
 from ..engine import Done, Failed, GenerationResult, Job, Preview, Progress, Started
 from ..media import Video, check_suffix, encode, spritesheet, thumbnail, webp
-from ..offload.sizes import parse_bytes
 from .api_errors import ApiError
 from .asking import Asked, check_asked, read_values
 from .bodies import VideoBody
