@@ -46,7 +46,7 @@ BUDGETS = {
     "media": 3_500,
     "offload": 50_000,
     "omni": 2_900,
-    "parallel": 23_700,
+    "parallel": 23_800,
     "serve_ray": 1_200,
     "server": 29_800,
     "trace": 28_600,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .hooks import HookRegistry, ModelHook
     from .offload import OffloadConfig, apply_offload
     from .omni import AsyncOmni, Omni
-    from .parallel import SequenceParallelConfig
+    from .parallel import SequenceParallelConfig, disable_sequence_parallel_for_model, remove_sequence_parallel
     from .trace import probe_anatomy, survey_pipeline
     from .trace.reports import survey
 
@@ -41,10 +41,12 @@ __all__ = [
     "apply_offload",
     "attach",
     "detach",
+    "disable_sequence_parallel_for_model",
     "find_anatomy",
     "make_cache_backend",
     "probe_anatomy",
     "register_declaration",
+    "remove_sequence_parallel",
     "survey",
     "survey_pipeline",
 ]

@@ -11,6 +11,7 @@ import torch
 
 import pipelines
 from samovar.cache import apply_teacache_hook
+from samovar.hooks import HookRegistry, ModelHook
 from samovar.offload import OffloadConfig, apply_offload
 from samovar.parallel import (
     SequenceParallelConfig,
@@ -19,8 +20,10 @@ from samovar.parallel import (
     StrategyError,
     agreement,
     apply_sequence_parallel,
+    disable_sequence_parallel_for_model,
     enable_sequence_parallel_for_model,
     make_mesh,
+    remove_sequence_parallel,
     sharding_of,
 )
 
@@ -170,6 +173,66 @@ def test_a_strategy_that_cannot_says_which_can_and_auto_takes_it(on_ranks: OnRan
             in message
         )
         assert apart <= LEAST_EXACT
+
+
+@torch.no_grad()
+def removed() -> dict[str, Any]:
+    """Shardings taken off by the function that goes with the one that put them on; what was true afterwards."""
+    two = SequenceParallelConfig(ulysses_degree=2)
+    found: dict[str, Any] = {}
+
+    def is_bare(model: torch.nn.Module, run: Callable[[], torch.Tensor], bare: torch.Tensor, before: Any) -> bool:
+        return traces(model) == before and torch.equal(run(), bare)
+
+    model, hidden_states = toys.build(), toys.tokens(13)
+    bare, before = model(hidden_states), traces(model)
+    plan = {"": {"hidden_states": SequenceParallelInput(1)}, "proj_out": (SequenceParallelOutput(1),)}
+    remove_sequence_parallel(model, plan)
+    disable_sequence_parallel_for_model(model)
+    found["never sharded"] = is_bare(model, lambda: model(hidden_states), bare, before)
+    apply_sequence_parallel(model, two, plan)
+    model(hidden_states)
+    try:
+        remove_sequence_parallel(model, {**plan, "proj_out": SequenceParallelOutput(0)})
+    except ValueError as error:
+        found["another plan"] = str(error), sharding_of(model) is not None
+    remove_sequence_parallel(model, plan)
+    found["applied"] = is_bare(model, lambda: model(hidden_states), bare, before)
+    sharding = enable_sequence_parallel_for_model(model, two)
+    model(hidden_states)
+    remove_sequence_parallel(model, sharding.plan)
+    found["derived"] = is_bare(model, lambda: model(hidden_states), bare, before)
+    registry = HookRegistry.get_or_create(model.blocks[0])
+    registry.register_hook("other", ModelHook())
+    before = traces(model)
+    enable_sequence_parallel_for_model(model, two)
+    disable_sequence_parallel_for_model(model)
+    found["with another hook"] = is_bare(model, lambda: model(hidden_states), bare, before)
+
+    flux: Any
+    flux, inputs = models.MODELS["Flux"](*models.SHAPES["odd"])
+    bare, before = models.run(flux, inputs), traces(flux)
+    for name, remove in {
+        "diffusers' plan": lambda: remove_sequence_parallel(flux, flux._cp_plan),
+        "whatever its plan": lambda: disable_sequence_parallel_for_model(flux),
+    }.items():
+        for runs in (False, True):  # Before a plan was compared, and after.
+            enable_sequence_parallel_for_model(flux, two)
+            if runs:
+                models.run(flux, inputs)
+            remove()
+            found[f"{name}, {runs}"] = is_bare(flux, lambda: models.run(flux, inputs), bare, before)
+    return found
+
+
+def test_a_sharding_is_taken_off_by_its_plan_or_whatever_its_plan(on_ranks: OnRanks) -> None:
+    for found in on_ranks(2, removed):
+        message, is_still_sharded = found.pop("another plan")
+        assert "is sharded by another plan than {" in message
+        assert "call disable_sequence_parallel_for_model(model)" in message
+        assert is_still_sharded
+        assert len(found) == 8
+        assert all(value is True for value in found.values()), found
 
 
 def test_one_rank_adds_nothing() -> None:

@@ -21,7 +21,9 @@ SIGNATURES = {
     },
     "SequenceParallelOutput": {"gather_dim": ..., "expected_dims": NONE},
     "apply_sequence_parallel": {"module": ..., "config": ..., "plan": ...},
+    "remove_sequence_parallel": {"module": ..., "plan": ...},
     "enable_sequence_parallel_for_model": {"model": ..., "config": NONE},
+    "disable_sequence_parallel_for_model": {"model": ...},
 }  # fmt: skip
 """Settings that can be given by position, in this order, with their defaults."""
 

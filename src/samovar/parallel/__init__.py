@@ -2,7 +2,14 @@
 
 from ..core.errors import RankError, ShardingError, StrategyError
 from .cfg import CfgParallelHook, apply_cfg_parallel
-from .enable import Sharding, apply_sequence_parallel, enable_sequence_parallel_for_model, sharding_of
+from .enable import (
+    Sharding,
+    apply_sequence_parallel,
+    disable_sequence_parallel_for_model,
+    enable_sequence_parallel_for_model,
+    remove_sequence_parallel,
+    sharding_of,
+)
 from .launch import Ranks, join_world, launch
 from .mesh import ParallelMesh, SequenceParallelConfig, agreement, make_mesh
 from .plan import SequenceParallelInput, SequenceParallelModelPlan, SequenceParallelOutput, SequenceParallelPartialInput
@@ -26,9 +33,11 @@ __all__ = [
     "agreement",
     "apply_cfg_parallel",
     "apply_sequence_parallel",
+    "disable_sequence_parallel_for_model",
     "enable_sequence_parallel_for_model",
     "join_world",
     "launch",
     "make_mesh",
+    "remove_sequence_parallel",
     "sharding_of",
 ]

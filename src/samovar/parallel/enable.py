@@ -20,7 +20,7 @@ from .attention import Strategy
 from .collectives import Group
 from .derive import Candidate, candidates
 from .mesh import ParallelMesh, SequenceParallelConfig, StrategyName, make_mesh, rank_and_world
-from .plan import Placement, SequenceParallelModelPlan, declared_plan, place_plan
+from .plan import Placement, SequenceParallelModelPlan, declared_plan, invalid, place_plan, read_plan
 from .region import Forward, Region, Trace
 from .shard import BlockHook, ModelCallHook, PlanHook, plan_hook
 from .strategies import strategy_of
@@ -52,6 +52,10 @@ class Sharding(Handle, ModelHook):
         self._bare_root = self._root = PlanHook(Placement("", "", model), self.region)
         """What the plan does at the model itself: after a rehearsal, which may change the plan."""
         self._traces: dict[Any, Trace] = {}
+
+    def follows(self, plan: SequenceParallelModelPlan) -> bool:
+        """Whether this is the plan of the sharding: the one it was given, or the one that it has found."""
+        return plan in (self.plan, self._given and self._given.plan)
 
     def attach(self) -> None:
         """Attach all hooks; if anything is refused, nothing stays attached."""
@@ -193,6 +197,7 @@ def apply_sequence_parallel(
     mesh: ParallelMesh | None = None,
 ) -> Sharding:
     """Shard a model by a plan, which is trusted to be right. Nothing is attached for a single rank."""
+    plan = read_plan(plan)
     place_plan(module, plan)
     return _attach(module, config, mesh, strategy, Candidate("given", plan), is_trusted=True)
 
@@ -221,6 +226,24 @@ def enable_sequence_parallel_for_model(
         heads = heads if isinstance(heads, int) else None
         config = SequenceParallelConfig.of_strategy(strategy, rank_and_world()[1], heads)
     return _attach(model, config, mesh, strategy, Candidate(*declared) if declared else None, is_trusted=False)
+
+
+def remove_sequence_parallel(module: torch.nn.Module, plan: SequenceParallelModelPlan) -> None:
+    """Take off the sharding of this plan: the module is what it was before. Does nothing if it is not sharded."""
+    sharding = sharding_of(module)
+    if sharding is not None and not sharding.follows(read_plan(plan)):
+        raise invalid(
+            f"This {type(unwrapped(module)).__name__} is sharded by another plan than {plan}. Give the plan of its "
+            "sharding, or call disable_sequence_parallel_for_model(model)."
+        )
+    disable_sequence_parallel_for_model(module)
+
+
+def disable_sequence_parallel_for_model(model: torch.nn.Module) -> None:
+    """Take off a model's sharding, whatever its plan. Does nothing if it is not sharded."""
+    sharding = sharding_of(model)
+    if sharding is not None:
+        sharding.detach()
 
 
 def sharding_of(model: torch.nn.Module) -> Sharding | None:

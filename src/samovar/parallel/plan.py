@@ -122,21 +122,24 @@ def place_plan(model: torch.nn.Module, plan: SequenceParallelModelPlan) -> tuple
 def declared_plan(model: torch.nn.Module) -> tuple[str, SequenceParallelModelPlan] | None:
     """The plan that a model comes with, and where it was found: `_sp_plan`, or diffusers' `_cp_plan`."""
     plans = declared_plans(unwrapped(model))
-    if SP_PLAN in plans:
-        return SP_PLAN, validate_plan(plans[SP_PLAN])
-    return (CP_PLAN, validate_plan(_from_diffusers(plans[CP_PLAN]))) if CP_PLAN in plans else None
+    source = next((name for name in (SP_PLAN, CP_PLAN) if name in plans), None)
+    return (source, read_plan(plans[source])) if source else None
 
 
-def _from_diffusers(entry: Any) -> Any:
-    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+def read_plan(plan: Any) -> SequenceParallelModelPlan:
+    """A valid plan; what is in classes of diffusers, as in a `_cp_plan`, in ours."""
+    return validate_plan(_in_own_classes(plan))
 
-    if isinstance(entry, ContextParallelInput):
+
+def _in_own_classes(entry: Any) -> Any:
+    name = f"{type(entry).__module__}.{type(entry).__name__}"
+    if name == "diffusers.models._modeling_parallel.ContextParallelInput":
         return SequenceParallelInput(entry.split_dim, entry.expected_dims, entry.split_output, is_optional=True)
-    if isinstance(entry, ContextParallelOutput):
+    if name == "diffusers.models._modeling_parallel.ContextParallelOutput":
         return SequenceParallelOutput(entry.gather_dim, entry.expected_dims)
     if isinstance(entry, Mapping):
-        return {key: _from_diffusers(part) for key, part in entry.items()}
-    return [_from_diffusers(part) for part in entry] if isinstance(entry, (list, tuple)) else entry
+        return {key: _in_own_classes(part) for key, part in entry.items()}
+    return [_in_own_classes(part) for part in entry] if isinstance(entry, (list, tuple)) else entry
 
 
 def _as_list(entry: Any) -> list[Any]:
