@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -39,6 +40,7 @@ from samovar.hooks import (
     current_run,
     hook_pipeline,
     pipeline_hooks,
+    run_around,
     running,
 )
 
@@ -643,3 +645,49 @@ def test_a_pipelines_own_count_of_steps_comes_first(hooked: tuple[Any, Watch]) -
     FLUX.run(pipe, steps=3, callback_on_step_end=note)
     assert [total for total, _ in totals] == [5] * 5 + [3] * 3
     assert [position.step for _, position in totals] == [1, 2, 3, 4, 5, 1, 2, 3], "after each step"
+
+
+# ------------------------------------------------------------------------------------------------ shared denoisers
+
+
+class Runs(ModelHook):
+    """Notes which run each call of a module is part of."""
+
+    def __init__(self) -> None:
+        self.seen: list[Run | None] = []
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.seen.append(run_around(module))
+        return args, kwargs
+
+
+def test_a_call_belongs_to_the_innermost_run_of_a_pipeline_that_holds_the_module() -> None:
+    model, runs = torch.nn.Linear(2, 2), Runs()
+    HookRegistry.get_or_create(model).register_hook("runs", runs)
+    call = functools.partial(model, torch.zeros(1, 2))
+    inner = Own(call)
+    outer = Own(lambda: (call(), inner()))
+    outer.parts = {"denoisers": [model]}  # type: ignore[attr-defined]
+    for pipe in (inner, outer):
+        hook_pipeline(pipe, "watch", Watch())
+    outer()
+    assert [run and run.pipeline for run in runs.seen] == [outer, outer], "inner holds no such module"
+    inner()
+    call()
+    assert [run and run.pipeline for run in runs.seen[2:]] == [inner, None], "there is no other that it could be"
+
+
+def test_a_pipeline_made_by_from_pipe_shares_hooked_modules_and_is_itself_bare(flux: Any) -> None:
+    runs = Runs()
+    with hook_pipeline(flux, "watch", Watch()):
+        HookRegistry.get_or_create(flux.transformer).register_hook("runs", runs)
+        other = FluxImg2ImgPipeline.from_pipe(flux)
+        assert type(other) is FluxImg2ImgPipeline
+        assert other.transformer is flux.transformer
+        assert pipeline_hooks(other) == {}
+        other.set_progress_bar_config(disable=True)
+        FLUX.run(other, steps=2, image=torch.zeros(1, 3, 16, 24), strength=1.0)
+        assert set(runs.seen) == {None}
+        for made in (flux.__class__(**flux.components), type(flux)(**flux.components)):
+            assert pipeline_hooks(made) == {}
+    HookRegistry.get_or_create(flux.transformer).reset()

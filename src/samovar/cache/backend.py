@@ -85,8 +85,6 @@ class TeaCacheBackend:
         self._agree = agree
         self._hooks: dict[int, tuple[Any, Hooks]] = {}
         """By the identity of the pipeline, which is held."""
-        self._adopted: list[Handle] = []
-        """The hooks on pipelines that share a denoiser with these."""
         self._latest: tuple[Hooks, Hashable] | None = None
         """The hooks and the request of the most recent run; None before any pipeline has run."""
 
@@ -102,20 +100,12 @@ class TeaCacheBackend:
             for name, module in denoisers.items():  # Pipelines that share a denoiser share its cache.
                 hook = attached.get(module) or apply_teacache_hook(module, self.config, self._agree)
                 undo.callback(self._release, module, hook)
-                hook.branches.adopt = self._adopt
                 hooks[name] = module, hook
             if pipeline not in denoisers.values():
                 undo.enter_context(hook_pipeline(pipeline, HOOK_NAME, _RunWatch(hooks, self._note)))
             self._hooks[id(pipeline)] = pipeline, hooks
             undo.callback(self._forget, pipeline)
             return Handle(undo.pop_all())
-
-    def _adopt(self, pipeline: Any) -> None:
-        """Watch the runs of a pipeline that was found to share a denoiser with one that has the cache."""
-        known = {module: name for _, hooks in self._hooks.values() for name, (module, _) in hooks.items()}
-        there, parts = self._modules(), find_denoisers(pipeline).values()
-        shared = {known[module]: (module, there[module]) for module in map(unwrapped, parts) if module in there}
-        self._adopted.append(hook_pipeline(pipeline, HOOK_NAME, _RunWatch(shared, self._note)))
 
     def _modules(self) -> dict[torch.nn.Module, TeaCacheHook]:
         return {module: hook for _, hooks in self._hooks.values() for module, hook in hooks.values()}
@@ -129,8 +119,6 @@ class TeaCacheBackend:
 
     def _forget(self, pipeline: Any) -> None:
         _, hooks = self._hooks.pop(id(pipeline))
-        while self._adopted and not self._hooks:
-            self._adopted.pop().detach()
         if self._latest is not None and self._latest[0] is hooks:
             self._latest = None
 

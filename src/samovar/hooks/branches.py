@@ -21,7 +21,7 @@ import torch
 from .context import CallContext, current_context, running_context
 from .registry import HookOrder, ModelHook
 from .roles import Leaves, Roles, Snapshot, leaves_of, parameter_names, role_by_name
-from .runs import Adopt, current_run, current_step, run_around
+from .runs import current_step
 
 _logger = logging.getLogger(__name__)
 _MOST_STRANGE = 4
@@ -135,10 +135,6 @@ class BranchHook(ModelHook):
     most_branches = 64
     """Held for a model at a time; the one that was used longest ago goes first."""
 
-    adopt: Adopt | None = None
-    """If set, a call from a pipeline that is not hooked is part of its own request too, and the pipeline is offered to
-    this for adoption."""
-
     def __init__(self) -> None:
         self.roles = Roles()
         self._parameters: tuple[str, ...] = ()
@@ -154,10 +150,6 @@ class BranchHook(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         context = current_context()
-        if self.adopt is not None and (context.request is None or current_run() is not None):
-            run = run_around(module, self.adopt)
-            if context.request is None and run is not None:
-                context = context._replace(request=run.request)
         leaves = leaves_of(self._parameters, args, kwargs)
         with self._lock:
             learning = self.roles.is_learning(leaves)

@@ -94,10 +94,6 @@ class _Hooked(BareCopies, _Module):
         return registry.run(self, call_bare, args, kwargs)
 
 
-INTERCEPTED_CALL = _Hooked.__call__.__code__
-"""The code of a hooked module's `__call__`: no frame of it is of a pipeline."""
-
-
 def attached_registry(module: torch.nn.Module) -> HookRegistry | None:
     """The registry that intercepts a module's calls, if it is hooked."""
     registry: HookRegistry | None = module.__dict__.get(_ENTRY)

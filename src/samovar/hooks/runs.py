@@ -1,34 +1,23 @@
-"""Which run of a pipeline is a call part of, and at which step is the run?
+"""Runs of a pipeline, and the step at which a run is.
 
-A run is one call of a pipeline. It is its own request, unless the caller named one: so what hooks remember of a run is
-found by its calls alone, and is gone when the run ends, however it ends.
-
-Calls of a hooked pipeline are bracketed (see `pipelines`). But a pipeline that shares a hooked module is often not
-hooked itself: `FluxImg2ImgPipeline.from_pipe(pipe)` makes one. Its calls are found on the call stack. It can then be
-adopted: hooked like the first, so that its later runs begin and end exactly. The run in which it is found begins with
-the first call of the module and ends when a later call comes from elsewhere: only then is its frame known to be gone.
+A run is one call of a hooked pipeline (see `pipelines`). It is its own request, unless the caller named one: so what
+hooks remember of a run is found by its calls alone, and is gone when the run ends, however it ends. Calls of a module
+from elsewhere, such as a loop of one's own or a pipeline without hooks that shares the module, are part of no run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
-import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.errors import SettingError
 from ..core.interop import pipeline_steps, scheduler_step
 from .context import call_context, current_context
-from .intercept import INTERCEPTED_CALL
 
-Adopt = Callable[[Any], None]
-"""Hooks a pipeline, and remembers it to detach it later."""
 HOOKS = "_samovar_pipeline_hooks"
 """Where a pipeline keeps its hooks, in its `__dict__`."""
 _MAX_DEPTH = 3
@@ -74,8 +63,6 @@ class Run:
         self.request = request
         self.outer = outer
         """The run in which this one takes place, if there is one."""
-        self.was_offered = False
-        """Whether its pipeline was offered for adoption."""
         self._known: list[PipelineHook] = []
         self._started: list[PipelineHook] = []
         self._held: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -90,7 +77,7 @@ class Run:
     def start(self) -> None:
         """Call the pipeline's hooks, in order."""
         self._known = list(pipeline_hooks(self.pipeline).values())
-        for hook in [hook for hook in self._known if hook not in self._started]:
+        for hook in self._known:
             self._started.append(hook)
             hook.start_run(self)
 
@@ -163,7 +150,6 @@ def current_step() -> int | None:
 @contextlib.contextmanager
 def running(pipeline: Any) -> Iterator[Run]:
     """A run of a pipeline: around each call of a hooked one, and for callers that drive a pipeline step by step."""
-    _found.end_runs_of(pipeline)
     outer = current_run()
     run = Run(pipeline, _request_of_a_run(outer), outer)
     with call_context(request=run.request), contextlib.ExitStack() as stack:
@@ -187,98 +173,9 @@ class _Anonymous:
         return f"<run {id(self):x}>"
 
 
-# ------------------------------------------------------------------------------------------------ on the call stack
-
-
-def run_around(module: torch.nn.Module, adopt: Adopt | None = None) -> Run | None:
-    """The innermost run of a pipeline that holds the module; otherwise the innermost run there is, or None.
-
-    A pipeline without hooks is offered to `adopt` when it is first seen. The hooks that it has then are called at the
-    start and the end of this run too.
-    """
+def run_around(module: torch.nn.Module) -> Run | None:
+    """The innermost run of a pipeline that holds the module; otherwise the innermost run there is, or None."""
     run = current_run()
     while run is not None and not run.holds(module):
         run = run.outer
-    run = run or _found.run_of(module)
-    if run is not None and adopt is not None and not run.was_offered:
-        run.was_offered = True
-        if not pipeline_hooks(run.pipeline):
-            with contextlib.suppress(SettingError):  # It cannot be hooked.
-                adopt(run.pipeline)
-        run.start()
     return run or current_run()
-
-
-class _FoundRun(Run):
-    """A call of a pipeline that was found on the stack."""
-
-    def __init__(self, pipeline: Any, frame: int) -> None:
-        super().__init__(pipeline, _request_of_a_run(None))
-        self.frame = frame
-        """The identity of its frame. A frame itself is not held, for it holds everything in it."""
-        self._first_loop = self.loop()
-        self._step = 0
-
-    def goes_on(self) -> bool:
-        """Whether the scheduler is still in the loop that this run began with."""
-        position = self.position()
-        before, self._step = self._step, 0 if position is None else position.step
-        return self.loop() is self._first_loop and self._step >= before
-
-
-class _Found(threading.local):
-    """The runs of this thread that were found on the stack, outermost first."""
-
-    def __init__(self) -> None:
-        self.runs: list[_FoundRun] = []
-
-    def run_of(self, module: torch.nn.Module) -> Run | None:
-        frames = {id(frame): frame for frame in _calls()}
-        self._end([run for run in self.runs if run.frame not in frames])
-        for place, frame in frames.items():
-            pipeline = _caller(frame)
-            run = next((run for run in self.runs if run.frame == place), None)
-            if run is not None and not (run.pipeline is pipeline and run.goes_on()):
-                self._end([run])  # Another call, whose frame is at the same place in memory.
-                run = None
-            if run is None and pipeline is not None and _holds(pipeline, module):
-                with contextlib.suppress(TypeError):  # Its class allows no weak references.
-                    run = _FoundRun(pipeline, place)
-                    self.runs.append(run)
-                return run
-            if run is not None and run.holds(module):
-                return run
-        return None
-
-    def end_runs_of(self, pipeline: Any) -> None:
-        """A pipeline is called again, so its last call is over, unless it calls itself."""
-        runs = [run for run in self.runs if run.pipeline is pipeline]
-        frames = {id(frame) for frame in _calls()} if runs else ()
-        self._end([run for run in runs if run.frame not in frames])
-
-    def _end(self, runs: list[_FoundRun]) -> None:
-        for run in runs:
-            self.runs.remove(run)
-            run.end()
-
-
-_found = _Found()
-
-
-def _calls() -> Iterator[types.FrameType]:
-    """The frames of objects that are being called, innermost first."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__call__" and code.co_argcount and code is not INTERCEPTED_CALL:
-            yield frame
-        frame = frame.f_back
-
-
-def _caller(frame: types.FrameType) -> Any:
-    """The pipeline whose call a frame is, if it is one."""
-    names = frame.f_locals
-    pipeline = names.get(frame.f_code.co_varnames[0])
-    if isinstance(names, dict):  # Before Python 3.13 it is a copy, which would keep all tensors in it until the end.
-        names.clear()
-    return pipeline if hasattr(pipeline, "scheduler") else None
