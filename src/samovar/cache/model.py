@@ -22,8 +22,9 @@ from ..core.interop import is_compiled
 from ..hooks import Recorder
 from ..hooks.intercept import attached_registry
 from ..trace.forward import Given, Tensors, Trace, Tracer
+from ..trace.model_state import Generation, ModelState, own
 from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
-from ..trace.shadow import Fingerprint, Generation, TrialFailed, own
+from ..trace.shadow import TrialFailed
 from ..trace.signal import ModulatedInput
 from ..trace.watch import Gates
 from .decision import Signal
@@ -150,7 +151,7 @@ class TracedForm:
     """How often the reader had to be replaced."""
     is_blind: bool = False
     """Whether the modulated input cannot be read without running the block."""
-    replay: tuple[Replay, Fingerprint] | None = None
+    replay: tuple[Replay, ModelState] | None = None
     token: object = field(default_factory=object)
     """Names the form where its forwards are replayed."""
     idle: dict[bool, frozenset[torch.nn.Module]] = field(default_factory=dict)
@@ -312,7 +313,7 @@ class BlockModel(CacheableModel):
     def _replay(self, form: TracedForm) -> Replay:
         if form.replay is None or not form.replay[1].holds():
             around = [module for module in self._model.modules() if module not in self._inside]
-            form.replay = Replay(self._model, self._gates.by_module, form.trace), Fingerprint(around)
+            form.replay = Replay(self._model, self._gates.by_module, form.trace), ModelState(around)
         return form.replay[0]
 
     def _forward(self, step: StepPass, given: tuple[Any, Any], forward: Forward) -> Any:

@@ -1,11 +1,8 @@
-"""How can a model be tried without anybody noticing, and is it still the one that was tried?
+"""Trial runs without side effects, on a model's shadow.
 
-With its shadow: other module objects of the same classes with the same parameters. A trial on the shadow fires nobody's
-hooks, advances none of the model's counters, draws none of the user's random numbers, and writes into no tensor that
-the user holds. Modules that must not run in a trial, such as blocks, are answered for.
-
-A fingerprint compares parts and weights by identity, and in-place changes by torch's version counter. Writes through
-`.data` are not counted, so nothing whose bits matter may rest on it alone.
+A shadow is a tree of other module objects of the same classes with the same parameters. A trial on the shadow fires
+nobody's hooks, advances none of the model's counters, draws none of the user's random numbers, and writes into no
+tensor that the user holds. Modules that must not run in a trial, such as blocks, are answered for.
 """
 
 from __future__ import annotations
@@ -17,9 +14,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +22,6 @@ import torch
 
 from ..arch.modules import unwrapped
 from ..core import nested
-from ..core.adapters import adapter_settings, adapters_of, loaded_adapters
 from ..core.interop import CAPTURING_OUTPUTS, COMPILED_CALL, FORWARD_WRAPPERS, accelerate_weights, compute_dtype
 from ..core.quantisers import begin_state, kept_beside_weights, move_beside_weights
 from ..core.tensor_parts import is_plain, rebuilt
@@ -275,101 +269,3 @@ def bring_weights(original: torch.nn.Module, device: torch.device | None = None)
 
 def _brought(device: torch.device, dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(device, dtype)
-
-
-_own: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def own(hook: Any) -> None:
-    """Make fingerprints ignore one of our hooks on a module."""
-    _own.add(hook)
-
-
-_version = attrgetter("_version")
-_END = object()
-
-
-class Fingerprint:
-    """The parts, weights, hooks and adapters of some modules, as they were."""
-
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._held: list[tuple[Any, list[Any]]] = []
-        self._tensors: list[torch.Tensor] = []
-        self._adapters: list[tuple[torch.nn.Module, dict[str, Any]]] = []
-        self._hooks: list[tuple[Any, int]] = []
-        self._processors: list[tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = []
-        for module in modules:
-            weights = [*module._parameters.values(), *module._buffers.values()]
-            tensors = [tensor for tensor in weights if tensor is not None]
-            self._held.append((module._modules, list(module._modules.values())))
-            # Weights on the meta device are elsewhere for now: accelerate puts new tensors there after each call.
-            if not any(tensor.is_meta for tensor in tensors):
-                for held in (module._parameters, module._buffers):
-                    self._held.append((held, list(held.values())))
-                self._tensors += [tensor for tensor in tensors if not tensor.is_inference()]
-            self._adapters += adapters_of([module])
-            self._hooks += [(hooks, _count(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-            if "processor" in vars(module):  # Of diffusers' attentions.
-                processor = vars(module)["processor"]
-                settings = getattr(processor, "__dict__", {})
-                self._processors.append((vars(module), processor, settings, _settings(settings)))
-        self._views = [held.values() for held, parts in self._held if parts]
-        self._parts = [*(part for _, parts in self._held for part in parts), _END]
-        self._hook_tables = [hooks for hooks, _ in self._hooks]
-        self._has_hooks = any(count for _, count in self._hooks)
-        self._versions = list(map(_version, self._tensors))
-
-    def holds(self) -> bool:
-        """Whether nothing has changed."""
-        return (
-            all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._parts))
-            and list(map(_version, self._tensors)) == self._versions
-            and (not self._adapters or all(adapter_settings(module) == adapter for module, adapter in self._adapters))
-            and (not (self._has_hooks or any(self._hook_tables)) or self._have_same_hooks())
-            and self._have_same_processors()
-        )
-
-    def _have_same_processors(self) -> bool:
-        for entries, processor, settings, before in self._processors:
-            if entries.get("processor") is not processor or _settings(settings) != before:
-                return False
-        return True
-
-    def _have_same_hooks(self) -> bool:
-        return all((_count(hooks) if hooks else 0) == count for hooks, count in self._hooks)
-
-
-class Generation:
-    """Counts the changes of some modules, and of peft's adapters on a whole model."""
-
-    def __init__(self, model: torch.nn.Module, modules: Callable[[], Iterable[torch.nn.Module]] = tuple) -> None:
-        self._model = model
-        self._modules = modules
-        self._number = 0
-        self._look()
-
-    def _look(self) -> None:
-        self._fingerprint = Fingerprint(self._modules())
-        self._loaded = loaded_adapters(self._model)
-        self._adapters = adapters_of(self._model.modules()) if self._loaded else []
-
-    def check(self) -> int:
-        """The current generation; it grows when something is seen to have changed."""
-        is_same = not self._adapters or all(adapter_settings(module) == old for module, old in self._adapters)
-        if not is_same or loaded_adapters(self._model) != self._loaded or not self._fingerprint.holds():
-            self._number += 1
-            self._look()
-        return self._number
-
-
-def _count(hooks: Mapping[int, Any]) -> int:
-    return sum(hook not in _own for hook in hooks.values())
-
-
-def _settings(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a processor, such as the scales of an IP-Adapter."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in entries.items()
-        if isinstance(value, (bool, int, float, str, list))
-    }

@@ -17,7 +17,8 @@ from ..arch.modules import unwrapped
 from ..core import nested
 from ..hooks.intercept import never_compiled
 from .forward import Given
-from .shadow import Fingerprint, TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
+from .model_state import ModelState
+from .shadow import TrialFailed, bring_weights, draws_random_numbers, shadow_of, subclass, trial
 
 _PROJECTIONS = (torch.nn.Linear, torch.nn.Conv1d)
 
@@ -55,7 +56,7 @@ class ModulatedInput:
         self._block = unwrapped(given.module)
         self._form = stream.shape
         self._raw: torch.Tensor | None = None
-        self._made_of = Fingerprint(self._block.modules())
+        self._made_of = ModelState(self._block.modules())
         self._copies_arguments = False
         self.is_checked = False
         """Whether it was compared with the real attention's input."""
