@@ -96,16 +96,16 @@ def test_a_damaged_tensor_is_said_and_coded_again(folder: Path) -> None:
         "[" * 100_000,
         "[]",
         '{"a": 3}',
-        '{"a": {"at": "x", "bytes": "y", "checksum": 0}}',
-        '{"a": {"at": 0, "bytes": 1e300, "checksum": 0}}',
-        '{"a": {"at": -1000000000000000, "bytes": 1000000000000000, "checksum": 0}}',
+        '{"a": {"at": "x", "bytes": "y", "hash": ""}}',
+        '{"a": {"at": 0, "bytes": 1e300, "hash": ""}}',
+        '{"a": {"at": -1000000000000000, "bytes": 1000000000000000, "hash": ""}}',
         '{"a": {"at": 0, "bytes": 8}}',
     ],
 )
 def test_an_index_of_anything_else_is_damaged(tmp_path: Path, index: str) -> None:
     file = tmp_path / "a.coded"
     text = index.encode()
-    file.write_bytes((b"samovar coded 1\n" + len(text).to_bytes(8, "little") + text).ljust(2**17 + 2**14, b"\0"))
+    file.write_bytes((b"samovar coded 2\n" + len(text).to_bytes(8, "little") + text).ljust(2**17 + 2**14, b"\0"))
     with pytest.warns(UserWarning, match=r"a\.coded cannot be used: its index is damaged"):
         CodedFile(file).close()
 
@@ -170,3 +170,31 @@ def test_checksums_see_every_bit_and_position() -> None:
     assert int(checksum(data.roll(8))) != whole
     assert int(checksum(torch.cat([data[:3], data])[3:])) == whole, "wherever it begins"
     assert int(checksum(data[:0])) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_see_signs_that_change_together(dtype: torch.dtype) -> None:
+    weight = torch.randn(512, 512).to(dtype)
+    whole = int(checksum(weight.view(-1).view(torch.uint8)))
+    for lane in range(8):
+        for columns in (slice(lane, lane + 1), slice(lane, None, 8)):
+            other = weight.clone()
+            other[:, columns].neg_()
+            assert int(checksum(other.view(-1).view(torch.uint8))) != whole, (lane, columns)
+
+
+def negate_a_column(transformer: Any) -> None:
+    """Flip the highest bit of an even number of words of any width."""
+    for block in transformer.transformer_blocks:
+        block.attn.to_q.weight.data[:, 3].neg_()
+
+
+def test_the_file_of_a_model_is_not_taken_for_one_with_other_signs(folder: Path) -> None:
+    pipe, bare, counts = tiny(), tiny(), []
+    for each in (pipe, bare):
+        negate_a_column(each.transformer)
+    with pytest.warns(UserWarning, match="is not of these weights"):
+        offloaded = offload(pipe, folder, counts)
+    assert counts[0] == len(pipe.transformer.transformer_blocks)
+    assert torch.equal(image(pipe), image(bare))
+    offloaded.detach()

@@ -121,6 +121,25 @@ def test_what_is_changed_on_the_device_outside_of_a_run_is_kept(mode: str, edit:
     assert torch.equal(FLUX.run(pipe, 2), expected)
 
 
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_signs_that_are_flipped_together_on_the_device_are_kept(is_counted: bool) -> None:
+    """An even number of highest bits cancels out in a plain sum."""
+
+    def negate_a_column(pipe: Any) -> None:
+        weight = pipe.transformer.context_embedder.weight
+        with torch.no_grad():
+            (weight if is_counted else weight.data)[:, 3].neg_()
+
+    bare, pipe = FLUX.build(0), FLUX.build(0)
+    negate_a_column(bare)
+    offloaded = offload(pipe, "model")
+    call_by_hand(pipe, "transformer")
+    negate_a_column(pipe)
+    assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
+    offloaded.detach()
+    assert same_state(pipe.transformer, bare.transformer)
+
+
 def editing(edit: str, at: int) -> Callable[..., Any]:
     """A callback that makes an edit after one step."""
 

@@ -1,13 +1,14 @@
 """How are coded weights kept between processes? In one file for each component.
 
-A tensor is found by a checksum of its raw bytes, so a file serves whatever holds the same weights, and never gives
-others. A file that is cut off, damaged or of other weights costs a warning and the time to code again; one that is not
-ours is left alone. A new file takes the place of the old one when all of it is written, and a full disk loses nothing.
+A tensor is found by a hash of its raw bytes, so a file serves whatever holds the same weights, and never gives others.
+A file that is cut off, damaged or of other weights costs a warning and the time to code again; one that is not ours is
+left alone. A new file takes the place of the old one when all of it is written, and a full disk loses nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -22,28 +23,37 @@ from ..core.errors import ModelError
 from .coding import Coded, Form
 from .host import new_chunk
 
-_MAGIC = b"samovar coded 1\n"
+_MAGIC = b"samovar coded 2\n"
 _ALIGNED = 4096
 _RESIDUES = 262_147
 """Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """A number on the same device that tells whether bytes have changed."""
-    if data.storage_offset() % 8 or data.numel() % 8:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
-    words = data.view(torch.int64)
+    """A number on the same device that tells whether bytes have changed.
+
+    Words have half the bits of the sum, so that each bit of them counts: the highest bit of a sum is the same after any
+    two changes of it.
+    """
+    if data.storage_offset() % 4 or data.numel() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    words = data.view(torch.int32)
     columns = max(min(words.numel(), _RESIDUES), 1)
     rows = words.numel() // columns
-    sums = words[: rows * columns].view(rows, columns).sum(0)
+    sums = words[: rows * columns].view(rows, columns).sum(0, dtype=torch.int64)
     rest = words[rows * columns :]
     sums[: rest.numel()] += rest
     weights = torch.arange(1, 2 * columns, 2, device=words.device) * -7046029254386353131
     return (sums * weights).sum()
 
 
+def hash_of(data: torch.Tensor) -> str:
+    """What only equal bytes in host memory have in common."""
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
 def _key(truth: torch.Tensor, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {truth.numel()} {int(checksum(truth)):016x}"
+    return f"{str(dtype).removeprefix('torch.')} {hash_of(truth)}"
 
 
 class CodedFile:
@@ -51,8 +61,8 @@ class CodedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._found: dict[str, dict[str, int]] = {}
-        """By key, where in the file a tensor is, its length and its checksum."""
+        self._found: dict[str, dict[str, Any]] = {}
+        """By key, where in the file a tensor is, its length and its hash."""
         self._data_at = 0
         self._is_foreign = False
         self._missing = 0
@@ -93,13 +103,13 @@ class CodedFile:
             self._written[key] = coded.data
         return coded
 
-    def _read(self, entry: dict[str, int]) -> Coded | None:
+    def _read(self, entry: dict[str, Any]) -> Coded | None:
         assert self._file is not None
         data = new_chunk(entry["bytes"])[: entry["bytes"]]
         try:
             self._file.seek(self._data_at + entry["at"])
             self._file.readinto(data.numpy())  # type: ignore[attr-defined]
-            if int(checksum(data)) != entry["checksum"]:
+            if hash_of(data) != entry["hash"]:
                 raise ModelError("some of its weights are damaged")
             return Coded(Form.read(data), data)
         except (OSError, ModelError) as error:
@@ -128,7 +138,7 @@ class CodedFile:
         index, at = {}, 0
         parts = {key: self._written[key] for key in sorted(self._written)}
         for key, data in parts.items():
-            index[key] = {"at": at, "bytes": data.numel(), "checksum": int(checksum(data))}
+            index[key] = {"at": at, "bytes": data.numel(), "hash": hash_of(data)}
             at = _rounded(at + data.numel())
         text = json.dumps(index).encode()
         with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=self.path.name, delete=False) as file:
@@ -149,9 +159,9 @@ class CodedFile:
 
 def _is_entry(entry: Any) -> bool:
     """Whether an entry of an index says where a tensor is, and nothing that cannot be."""
-    if not isinstance(entry, dict) or any(type(entry.get(name)) is not int for name in ("at", "bytes", "checksum")):
+    if not isinstance(entry, dict) or any(type(entry.get(name)) is not int for name in ("at", "bytes")):
         return False
-    return bool(entry["at"] >= 0 and entry["bytes"] >= 0)
+    return bool(entry["at"] >= 0 and entry["bytes"] >= 0 and isinstance(entry.get("hash"), str))
 
 
 def _write_all(file: IO[bytes], parts: Sequence[torch.Tensor]) -> None:

@@ -5,8 +5,9 @@ group is sent it is compared with the model: adapters may have come or gone, or 
 `load_state_dict`), and what the model holds now counts.
 
 Weights rarely change on the device, so the device copy is dropped, and copied back only if it changed. A group with
-its own device memory tells by a checksum of all of it. A streamed block tells by torch's count of changes to each
-tensor, which costs no wait for the device. Writes through `tensor.data` are not counted; a forward makes none.
+its own device memory tells by a checksum of all of it, and by torch's counts. A streamed block tells by torch's count
+of changes to each tensor, which costs no wait for the device. Writes through `tensor.data` are not counted; a forward
+makes none.
 """
 
 from __future__ import annotations
@@ -345,9 +346,10 @@ class WeightGroup:
             self._entries, self._tensors, self._hosts = [], [], []
 
     def checksum(self) -> torch.Tensor:
-        """A number on the device that tells whether its device memory changed. This does not wait for the device."""
+        """A number on the device that tells whether its weights were changed there: torch's count of changes, and a sum
+        of the device memory, as torch does not count all. This does not wait for the device."""
         assert self._buffer is not None
-        return checksum(self._buffer.flat)
+        return checksum(self._buffer.flat) + self.edits()
 
     @plainly
     def keep_changes(self) -> None:
