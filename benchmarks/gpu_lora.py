@@ -4,11 +4,11 @@
     python benchmarks/gpu_lora.py --tiny                      # the same on a CPU, to see that it runs
 
 FLUX.1 of full size with random weights that are made on the GPU, and two adapters of rank 16 on all projections of
-attention and MLP, saved and loaded as files. Steps are measured with peft's own layers and with ours, each as it is and
-replayed as a graph, where the host takes no part; then with streamed blocks. `layers` has the operations of which an
-adapter consists, for the shapes of FLUX.1, and other ways to compute the same. A switch is what happens between two
-requests, without the step that follows it. Each output is compared to the bit with that of a model in which only this
-adapter was ever loaded. Each part is kept in the file as soon as it is there, and not made again.
+attention and MLP, saved and loaded as files. Steps are measured as they are, replayed as a graph, where the host takes
+no part, and with streamed blocks. `layers` has the operations of which an adapter consists, for the shapes of FLUX.1,
+and other ways to compute the same. A switch is what happens between two requests, without the step that follows it.
+Each output is compared to the bit with that of a model in which only this adapter was ever loaded. Each part is kept
+in the file as soon as it is there, and not made again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from gpu_bench import Bench, gib, is_same
 from gpu_parts import Parts, add_options
 
 from samovar import attach
-from samovar.core.adapters import quicken
 from samovar.engine.lora import Adapter, Adapters
 from simulated import SimulatedRecorder, recording_by
 
@@ -194,19 +193,6 @@ class Subject:
         return found | {"step_ms_after_a_switch": statistics.median(steps)}
 
     @contextlib.contextmanager
-    def layers_of_peft(self) -> Iterator[None]:
-        """Inside, layers are peft's own."""
-        from peft.tuners.lora.layer import Linear
-
-        layers = [layer for layer in self.pipe.transformer.modules() if isinstance(layer, Linear)]
-        for layer in layers:
-            layer.__class__ = Linear
-        try:
-            yield
-        finally:
-            quicken(layers)
-
-    @contextlib.contextmanager
     def attached(self, **settings: Any) -> Iterator[None]:
         """Inside, features are attached."""
         simulated = (
@@ -221,14 +207,12 @@ class Subject:
                     attached.detach()
 
 
-WAYS: dict[str, tuple[bool, dict[str, Any], float]] = {
-    "peft": (True, {}, 20.0),
-    "ours": (False, {}, 20.0),
-    "peft_graphs": (True, {"compile": "graphs"}, 30.0),
-    "ours_graphs": (False, {"compile": "graphs"}, 30.0),
-    "ours_layerwise": (False, {"offload": "layerwise"}, 70.0),
+WAYS: dict[str, tuple[dict[str, Any], float]] = {
+    "peft": ({}, 20.0),
+    "peft_graphs": ({"compile": "graphs"}, 30.0),
+    "peft_layerwise": ({"offload": "layerwise"}, 70.0),
 }
-"""By name: whether layers are peft's own, what is attached, and how many seconds it takes at full size."""
+"""By name: what is attached, and how many seconds it takes at full size."""
 
 
 def run(bench: Bench, folder: Path, parts: Parts, only: Sequence[str]) -> None:
@@ -244,12 +228,12 @@ def run(bench: Bench, folder: Path, parts: Parts, only: Sequence[str]) -> None:
     parts.note("bare", {"step_ms": step_ms, "peak_gib": peak_gib})
     load_s = subject.load()
     parts.note("adapters", {"load_s_both": load_s, "gib_each": gib(subject.adapters.bytes["a"])})
-    for name, (is_pefts, settings, takes_s) in ways.items():
+    for name, (settings, takes_s) in ways.items():
         if not parts.is_due(name, takes_s):
             continue
         if "offload" in settings:
             settings = {"offload": {"mode": settings["offload"], "device": str(bench.device)}}
-        with subject.layers_of_peft() if is_pefts else contextlib.nullcontext(), subject.attached(**settings):
+        with subject.attached(**settings):
             parts.note(name, subject.measure(*(FEW if "offload" in settings else MANY)))
         bench.clear()
     subject.adapters.close()
@@ -259,7 +243,7 @@ def judge(parts: Parts, tiny: bool) -> bool:
     """Whether the bits and the time of a switch are as they should be, as far as they were measured."""
     rows = [row for name in WAYS if (row := parts.get(name)) is not None]
     same = all(value for row in rows for name, value in row.items() if name.startswith("same_bits"))
-    resident = parts.get("ours")
+    resident = parts.get("peft")
     switch_ms = 0.0 if resident is None else resident["switch_ms"]
     print(f"same bits: {same}; a switch takes {switch_ms:.1f} ms, the goal is {GOAL_MS:g}")
     return same and (switch_ms <= GOAL_MS or tiny)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch.nn import Linear
 
 from ..arch import find_denoisers
-from ..core.adapters import adapter_layers, quicken, switch_adapters
+from ..core.adapters import adapter_layers, switch_adapters
 from ..core.errors import ModelError, SettingError
 from ..core.files import brief, check_names, first_line, heard, read_json, reading
 
@@ -221,7 +221,6 @@ class Adapters:
         self._make_room(size, keep or [])
         self._loaded.append(name)
         self._layers = _adapter_layers(self._pipeline)
-        quicken(self._layers)
 
     def _load_and_check(self, name: str, file: Path) -> int:
         """The adapter's bytes."""
