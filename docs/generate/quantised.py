@@ -25,7 +25,7 @@ def choices(_: str) -> str:
     rows = []
     for name in (EXACT, *KINDS):
         rungs = [ladder.rung(name) for ladder in ladders]
-        cells = [f"{rung.forward_s:.2f} s, {format_bytes(rung.bus_bytes)}" for rung in rungs]
+        cells = [format_bytes(rung.bus_bytes) for rung in rungs]
         rows.append([name, format_bytes(rungs[0].weight_bytes), *cells])
     return markdown_table(["weights", "size", *(f"within {budget}" for budget in budgets)], rows)
 

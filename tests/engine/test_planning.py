@@ -23,16 +23,16 @@ SIZE = {"height": 1024, "width": 1024}
 FLUX = "FluxTransformer2DModel"
 
 
-def test_each_choice_has_its_memory_and_time() -> None:
-    made = make_plan(FLUX, OffloadConfig(gpu_memory="6GiB"), SIZE, tflops=600, bus="50GiB")
-    assert "s at 50.00 GiB/s" in str(made.plan), "the plan is for the same bus as the table"
+def test_each_choice_has_its_memory_and_traffic() -> None:
+    made = make_plan(FLUX, OffloadConfig(gpu_memory="6GiB"), SIZE, bus="50GiB")
+    assert "s at 50.00 GiB/s" in str(made.plan), "the plan is for that bus"
     found = {rung.name: rung for rung in made.rungs}
     assert list(found) == ["exact", "int8", "fp8", "int4", "nf4"]
     assert found["exact"].weight_bytes > 1.9 * found["int8"].weight_bytes > 3 * found["int4"].weight_bytes
     assert found["exact"].bus_bytes > found["int8"].bus_bytes > found["int4"].bus_bytes
     assert made.plan is found["exact"].plan, "nothing is quantised unless asked"
     assert made.choices[1][-1] == "taken"
-    assert [len(row) for row in made.choices] == [6] * 6
+    assert [len(row) for row in made.choices] == [5] * 6
     assert made.to_dict()["choices"][1]["name"] == "int8"
 
 
@@ -71,7 +71,6 @@ def test_vaes_decode_in_parts_where_a_budget_has_no_room_otherwise(folder: Path)
 @pytest.mark.parametrize(
     ("speeds", "message"),
     [
-        ({"tflops": 0}, "tflops=0; expected a number above 0"),
         ({"bus": "0GiB"}, "bus='0GiB'; expected bytes per second, more than 0"),
         ({"bus": "0.1B"}, "bus='0.1B'; expected bytes per second, more than 0"),
     ],
@@ -103,12 +102,12 @@ def test_quantised_folders_and_files(folder: Path, tmp_path: Path) -> None:
         make_plan(file, config, size, quantization="int8")
 
 
-def test_the_engine_takes_exact_weights_where_they_are_as_fast(folder: Path) -> None:
+def test_the_engine_takes_exact_weights_where_they_stay_on_the_gpu(folder: Path) -> None:
     pytest.importorskip("torchao")
     with Omni(str(folder), device="cpu", progress=False, gpu_memory="1GiB", loss="int8") as omni:
         said = omni.explain().features[0]
         assert (said.name, said.settings) == ("quantization", "none")
-        assert "exact weights are the fastest within the budget" in said.why
+        assert "exact weights stay on the GPU" in said.why
 
 
 def test_the_engine_climbs_down_and_says_why(folder: Path) -> None:
@@ -121,7 +120,7 @@ def test_the_engine_climbs_down_and_says_why(folder: Path) -> None:
     with Omni(str(folder), device="cpu", progress=False, offload=offload, loss="int8") as omni:
         said = {feature.name: feature for feature in omni.explain().features}
         assert said["quantization"].settings == "transformer as torchao Float8WeightOnlyConfig"
-        assert "fp8 weights are the fastest within the budget" in said["quantization"].why
+        assert "fp8 weights" in said["quantization"].why
         assert said["quantization"].why.endswith("exact weights do not fit.")
         drawn = image_of(omni)
     with Omni(str(folder), device="cpu", progress=False, quantization="fp8") as omni:
@@ -155,7 +154,7 @@ def test_what_is_not_here_is_left_out_with_the_reason(folder: Path) -> None:
     ):
         make_plan(str(quantised), OffloadConfig(gpu_memory="1GiB"), {}, loss="int8")
     made = make_plan(str(quantised), OffloadConfig(gpu_memory="1GiB"), {"height": 16, "width": 32})
-    assert made.choices[1][0] == "torchao Int8WeightOnlyConfig", "with its memory and time"
+    assert made.choices[1][0] == "torchao Int8WeightOnlyConfig", "with its memory and traffic"
 
 
 def test_an_encoder_that_is_quantised_leaves_the_choice(folder: Path, tmp_path: Path) -> None:
@@ -180,6 +179,6 @@ def test_the_engine_finds_room_as_attach_does(folder: Path) -> None:
     given = {"device": "cpu", "progress": False, "gpu_memory": budget, "max_batch": 4}
     defaults = {"height": 256, "width": 256}
     with Omni(str(folder), loss="int8", defaults=defaults, **given) as omni:
-        assert "exact weights are the fastest" in omni.explain().features[0].why
+        assert "exact weights" in omni.explain().features[0].why
     with pytest.raises(SettingError, match="is not enough"):
         Omni(str(folder), loss="int8", defaults=defaults, vae_slicing=False, vae_tiling=False, **given)

@@ -55,7 +55,6 @@ def add_plan(commands: Any) -> None:
         "--dtype", choices=dtypes, metavar="TYPE", help="as which the weights are loaded (as they are stored)"
     )
     parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
-    parser.add_argument("--tflops", metavar="X", type=float, help="16-bit TFLOP/s that the GPU reaches (100)")
     parser.add_argument("--bus", metavar="SIZE", help="bytes per second from the host to the GPU (25GiB)")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
@@ -67,7 +66,7 @@ def _plan(options: argparse.Namespace) -> int:
     quantisation would take. No weights are loaded.
 
     examples:
-      samovar plan FluxTransformer2DModel --gpu-memory 6GiB --loss int8 --tflops 160
+      samovar plan FluxTransformer2DModel --gpu-memory 6GiB --loss int8
       samovar plan ./my-model --gpu-memory 24GiB --height 720 --width 1280 --frames 81
       samovar plan ./flux --gpu-memory 8GiB --quantization flux1-dev-Q4_K_S.gguf
     """
@@ -80,14 +79,14 @@ def _plan(options: argparse.Namespace) -> int:
         source = _find_config(options)
         size = _default_size(source) | {name: given[name] for name in _REQUEST if name in given}
         texts = options.quantization
-        made = make_plan(source, config, size, dtype=options.dtype, loss=options.loss, tflops=options.tflops,
-                         bus=options.bus, quantization=arguments.quantization_of(texts) if texts else None)  # fmt: skip
+        made = make_plan(source, config, size, dtype=options.dtype, loss=options.loss, bus=options.bus,
+                         quantization=arguments.quantization_of(texts) if texts else None)  # fmt: skip
     if options.json:
         print(json.dumps(made.to_dict(), indent=2))
         return 0
     print(made.plan, *[made.tiers] * made.plan.offloads_anything, sep="\n")
     if made.choices:
-        print("", *aligned(made.choices, right=(1, 2, 3, 4)), f"\n{made.why}", sep="\n")
+        print("", *aligned(made.choices, right=(1, 2, 3)), f"\n{made.why}", sep="\n")
     return 0
 
 

@@ -1,8 +1,7 @@
-"""How would a model be loaded, by settings alone? Its plan for memory, and which quantisation to take."""
+"""Plans by settings alone: how a model would be loaded, and which quantisation to take."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from ..core.errors import ModelError, SettingError
 from ..core.quantisers import QUANTISERS
 from ..core.settings import parse_bytes
 from ..offload import OffloadConfig, OffloadPlan, TierPlan, Timing, plan_offload, plan_tiers, read_parts, uses_of
-from ..offload.ladder import EXACT, Ladder, Rung, Speeds, choose_rung, table_of
+from ..offload.ladder import EXACT, Ladder, Rung, choose_rung, table_of
+from ..offload.ring import ASSUMED_BUS
 from ..offload.sizes import sizes_in
 from ..trace.activations import Activations, read_activations
 from ..trace.rehearse import RequestSize
@@ -38,7 +38,7 @@ class MadePlan:
     choices: tuple[tuple[str, ...], ...] = ()
     """The rungs as rows of a table."""
     why: str = ""
-    """Which rung is taken and why, and with which speeds."""
+    """Which rung is taken, and why."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -54,19 +54,20 @@ def make_plan(
     dtype: str | None = None,
     quantization: QuantizationSetting = None,
     loss: str | None = None,
-    tflops: float | None = None,
     bus: str | None = None,
 ) -> MadePlan:
     """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
     check_loss(loss, quantization, config)
-    speeds = _speeds(tflops, bus)
-    config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
+    speed = ASSUMED_BUS if bus is None else parse_bytes(bus, "bus")
+    if not speed:
+        raise SettingError(f"bus={bus!r}; expected bytes per second, more than 0, such as '25GiB'.", param="bus")
+    config = replace(config, timing=config.timing or Timing(speed))
     if source.endswith(GGUF) and Path(source).expanduser().is_file():
         return _plan_file(source, config, quantization or loss)
     parts = read_parts(source, getattr(torch, dtype) if dtype else None)
 
     def made(seen: Activations) -> MadePlan:
-        return _made(source, parts, seen, config, quantization, loss, speeds)
+        return _made(source, parts, seen, config, quantization, loss)
 
     found, way = _in_the_first_way(source, parts, RequestSize(**size), Way(), (None, None), made)
     if way == Way():
@@ -106,19 +107,18 @@ def _made(
     config: OffloadConfig,
     quantization: QuantizationSetting,
     loss: str | None,
-    speeds: Speeds,
 ) -> MadePlan:
     # A plan is for any machine, so nothing need be installed here but what reads the file.
     chosen = Quantization.read(quantization, None)
     if loss is not None:
         _refuse_quantised(source, parts)
     parts = parts if chosen is None else chosen.applied(parts)
-    ladder = Ladder(parts, seen, config, speeds)
+    ladder = Ladder(parts, seen, config)
     kinds = dict.fromkeys(part.kind for part in parts.values() if part.role == "denoiser" and part.kind)
     if not kinds:
         return _with_choices(ladder, loss)
     rung = replace(ladder.rung(EXACT), name=", ".join(kinds))
-    return MadePlan(*_planned(rung), (rung,), tuple(table_of([rung], {})), _times_of(ladder))
+    return MadePlan(*_planned(rung), (rung,), tuple(table_of([rung], {})))
 
 
 def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
@@ -134,12 +134,7 @@ def _with_choices(ladder: Ladder, loss: str | None) -> MadePlan:
         allowed = {EXACT, *(kind.name for kind in kinds_within(loss))}
         taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
     notes[taken.name] = "taken"
-    why = f"{why[0].upper()}{why[1:]}. {_times_of(ladder)}"
-    return MadePlan(*_planned(taken), tuple(rungs), tuple(table_of(rungs, notes)), why)
-
-
-def _times_of(ladder: Ladder) -> str:
-    return f"Times are for {ladder.speeds}; give --tflops and --bus of yours."
+    return MadePlan(*_planned(taken), tuple(rungs), tuple(table_of(rungs, notes)), f"{why[0].upper()}{why[1:]}.")
 
 
 def _planned(rung: Rung) -> tuple[OffloadPlan, TierPlan]:
@@ -147,18 +142,6 @@ def _planned(rung: Rung) -> tuple[OffloadPlan, TierPlan]:
         raise SettingError(rung.problem, param="gpu_memory")
     assert rung.tiers is not None, "a plan has tiers"
     return rung.plan, rung.tiers
-
-
-def _speeds(tflops: float | None, bus: str | None) -> Speeds:
-    if tflops is not None and not tflops > 0:
-        raise SettingError(f"tflops={tflops!r}; expected a number above 0.", param="tflops")
-    # Memory keeps step with compute from card to card.
-    given = {} if tflops is None else {"operations_s": tflops * 1e12, "memory_bytes_s": tflops * 1e10}
-    if bus is not None:
-        given["bus_bytes_s"] = float(parse_bytes(bus, "bus") or 0)
-        if not given["bus_bytes_s"]:
-            raise SettingError(f"bus={bus!r}; expected bytes per second, more than 0, such as '25GiB'.", param="bus")
-    return Speeds(**given)
 
 
 def _plan_file(source: str, config: OffloadConfig, quantises: Any) -> MadePlan:
@@ -199,15 +182,15 @@ def choose_quantization(
     size: Mapping[str, int | None],
     loss: str,
 ) -> tuple[Quantization | None, str]:
-    """Of what may be lost, the quantisation that is the fastest within the budgets here, and why. `attached`: what the
-    model will run with."""
+    """Of what may be lost, the quantisation that fits and sends the fewest bytes over the bus, and why.
+
+    `attached`: what the model will run with.
+    """
     config = attached.offload
     assert config is not None, "there is no budget without offload"
     parts = read_parts(str(folder), dtype)
     _refuse_quantised(str(folder), parts)
-    # Ranks must choose alike, and would not measure alike.
-    speeds = _measured(device) if attached.num_ranks == 1 else Speeds()
-    config = replace(config, timing=config.timing or Timing(speeds.bus_bytes_s))
+    config = replace(config, timing=config.timing or Timing(ASSUMED_BUS))  # Ranks must choose alike.
     left: list[str] = []
     kinds: list[Kind] = []
     for kind in kinds_within(loss):
@@ -217,7 +200,7 @@ def choose_quantization(
             left.append(str(error))
 
     def chosen(seen: Activations) -> tuple[Rung, str]:
-        ladder = Ladder(parts, seen, config, speeds)
+        ladder = Ladder(parts, seen, config)
         return choose_rung(
             [ladder.rung(name) for name in (EXACT, *(kind.name for kind in kinds if ladder.changes(kind)))]
         )
@@ -233,29 +216,3 @@ def _refuse_quantised(source: str, parts: Parts) -> None:
     kinds = [f"{name} as {part.kind}" for name, part in parts.items() if part.role == "denoiser" and part.kind]
     if kinds:
         raise ModelError(f"{source} is quantised already: {', '.join(kinds)}. Leave out loss.")
-
-
-def _measured(device: torch.device) -> Speeds:
-    """The speeds of a GPU; assumed ones without."""
-    if device.type != "cuda":
-        return Speeds()
-    side, repeats = 8192, 4
-    one = torch.empty((side, side), dtype=torch.bfloat16, device=device).normal_()
-    marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
-    _ = one @ one  # The first one loads the kernel.
-    marks[0].record()
-    for _ in range(repeats):
-        product = one @ one
-    marks[1].record()
-    for _ in range(repeats):
-        product.copy_(one)
-    marks[2].record()
-    host = torch.empty(side * side, dtype=torch.bfloat16, pin_memory=True)
-    product.view(-1).copy_(host, non_blocking=True)
-    marks[3].record()
-    torch.cuda.synchronize(device)
-    compute_ms, copy_ms, bus_ms = (a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-    moved = one.numel() * one.element_size()
-    return Speeds(
-        repeats * 2e3 * side**3 / compute_ms, repeats * 2 * 1e3 * moved / copy_ms, 1e3 * moved / max(bus_ms, 1e-3)
-    )
