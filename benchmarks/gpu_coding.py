@@ -22,13 +22,7 @@ from samovar.offload import coding
 from samovar.offload.coding import Coded, decode_into, encode
 
 MEGABYTES = (19, 75, 94, 113)
-VARIANTS = {
-    f"{rows} rows, {warps} warps{'' if asm else ', no asm'}": {"rows": rows, "warps": warps, "asm": asm}
-    for rows, warps, asm in (
-        (128, 2, True), (128, 4, True), (256, 2, True), (256, 4, True), (512, 4, True), (512, 8, True),
-        (1024, 8, True), (256, 4, False),
-    )
-}  # fmt: skip
+VARIANTS = {"no asm": {"asm": False}}
 TOGETHER = 10
 """Launches that are timed together, as they follow each other in a stream; each on other memory."""
 
@@ -61,7 +55,7 @@ def host_microseconds(call: Callable[[], object], times: int = 200) -> float:
     return taken / times * 1e6
 
 
-def weights(kind: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def weights(kind: str, count: int, device: torch.device) -> torch.Tensor:
     """Random weights of a distribution."""
     generator = torch.Generator(device).manual_seed(0)
     normal = partial(torch.randn, count, generator=generator, device=device)
@@ -80,32 +74,30 @@ def weights(kind: str, count: int, dtype: torch.dtype, device: torch.device) -> 
         drawn = torch.where(uniform() < 0.5, 0.0, normal() * 0.02)
     else:
         return torch.randint(-(2**15), 2**15, (count,), generator=generator, device=device, dtype=torch.int16).view(
-            dtype
+            torch.bfloat16
         )
-    return drawn.to(dtype)
+    return drawn.to(torch.bfloat16)
 
 
 def report_sizes(count: int, device: torch.device) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    print(f"{'weights':<22}{'dtype':<10}{'bits':>7}{'share':>8}{'code':>6}{'escapes':>9}{'decode':>13}  same bits")
-    for dtype in (torch.bfloat16, torch.float16):
-        for kind in ("normal", "uniform", "laplace", "outliers", "rows of other scales", "sparse", "random bits"):
-            words = weights(kind, count, dtype, device)
-            coded = encode(words)
-            name = f"{kind:<22}{str(dtype)[6:]:<10}"
-            row = {"weights": kind, "dtype": str(dtype)[6:], "bits": 16.0}
-            rows.append(row)
-            if coded is None:
-                print(f"{name}{16:>7}{1:>8}  left raw")
-                continue
-            form, out = coded.form, torch.empty(words.numel() * 2, dtype=torch.uint8, device=device)
-            decode = partial(decode_into, form, coded.data, out)
-            speed = form.raw_bytes / milliseconds([decode] * TOGETHER) / 1e6
-            same = same_bits(out, words)
-            bits, share = form.num_bytes * 8 / count, form.num_bytes / form.raw_bytes
-            escapes = form.num_escapes / count
-            print(f"{name}{bits:>7.2f}{share:>8.3f}{form.code_bits:>6}{escapes:>9.2%}{speed:>8.0f} GB/s  {same}")
-            row |= {"bits": round(bits, 3), "escapes": round(escapes, 4), "gb_s": round(speed), "bits_are": same}
+    print(f"{'weights':<22}{'bits':>7}{'share':>8}{'escapes':>9}{'decode':>13}  same bits")
+    for kind in ("normal", "uniform", "laplace", "outliers", "rows of other scales", "sparse", "random bits"):
+        words = weights(kind, count, device)
+        coded = encode(words)
+        row = {"weights": kind, "dtype": "bfloat16", "bits": 16.0}
+        rows.append(row)
+        if coded is None:
+            print(f"{kind:<22}{16:>7}{1:>8}  left raw")
+            continue
+        form, out = coded.form, torch.empty(words.numel() * 2, dtype=torch.uint8, device=device)
+        decode = partial(decode_into, form, coded.data, out)
+        speed = form.raw_bytes / milliseconds([decode] * TOGETHER) / 1e6
+        same = same_bits(out, words)
+        bits, share = form.num_bytes * 8 / count, form.num_bytes / form.raw_bytes
+        escapes = form.num_escapes / count
+        print(f"{kind:<22}{bits:>7.2f}{share:>8.3f}{escapes:>9.2%}{speed:>8.0f} GB/s  {same}")
+        row |= {"bits": round(bits, 3), "escapes": round(escapes, 4), "gb_s": round(speed), "bits_are": same}
     return rows
 
 
@@ -114,39 +106,36 @@ def same_bits(out: torch.Tensor, words: torch.Tensor) -> str:
 
 
 def report_kernels(device: torch.device) -> dict[str, Any]:
-    """GB/s of output by dtype, variant and size; without a variant's name, as it is used."""
+    """GB/s of output by variant and size; without a variant's name, as it is used."""
     from samovar.offload.decode_kernel import decode
 
     found: dict[str, Any] = {"megabytes": MEGABYTES}
     print(f"\n{'GB/s of decoded weights':<30}" + "".join(f"{size:>9} MB" for size in MEGABYTES) + "   bits")
-    for dtype in (torch.bfloat16, torch.float16):
-        cases: list[tuple[torch.Tensor, list[Coded], list[torch.Tensor]]] = []
-        for size in MEGABYTES:
-            words = weights("normal", size * 10**6 // 2, dtype, device)
-            coded = encode(words)
-            assert coded is not None
-            copies = [Coded(coded.form, coded.data.clone()) for _ in range(TOGETHER)]
-            cases.append((words, copies, [torch.empty_like(words).view(torch.uint8) for _ in copies]))
-        rows = {"as used": decode} | {name: partial(decode, **options) for name, options in VARIANTS.items()}
-        by_variant = found[str(dtype)[6:]] = {
-            "bits": round(cases[-1][1][0].form.num_bytes * 8 / cases[-1][0].numel(), 3)
-        }
-        for name, call in {**rows, "torch operations": coding._decode}.items():
-            speeds, same = [], set()
-            for words, copies, outs in cases:
-                pairs = list(zip(copies, outs, strict=True))[: 1 if call is coding._decode else TOGETHER]
-                calls = [partial(call, copy.form, copy.data, out) for copy, out in pairs]
-                speeds.append(words.numel() * 2 / milliseconds(calls) / 1e6)
-                end = copies[0].form.coded_weights
-                same |= {same_bits(out[: end * 2], words[:end]) for _, out in pairs}
-            print(f"{str(dtype)[6:] + ' ' + name:<30}" + "".join(f"{s:>12.0f}" for s in speeds), *same, flush=True)
-            by_variant[name] = {"gb_s": [round(speed) for speed in speeds], "bits_are": sorted(same)}
-        speeds = []
-        for words, _, outs in cases:
-            calls = [partial(out.copy_, words.view(torch.uint8)) for out in outs]
+    cases: list[tuple[torch.Tensor, list[Coded], list[torch.Tensor]]] = []
+    for size in MEGABYTES:
+        words = weights("normal", size * 10**6 // 2 // coding.TILE * coding.TILE, device)
+        coded = encode(words)
+        assert coded is not None
+        copies = [Coded(coded.form, coded.data.clone()) for _ in range(TOGETHER)]
+        cases.append((words, copies, [torch.empty_like(words).view(torch.uint8) for _ in copies]))
+    rows = {"as used": decode} | {name: partial(decode, **options) for name, options in VARIANTS.items()}
+    bits = cases[-1][1][0].form.num_bytes * 8 / cases[-1][0].numel()
+    by_variant = found["bfloat16"] = {"bits": round(bits, 3)}
+    for name, call in {**rows, "torch operations": coding.decode}.items():
+        speeds, same = [], set()
+        for words, copies, outs in cases:
+            pairs = list(zip(copies, outs, strict=True))[: 1 if call is coding.decode else TOGETHER]
+            calls = [partial(call, copy.form, copy.data, out) for copy, out in pairs]
             speeds.append(words.numel() * 2 / milliseconds(calls) / 1e6)
-        print(f"{'a plain copy':<30}" + "".join(f"{speed:>12.0f}" for speed in speeds))
-        by_variant["a plain copy"] = {"gb_s": [round(speed) for speed in speeds]}
+            same |= {same_bits(out, words) for _, out in pairs}
+        print(f"{name:<30}" + "".join(f"{s:>12.0f}" for s in speeds), *same, flush=True)
+        by_variant[name] = {"gb_s": [round(speed) for speed in speeds], "bits_are": sorted(same)}
+    speeds = []
+    for words, _, outs in cases:
+        calls = [partial(out.copy_, words.view(torch.uint8)) for out in outs]
+        speeds.append(words.numel() * 2 / milliseconds(calls) / 1e6)
+    print(f"{'a plain copy':<30}" + "".join(f"{speed:>12.0f}" for speed in speeds))
+    by_variant["a plain copy"] = {"gb_s": [round(speed) for speed in speeds]}
     _, copies, outs = cases[0]
     launch = partial(decode_into, copies[0].form, copies[0].data, outs[0])
     found["host_us"] = round(host_microseconds(launch), 1)
@@ -156,8 +145,8 @@ def report_kernels(device: torch.device) -> dict[str, Any]:
 
 def report_encoding(device: torch.device, gigabytes: float) -> dict[str, float]:
     found = {}
-    count = int(94e6) // 2
-    words = weights("normal", count, torch.bfloat16, device)
+    count = int(94e6) // 2 // coding.TILE * coding.TILE
+    words = weights("normal", count, device)
     times = max(int(gigabytes * 1e9 / (count * 2)), 1)
     encode(words)
     for name, source in (("device", words), ("host (pageable)", words.cpu())):
@@ -188,7 +177,7 @@ def main() -> None:
     device = torch.device("cuda", 0)
     print(torch.cuda.get_device_name(device), "torch", torch.__version__, flush=True)
     result = gpu_models.header(device)
-    result["sizes"] = report_sizes(2**20 if quick else 2**25 + 5, device)
+    result["sizes"] = report_sizes(2**20 if quick else 2**25, device)
     result["decode_gb_s"] = report_kernels(device)
     result["encode_gb_s"] = report_encoding(device, 1 if quick else 10)
     if arguments.json is not None:

@@ -40,10 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("weights", "host", "coded_copy"):
+    for module in ("weights", "host", "coded", "sizes"):
         monkeypatch.setattr(f"samovar.offload.{module}.LEAST_PIECE", 600)
-    for module in ("coding", "sizes"):
-        monkeypatch.setattr(f"samovar.offload.{module}.LEAST_BYTES", 600)
+    monkeypatch.setattr("samovar.offload.coding.TILE", 32)
 
 
 def loaded(folder: Path) -> Any:

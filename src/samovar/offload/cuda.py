@@ -93,11 +93,11 @@ class CudaStage(Stage):
     def decodes_fast(self) -> bool:  # type: ignore[override]
         return fast_decoder(self.device) is not None
 
-    def encode(self, words: torch.Tensor, dtype: torch.dtype) -> Coded | None:
+    def encode(self, words: torch.Tensor) -> Coded | None:
         try:
-            return encode(words, dtype, device=self.device)
+            return encode(words, device=self.device)
         except torch.OutOfMemoryError:
-            return encode(words, dtype)
+            return encode(words)
 
     def _open_area(self) -> None:
         self._decoding.wait_stream(self._copying)

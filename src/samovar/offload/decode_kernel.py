@@ -1,4 +1,4 @@
-"""How does a GPU decode weights? One thread decodes eight of them, as bytes of 32-bit words (see `coding`).
+"""How a GPU decodes weights: one thread decodes eight of them, as bytes of 32-bit words (see `coding`).
 
 A thread reads eight bytes and a byte of each plane, and writes sixteen bytes. It makes the exponents of four weights at
 once: each bit of a code becomes a byte of zeros or ones, which chooses between bytes of the table. Escapes are counted
@@ -15,13 +15,16 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from .coding import FEW, HEADER, TABLE_AT, TILE, Form
+from .coding import BITS, FEW, HEADER, TABLE_AT, TILE, Form
 
 __all__ = ["TritonError", "decode"]
 
+assert BITS == 3, "the kernel reads three planes"
 _TABLE_AT = tl.constexpr(TABLE_AT)
 _HEADER = tl.constexpr(HEADER)
-_TILE = tl.constexpr(TILE)
+_FEW = tl.constexpr(FEW)
+_ROWS = tl.constexpr(TILE // 8)
+_WARPS = 2
 _HAS_QUICK_CALLS = os.environ.get("TRITON_INTERPRET") != "1" and tuple(map(int, triton.__version__.split(".")[:2])) >= (
     3,
     3,
@@ -52,31 +55,20 @@ def _two(table, FIRST: tl.constexpr, mask0):
 
 
 @triton.jit
-def _four(table, FIRST: tl.constexpr, mask0, mask1):
-    return _choose(_two(table, FIRST, mask0), _two(table, FIRST + 2, mask0), mask1)
-
-
-@triton.jit
-def _eight(table, mask0, mask1, mask2):
-    return _choose(_four(table, 0, mask0, mask1), _four(table, 4, mask0, mask1), mask2)
-
-
-@triton.jit
-def _exponents(table, more, b0, b1, b2, b3, BITS: tl.constexpr, ASM: tl.constexpr):
-    """The exponents of four weights; that of an escape is 0. b0 to b3 are nibbles of the planes."""
+def _exponents(table, b0, b1, b2, ASM: tl.constexpr):
+    """The exponents of four weights; that of an escape is 0. b0 to b2 are nibbles of the planes."""
     mask0 = _mask(b0, ASM)
     mask1 = _mask(b1, ASM)
-    if BITS == 2:
-        return _four(table, 0, mask0, mask1)
-    mask2 = _mask(b2, ASM)
-    if BITS == 3:
-        return _eight(table, mask0, mask1, mask2)
-    return _choose(_eight(table, mask0, mask1, mask2), _eight(more, mask0, mask1, mask2), _mask(b3, ASM))
+    low = _choose(_two(table, 0, mask0), _two(table, 2, mask0), mask1)
+    high = _choose(_two(table, 4, mask0), _two(table, 6, mask0), mask1)
+    return _choose(low, high, _mask(b2, ASM))
 
 
 @triton.jit
-def _interleave(low, high, ASM: tl.constexpr):
-    """Four low and four high bytes as four 16-bit words."""
+def _words(rest, exponents, ASM: tl.constexpr):
+    """Four bytes of sign and mantissa, and four exponents, as four 16-bit words."""
+    low = (rest & 0x7F7F7F7F) | ((exponents << 7) & 0x80808080)
+    high = (rest & 0x80808080) | ((exponents >> 1) & 0x7F7F7F7F)
     if ASM:
         first = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [low, high], tl.uint32, True, 1)
         second = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7362;", "=r,r,r", [low, high], tl.uint32, True, 1)
@@ -84,19 +76,6 @@ def _interleave(low, high, ASM: tl.constexpr):
         first = (low & 0xFF) | ((low & 0xFF00) << 8) | ((high & 0xFF) << 8) | ((high & 0xFF00) << 16)
         second = ((low >> 16) & 0xFF) | ((low >> 8) & 0xFF0000) | ((high >> 8) & 0xFF00) | (high & 0xFF000000)
     return (second.to(tl.uint64) << 32) | first.to(tl.uint64)
-
-
-@triton.jit
-def _words_bf16(rest, exponents, ASM: tl.constexpr):
-    low = (rest & 0x7F7F7F7F) | ((exponents << 7) & 0x80808080)
-    high = (rest & 0x80808080) | ((exponents >> 1) & 0x7F7F7F7F)
-    return _interleave(low, high, ASM)
-
-
-@triton.jit
-def _words_fp16(rest, exponents, lower, upper, sign, ASM: tl.constexpr):
-    high = (exponents << 2) | (_mask(lower, ASM) & 0x01010101) | (_mask(upper, ASM) & 0x02020202)
-    return _interleave(rest, high | (_mask(sign, ASM) & 0x80808080), ASM)
 
 
 @triton.jit
@@ -110,8 +89,8 @@ def _take_escape(escapes, at, left, first, second):
 
 
 @triton.jit
-def _take_all(escapes, at, left, first, second, is_dense, AHEAD: tl.constexpr):
-    for _ in tl.static_range(AHEAD):
+def _take_all(escapes, at, left, first, second, is_dense):
+    for _ in tl.static_range(_FEW):
         at, left, first, second = _take_escape(escapes, at, left, first, second)
     if is_dense:
         while tl.max(left.to(tl.int32), 0) > 0:
@@ -128,123 +107,78 @@ def _count(bits):
 
 
 @triton.jit
-def _read(planes, step, row, live, BITS: tl.constexpr):
+def _read(planes, step, row, live):
     """A byte of each plane of the code, and where all of them have ones."""
     b0 = tl.load(planes + row, mask=live, other=0).to(tl.uint32)
     b1 = tl.load(planes + step + row, mask=live, other=0).to(tl.uint32)
-    b2 = b0
-    b3 = b0
-    if BITS > 2:
-        b2 = tl.load(planes + step * 2 + row, mask=live, other=0).to(tl.uint32)
-    if BITS > 3:
-        b3 = tl.load(planes + step * 3 + row, mask=live, other=0).to(tl.uint32)
-    return b0, b1, b2, b3, b0 & b1 & b2 & b3
+    b2 = tl.load(planes + step * 2 + row, mask=live, other=0).to(tl.uint32)
+    return b0, b1, b2, b0 & b1 & b2
 
 
 @triton.jit
-def _write(
-    out, row, live, rest, first, second, planes, step, BITS: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr
-):
+def _write(out, row, live, rest, first, second, ASM: tl.constexpr):
     """Put eight weights together."""
-    low = rest.to(tl.uint32)
-    high = (rest >> 32).to(tl.uint32)
-    if FP16:
-        lower = tl.load(planes + step * BITS + row, mask=live, other=0).to(tl.uint32)
-        upper = tl.load(planes + step * (BITS + 1) + row, mask=live, other=0).to(tl.uint32)
-        sign = tl.load(planes + step * (BITS + 2) + row, mask=live, other=0).to(tl.uint32)
-        words = tl.join(
-            _words_fp16(low, first, lower & 15, upper & 15, sign & 15, ASM),
-            _words_fp16(high, second, lower >> 4, upper >> 4, sign >> 4, ASM),
-        )
-    else:
-        words = tl.join(_words_bf16(low, first, ASM), _words_bf16(high, second, ASM))
+    words = tl.join(_words(rest.to(tl.uint32), first, ASM), _words((rest >> 32).to(tl.uint32), second, ASM))
     tl.store(out + row[:, None] * 2 + tl.arange(0, 2)[None, :], words, mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _decode(
-    coded, out, num_rows,
-    BITS: tl.constexpr, FP16: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """A row is eight weights. Each program decodes 2 * ROWS rows: each thread some of the first half (a) and as many of
-    the second (b), which share a prefix sum."""
+def _decode(coded, out, num_rows, ASM: tl.constexpr):
+    """A row is eight weights. Each program decodes two tiles: each thread a row of the first (a) and one of the second
+    (b), which share a prefix sum. The last program may have one tile only."""
     program = tl.program_id(0)
-    TILES: tl.constexpr = ROWS * 8 // _TILE
-    row = tl.arange(0, ROWS)
-    row_b = row + ROWS
-    live = row < num_rows - program * (ROWS * 2)
-    live_b = row_b < num_rows - program * (ROWS * 2)
-    start = program.to(tl.int64) * (ROWS * 2)
-    step = ((num_rows + 15) // 16).to(tl.int64) * 16  # As in `Form`.
-    all_planes = coded + _HEADER + (num_rows // 4).to(tl.int64) * 32
+    row = tl.arange(0, _ROWS)
+    row_b = row + _ROWS
+    live = row < num_rows - program * (_ROWS * 2)
+    live_b = row_b < num_rows - program * (_ROWS * 2)
+    start = program.to(tl.int64) * (_ROWS * 2)
+    step = num_rows.to(tl.int64)
+    all_planes = coded + _HEADER + step * 8
     planes = all_planes + start
     bytes_ = (coded + _HEADER + start * 8).to(tl.pointer_type(tl.uint64))
-    a0, a1, a2, a3, left = _read(planes, step, row, live, BITS)
-    b0, b1, b2, b3, left_b = _read(planes, step, row_b, live_b, BITS)
+    a0, a1, a2, left = _read(planes, step, row, live)
+    b0, b1, b2, left_b = _read(planes, step, row_b, live_b)
     rest = tl.load(bytes_ + row, mask=live, other=0)
     rest_b = tl.load(bytes_ + row_b, mask=live_b, other=0)
     table = tl.load((coded + _TABLE_AT).to(tl.pointer_type(tl.uint64)))
-    more = table
-    if BITS == 4:
-        more = tl.load((coded + _TABLE_AT + 8).to(tl.pointer_type(tl.uint64)))
-    num_tiles = (num_rows * 8 + _TILE - 1) // _TILE
-    all_tiles = all_planes + step * (BITS + 3 * FP16)
+    num_tiles = num_rows // _ROWS
+    all_tiles = all_planes + step * 3
     tiles = all_tiles.to(tl.pointer_type(tl.uint32))
-    tile = program * (TILES * 2)
+    tile = program * 2
     before = tl.load(tiles + tile)
-    before_b = tl.load(tiles + tl.minimum(tile + TILES, num_tiles))
-    after = tl.load(tiles + tl.minimum(tile + TILES * 2, num_tiles))
+    before_b = tl.load(tiles + tile + 1)
+    after = tl.load(tiles + tl.minimum(tile + 2, num_tiles))
 
-    first = _exponents(table, more, a0 & 15, a1 & 15, a2 & 15, a3 & 15, BITS, ASM)
-    second = _exponents(table, more, a0 >> 4, a1 >> 4, a2 >> 4, a3 >> 4, BITS, ASM)
-    first_b = _exponents(table, more, b0 & 15, b1 & 15, b2 & 15, b3 & 15, BITS, ASM)
-    second_b = _exponents(table, more, b0 >> 4, b1 >> 4, b2 >> 4, b3 >> 4, BITS, ASM)
+    first = _exponents(table, a0 & 15, a1 & 15, a2 & 15, ASM)
+    second = _exponents(table, a0 >> 4, a1 >> 4, a2 >> 4, ASM)
+    first_b = _exponents(table, b0 & 15, b1 & 15, b2 & 15, ASM)
+    second_b = _exponents(table, b0 >> 4, b1 >> 4, b2 >> 4, ASM)
     if (after >> 1) > (before >> 1):
         escapes = all_tiles + ((num_tiles + 4) // 4).to(tl.int64) * 16
         count = _count(left) + (_count(left_b) << 16)
         count = tl.cumsum(count, 0) - count
         at = (before >> 1).to(tl.int32) + (count & 0xFFFF)
         at_b = (before_b >> 1).to(tl.int32) + (count >> 16)
-        is_dense = (before & 1) != 0
-        is_dense_b = (before_b & 1) != 0
-        for other in tl.static_range(1, TILES):
-            is_dense |= (tl.load(tiles + tl.minimum(tile + other, num_tiles)) & 1) != 0
-            is_dense_b |= (tl.load(tiles + tl.minimum(tile + TILES + other, num_tiles)) & 1) != 0
-        first, second = _take_all(escapes, at, left, first, second, is_dense, AHEAD)
-        first_b, second_b = _take_all(escapes, at_b, left_b, first_b, second_b, is_dense_b, AHEAD)
+        first, second = _take_all(escapes, at, left, first, second, (before & 1) != 0)
+        first_b, second_b = _take_all(escapes, at_b, left_b, first_b, second_b, (before_b & 1) != 0)
 
     words = (out + start * 16).to(tl.pointer_type(tl.uint64))
-    _write(words, row, live, rest, first, second, planes, step, BITS, FP16, ASM)
-    _write(words, row_b, live_b, rest_b, first_b, second_b, planes, step, BITS, FP16, ASM)
+    _write(words, row, live, rest, first, second, ASM)
+    _write(words, row_b, live_b, rest_b, first_b, second_b, ASM)
 
 
-_kernels: dict[tuple[Any, ...], Any] = {}
-"""Compiled kernels by all that they were compiled for. Triton's own look-up takes 20 microseconds a call."""
+_kernels: dict[tuple[bool, torch.device], Any] = {}
+"""Compiled kernels. Triton's own look-up takes 20 microseconds a call."""
 
 
-def decode(
-    form: Form,
-    coded: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    rows: int = 128,
-    warps: int = 2,
-    asm: bool = torch.version.hip is None,
-) -> None:
-    """Decode all but the tail on the current stream, between addresses that are multiples of 16.
-
-    `rows` is a multiple of 128, since a tile is not divided.
-    """
-    num_rows = form.coded_weights // 8
-    if not num_rows:
+def decode(form: Form, coded: torch.Tensor, out: torch.Tensor, *, asm: bool = torch.version.hip is None) -> None:
+    """Decode on the current stream, between addresses that are multiples of 16."""
+    num_rows = form.num_weights // 8
+    grid = (-(-num_rows // (TILE // 4)), 1, 1)
+    kernel = _kernels.get((asm, coded.device))
+    if kernel is not None:
+        kernel[grid](coded.data_ptr(), out.data_ptr(), num_rows, asm)
         return
-    grid = (-(-num_rows // (2 * rows)), 1, 1)
-    settings = (form.code_bits, form.dtype is torch.float16, rows, FEW, asm)
-    key = (*settings, warps, coded.device)
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _decode[grid](coded, out, num_rows, *settings, num_warps=warps)
-        if _HAS_QUICK_CALLS:
-            _kernels[key] = kernel
-    else:
-        kernel[grid](coded.data_ptr(), out.data_ptr(), num_rows, *settings)
+    kernel = _decode[grid](coded, out, num_rows, asm, num_warps=_WARPS)
+    if _HAS_QUICK_CALLS:
+        _kernels[asm, coded.device] = kernel

@@ -17,7 +17,7 @@ import torch
 
 from ..core.tensor_parts import bits, take_apart
 from ..trace.tape import Form, Tape
-from .coded_copy import version_of
+from .coded import version_of
 from .staging import Stage
 from .weights import ALIGNMENT, extent
 

@@ -26,7 +26,7 @@ import torch
 from ..core.errors import SettingError
 from ..core.tensor_parts import plainly, take_apart
 from ..hooks import HookOrder, ModelHook, Run, current_run
-from .coded_file import CodedFile
+from .coded import CodedFile
 from .host import HostMemory, move
 from .planner import ComponentPlan
 from .ring import Ring

@@ -16,8 +16,8 @@ from ..arch.skeleton import Parts, cast, loaded_parts, read_skeleton
 from ..core.errors import ModelError
 from ..core.files import check_names
 from ..core.tensor_parts import take_apart
-from .coding import LEAST_BYTES, expected_ratio
-from .weights import Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
+from .coding import expected_share
+from .weights import LEAST_PIECE, Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -189,9 +189,9 @@ def measure_components(
 def _expected_bytes(piece: Piece) -> int:
     """The bytes in which a piece is expected to cross the bus."""
     (span, _), *others = piece.spans
-    if others or span.num_bytes < LEAST_BYTES:
+    if others or span.num_bytes < LEAST_PIECE:
         return piece.num_bytes
-    return int(piece.num_bytes * expected_ratio(span.tensors[0].dtype))
+    return int(piece.num_bytes * expected_share(span.tensors[0]))
 
 
 def read_parts(source: str, dtype: torch.dtype | None = None) -> Parts:

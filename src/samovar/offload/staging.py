@@ -243,9 +243,9 @@ class Stage(DeviceQueues):
             self._close_area()
             self.free(area.memory)
 
-    def encode(self, words: torch.Tensor, dtype: torch.dtype) -> Coded | None:
-        """Code weights from the host; None if that gains too little."""
-        return encode(words, dtype)
+    def encode(self, words: torch.Tensor) -> Coded | None:
+        """Code bfloat16 weights from the host; None if that gains too little."""
+        return encode(words)
 
     decodes_fast = False
     """Whether decoding takes less time than it saves."""

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.tensor_parts import Wrapper, bits, plainly, take_apart
-from .coded_copy import CodedCopy, code, version_of
-from .coded_file import CodedFile, checksum
+from .coded import CodedCopy, CodedFile, checksum, code, version_of
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .tiers import Tier
@@ -153,8 +152,7 @@ class WeightGroup:
                 return code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
 
         # Most of the time goes into copies between host and device, and into new pages.
-        is_alone = self.file is not None or self._stage.device.type == "cpu"
-        with ThreadPoolExecutor(1 if is_alone else _THREADS) as threads:
+        with ThreadPoolExecutor(1 if self._stage.device.type == "cpu" else _THREADS) as threads:
             self.copies = list(threads.map(coded, pieces))
 
     @property

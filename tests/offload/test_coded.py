@@ -1,20 +1,25 @@
 """Weights that cross the bus coded: the same bits as without, also after every kind of change, within the memory that
-is counted.
+is counted. Kept in a file they are found again by the next process, and never used for others, damaged or half-written.
 
 Tiny models have tiny weights, so these tests code what is too small to be worth it.
 """
 
 from __future__ import annotations
 
+import resource
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipelines import PIPELINES
 from samovar.core.errors import SettingError
-from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload, coded_copy, coding, host, sizes, weights
+from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload, coded, coding, host, sizes, weights
+from samovar.offload.coded import checksum
 
 FLUX = PIPELINES["flux"]
 
@@ -22,16 +27,13 @@ LEAST = 2**9
 
 
 @pytest.fixture(autouse=True)
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(coding, "LEAST_BYTES", LEAST)
-    monkeypatch.setattr(sizes, "LEAST_BYTES", LEAST)
-    monkeypatch.setattr(weights, "LEAST_PIECE", LEAST)
-    monkeypatch.setattr(host, "LEAST_PIECE", LEAST)
-    monkeypatch.setattr(coded_copy, "LEAST_PIECE", LEAST)
-    return
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coding, "TILE", 32)
+    for module in (sizes, weights, host, coded):
+        monkeypatch.setattr(module, "LEAST_PIECE", LEAST)
 
 
-def coded(pipe: Any, *, lazy: bool = True, **config: Any) -> Offloaded:
+def offload(pipe: Any, *, lazy: bool = True, **config: Any) -> Offloaded:
     config = {"mode": "layerwise", "compress": "lossless", **config}
     return apply_offload(pipe, OffloadConfig(**config), stage=HostStage(lazy=lazy))
 
@@ -66,7 +68,7 @@ def large_weights(offloaded: Offloaded) -> list[torch.nn.Parameter]:
 def test_whole_pipelines_give_the_same_bits(name: str, lazy: bool) -> None:
     pipe = tiny(name)
     expected = image(pipe, name)
-    offloaded = coded(pipe, lazy=lazy)
+    offloaded = offload(pipe, lazy=lazy)
     for _ in range(2):
         assert torch.equal(image(pipe, name), expected)
     stats = offloaded.stats()
@@ -78,12 +80,12 @@ def test_whole_pipelines_give_the_same_bits(name: str, lazy: bool) -> None:
     assert torch.equal(image(pipe, name), expected)
 
 
-def test_half_precision_too() -> None:
+def test_half_precision_crosses_as_it_is() -> None:
     pipe = tiny(dtype=torch.float16)
     expected = image(pipe)
-    offloaded = coded(pipe)
+    offloaded = offload(pipe)
     assert torch.equal(image(pipe), expected)
-    assert offloaded.stats().coded_bytes > 0
+    assert offloaded.stats().coded_bytes == 0 < offloaded.stats().sent_bytes
 
 
 def test_weights_stay_where_they_were_and_the_pinned_copy_is_the_coded_one() -> None:
@@ -91,7 +93,7 @@ def test_weights_stay_where_they_were_and_the_pinned_copy_is_the_coded_one() -> 
     transformer = pipe.transformer
     before = {name: tensor.data_ptr() for name, tensor in transformer.named_parameters()}
     state = {name: tensor.clone() for name, tensor in transformer.state_dict().items()}
-    offloaded = coded(pipe)
+    offloaded = offload(pipe)
     ours = {id(weight) for weight in large_weights(offloaded)}
     image(pipe)
     named = dict(transformer.named_parameters())
@@ -122,13 +124,18 @@ def swap_rows(weight: torch.nn.Parameter) -> None:
     weight.data.copy_(weight.data.flip(0))
 
 
+def negate_a_part(weight: torch.nn.Parameter) -> None:
+    """Of an edit through `data` so small, samples that are compared at each step may see nothing."""
+    weight.data.flatten()[weight.numel() // 2 :][: -(-weight.numel() // 64)].neg_()
+
+
 CHANGES = [add_in_place, add_to_data, set_data, swap_rows]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [*CHANGES, negate_a_part])
 def test_changes_between_runs_are_sent(change: Any) -> None:
     pipe, bare = tiny(), tiny()
-    offloaded = coded(pipe)
+    offloaded = offload(pipe)
     first = image(pipe)
     names = {id(weight) for weight in large_weights(offloaded)}
     for (name, weight), other in zip(pipe.transformer.named_parameters(), bare.transformer.parameters(), strict=True):
@@ -155,7 +162,7 @@ def test_changes_by_a_callback_in_a_run_are_sent(change: Any) -> None:
         return {"callback_on_step_end": callback}
 
     pipe, bare = tiny(), tiny()
-    offloaded = coded(pipe)
+    offloaded = offload(pipe)
     ours = {id(weight) for group in offloaded._components["transformer"].blocks.values()
             for copy in group.copies if copy for weight in copy._tensors}  # fmt: skip
     wanted = [name for name, weight in pipe.transformer.named_parameters() if id(weight) in ours and "norm" not in name]
@@ -167,7 +174,7 @@ def test_changes_by_a_callback_in_a_run_are_sent(change: Any) -> None:
 
 def test_weights_loaded_or_cast_between_runs_are_sent() -> None:
     pipe, bare, other = tiny(), tiny(), PIPELINES["flux"].build(1).transformer.to(torch.bfloat16)
-    offloaded = coded(pipe)
+    offloaded = offload(pipe)
     image(pipe)
     for each in (pipe, bare):
         each.transformer.load_state_dict(other.state_dict())
@@ -186,7 +193,7 @@ def test_what_has_not_changed_is_not_coded_again(monkeypatch: pytest.MonkeyPatch
     stage = HostStage(lazy=True)
     calls: list[int] = []
     encode = stage.encode
-    monkeypatch.setattr(stage, "encode", lambda words, dtype: (calls.append(words.numel()), encode(words, dtype))[1])
+    monkeypatch.setattr(stage, "encode", lambda words: (calls.append(words.numel()), encode(words))[1])
     offloaded = apply_offload(pipe, OffloadConfig("layerwise", compress="lossless"), stage=stage)
     image(pipe)
     count = len(calls)
@@ -206,7 +213,7 @@ def test_what_has_not_changed_is_not_coded_again(monkeypatch: pytest.MonkeyPatch
 
 def test_a_piece_that_has_grown_finds_room() -> None:
     pipe, bare = tiny(), tiny()
-    offloaded = coded(pipe)
+    offloaded = offload(pipe)
     image(pipe)
     largest = max(large_weights(offloaded), key=lambda weight: weight.numel())
     name = next(name for name, weight in pipe.transformer.named_parameters() if weight is largest)
@@ -222,7 +229,7 @@ def test_a_piece_that_has_grown_finds_room() -> None:
 def test_the_code_can_be_taken_off_and_put_on() -> None:
     pipe = tiny()
     expected = image(pipe)
-    offloaded = coded(pipe)
+    offloaded = offload(pipe)
     for compress, is_coded in (("none", False), ("lossless", True), ("auto", False)):
         offloaded.replan(compress=compress)
         before = offloaded.stats()
@@ -238,6 +245,160 @@ def test_unknown_codes_are_refused_with_the_nearest() -> None:
     assert caught.value.param == "compress"
 
 
+# ------------------------------------------------------------------------------------------------------- the file
+
+
+def offload_from(folder: Path, pipe: Any, counts: list[int]) -> Any:
+    """Offload a pipeline, and append how many tensors were coded."""
+    stage, number = HostStage(), [0]
+    encode = stage.encode
+
+    def counting(words: torch.Tensor) -> Any:
+        found = encode(words)
+        number[0] += found is not None
+        return found
+
+    stage.encode = counting  # type: ignore[method-assign]
+    config = OffloadConfig("layerwise", compress="lossless", compress_cache=folder)
+    offloaded = apply_offload(pipe, config, stage=stage)
+    counts.append(number[0])
+    return offloaded
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder with the coded weights of a pipeline."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offload_from(tmp_path, tiny(), []).detach()
+    yield tmp_path
+    assert not [file for file in tmp_path.iterdir() if file.suffix != ".coded"], "no half-written file is left"
+
+
+def again(folder: Path) -> tuple[int, list[str]]:
+    """Use a folder: the same bits whatever is in it. How many tensors were coded, and what was said."""
+    pipe, counts = tiny(), []
+    expected = image(pipe)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        offloaded = offload_from(folder, pipe, counts)
+    assert torch.equal(image(pipe), expected)
+    offloaded.detach()
+    return counts[0], [str(warning.message) for warning in caught if ".coded" in str(warning.message)]
+
+
+def test_the_next_process_codes_nothing(folder: Path) -> None:
+    assert [file.name for file in folder.iterdir()] == ["transformer.coded"]
+    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert again(folder) == (0, [])
+    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", [b"somebody's diary", b"", None])
+def test_a_file_that_is_not_ours_or_was_cut_off_is_said_and_left_alone(folder: Path, content: bytes | None) -> None:
+    file = folder / "transformer.coded"
+    content = file.read_bytes()[:-100] if content is None else content
+    file.write_bytes(content)
+    count, said = again(folder)
+    assert count > 5
+    assert "is left as it is" in said[0]
+    assert file.read_bytes() == content
+    file.unlink()
+    assert again(folder) == (count, [])
+    assert again(folder) == (0, [])
+
+
+def test_the_file_of_another_library_is_left_alone(folder: Path) -> None:
+    save_file({"a": torch.zeros(3)}, folder / "transformer.coded")
+    count, said = again(folder)
+    assert count > 5
+    assert "no coded weights" in said[0]
+    assert load_file(folder / "transformer.coded").keys() == {"a"}
+
+
+def test_a_damaged_tensor_is_said_and_coded_again(folder: Path) -> None:
+    file = folder / "transformer.coded"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:])
+    count, said = again(folder)
+    assert count == 1
+    assert "damaged" in said[0]
+    assert again(folder) == (0, [])
+
+
+def test_weights_that_changed_are_coded_again(folder: Path) -> None:
+    pipe, bare, counts = tiny(), tiny(), []
+    for each in (pipe, bare):
+        for block in each.transformer.transformer_blocks:
+            add_to_data(block.attn.to_q.weight)
+    with pytest.warns(UserWarning, match="is not of these weights"):
+        offloaded = offload_from(folder, pipe, counts)
+    assert counts[0] == len(pipe.transformer.transformer_blocks)
+    assert torch.equal(image(pipe), image(bare))
+    offloaded.detach()
+    assert again(folder)[0] == counts[0], "the file is of the changed ones now"
+
+
+def test_a_full_disk_loses_nothing(folder: Path) -> None:
+    file = folder / "transformer.coded"
+    file.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # Writing more raises, as on a full disk.
+    try:
+        count, said = again(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert count > 5
+    assert "could not be written" in said[0]
+    assert not file.exists()
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="expected a folder") as caught:
+        OffloadConfig(compress_cache=tmp_path / "none")
+    assert caught.value.param == "compress_cache"
+
+
+def test_checksums_see_every_bit_and_position() -> None:
+    data = torch.randint(0, 256, (3_000_003,), dtype=torch.uint8)
+    whole = int(checksum(data))
+    for index in (0, 7, 8, 262_147 * 8, 2_999_999, 3_000_002):
+        changed = data.clone()
+        changed[index] ^= 1
+        assert int(checksum(changed)) != whole
+    assert int(checksum(data.roll(8))) != whole
+    assert int(checksum(torch.cat([data[:3], data])[3:])) == whole, "wherever it begins"
+    assert int(checksum(data[:0])) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_see_signs_that_change_together(dtype: torch.dtype) -> None:
+    weight = torch.randn(512, 512).to(dtype)
+    whole = int(checksum(weight.view(-1).view(torch.uint8)))
+    for lane in range(8):
+        for columns in (slice(lane, lane + 1), slice(lane, None, 8)):
+            other = weight.clone()
+            other[:, columns].neg_()
+            assert int(checksum(other.view(-1).view(torch.uint8))) != whole, (lane, columns)
+
+
+def negate_a_column(transformer: Any) -> None:
+    """Flip the highest bit of an even number of words of any width."""
+    for block in transformer.transformer_blocks:
+        block.attn.to_q.weight.data[:, 3].neg_()
+
+
+def test_the_file_of_a_model_is_not_taken_for_one_with_other_signs(folder: Path) -> None:
+    pipe, bare, counts = tiny(), tiny(), []
+    for each in (pipe, bare):
+        negate_a_column(each.transformer)
+    with pytest.warns(UserWarning, match="is not of these weights"):
+        offloaded = offload_from(folder, pipe, counts)
+    assert counts[0] == len(pipe.transformer.transformer_blocks)
+    assert torch.equal(image(pipe), image(bare))
+    offloaded.detach()
+
+
 # ------------------------------------------------------------------------------------------------- the staging area
 
 
@@ -246,27 +407,27 @@ def test_unknown_codes_are_refused_with_the_nearest() -> None:
 def test_copies_into_the_area_wait_for_what_is_in_it(lazy: bool, together: int) -> None:
     stage = HostStage(lazy=lazy)
     stage.in_groups = together > 1
-    words = [(torch.randn(512) * (1 + index)).to(torch.bfloat16) for index in range(9)]
+    words = [(torch.randn(1024) * (1 + index)).to(torch.bfloat16) for index in range(9)]
     coded_words = [coding.encode(each) for each in words]
-    buffer = stage.allocate(9 * 1024 + 100)
+    buffer = stage.allocate(9 * 2048 + 100)
     largest = max(each.data.numel() for each in coded_words if each)
     stage.open_area(together * largest)
-    assert stage.stats.held_bytes >= 9 * 1024 + 2 * together * largest
+    assert stage.stats.held_bytes >= 9 * 2048 + 2 * together * largest
     raw = torch.arange(100, dtype=torch.uint8)
     for index, each in enumerate(coded_words):
         assert each is not None
-        stage.send(buffer, index * 1024, each.data, each.form)
+        stage.send(buffer, index * 2048, each.data, each.form)
         if (index + 1) % together == 0:
             if together > 1:
                 stage.flush()
             for sent in coded_words[: index + 1]:
                 sent.data.zero_()  # It has been copied: nothing but the area has it.
-    stage.send(buffer, 9 * 1024, raw)
+    stage.send(buffer, 9 * 2048, raw)
     raw_copy = raw.clone()
     stage.compute_waits(stage.mark_copied())
     for index, each in enumerate(words):
-        assert torch.equal(buffer.flat[index * 1024 :][:1024], each.view(torch.uint8)), index
-    assert torch.equal(buffer.flat[9 * 1024 :], raw_copy)
+        assert torch.equal(buffer.flat[index * 2048 :][:2048], each.view(torch.uint8)), index
+    assert torch.equal(buffer.flat[9 * 2048 :], raw_copy)
     stage.close_area()
     stage.free(buffer)
     assert stage.stats.held_bytes == 0
@@ -274,13 +435,13 @@ def test_copies_into_the_area_wait_for_what_is_in_it(lazy: bool, together: int) 
 
 def test_the_clock_counts_what_crosses_the_bus() -> None:
     stage = HostStage(bus_bytes_s=1000.0)
-    each = coding.encode(torch.randn(512).to(torch.bfloat16))
+    each = coding.encode(torch.randn(1024).to(torch.bfloat16))
     assert each is not None
-    buffer = stage.allocate(1024)
+    buffer = stage.allocate(2048)
     stage.send(buffer, 0, each.data, each.form)
     stage.compute_waits(stage.mark_copied())
     assert stage.timeline.computed_s == each.data.numel() / 1000
-    assert (stage.stats.sent_bytes, stage.stats.decoded_bytes) == (each.data.numel(), 1024)
+    assert (stage.stats.sent_bytes, stage.stats.decoded_bytes) == (each.data.numel(), 2048)
 
 
 def test_no_room_for_the_area_leaves_everything_off() -> None:
@@ -321,9 +482,9 @@ def test_a_gpu_never_reads_what_is_not_there_yet() -> None:
     generator = torch.Generator().manual_seed(0)
     pieces = []
     for index in range(24):
-        count = int(torch.randint(1, 2**21, (1,), generator=generator)) * 2
+        count = int(torch.randint(1, 2**11, (1,), generator=generator)) * 1024
         words = (torch.randn(count, generator=generator) * 0.02).to(torch.bfloat16)
-        each = stage.encode(words.view(torch.int16), torch.bfloat16) if index % 3 else None
+        each = stage.encode(words.view(torch.int16)) if index % 3 else None
         data = words.view(torch.uint8) if each is None else each.data.cpu()
         chunk = host.new_chunk(data.numel())
         chunk[: data.numel()].copy_(data)
