@@ -445,6 +445,19 @@ def attacks(_: str) -> str:
     return markdown_table(head, rows)
 
 
+def recipes(_: str = "") -> str:
+    """What a denoiser takes with all weights on the GPU, and with every block streamed."""
+    found = read("gpu_offload")
+    rows = []
+    for name in ("flux", "flux2", "qwen", "sd35", "wan", "hunyuan"):
+        model = found[name]
+        resident, least = model["resident"], model["least"]
+        ratio = least["ms"] / resident["ms"]
+        rows.append([model["title"], f"{model['weights_gib']:.1f} GiB", time_and_peak(resident),
+                     f"{time_and_peak(least)} ({ratio:.2f} x the time)"])  # fmt: skip
+    return markdown_table(["model", "weights of the denoiser", "resident", "least"], rows)
+
+
 if __name__ == "__main__":
     text = README.read_text(encoding="utf-8")
     marks = r"(<!-- headlines:.*?-->\n).*(<!-- end of headlines -->)"

@@ -65,13 +65,6 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"Cannot bind to 127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def test_without_the_extra_it_says_what_to_install() -> None:
-    hidden = "import sys; sys.modules['fastapi'] = None; from samovar.cli import main; sys.exit(main(['serve']))"
-    result = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr == "samovar: The server needs fastapi: pip install 'samovar[serve]'\n"
-
-
 @pytest.mark.slow
 def test_the_example_of_the_announcement_works() -> None:
     """The curl that is printed is run as it is printed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import re
@@ -13,7 +12,6 @@ from typing import Any
 from ..core.errors import SettingError
 from . import arguments
 
-_NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 KEY_VARIABLE = "SAMOVAR_API_KEY"
 
 
@@ -111,9 +109,6 @@ def _serve(options: argparse.Namespace) -> int:
     """
     import asyncio
 
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SettingError(f"The server needs {', '.join(missing)}: pip install 'samovar[serve]'")
     from ..server.logs import set_up_logs
 
     # Before the event loop, which handles Ctrl-C: the imports take seconds and could not be interrupted.
