@@ -255,7 +255,7 @@ def _question(file: Path) -> str:
     return re.split(r"(?<=[?.]) ", " ".join(text.split("\n\n")[0].split()))[0]
 
 
-def contributing(_: str = "") -> str:
+def contributing() -> str:
     """`CONTRIBUTING.md` without its title; its links lead out of the site, so they become paths."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n")[2]
     return text.replace("](docs/", "](../")

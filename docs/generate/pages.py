@@ -22,14 +22,15 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # The source of this checkout, wh
 from docs.generate import code, quantised, regimes_plots, results, tables  # noqa: E402
 
 END = "<!-- end of generated -->"
-MARKER = re.compile(rf"^(<!-- generate: (\w+) ?(.*?) -->)\n(?:.*?^{END}$\n?)?", flags=re.MULTILINE | re.DOTALL)
+MARKER = re.compile(
+    rf"^(<!-- generate: (\w+) ?([^\n]*?) -->)\n(?:(?:(?!<!-- generate).)*?^{END}$\n?)?", flags=re.MULTILINE | re.DOTALL
+)
 MAKERS: dict[str, Callable[[str], str]] = {
     "settings": code.settings,
     "api": code.api,
     "commands": code.commands,
     "error_classes": code.error_classes,
     "tree": code.source_tree,
-    "changes": code.contributing,
     "headlines": tables.headlines,
     "about": results.about,
     "quality": tables.quality,
@@ -76,7 +77,8 @@ def generated_pages() -> list[Path]:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Results are copied into the site; other files of the repository are named by their path."""
     up = "../" * page.file.src_uri.count("/")
-    text = RESULT_LINK.sub(rf"]({up}results/\1)", markdown)
+    whole = markdown.replace("<!-- include: CONTRIBUTING.md -->", code.contributing())
+    text = RESULT_LINK.sub(rf"]({up}results/\1)", whole)
     return REPOSITORY_LINK.sub(r"\1 (`\2`)", text)
 
 

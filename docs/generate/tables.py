@@ -108,7 +108,8 @@ def headlines(folder: str = "") -> str:
         ],
     ]
     table = [[what, us, other, f"[result]({place}/{name}.json)"] for what, us, other, name in rows]
-    models = "reference/models.md" if folder else "docs/reference/models.md"
+    up = folder.removesuffix("benchmarks/results")  # To the root of the repository; the docs are one folder below it.
+    models = f"{up.removeprefix('../')}reference/models.md" if folder else "docs/reference/models.md"
     table.append(
         [
             "diffusers transformer classes that can be cached",
