@@ -318,7 +318,7 @@ def puppets(monkeypatch: pytest.MonkeyPatch) -> type[Puppet]:
             if order is None:
                 self.say(READY)
             elif isinstance(order, Run):
-                self.say(Finished(order.batch, (GOOD,), Usage(0, 0)))
+                self.say(Finished(order.number, GOOD, Usage(0, 0)))
 
     monkeypatch.setattr("samovar.engine.replica.WorkerGroup", Obedient)
     return Obedient
@@ -451,7 +451,7 @@ def test_only_a_image_closes_the_circuit_and_a_worker_may_give_up(
     monkeypatch.setattr(restarts, "note_success", lambda: noted.append(True))
     noted: list[bool] = []
     supervisor = start(restarts)
-    does, answers = puppets.does, [Finished(1, (SettingError("no"),), Usage(0, 0)), Fatal(EngineError("unsound"))]
+    does, answers = puppets.does, [Finished(1, SettingError("no"), Usage(0, 0)), Fatal(EngineError("unsound"))]
     monkeypatch.setattr(puppets, "does", lambda self, order: self.say(answers.pop(0)))
     with pytest.raises(SettingError, match="no"):
         ask(supervisor).result()

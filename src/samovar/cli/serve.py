@@ -34,7 +34,6 @@ def add_serve(commands: Any) -> None:
 def _add_replica_options(group: Any) -> None:
     group.add_argument("--replicas", type=int, metavar="N", help="workers with the whole model, for one queue (1)")
     group.add_argument("--devices", metavar="LIST", help="their GPUs, such as 0,1,2,3 (the first ones)")
-    arguments.add_switch(group, "--overlap", "encode and decode while another request is denoised")
 
 
 def _add_address_options(group: Any) -> None:

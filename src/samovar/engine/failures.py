@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.errors import ModelError
+from ..core.errors import EngineError, ModelError, SamovarError, SettingError
 from .request import OmniDiffusionSamplingParams
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED",
@@ -32,6 +32,13 @@ def described(params: OmniDiffusionSamplingParams, count: int, kind: str) -> str
     size = f"{params.width} x {params.height} pixels" if params.width and params.height else "the default size"
     frames = f", {params.num_frames} frames" if params.num_frames else ""
     return f"{count} {kind}{'s' * (count > 1)} of {size}{frames}"
+
+
+def failure(error: Exception, class_name: str, missing: str) -> SamovarError:
+    """What to raise when a pipeline has failed. One that lacks an input may say so with an error about None."""
+    if missing and isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
+        return SettingError(f"{class_name} failed: {error}. It was given no {missing}.")
+    return EngineError(f"{class_name} failed: {reason_of(error)}")
 
 
 def reason_of(error: BaseException) -> str:

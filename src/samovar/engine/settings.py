@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..arch.devices import read_device
-from ..cache import AutoConfig, TeaCacheConfig
 from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 from ..core.aliases import accept_aliases
 from ..core.errors import SettingError, nearest
@@ -111,10 +110,7 @@ class OmniDiffusionConfig:
     """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
     does so with `compile`."""
     max_batch: int = 1
-    """Most images computed at once. Above 1, an image may differ in its last bits from one computed alone."""
-    overlap: bool = False
-    """Whether a worker of AsyncOmni encodes the text of the next request, and decodes the last image, while it denoises
-    another, if there is enough memory. Same bits. For models that stay on the device as a whole."""
+    """Most requests whose steps are computed at once. Above 1, an image may differ in its last bits from one alone."""
     max_queue: int = 16
     """Most requests that wait in AsyncOmni's queue."""
     step_timeout_s: float = 60.0
@@ -150,23 +146,6 @@ class OmniDiffusionConfig:
         if self.num_ranks > 1:
             self._check_gpus()
         self.gpus  # noqa: B018 - Likewise.
-        if self.overlap:
-            self._check_overlap()
-
-    def _check_overlap(self) -> None:
-        attached = self.attach_config
-        own_cache = attached.cache is None or isinstance(attached.cache.settings, (AutoConfig, TeaCacheConfig))
-        reasons = {
-            "offload": attached.offload is not None and "moves weights that two requests would use",
-            "parallel": self.num_ranks > 1 and "needs all ranks for one request",
-            "lora": bool(self.lora) and "changes weights that two requests would use",
-            "compile": bool(self.compile) and "records one request's work on the device",
-            "cache": not own_cache and "does not tell two requests apart",
-        }
-        for name, reason in reasons.items():
-            if reason:
-                message = f"overlap cannot be combined with {name}, which {reason}. Leave out one of them."
-                raise SettingError(message, param="overlap")
 
     def _check_kinds(self) -> None:
         for field in fields(self):
