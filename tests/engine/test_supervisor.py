@@ -436,7 +436,7 @@ def test_a_request_that_is_compiled_is_not_taken_for_one_that_hangs(
 def test_times_may_be_long_but_not_endless(puppets: type[Puppet]) -> None:
     supervisor = start(step_timeout_s=1e300, load_timeout_s=10**300)
     for wrong in (float("inf"), float("nan"), 0, -1.0, True, "3", 10**400):
-        with pytest.raises(SettingError, match="deadline_s must be a positive number of seconds"):
+        with pytest.raises(SettingError, match=r"deadline_s=.*; expected a number above 0"):
             ask(supervisor, deadline_s=wrong)
     for _ in range(2):
         assert ask(supervisor, deadline_s=1e300).result() is GOOD

@@ -25,7 +25,7 @@ from ..core import nested
 from ..core.errors import CancelledRequestError
 from ..hooks import Handle, HookOrder, ModelHook, install_hook, is_watched
 from ..hooks.roles import parameter_names
-from ..trace.shadow import Generation
+from ..trace.model_state import Generation
 
 HOOK_NAME = "meeting"
 MAX_ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
@@ -175,7 +175,7 @@ class Meeting(Handle):
         self.num_calls += 1
         if self._num_open == 1 or not self._may_wait(module):
             output = forward(args, kwargs)
-            self._state.note(module)
+            self._state.note(module, member)
             self.problem = self._state.problem
             return output
         call = self._described(module, member, forward, (args, kwargs))
@@ -183,7 +183,12 @@ class Meeting(Handle):
         with self._lock:
             self._calls.append(call)
             self._pass_on()
-        self._take_turn(member)
+        try:
+            self._take_turn(member)
+        except BaseException:  # Its adapters could not be read.
+            with self._lock:
+                self._calls += call.batch[1:]
+            raise
         if call.batch:
             self._compute(call.batch)
         if call.error is not None:
@@ -293,7 +298,8 @@ def _run_merged(batch: list[Call]) -> list[Any]:
     found = list(nested.tensors(output))
     if not found or not all(_has_rows(tensor, num_rows) for tensor in found):
         raise ValueError("The output has no rows.")
-    shares = zip(*(torch.split(tensor, first.num_rows) for tensor in found), strict=True)
+    # Whoever stores its share must not keep all of them in memory.
+    shares = zip(*([part.clone() for part in torch.split(tensor, first.num_rows)] for tensor in found), strict=True)
     return [_with_tensors(output, share) for share in shares]
 
 
@@ -303,20 +309,26 @@ def _with_tensors(output: Any, share: tuple[torch.Tensor, ...]) -> Any:
 
 
 def _is_independent(first: Call, other: Call) -> bool:
-    """Whether a call gives the same beside any other one, and as alone but for rounding. For the second comparison the
-    other one's sample is turned round: with the same kernels, what is in its rows must not matter at all."""
+    """Whether two calls give the same beside each other as alone, but for rounding; and the same beside one whose
+    sample is turned round: with the same kernels, what is in other rows must not matter at all."""
     if first.error is not None or other.error is not None:
         return False
-    sample = next(tensor for tensor in nested.tensors(other.given) if _has_rows(tensor, other.num_rows))
-    unlike = nested.map_tensors(lambda tensor: -tensor if tensor is sample else tensor, other.given)
     try:
-        one, _ = _run_merged([first, other])
-        two, _ = _run_merged([first, replace(other, given=unlike)])
+        together = _run_merged([first, other])
+        beside = _run_merged([first, _unlike(other)])[0], _run_merged([_unlike(first), other])[1]
     except Exception:
         return False
     dtypes = {tensor.dtype for tensor in nested.tensors(first.output)}
     limit = min(MAX_ROUNDING.get(dtype, MAX_COARSE_ROUNDING) for dtype in dtypes)
-    return nested.difference(one, two) <= MAX_LEAK and nested.difference(one, first.output) <= limit
+    leaks = map(nested.difference, together, beside)
+    roundings = map(nested.difference, together, (first.output, other.output))
+    return all(leak <= MAX_LEAK for leak in leaks) and all(rounding <= limit for rounding in roundings)
+
+
+def _unlike(call: Call) -> Call:
+    """The same call with another sample."""
+    sample = next(tensor for tensor in nested.tensors(call.given) if _has_rows(tensor, call.num_rows))
+    return replace(call, given=nested.map_tensors(lambda tensor: -tensor if tensor is sample else tensor, call.given))
 
 
 # ------------------------------------------------------------------------------------------------ what a run leaves
@@ -333,21 +345,22 @@ class _State:
             if isinstance(part, torch.nn.Module)
             for path, module in part.named_modules()
         ]
-        self._before: dict[int, dict[str, Kept]] = {}
-        """By denoiser: what all modules had after its last call."""
+        self._before: dict[int, tuple[Member | None, dict[str, Kept]]] = {}
+        """By denoiser: who called it last, and what all modules kept then."""
         self._known: set[int] = set()
 
     def is_known(self, module: torch.nn.Module) -> bool:
         return id(module) in self._known
 
-    def note(self, module: torch.nn.Module) -> None:
-        """A denoiser was called, with no other run since its last call. The first call may set up tables."""
+    def note(self, module: torch.nn.Module, member: Member) -> None:
+        """A denoiser was called. What is compared are two calls of a run with no other one in between; the first may
+        set up tables."""
         if self.problem or id(module) in self._known:
             return
         now = {path: _kept_by(part) for path, part in self._modules}
-        before = self._before.pop(id(module), None)
-        if before is None:
-            self._before[id(module)] = now
+        whose, before = self._before.pop(id(module), (None, now))
+        if whose is not member:
+            self._before[id(module)] = member, now
             return
         self._known.add(id(module))
         changed = next((path for path in now if not _is_same(now[path], before[path])), None)

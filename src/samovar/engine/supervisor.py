@@ -22,6 +22,7 @@ from ..core.errors import (
     SettingError,
     ShuttingDownError,
 )
+from ..core.settings import number, read_as
 from .facts import PipelineFacts
 from .job import Job
 from .job_queue import JobQueue
@@ -29,7 +30,7 @@ from .messages import Ready
 from .replica import Replica
 from .request import Event, Failed, Request
 from .restarts import Restarts
-from .settings import OmniDiffusionConfig, is_duration
+from .settings import OmniDiffusionConfig
 from .status import EngineStatus
 
 
@@ -106,9 +107,8 @@ class Supervisor:
         deadline_s: float | None = None,
     ) -> Job:
         """Put a request into the queue; see `Job` for how to follow it."""
-        if deadline_s is not None and not is_duration(deadline_s):
-            message = f"deadline_s must be a positive number of seconds or None, not {deadline_s!r}."
-            raise SettingError(message, param="deadline_s")
+        if deadline_s is not None:
+            read_as(number(above=True), deadline_s, "deadline_s")
         self.facts.check(request)  # Before the lock: this may decode an image, which takes time.
         with self.changed:
             if self.is_closing or self.is_over:

@@ -185,6 +185,7 @@ class Worker:
         """Why requests are served one at a time, if they must be."""
         pipeline, cache, offload = self.pipeline, config.attach_config.cache, config.attach_config.offload
         inner = [name for name, value in vars(pipeline).items() if hasattr(value, "components")]
+        most = self.facts.lora_bytes
         reasons = {
             "max_batch is 1": config.max_batch == 1,
             "several ranks compute one image": config.num_ranks > 1,
@@ -196,6 +197,7 @@ class Worker:
             "this cache decides inside of the model": cache is not None and not isinstance(cache.settings, AutoConfig),
             "compile records the work of one request": bool(config.compile),
             "layers are computed ahead for one request": offload is not None and bool(offload.precompute),
+            "lora_memory has no room for all adapters": most is not None and sum(self.facts.adapters.values()) > most,
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
