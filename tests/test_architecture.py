@@ -39,7 +39,7 @@ BUDGETS = {
     "cli": 10_500,
     "compose": 8_500,
     "core": 11_100,
-    "engine": 44_500,
+    "engine": 40_500,
     "graphs": 12_600,
     "hooks": 13_400,
     "lab": 20_900,

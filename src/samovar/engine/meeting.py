@@ -220,28 +220,32 @@ class Meeting(Handle):
                     self._alone(call)
                 if len(batch) > 1:
                     self._remember(form, _is_independent(first, batch[1]))
+        except BaseException as error:  # An interrupt, which ends all that were to be computed.
+            for call in batch:
+                call.error = error if call.output is None else call.error
+            raise
         finally:
             with self._lock:
                 self._ready += [call.member for call in batch[1:]]
 
     def _merge(self, batch: list[Call]) -> None:
         """Compute all together; where that fails, one after the other, so that each fails for itself."""
-        try:
-            outputs = _run_merged(batch)
-        except Exception:
+        outputs = _tried(lambda: _run_merged(batch))
+        if outputs is None:
             self._limits[batch[0].form] = max(1, len(batch) // 2)
-        else:
-            for call, output in zip(batch, outputs, strict=True):
-                call.output = output
-            return
-        for call in batch:
-            self._alone(call)
+        for index, call in enumerate(batch):
+            if outputs is None:
+                self._alone(call)
+            else:
+                call.output = outputs[index]
 
     def _alone(self, call: Call) -> None:
         try:
             call.output = call.forward(*call.given)
         except BaseException as error:
             call.error = error
+            if not isinstance(error, Exception):
+                raise
 
     def _remember(self, form: Hashable, is_independent: bool) -> None:
         while len(self._is_independent) >= MAX_FORMS:
@@ -303,6 +307,16 @@ def _run_merged(batch: list[Call]) -> list[Any]:
     return [_with_tensors(output, share) for share in shares]
 
 
+def _tried(function: Callable[[], list[Any]]) -> list[Any] | None:
+    """What it returns; None if it fails, as models do that take no merged calls, or that have no memory for them."""
+    try:
+        return function()
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            raise
+        return None
+
+
 def _with_tensors(output: Any, share: tuple[torch.Tensor, ...]) -> Any:
     parts = iter(share)
     return nested.map_tensors(lambda _: next(parts), output)
@@ -313,14 +327,14 @@ def _is_independent(first: Call, other: Call) -> bool:
     sample is turned round: with the same kernels, what is in other rows must not matter at all."""
     if first.error is not None or other.error is not None:
         return False
-    try:
-        together = _run_merged([first, other])
-        beside = _run_merged([first, _unlike(other)])[0], _run_merged([_unlike(first), other])[1]
-    except Exception:
+    together = _tried(lambda: _run_merged([first, other]))
+    after = _tried(lambda: _run_merged([first, _unlike(other)]))
+    before = _tried(lambda: _run_merged([_unlike(first), other]))
+    if together is None or after is None or before is None:
         return False
     dtypes = {tensor.dtype for tensor in nested.tensors(first.output)}
     limit = min(MAX_ROUNDING.get(dtype, MAX_COARSE_ROUNDING) for dtype in dtypes)
-    leaks = map(nested.difference, together, beside)
+    leaks = map(nested.difference, together, (after[0], before[1]))
     roundings = map(nested.difference, together, (first.output, other.output))
     return all(leak <= MAX_LEAK for leak in leaks) and all(rounding <= limit for rounding in roundings)
 

@@ -386,7 +386,9 @@ class Worker:
             return Made(made, stats, notes)
         except SamovarError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C.
             problem = next(iter(str(error).splitlines()), type(error).__name__)
             if not is_out_of_memory(error):
                 raise failure(error, self.facts.class_name, missing) from error
