@@ -252,25 +252,35 @@ def test_other_adapters_do_not_merge(folder: Path, tmp_path: Path) -> None:
 def test_one_that_fails_or_is_cancelled_takes_no_other_with_it(meeting: Worker, alone: Worker) -> None:
     steps: list[int] = []
     made: dict[str, Any] = {}
+    is_left = threading.Event()
+
+    def leave(event: Any) -> None:
+        if isinstance(event, Progress) and event.step == 3:
+            is_left.set()  # While the other one waits for its turn.
 
     def note(event: Any) -> None:
-        steps.append(event.step)
+        if isinstance(event, Progress):
+            steps.append(event.step)
 
-    cancelled = Listener(note, lambda: len(steps) >= 2)
+    good = ask(seed=1, num_inference_steps=9)
+    other = ask("a dog", seed=4, num_inference_steps=7)
     tasks = {
-        "good": lambda: meeting.make(ask(seed=1, num_inference_steps=9)),
-        "cancelled": lambda: meeting.make(ask(seed=2, num_inference_steps=50), cancelled),
+        "good": lambda: meeting.make(good, Listener(leave, lambda: False)),
+        "cancelled": lambda: meeting.make(ask(seed=2, num_inference_steps=50), Listener(note, is_left.is_set)),
         "refused": lambda: meeting.make(ask(height=18)),
         "too long": lambda: meeting.make(ask(max_sequence_length=999)),
-        "other": lambda: meeting.make(ask("a dog", seed=4, num_inference_steps=7)),
+        "no list": lambda: meeting.make(ask(options={"sigmas": 1})),
+        "other": lambda: meeting.make(other),
     }
     together(meeting, [lambda name=name: made.update({name: tasks[name]()}) for name in tasks])  # type: ignore[misc]
     assert isinstance(made["cancelled"], CancelledRequestError)
-    assert steps == [1, 2]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) <= 5
     assert isinstance(made["refused"], SettingError)
     assert "refuses these settings" in str(made["too long"])
-    assert_near(made["good"], alone.make(ask(seed=1, num_inference_steps=9)))
-    assert_near(made["other"], alone.make(ask("a dog", seed=4, num_inference_steps=7)))
+    assert isinstance(made["no list"], SettingError), "a mistake of whoever asks, not of the engine"
+    assert_near(made["good"], alone.make(good))
+    assert_near(made["other"], alone.make(other))
     assert meeting._pipelines.qsize() == meeting.max_runs
 
 

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..core.errors import EngineError, ModelError, SamovarError, SettingError
@@ -34,10 +34,15 @@ def described(params: OmniDiffusionSamplingParams, count: int, kind: str) -> str
     return f"{count} {kind}{'s' * (count > 1)} of {size}{frames}"
 
 
-def failure(error: Exception, class_name: str, missing: str) -> SamovarError:
-    """What to raise when a pipeline has failed. One that lacks an input may say so with an error about None."""
-    if missing and isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
+def failure(error: Exception, class_name: str, options: Collection[str], missing: str) -> SamovarError:
+    """What to raise when a pipeline has failed. One that lacks an input, or gets an option that it cannot use, may say
+    so with an error about types."""
+    is_about_types = isinstance(error, (TypeError, AttributeError))
+    if missing and is_about_types and "NoneType" in str(error):
         return SettingError(f"{class_name} failed: {error}. It was given no {missing}.")
+    if options and is_about_types:
+        names = ", ".join(options)
+        return SettingError(f"{class_name} refuses these settings: {error} Check {names}.", param=next(iter(options)))
     return EngineError(f"{class_name} failed: {reason_of(error)}")
 
 

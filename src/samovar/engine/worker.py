@@ -391,7 +391,7 @@ class Worker:
                 raise  # Ctrl-C.
             problem = next(iter(str(error).splitlines()), type(error).__name__)
             if not is_out_of_memory(error):
-                raise failure(error, self.facts.class_name, missing) from error
+                raise failure(error, self.facts.class_name, request.params.options, missing) from error
         finally:
             self._pipelines.put(pipeline)
         # The error held every frame of the call. Memory can be freed only now that it is gone.
