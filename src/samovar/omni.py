@@ -183,7 +183,8 @@ class Omni:
             params = given.over(base)
             try:
                 request = request_of(one, params, **how, num_previews=num_previews if stream else 0)
-                worker.facts.check(request)
+                if not stream:  # Otherwise it is told as an event.
+                    worker.facts.check(request)
                 requests.append(request)
             except SettingError as error:
                 if error.param != "prompt" or stream or isinstance(prompt, (str, Mapping)):
