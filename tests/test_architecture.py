@@ -41,7 +41,7 @@ BUDGETS = {
     "core": 11_100,
     "engine": 40_500,
     "graphs": 12_600,
-    "hooks": 13_400,
+    "hooks": 13_800,
     "lab": 20_900,
     "media": 3_500,
     "offload": 47_500,
