@@ -28,16 +28,17 @@ class Refine(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.attn = torch.nn.LayerNorm(WIDTH), Attention(WIDTH)
+        self.proj = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        return text + self.attn(self.norm(text))
+        return text + self.proj(self.attn(self.norm(text)))
 
 
 class Joint(Refine):
     """Attends to picture and text, and adds to the picture in place."""
 
     def forward(self, img: torch.Tensor, text: torch.Tensor, c: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        both = self.attn(torch.cat([self.norm(img) * (1 + c), text], dim=1))
+        both = self.proj(self.attn(torch.cat([self.norm(img) * (1 + c), text], dim=1)))
         img += both[:, : img.shape[1]]
         return img
 
@@ -113,7 +114,7 @@ def test_tokens_that_are_permuted_between_blocks_do_no_harm(name: str) -> None:
 
 class Double(Refine):
     def forward(self, img: torch.Tensor, txt: torch.Tensor) -> Any:  # type: ignore[override]
-        both = self.attn(torch.cat([img, txt], dim=1))
+        both = self.proj(self.attn(torch.cat([img, txt], dim=1)))
         return img + both[:, : img.shape[1]], txt + both[:, img.shape[1] :]
 
 
@@ -122,11 +123,12 @@ class Single(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear1 = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.linear1, self.linear2 = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.linear1(x).chunk(3, dim=-1)
-        return x + torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v
+        q, k, v = self.linear1(self.norm(x)).chunk(3, dim=-1)
+        return x + self.linear2(torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v)
 
 
 class Original(Net):

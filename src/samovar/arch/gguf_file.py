@@ -1,9 +1,10 @@
-"""Which weights are in a GGUF file, and do they fit a model? Read from the file's header alone."""
+"""The weights in a GGUF file, and whether they fit a model. Read from the file's header alone."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,23 +79,18 @@ def read_gguf(file: str | Path) -> GgufFile:
         reader = GGUFReader(path)
         field = reader.get_field("general.architecture")
         architecture = "unknown" if field is None else str(field.contents())
-    shapes: dict[str, tuple[int, ...]] = {}
-    packed: dict[str, tuple[int, ...]] = {}
-    sizes: dict[str, int] = {}
-    num_bytes: dict[str, int] = {}
-    for tensor in reader.tensors:
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        shapes[tensor.name] = shape
-        kind = tensor.tensor_type.name
-        num_bytes[tensor.name] = int(tensor.n_bytes)
-        sizes[kind] = sizes.get(kind, 0) + int(tensor.n_bytes)
-        if kind not in _PLAIN:
-            block, size = GGML_QUANT_SIZES[tensor.tensor_type]
-            packed[tensor.name] = (*shape[:-1], shape[-1] // block * size)
+    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
     if not shapes:
         raise ModelError(f"The GGUF file {str(file)!r} holds no weights. Give the file of a model.")
-    types = tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
-    return GgufFile(path, architecture, shapes, packed, num_bytes, types)
+    num_bytes = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
+    packed, sizes = dict[str, tuple[int, ...]](), Counter[str]()
+    for tensor in reader.tensors:
+        kind, (*outer, width) = tensor.tensor_type.name, shapes[tensor.name]
+        sizes[kind] += num_bytes[tensor.name]
+        if kind not in _PLAIN:
+            block, size = GGML_QUANT_SIZES[tensor.tensor_type]
+            packed[tensor.name] = (*outer, width // block * size)
+    return GgufFile(path, architecture, shapes, packed, num_bytes, tuple(kind for kind, _ in sizes.most_common()))
 
 
 def stored_in(file: GgufFile, name: str, parts: Parts) -> Parts:
@@ -142,15 +138,13 @@ def _stored(file: GgufFile, part: Part) -> Stored:
 
 def _difference(own: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], cls: type) -> str:
     """Why the tensors of a file are not those of a model; empty if they are. diffusers would leave out what is over."""
-    missing = [path for path in own if path not in shapes]
-    wrong = [path for path, shape in own.items() if path in shapes and shapes[path] != shape]
+    if missing := [path for path in own if path not in shapes]:
+        return f"it has no {missing[0]}{_and_more(missing)}"
+    if wrong := [path for path, shape in own.items() if shapes[path] != shape]:
+        return f"{wrong[0]} is {_times(shapes[wrong[0]])} in it, and {_times(own[wrong[0]])} in the model"
     # A single number is a mark that somebody's converter left.
     over = [path for path, shape in shapes.items() if path not in own and math.prod(shape) > 1]
     over = [path for path in over if not left_out(cls, path)]
-    if missing:
-        return f"it has no {missing[0]}{_and_more(missing)}"
-    if wrong:
-        return f"{wrong[0]} is {_times(shapes[wrong[0]])} in it, and {_times(own[wrong[0]])} in the model"
     return f"it has {over[0]}{_and_more(over)}, which the model does not have" if over else ""
 
 

@@ -1,4 +1,4 @@
-"""How is a modular pipeline called like any other? Its class is put behind one whose call says what it takes and makes.
+"""Has a modular pipeline be called like any other: its class is put behind one whose call says what it takes and makes.
 
 The call of diffusers' own class takes any argument, ignores those that it does not know, and returns everything that
 its blocks have made. The blocks say what they need, and which of them run for which inputs.
@@ -71,16 +71,11 @@ def called_as(pipeline: Any) -> Any:
 
 def adapt(pipeline: Any) -> Callable[[], None]:
     """Give a loaded pipeline such a call, if it is modular. Returns what takes it away again."""
-    before = pipeline.__class__
-    called = called_as(pipeline)
-    if called is not before:
-        pipeline.__class__ = called
-
-    def restore() -> None:
-        if called is not before:
-            pipeline.__class__ = before
-
-    return restore
+    before, called = pipeline.__class__, called_as(pipeline)
+    if called is before:
+        return lambda: None
+    pipeline.__class__ = called
+    return lambda: setattr(pipeline, "__class__", before)
 
 
 def modular_class(cls: Any, folder: Path, blocks_name: Any) -> Any:
@@ -138,28 +133,19 @@ def _loaded(empty: Any, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
 def _described(cls: Any, blocks: Any, pipeline: Any = None) -> Any:
     """A class before `cls` whose call has a signature: that of its blocks with the components of a pipeline."""
     inputs = {each.name: each for each in blocks.inputs if each.name is not None}
-    needs, lacking = _needs(blocks, {}), dict[str, str]()
+    needs, usual = _needs(blocks, {}), _kinds(_running(blocks, {}))
+    lacking: dict[str, str] = {}
     beside: dict[str, tuple[str, ...]] = {}
-    usual = _components(blocks, {})
     for name in inputs:
-        missing = [part for part in _components(blocks, {name: True}) - usual
-                   if pipeline is not None and getattr(pipeline, part, None) is None]  # fmt: skip
-        if missing and name not in needs:
-            lacking[name] = min(missing)
+        missing = _kinds(_running(blocks, {name: True})).keys() - usual if pipeline is not None else set()
+        absent = [part for part in sorted(missing) if getattr(pipeline, part, None) is None]
+        if absent and name not in needs:
+            lacking[name] = absent[0]
         elif more := set(_needs(blocks, {name: True})) - set(needs):
             beside[name] = tuple(sorted(more))
-    taken = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if name in needs else _default(each, pipeline),
-            annotation=inspect.Parameter.empty if each.type_hint is None else each.type_hint,
-        )
-        for name, each in inputs.items()
-        if name not in lacking
-    ]
-    scales = {name: part for name, part in _GUIDERS.items()
-              if name not in inputs and hasattr(getattr(pipeline, part, None), "guidance_scale")}  # fmt: skip
+    taken = [_parameter(each, name in needs, pipeline) for name, each in inputs.items() if name not in lacking]
+    guided = ((name, part, getattr(pipeline, part, None)) for name, part in _GUIDERS.items() if name not in inputs)
+    scales = {name: part for name, part, guider in guided if hasattr(guider, "guidance_scale")}
     for name, part in scales.items():
         scale = getattr(pipeline, part).guidance_scale
         taken.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=scale, annotation=float))
@@ -167,6 +153,15 @@ def _described(cls: Any, blocks: Any, pipeline: Any = None) -> Any:
     body = {"bare": cls, "beside": beside, "lacking": lacking, "lists": lists, "kinds": _kinds(blocks)}
     body["__call__"] = _call(cls, taken, [each.name for each in blocks.outputs], scales)
     return _class_before(cls, (ModularCall, cls), body)
+
+
+def _parameter(each: Any, is_needed: bool, pipeline: Any) -> inspect.Parameter:
+    """The parameter for an input. Some blocks leave its default to their pipeline."""
+    default = getattr(pipeline, f"default_{each.name}", None) if each.default is None else each.default
+    empty = inspect.Parameter.empty
+    hint = empty if each.type_hint is None else each.type_hint
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(each.name, kind, default=empty if is_needed else default, annotation=hint)
 
 
 def _call(cls: Any, taken: list[inspect.Parameter], made: list[str], scales: Mapping[str, str]) -> Any:
@@ -183,7 +178,7 @@ def _call(cls: Any, taken: list[inspect.Parameter], made: list[str], scales: Map
         signature.bind(self, **given)
         _check_read(self._blocks, {name: value for name, value in given.items() if name not in scales})
         chosen = {part: given.pop(name) for name, part in scales.items() if given.get(name) is not None}
-        with _guided(self, chosen), _errors_said_once():
+        with _guided(self, chosen):
             state = cls.__call__(self, **given)
         return output(**{name: state.get(name) for name, _, _ in fields})
 
@@ -193,25 +188,17 @@ def _call(cls: Any, taken: list[inspect.Parameter], made: list[str], scales: Map
 
 
 @contextlib.contextmanager
-def _errors_said_once() -> Iterator[None]:
-    """Keep the blocks around one that fails from printing the error, which is raised, too."""
-    log = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-@contextlib.contextmanager
 def _guided(pipeline: Any, scales: Mapping[str, float]) -> Iterator[None]:
-    """Another guidance for one call."""
-    before = {name: getattr(pipeline, name) for name in scales}
+    """Another guidance for one call. The error of a block that fails is raised, and not printed by all around it."""
+    log = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
+    before, was_disabled = {name: getattr(pipeline, name) for name in scales}, log.disabled
     try:
+        log.disabled = True
         for name, scale in scales.items():
             setattr(pipeline, name, before[name].new(guidance_scale=scale))
         yield
     finally:
+        log.disabled = was_disabled
         for name, guider in before.items():
             setattr(pipeline, name, guider)
 
@@ -262,17 +249,7 @@ def _missing(blocks: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _components(blocks: Any, given: Mapping[str, Any]) -> set[str]:
-    """The names of components that these inputs need, of those that are loaded."""
-    return set(_kinds(_running(blocks, given)))
-
-
 def _kinds(blocks: Any) -> dict[str, Any]:
+    """The classes of the components that blocks need, of those that are loaded."""
     wanted = blocks.expected_components
     return {each.name: each.type_hint for each in wanted if each.default_creation_method == "from_pretrained"}
-
-
-def _default(parameter: Any, pipeline: Any) -> Any:
-    """The value that is taken for an input. Some blocks leave it to their pipeline."""
-    value = getattr(pipeline, f"default_{parameter.name}", None) if parameter.default is None else parameter.default
-    return value

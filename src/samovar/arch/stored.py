@@ -1,4 +1,4 @@
-"""Which tensors are stored for a model that was saved quantised? Read from the headers of its files."""
+"""The tensors that are stored for a model that was saved quantised. Read from the headers of its files."""
 
 from __future__ import annotations
 
@@ -76,25 +76,26 @@ def _by_module(headers: Mapping[str, Header], modules: Mapping[str, Module]) -> 
     found: dict[str, dict[str, Header]] = {}
     strangers: dict[str, Header] = {}
     for key, header in headers.items():
-        for path, name in _divisions(key):
-            if path in modules and _is_of(name, modules[path]):
-                found.setdefault(path, {})[name] = header
-                break
-        else:
-            strangers[key] = header
+        places = ((path, name) for path, name in _divisions(key) if path in modules and _is_of(name, modules[path]))
+        path, name = next(places, ("", ""))
+        (found.setdefault(path, {}) if name else strangers)[name or key] = header
     ends: dict[str, list[str]] = {}
     for path in modules.keys() - found.keys() if strangers else ():
-        for start in range(path.count(".") + 1):
-            ends.setdefault(".".join(path.split(".")[start:]), []).append(path)
+        for end in _ends(path):
+            ends.setdefault(end, []).append(path)
     for key, header in strangers.items():
         for path, name in _divisions(key):
-            of_path = path.split(".")
-            ways = (ends.get(".".join(of_path[start:]), []) for start in range(len(of_path)))
-            alike = next((paths for paths in ways if paths), [])
+            alike = next((ends[end] for end in _ends(path) if end in ends), [])
             if len(alike) == 1 and _is_of(name, modules[alike[0]]):
                 found.setdefault(alike[0], {})[name] = header
                 break
     return found
+
+
+def _ends(path: str) -> list[str]:
+    """A path, and what is left of it without its first parts."""
+    parts = path.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _divisions(key: str) -> Iterator[tuple[str, str]]:
