@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samovar.core.interop import memory_of
 from samovar.core.tensor_parts import is_plain
 from samovar.graphs import recorders
-from samovar.graphs.forms import Unsuitable
 from samovar.graphs.recorders import Function, Recorder, Recording, failing_as
+from samovar.graphs.static_inputs import Unsuitable
 
 
 class SimulatedRecorder:

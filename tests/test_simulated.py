@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samovar.graphs.forms import Unsuitable
+from samovar.graphs.static_inputs import Unsuitable
 from simulated import SimulatedRecorder
 
 

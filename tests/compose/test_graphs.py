@@ -77,7 +77,8 @@ def test_bits_of_the_same_run_without_graphs(name: str, cache: str, device: str)
     assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True, True]
     assert masks(attached) == computed
     stats = attached.stats().graphs
-    assert all(one.replayed > 1 and not one.reasons for one in stats.values()), stats
+    is_whole = cache in ("none", "outputs", "forecast", "auto")  # Others answer for blocks inside of their forwards.
+    assert all((one.replayed > 1) == is_whole and not one.reasons for one in stats.values()), stats
     attached.detach()
     assert footprint(pipe) == before
     assert num_hooks(pipe) == 0
@@ -126,14 +127,13 @@ def test_beyond_the_limit_it_runs_and_says_so(device: str) -> None:
         assert "there are 1 graphs already (max_graphs=1)" in str(attached.explain())
 
 
-@pytest.mark.parametrize("cache", ["none", pytest.param("signal", marks=pytest.mark.slow)])
-def test_graphs_of_compiled_blocks(cache: str) -> None:
+def test_graphs_of_compiled_blocks() -> None:
     tiny, pipe = built("flux", "cpu")
     tiny.run(pipe, 1)
     before = footprint(pipe)
-    with attach(pipe, cache=CACHES[cache], compile="aot_eager"):
+    with attach(pipe, compile="aot_eager"):
         expected = tiny.run(pipe, 6)
-    with attach(pipe, cache=CACHES[cache], compile={"backend": "graphs", "blocks": "aot_eager"}) as attached:
+    with attach(pipe, compile={"backend": "graphs", "blocks": "aot_eager"}) as attached:
         assert [torch.equal(tiny.run(pipe, 6), expected) for _ in range(2)] == [True, True]
         assert attached.stats().graphs["transformer"].replayed > 6
         assert "5 blocks" in str(attached.explain())
@@ -155,11 +155,11 @@ def test_streamed_blocks_run_with_the_reason() -> None:
 def _on_two_ranks(parallel: Any) -> tuple[bool, int, str]:
     """Whether graphs leave the bits, how many calls they replay, and what is said about it."""
     tiny, pipe = built("flux", "cpu")
-    with attach(pipe, cache=CACHES["signal"], parallel=parallel):
+    with attach(pipe, parallel=parallel):
         expected = [tiny.run(pipe, 6, seed) for seed in (0, 1)]
     with (
         recording_by(SimulatedRecorder(), torch.device("cpu")),
-        attach(pipe, cache=CACHES["signal"], parallel=parallel, compile="graphs") as attached,
+        attach(pipe, parallel=parallel, compile="graphs") as attached,
     ):
         found = [tiny.run(pipe, 6, seed) for seed in (0, 1)]
         same = all(map(torch.equal, found, expected))

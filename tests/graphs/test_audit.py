@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from samovar.graphs.audit import Audit
+from samovar.graphs.audit import Audit, Constants
 
 WEIGHT = torch.randn(4, 4)
 TABLE = torch.ones(4)
@@ -21,16 +21,15 @@ FOUND: list[tuple[str, Callable[[torch.Tensor], Any], str | None]] = [
     ("indices", lambda x: x[torch.tensor([0, 1])], None),
     ("own memory", lambda x: torch.zeros_like(x).add_(x), None),
     ("a view of its own", lambda x: (x * 2)[0].mul_(2), None),
-    ("dropout", lambda x: functional.dropout(x, 0.5), "draws random numbers"),
-    ("noise", lambda x: x + torch.rand(4), "draws random numbers (rand)"),
     ("item", lambda x: x.sum().item(), "waits for the device (_local_scalar_dense)"),
     ("equal", lambda x: torch.equal(x, x), "waits for the device (equal)"),
     ("nonzero", lambda x: x.nonzero(), "waits for the device (nonzero)"),
     ("mask", lambda x: x[x > 0], "waits for the device (index with a mask)"),
     ("repeats", lambda x: x[0].repeat_interleave(torch.tensor([1, 2, 1, 1])), "waits for the device"),
     ("input", lambda x: x[0].add_(1), "writes into its inputs (add_)"),
-    ("table", lambda x: TABLE.mul_(1.0), "writes into a tensor that outlives it (mul_)"),
-    ("weight", lambda x: WEIGHT.mul_(1.0), "writes into a tensor that outlives it (mul_)"),
+    ("out", lambda x: torch.add(x[0], 1, out=TABLE), "writes into what outlives it (add)"),
+    ("table", lambda x: TABLE.mul_(1.0), "writes into what outlives it (mul_)"),
+    ("weight", lambda x: WEIGHT.mul_(1.0), "writes into what outlives it (mul_)"),
 ]  # fmt: skip
 
 
@@ -40,7 +39,7 @@ def test_what_is_found(function: Callable[[torch.Tensor], Any], problem: str | N
     audit = Audit([given], [WEIGHT])
     with audit:
         function(given)
-    assert audit.problem is None if problem is None else f"it {problem}" in str(audit.problem)
+    assert audit.problem is None if problem is None else problem in str(audit.problem)
 
 
 def test_what_is_read_and_is_no_weight_is_kept() -> None:
@@ -56,4 +55,28 @@ def test_a_copy_from_another_device() -> None:
     audit = Audit([torch.ones(4, device="meta")], [])
     with audit:
         torch.ones(4).to("meta")
-    assert audit.problem == "it copies between devices (_to_copy)"
+    assert audit.problem == "copies between devices (_to_copy)"
+
+
+def test_the_same_numbers_are_copied_from_the_first() -> None:
+    constants = Constants(torch.device("cpu"))
+    with constants:
+        one, other = torch.tensor([1, 2]), torch.tensor([1, 2])
+        assert torch.tensor([1.0, 2.0]).dtype == torch.float32
+        assert torch.tensor([1, 2], dtype=torch.float64).dtype == torch.float64
+        assert one.new_tensor(3).item() == torch.as_tensor(3).item() == 3
+    assert len(constants.made) == 5
+    one.fill_(7)
+    assert other.tolist() == [1, 2], "each call has its own"
+    with constants:
+        assert torch.tensor([1, 2]).tolist() == [1, 2]
+
+
+def test_other_calls_are_what_they_are() -> None:
+    constants, given = Constants(torch.device("cpu")), torch.ones(2)
+    with constants:
+        assert torch.as_tensor(given) is given
+        assert torch.tensor([given[0], given[1]]).tolist() == [1.0, 1.0]
+        assert torch.zeros(2).tolist() == [0.0, 0.0]
+        assert torch.tensor(1.0, device="meta").is_meta, "not on this device"
+    assert len(constants.made) == 0

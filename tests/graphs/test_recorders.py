@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samovar.graphs import recorders
-from samovar.graphs.forms import Unsuitable
+from samovar.graphs.static_inputs import Unsuitable
 from simulated import SimulatedRecorder, recording_by
 
 CPU = torch.device("cpu")

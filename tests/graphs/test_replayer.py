@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import zoo
 from samovar.core import nested
 from samovar.graphs import GraphsConfig, apply_graphs, recorders
-from samovar.graphs.forms import Places, Unsuitable
+from samovar.graphs.static_inputs import StaticInputs
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 
 CASES = {case.model: case for case in zoo.load()}
@@ -114,43 +114,6 @@ def call(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "a number": lambda m: setattr(m.layers[1], "scale", 2.0),
-    "a number in a table": lambda m: m.layers[1].table.update(gain=3.0),
-    "an entry of a table": lambda m: setattr(m.layers[1], "table", {"gain": 0.5}),
-    "a tensor": lambda m: setattr(m.layers[1], "shift", m.layers[1].shift + 1.0),
-    "a weight": lambda m: setattr(m.layers[1].inner, "weight", torch.nn.Parameter(m.layers[1].inner.weight * 2)),
-    "a weight's memory": lambda m: setattr(m.layers[1].inner.weight, "data", m.layers[1].inner.weight.data * 2),
-    "a weight's contents": lambda m: m.layers[1].inner.weight.data.mul_(2),
-    "a module": lambda m: setattr(m.layers[1], "inner", torch.nn.Identity()),
-    "no module": lambda m: m.layers.__delitem__(1),
-    "another forward": lambda m: setattr(m.layers[1], "forward", lambda x, **more: {"out": x - 1.0}),
-    "another class": lambda m: setattr(m.layers[1], "__class__", type("Other", (Layer,), {"forward": _other})),
-    "a method of the class": lambda m: setattr(Layer, "forward", _other),
-    "a hook": lambda m: m.layers[1].register_forward_hook(lambda *_: {"out": torch.zeros_like(_[1][0])}),
-    "a hook before": lambda m: m.layers[1].inner.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
-    "a dtype": lambda m: m.double(),
-}
-
-
-def _other(self: Any, x: torch.Tensor, **more: Any) -> Any:
-    return {"out": x * 7.0}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen_at_the_next_call(model: Model, device: str, change: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Layer, "forward", Layer.forward)  # It is put back.
-    with apply_graphs(model) as hook:
-        before = [call(model, x(device, seed))["out"] for seed in range(4)][-1]
-        assert hook.stats().replayed == 2
-        CHANGES[change](model)
-        given = x(device, 3).double() if change == "a dtype" else x(device, 3)
-        found = [call(model, given) for _ in range(4)]
-    expected = call(model, given)
-    assert not torch.equal(expected["out"].float(), before)
-    assert [nested.equal(one, expected) for one in found] == [True] * 4
-
-
 def test_recorded_again_after_a_change(model: Model, device: str) -> None:
     with apply_graphs(model) as hook:
         for scale in (1.0, 2.0, 1.0, 2.0):
@@ -174,7 +137,7 @@ def test_training_mode_runs(model: Model, device: str) -> None:
     expected = [call(model, x(device))["out"] for _ in range(3)]
     assert stats.replayed == 1
     assert all(map(torch.equal, found, expected))
-    assert "Dropout draws random numbers" in stats.reasons[0]
+    assert "its forward draws random numbers" in stats.reasons[0]
 
 
 def test_arguments_of_other_values_are_other_forms(model: Model, device: str) -> None:
@@ -376,12 +339,15 @@ def _remembers(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 STRANGE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
-    "a number": (lambda m, x: x * 2 if x.sum().item() > 0 else x, "Strange waits for the device (_local_scalar_dense)"),
-    "a truth": (lambda m, x: x * 2 if (x > 0).any() else x, "Strange waits for the device"),
-    "a mask": (lambda m, x: x[x > 0].sum(), "Strange waits for the device (index with a mask)"),
-    "random": (lambda m, x: x + torch.randn_like(x), "Strange draws random numbers (randn_like)"),
+    "a number": (
+        lambda m, x: x * 2 if x.sum().item() > 0 else x,
+        "its forward waits for the device (_local_scalar_dense)",
+    ),
+    "a truth": (lambda m, x: x * 2 if (x > 0).any() else x, "its forward waits for the device"),
+    "a mask": (lambda m, x: x[x > 0].sum(), "its forward waits for the device (index with a mask)"),
+    "random": (lambda m, x: x + torch.randn_like(x), "its forward draws random numbers"),
     "a count": (_counts, "its forward changes what it depends on: the attribute 'count'"),
-    "a buffer": (_remembers, "Strange writes into a tensor that outlives it (add_)"),
+    "a buffer": (_remembers, "its forward writes into what outlives it (add_)"),
     "an object": (lambda m, x: (x, threading.Lock()), "a replay gives other bits than its forward"),
 }
 
@@ -416,7 +382,7 @@ def test_inputs_that_it_writes_into(device: str) -> None:
         for one in given:
             call(model, one)
     assert all(torch.equal(one, 2 * x(device)) for one in given)
-    assert hook.stats().reasons == ("Writes writes into its inputs (mul_)",)
+    assert hook.stats().reasons == ("its forward writes into its inputs (mul_)",)
 
 
 def test_a_tensor_that_the_model_drops_is_kept(device: str) -> None:
@@ -537,14 +503,13 @@ def test_what_changes_at_every_call_is_given_up(model: Model, device: str) -> No
         stats = hook.stats()
     assert nested.equal(found, call(model, x(device)))
     assert stats.reasons == ("what it depends on changes from call to call",)
-    assert stats.recorded == 0
+    assert (stats.run, stats.recorded) == (24, 4), "less and less is recorded"
 
 
 def test_many_forms_are_not_remembered_forever(model: Model, device: str) -> None:
     with apply_graphs(model, GraphsConfig(max_graphs=2)) as hook:
         for length in range(1, 300):
             call(model, x(device, 0, length, 8))
-        assert len(hook._replayer._forms) <= 256  # type: ignore[union-attr]
         assert hook.stats().recorded == 0
 
 
@@ -560,20 +525,6 @@ def test_a_form_that_changes_at_every_call_is_told_once(
         assert hook.stats().replayed == 2, "a form that comes again is recorded"
     assert caplog.text.count("runs without graphs: each call has another form") == 1
     assert nested.equal(found, call(model, x(device), bias=1.0 / 40))
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-def test_forms_are_counted_for_each_function(model: Model, device: str, calls: int) -> None:
-    """A cache has skipped steps recorded as well. Forms that come again, however many, are nothing to warn of."""
-    with apply_graphs(model) as hook, torch.no_grad():
-        replayer = HookRegistry.get_or_create(model).recorder
-        assert replayer is not None
-        for step in range(20):
-            for _ in range(calls):
-                replayer("changing", lambda given: given[0] + given[1], (x(device), float(step)))
-                replayer("other", lambda given: given[0], (x(device),))
-        is_noted = any("each call has another form" in why for why in hook.stats().reasons)
-        assert is_noted == (calls == 1)
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # Torch says so in each new thread.
@@ -607,40 +558,11 @@ def test_no_input_is_overwritten_before_the_last_replay_has_read_it(
     with apply_graphs(model):
         for seed in range(3):
             call(model, x(device, seed))
-        plain = Places.fill
+        plain = StaticInputs.fill
         monkeypatch.setattr(recorder, "take_turn", lambda: done.append("wait"))
-        monkeypatch.setattr(Places, "fill", lambda *args: (done.append("copy"), plain(*args))[1])
+        monkeypatch.setattr(StaticInputs, "fill", lambda *args: (done.append("copy"), plain(*args))[1])
         call(model, x(device))
         assert done == ["wait", "copy"]
-        done.clear()
-        replayer = HookRegistry.get_or_create(model).recorder
-        assert replayer is not None
-        with torch.no_grad(), replayer.ahead("forward", ((x(device),), {})):
-            assert done == ["wait", "copy"]
-
-
-def test_a_call_that_was_prepared(model: Model, device: str) -> None:
-    one, other = x(device, 1), x(device, 2)
-    expected = [call(model, given) for given in (one, other)]
-    with apply_graphs(model) as hook:
-        for seed in range(3):
-            call(model, x(device, seed))
-        replayer = HookRegistry.get_or_create(model).recorder
-        assert replayer is not None
-        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
-            assert nested.equal(call(model, other), expected[1]), "another call comes between"
-            assert nested.equal(call(model, one), expected[0])
-            assert nested.equal(call(model, one), expected[0]), "it is used once"
-        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
-            thread = threading.Thread(target=call, args=(model, other))
-            thread.start()
-            thread.join()
-            assert nested.equal(call(model, one), expected[0]), "another thread's call comes between"
-        with torch.no_grad(), replayer.ahead("forward", ((one,), {})):
-            pass
-        one.copy_(other)
-        assert nested.equal(call(model, one), expected[1]), "what it holds now counts"
-        assert hook.stats().replayed >= 5
 
 
 def test_a_kind_of_argument_that_cannot_be_compared(model: Model, device: str) -> None:
@@ -653,7 +575,6 @@ def test_a_kind_of_argument_that_cannot_be_compared(model: Model, device: str) -
 def test_it_is_put_on_once(model: Model) -> None:
     with apply_graphs(model), pytest.raises(Exception, match="has graphs already"):
         apply_graphs(model)
-    assert issubclass(Unsuitable, Exception)
 
 
 def test_what_is_compiled_stays_compiled(model: Model, device: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core.errors import ModelError
 from ..core.files import brief, reading
@@ -128,7 +127,7 @@ def _stored(file: GgufFile, part: Part) -> Stored:
     packed = _converted(file, file.shapes | file.bytes_of, part)
     if problem := _difference(own, shapes, part.cls):
         raise _of_another_model(file, part, problem)
-    stored: dict[str, dict[str, Tensor | None]] = {}
+    stored: dict[str, dict[str, torch.Tensor | None]] = {}
     for path, shape in packed.items():
         if path in own and shape != own[path]:
             module, _, tensor = path.rpartition(".")

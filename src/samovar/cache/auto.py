@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from ..arch import find_anatomy
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.settings import read_tolerance
-from ..hooks import EVERY_MODULE, is_watched
 from ..trace.passes import Outlook
 from .config import AutoConfig
 from .decision import Agree, Verdict, measure
@@ -108,12 +107,6 @@ class AutoSteps(NamedTuple):
         asked = asked_tolerance()
         return self.config.number if asked is None else asked
 
-    def ahead(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Around a step that may have to wait for the device: what can be done before is."""
-        recorder = self.model.recorder if call.clock.pace.is_open and call.clock.verdict is None else None
-        given = call.inputs.args, call.inputs.kwargs
-        return contextlib.nullcontext() if recorder is None else recorder.ahead("forward", given)
-
     def judge(self, call: Call) -> Plan:
         """Whether the step is computed, and what is returned for images that are not due."""
         clock, pace = call.clock, call.clock.pace
@@ -168,7 +161,7 @@ class AutoSteps(NamedTuple):
         is_known, judged = len(history) >= LEAST_KNOWN and not clock.is_last, None
         if is_known and pace.is_open:
             summed = None if self.agree is None else self.agree.within_branch
-            judged = pace.judge(history, self._samples(call), clock.step.total, summed, self._run)
+            judged = pace.judge(history, self._samples(call), clock.step.total, summed)
         # Read behind that, so that the device is waited for once.
         reason = stray(call, () if largest is None else largest.tolist())
         if reason is not None:
@@ -179,11 +172,6 @@ class AutoSteps(NamedTuple):
             pace.set_gaps(history, self._agreed(judged, call), self.tolerance, clock.step.total)
         pace.due = [clock.index >= image.due for image in pace.images]
         return _DUE if any(pace.due) else Verdict("skip", WITHIN)
-
-    def _run(self, what: Hashable, function: Callable[[Any], Any], given: Any) -> Any:
-        """Run what looks at outputs only, or replay it: the device waits for it, and it is many small kernels."""
-        recorder = None if self.agree is not None or is_watched() else self.model.recorder
-        return function(given) if recorder is None else recorder(what, function, given, EVERY_MODULE)
 
     def _samples(self, call: Call) -> list[torch.Tensor]:
         """The samples of a call. Ranks split them before this, but some gather their outputs inside."""

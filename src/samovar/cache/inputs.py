@@ -73,7 +73,7 @@ class Inputs:
         role = self.roles.by_path[path]
         if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
             leaf = leaf.item()
-        self._form.append(None if role == "time" or leaf is None else nested.signature_of_leaf(leaf))
+        self._form.append(None if role == "time" or leaf is None else nested.signature(leaf))
         if role == "time":
             if self.time is None and isinstance(leaf, (int, float)):
                 self.time = leaf

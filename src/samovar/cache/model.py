@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,8 +19,6 @@ from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import is_compiled
-from ..hooks import Recorder
-from ..hooks.intercept import attached_registry
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.model_state import Generation, ModelState, own
 from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
@@ -93,12 +91,6 @@ class CacheableModel:
         """By form of inputs: why its steps cannot be skipped."""
         self._warned: set[str] = set()
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """What replays its forwards, if they are replayed."""
-        registry = attached_registry(self._model)
-        return None if registry is None else registry.recorder
-
     def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Take a step."""
         raise NotImplementedError
@@ -152,10 +144,6 @@ class TracedForm:
     is_blind: bool = False
     """Whether the modulated input cannot be read without running the block."""
     replay: tuple[Replay, ModelState] | None = None
-    token: object = field(default_factory=object)
-    """Names the form where its forwards are replayed."""
-    idle: dict[bool, frozenset[torch.nn.Module]] = field(default_factory=dict)
-    """Modules that do not run at a skipped step: where its signal is read, and where it is not."""
 
     def read(self, given: Given, other: Given | None = None) -> Signal:
         """The signal, from the arguments of the leading block; `other` are those of another step."""

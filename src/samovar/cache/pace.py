@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .drift import Compared, Drifts, Rows, compared, num_copies, rows_of
 from .forecast import polynomial
 from .misses import Misses, Skipped
-from .rows import MOST_KNOWN, RowHistory, Tensors
+from .rows import RowHistory, Tensors
 
 LEAST_KNOWN = 3
 """Computed steps before the first gap: a line through two of them, compared with the third."""
@@ -38,7 +38,6 @@ _ROUNDING = 1e-6
 """A drift that is rounding: then the simplest curve is chosen."""
 
 Summed = Callable[[torch.Tensor], torch.Tensor]
-Run = Callable[[Hashable, Callable[[Any], Any], Any], Any]
 """Runs a function on what is given; functions of one name do the same."""
 
 
@@ -188,20 +187,15 @@ class Pace:
         samples: Sequence[torch.Tensor],
         num_steps: int | None,
         summed: Summed | None = None,
-        run: Run = lambda what, function, given: function(given),
     ) -> list[Judged | None]:
         """For each image what its last computed step tells, now that the next samples are known; None for those that
         were not due. This waits for the device. `summed` adds the scalar products of all ranks, each of which knows
-        those of its tokens. `run` may replay what is done on the device."""
+        those of its tokens."""
         histories = [of for of in self._branches.values() if _is_beside(of, leader)]
         depth = min(map(len, histories))
         outputs = [[numbers_in(step.tensors) for step in of.steps[:depth]] for of in histories]
         how = self._by_image, len(self.images)
-        given = list(samples), list(self._samples), outputs
-        if depth < MOST_KNOWN:  # Once in a run: not worth a recording.
-            measured = compared(given, *how)
-        else:
-            measured = run(("drift", *how), lambda given: compared(given, *how), given)
+        measured = compared((list(samples), list(self._samples), outputs), *how)
         each = [index for index, is_open in enumerate(self._open) if is_open]
         curves = [curve for curve in CURVES if curve.order + 2 <= depth]
         known = (_known(leader, index) for index in each)

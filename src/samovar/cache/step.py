@@ -7,7 +7,6 @@ record     store the result, from which later steps are made
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,9 +28,6 @@ AGAIN = "this branch was called twice at the same step"
 """The reason of a call that may not be a step; nothing of it is stored."""
 NEVER = ("settings", "min_steps")
 """Reasons for which no step of a run is ever skipped."""
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 class Call(NamedTuple):
@@ -60,10 +56,6 @@ class Steps(NamedTuple):
     model: CacheableModel
     rescale: Rescale
     agree: Agree | None
-
-    def ahead(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Around a step. Where its signal decides, `ReplayedBlocks` does what can be done before the device answers."""
-        return _NOTHING
 
     def judge(self, call: Call) -> Plan:
         """What can be said before looking at the step: computed, skipped, or left to its signal."""

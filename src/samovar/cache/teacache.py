@@ -24,8 +24,7 @@ from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .decision import Agree, coefficients_for, rescaling
 from .extractors import Extractor, ExtractorModel, extractor_for
 from .inputs import Inputs
-from .model import About, CacheableModel
-from .replayed import ReplayedBlocks
+from .model import About, BlockModel, CacheableModel
 from .some_rows import SomeRows
 from .state import Clock, TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
@@ -107,7 +106,7 @@ class TeaCacheHook(ModelHook, Handle):
         if self.extractor_fn is not None:
             self._model = ExtractorModel(module, self.extractor_fn)
         else:
-            self._model = ReplayedBlocks(module, HOOK_NAME)
+            self._model = BlockModel(module, HOOK_NAME)
         self._steps = Steps(config, self._model, self.rescale_func, self._agree)
         if known is None and config.schedule is None:
             text = "No TeaCache coefficients are known for %s; changes of its signal are used without rescaling."
@@ -172,12 +171,11 @@ class TeaCacheHook(ModelHook, Handle):
             call.state.reset()  # A skipped step has no gradients of its blocks.
             self._note(call, StepRecord(call.clock.index, True, "gradients are recorded"))
             return self.call_original(module, *args, **kwargs)
-        with self._steps.ahead(call):
-            plan = self._steps.judge(call)
-            if plan.verdict.reason in NEVER:
-                self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))
-                return self.call_original(module, *args, **kwargs)
-            record, outcome = self._steps.take(call, plan)
+        plan = self._steps.judge(call)
+        if plan.verdict.reason in NEVER:
+            self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))
+            return self.call_original(module, *args, **kwargs)
+        record, outcome = self._steps.take(call, plan)
         if record.reason == NEW_RUN:
             call = call._replace(clock=self._restart(call.context, None, call.inputs))
             record = record._replace(step=call.clock.index)

@@ -73,18 +73,18 @@ def shape(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape)
 
 
-def signature(value: Any) -> Hashable:
-    """Equal for two values that differ only in tensor contents and in the values of floats."""
+def signature(value: Any, *, exact: bool = False, above: tuple[int, ...] = ()) -> Hashable:
+    """Equal for two values that differ only in the contents of tensors and in the values of floats; if `exact`, in the
+    contents of tensors alone. An object that is not looked into is known by its type."""
     if isinstance(value, torch.Tensor):
-        return (shape(value) if value.is_nested else value.shape), value.dtype, value.device
+        form = shape(value), value.dtype, value.device
+        return (*form, value.stride()) if exact else form
+    if isinstance(value, float):  # Of the two zeros each is another number.
+        return (float, repr(value)) if exact else float
     if isinstance(value, ATOMS):
-        return float if isinstance(value, float) else value
-    return type(value), *[(path, signature_of_leaf(leaf)) for path, leaf in leaves(value)]
-
-
-def signature_of_leaf(leaf: Any) -> Hashable:
-    """The signature of one of the `leaves`: an object that is not looked into is known by its type alone."""
-    return signature(leaf) if isinstance(leaf, _KNOWN) else type(leaf).__qualname__
+        return (type(value), value) if exact else value
+    inside = (*above, id(value))
+    return type(value), *((name, signature(part, exact=exact, above=inside)) for name, part in _parts(value, above))
 
 
 def is_transparent(value: Any) -> bool:

@@ -24,17 +24,18 @@ from .worker import Outcome, Usage
 
 
 class Run(NamedTuple):
-    """To the worker: serve this request."""
+    """To the worker: serve these requests together."""
 
-    number: int
-    request: Request
-    priority: int = 0
+    batch: int
+    requests: tuple[Request, ...]
 
 
 class Cancel(NamedTuple):
     """To the worker: nobody waits for this request any more."""
 
-    number: int
+    batch: int
+    request: int
+    """Its index in the batch."""
 
 
 class Ready(NamedTuple):
@@ -46,8 +47,8 @@ class Ready(NamedTuple):
     max_batch: int
     warm_up_s: float | None = None
     """Duration of the warm-up, if there was one."""
-    max_runs: int = 1
-    """Requests that it can have at once."""
+    num_lanes: int = 1
+    """Batches that it can have at once."""
 
 
 class Fatal(NamedTuple):
@@ -59,15 +60,16 @@ class Fatal(NamedTuple):
 class Update(NamedTuple):
     """From rank 0: something happened to a request."""
 
-    number: int
+    batch: int
+    request: int
     event: Event
 
 
 class Finished(NamedTuple):
-    """From each rank: the end of a request. Rank 0 sends the result; for it the others send None."""
+    """From each rank: the end of a batch. Rank 0 sends results; for these the others send None."""
 
-    number: int
-    outcome: Outcome | None
+    batch: int
+    outcomes: tuple[Outcome | None, ...]
     usage: Usage
 
 

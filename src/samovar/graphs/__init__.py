@@ -1,4 +1,4 @@
-"""May a computed forward be replayed? As a CUDA graph, with the bits of the model."""
+"""Computed forwards are replayed as CUDA graphs, with the bits of the model."""
 
 from .apply import GraphsHook, apply_graphs
 from .config import GraphsConfig

@@ -1,4 +1,4 @@
-"""How are graphs put on a denoiser, and taken off?"""
+"""Graphs on a denoiser, and off again."""
 
 from __future__ import annotations
 

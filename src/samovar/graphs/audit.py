@@ -1,28 +1,25 @@
-"""What does a function do that a replay would not do again? Seen by running it once, operation by operation.
+"""What a forward does that a replay would not do again: seen by running it once, operation by operation.
 
-A replay repeats the kernels with the addresses that they had. It does not wait for numbers, so nothing may depend on
-them in Python; it copies nothing from the host; it would draw the same random numbers again; and what it writes outside
-of its own memory would be lost or repeated.
+A replay repeats kernels with the addresses that they had. It does not wait for numbers, so nothing may depend on them
+in Python; it copies nothing from the host; and what it writes outside of its own memory would be lost or repeated.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core.interop import memory_of, weak_memory
+from ..core.interop import memory_of
+from ..core.nested import ATOMS
 from ..core.tensor_parts import is_plain
 
 _WAITS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
-_COPIES = ("copy_", "_to_copy")
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -30,96 +27,75 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True  # Flex attention is one.
 
-    def __init__(self, given: Sequence[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
+    def __init__(self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.problem: str | None = None
         self.constants: list[torch.Tensor] = []
         """Tensors that are read and are neither inputs nor weights. Whoever replays must keep them."""
-        self._is_on_host = given[0].device.type == "cpu"
-        self._inputs = {memory_of(tensor) for tensor in given}
-        self._known = self._inputs | {memory_of(tensor) for tensor in weights}
-        self._made: dict[Any, Any] = {}
+        self._inputs = set(map(memory_of, inputs))
+        self._known, self._made = self._inputs.union(map(memory_of, weights)), set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        read = [*_plain(args), *_plain(list(kwargs.values()))]
-        if self.problem is None:
-            problem = self._problem(func, args, kwargs, read)
-            self.problem = None if problem is None else f"{_where()}{problem}"
+        read = _tensors((args, kwargs))
         for tensor in read:
-            memory = memory_of(tensor)
-            if memory not in self._known and memory not in self._made:
-                self._known.add(memory)
+            if memory_of(tensor) not in self._known | self._made:
+                self._known.add(memory_of(tensor))
                 self.constants.append(tensor)
-        output = func(*args, **kwargs)
-        for tensor in _plain(output):
-            memory = memory_of(tensor)
-            if memory not in self._known and memory not in self._made:
-                self._made[memory] = weak_memory(tensor)
+        output = func(*args, **(kwargs or {}))
+        made = _tensors(output)
+        self._made |= set(map(memory_of, made)) - self._known
+        if self.problem is None and isinstance(func, torch._ops.OpOverload):
+            self.problem = self._problem(func, args, kwargs or {}, [*(t for t in read if t.dim()), *made])
         return output
 
-    def _problem(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> str | None:
-        if not isinstance(func, torch._ops.OpOverload):
-            return None
+    def _problem(self, func: Any, args: Any, kwargs: Any, seen: list[torch.Tensor]) -> str | None:
         name = func.__name__.partition(".")[0]
         if name in _INDEXING:
-            if any(leaf.dtype in (torch.bool, torch.uint8) for leaf in pytree.tree_leaves(args[1]) if leaf is not None):
+            if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])):
                 return f"waits for the device ({name} with a mask)"
         elif any(tag in func.tags for tag in _WAITS):
             return f"waits for the device ({name})"
-        given = {**dict(zip(_names(func)[0], args, strict=False)), **kwargs}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, given):
-            return f"draws random numbers ({name})"
-        devices = {tensor.device.type for tensor in read if tensor.dim() or name in _COPIES}
-        target = kwargs.get("device") if name in _COPIES else None
-        if len(devices if target is None else devices | {torch.device(target).type}) > 1:
+        if len({tensor.device.type for tensor in seen}) > 1:
             return f"copies between devices ({name})"
-        if not self._is_on_host and any(t.device.type == "cpu" and memory_of(t) in self._inputs for t in read):
-            return "takes an argument that is on the CPU"
-        for tensor in _written(func, given):
-            if memory_of(tensor) not in self._made:
-                what = "its inputs" if memory_of(tensor) in self._inputs else "a tensor that outlives it"
-                return f"writes into {what} ({name})"
+        arguments = func._schema.arguments
+        given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
+        for one in arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                for memory in set(map(memory_of, _tensors(given.get(one.name)))) - self._made:
+                    return f"writes into {'its inputs' if memory in self._inputs else 'what outlives it'} ({name})"
         return None
 
 
-def _plain(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operation, and in their lists. There are thousands of them."""
-    for value in values if isinstance(values, (tuple, list)) else (values,):
-        if isinstance(value, torch.Tensor):
-            if is_plain(value):
-                yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _plain(value)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
 
 
-@functools.cache
-def _names(func: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The parameters of an operation, and those that it writes into."""
-    arguments = func._schema.arguments
-    written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return tuple(one.name for one in arguments), tuple(written)
+class Constants(TorchFunctionMode):
+    """Tensors made of Python's numbers are made once, and copied by who makes the same again: a graph cannot copy them
+    from the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.made: dict[Hashable, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = _key(func, args, kwargs or {})
+        if key in self.made:
+            return self.made[key].clone()
+        made = func(*args, **(kwargs or {}))
+        if key is not None and made.device == self._device:
+            self.made[key] = made.clone()
+        return made
 
 
-def _written(func: Any, given: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for name in _names(func)[1]:
-        yield from _plain(given.get(name))
-
-
-def _drops_nothing(func: Any, given: dict[str, Any]) -> bool:
-    """Whether an operation with dropout drops nothing, as attention does in a model that is not trained."""
-    parameters = _names(func)[0]
-    if "dropout_p" in parameters:
-        return bool(given.get("dropout_p", 0.0) == 0.0)
-    return "train" in parameters and (given.get("train") is False or given.get("p") == 0.0)
-
-
-def _where() -> str:
-    """The module whose code is running."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            return f"{type(module).__name__} "
-        frame = frame.f_back
-    return "it "
+def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Hashable:
+    """What two calls share that make the same tensor of numbers; None for any other call."""
+    like: Any = torch.get_default_dtype()
+    if func is torch.Tensor.new_tensor:
+        like, args = (args[0].dtype, args[0].device), args[1:]
+    elif func not in (torch.tensor, torch.as_tensor):
+        return None
+    # An array is too long to compare by its text.
+    is_plain = all(isinstance(leaf, ATOMS) for leaf in pytree.tree_leaves((args, kwargs)))
+    return (func, like, repr(args), repr(kwargs)) if is_plain else None

@@ -17,6 +17,12 @@ class GraphsConfig(Settings, param="compile"):
         "Most graphs that are kept of each denoiser: one for each form of input, such as an image's size and a text's "
         "length. What comes in other forms runs without graphs.",
     )
+    compare_every: int = setting(
+        256,
+        count(1),
+        "Every so many replays of a denoiser its forward runs as well, and the bits are compared: other bits turn "
+        "graphs off. 1 compares each.",
+    )
     blocks: bool | str = setting(
         False,
         kind("True, False or the name of a backend", lambda value: isinstance(value, (bool, str))),

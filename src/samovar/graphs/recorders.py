@@ -1,4 +1,4 @@
-"""How is a function recorded, and replayed? As a CUDA graph; tests have what stands for one."""
+"""Recording and replaying a function as a CUDA graph; tests have what stands for one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..core.interop import end_pool
-from .forms import Unsuitable
+from .static_inputs import Unsuitable
 
 Function = Callable[[], Any]
 

@@ -1,84 +1,72 @@
-"""Is this call run, recorded or replayed?
+"""Runs, records and replays the calls of a denoiser.
 
 The first call of a form runs. The second runs too; then the same is run once more to see what it does, recorded, and
-replayed: only if that gives the bits of the run are later calls replays. A replay is launched first and its reasons are
-checked while the device computes; where they no longer hold, its result is dropped and the call runs.
+replayed: only if that gives the bits of the run are later calls replays. A replay is launched first and its guard is
+checked while the device computes; where it no longer holds, the result is dropped and the call runs. Every so many
+replays the forward runs as well: other bits turn graphs off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from ..arch.modules import unwrapped
-from ..core.interop import is_compiled, modes
+from ..core import nested
+from ..core.interop import modes
 from ..hooks import watched
-from ..trace.shadow import TrialFailed, trial
-from .audit import Audit
+from ..trace.shadow import TrialFailed, draws_random_numbers, trial
+from .audit import Audit, Constants
 from .config import GraphsConfig
-from .constants import Constants
-from .forms import Form, Given, Places, Unsuitable, copier, has_same_bits
+from .guard import Guard, obstacle
 from .recorders import Recorder, Recording, failing_as, recorder_for
-from .snapshot import Snapshot, obstacle
-from .spared import Spared
+from .static_inputs import StaticInputs, Unsuitable, form_of, has_same_bits
 
 Function = Callable[[Any], Any]
 
-_MOST_SEEN = 256
+_MAX_FORMS = 256
 """Forms that are remembered before they are recorded."""
 _MANY_NEW = 16
-"""So many calls in a row that all have a form of their own are said to."""
-_MOST_VARIANTS = 4
+"""Warn after this many consecutive new forms."""
+_MAX_VARIANTS = 4
 """Recordings of one form that are kept for different adapters."""
-_MOST_SHORT_LIVES = 3
-"""How often in a row a form may be recorded in vain."""
-_LONG_LIFE = 2
-"""Number of replays after which it was not in vain."""
+_MIN_REPLAYS = 2
+"""Replays that a recording is worth."""
 _logger = logging.getLogger(__name__)
 
 
 class Recorded(NamedTuple):
     """A form that can be replayed."""
 
-    places: Places
+    inputs: StaticInputs
     recording: Recording
-    copy: Callable[[], Any]
-    """Makes a copy of its output."""
-    snapshot: Snapshot
+    guard: Guard
     constants: list[torch.Tensor]
     """Held, since a replay reads them."""
 
     @property
     def num_bytes(self) -> int:
-        return self.places.num_bytes + self.recording.num_bytes
+        return self.recording.num_bytes + sum(tensor.nbytes for tensor in self.inputs.tensors)
 
 
 @dataclass
 class _Form:
-    """A form of calls, and what is known about it."""
+    """What is known of calls of one form."""
 
-    given: Form
-    surroundings: tuple[Hashable, ...]
-    misses: int = 0
-    """Calls since it was recorded last that were not replayed. Those of other adapters may come between."""
     variants: list[Recorded] = field(default_factory=list)
     """The one used last first; others are for other adapters."""
     replays: int = 0
     """Since it was recorded last."""
-    short_lives: int = 0
-    """How often in a row it was recorded in vain."""
-    is_refused: bool = False
-    is_final: bool = False
-    """Whether it is not tried again."""
+    misses: int = 0
+    """Calls that were not replayed, since it was recorded last or could not be."""
+    wait: int = 2
+    """So many of them until it is recorded: twice as many each time that was in vain."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +90,14 @@ class ReplayStats:
 
 
 class Replayer:
-    """Replays the forwards of one model, and parts of them that a cache asks for."""
+    """Replays what one model does."""
 
     def __init__(self, model: torch.nn.Module, config: GraphsConfig, refused: str | None = None) -> None:
         """`refused`: why nothing can be replayed, if that is known already."""
-        self._model, self._refused_for = unwrapped(model), refused
-        self._config = config
-        self._forms: OrderedDict[tuple[Hashable, ...], _Form] = OrderedDict()
-        self._latest: dict[Hashable, _Form] = {}
-        """By function: the form that it was called with last."""
-        self._lock = threading.RLock()
-        self._replayed = self._run = 0
+        self._model, self._config, self._refused = unwrapped(model), config, refused
+        self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
+        self._replayed = self._run = self._num_new = 0
         self._reasons: dict[str, None] = {}
-        self._ahead = _Ahead()
-        self._num_new: dict[Hashable, int] = {}
-        """By function: calls in a row whose form was not seen before."""
-        self._refused: OrderedDict[Hashable, int] = OrderedDict()
-        """By function: how often it was not replayed for a reason that may stay."""
 
     def stats(self) -> ReplayStats:
         kept = [one for form in list(self._forms.values()) for one in form.variants]
@@ -127,106 +106,58 @@ class Replayer:
     def forget(self) -> None:
         """Free all recordings."""
         self._forms.clear()
-        self._latest.clear()
-        self._num_new.clear()
 
-    def refuses(self, what: Hashable) -> bool:
-        if what not in self._refused:
-            return False
-        self._refused[what] += 1
-        return not _is_power_of_two(self._refused[what])  # Reasons may go.
-
-    @contextlib.contextmanager
-    def ahead(self, what: Hashable, given: Any) -> Iterator[None]:
-        """Inside, such a call needs only be launched. Nothing that was given may change meanwhile."""
-        one: Recorded | None = None
-        with contextlib.suppress(Unsuitable):
-            call = self._read(what, given)
-            with call.recorder.lock:
-                one = call.form.variants[0] if call.form.variants else None
-                if one is not None and one.snapshot.is_in_place():
-                    call.recorder.take_turn()
-                    one.places.fill(call.given.tensors)
-                    self._ahead.call = call
+    def __call__(self, function: Function, given: Any) -> Any:
+        """What the forward returns for what is given."""
         try:
-            yield
-        finally:
-            self._ahead.call = None
-            if one is not None:
-                one.places.held = None
-
-    def __call__(self, what: Hashable, function: Function, given: Any, idle: Collection[torch.nn.Module] = ()) -> Any:
-        call = self._ahead.call
-        if call is None or call.what != what or not _is_same(call.given.value, given):
-            try:
-                call = self._read(what, given)
-            except Unsuitable as why:
-                self._refuse(what, str(why))
-                return self._plainly(function, given)
-        form = call.form
-        if form.variants and (replayed := self._replay(form, call)) is not None:
-            return replayed[0]
-        form.misses += 1
-        is_due = form.misses > 1 and not form.is_final and (not form.is_refused or _is_power_of_two(form.misses))
-        if not is_due or not self._lock.acquire(blocking=False):
+            recorder, key = self._recorder(given)
+        except Unsuitable as why:
+            self._note(str(why))
             return self._plainly(function, given)
-        try:
-            return self._record(call, function, idle)
-        finally:
-            self._lock.release()
+        with recorder.lock:
+            form = self._form(key)
+            recorder.take_turn()
+            for number, one in enumerate(form.variants):
+                replayed = self._replay(one, given, is_likely=number == 0)
+                if replayed is not None:
+                    form.variants.insert(0, form.variants.pop(number))
+                    form.replays += 1
+                    return self._compared(replayed[0], function, given)
+            self._sweep()
+            form.misses += 1
+            if form.misses >= form.wait:
+                return self._record(form, recorder, function, given)
+        return self._plainly(function, given)
 
-    def _read(self, what: Hashable, value: Any) -> _Call:
-        """Unsuitable if this call cannot be replayed, whatever was recorded."""
-        given = Given(value)
-        is_seen, default_device = modes()
-        recorder = self._recorder(given.tensors, is_seen)
-        surroundings = default_device, *_surroundings(given.tensors[0].device)
-        form = self._latest.get(what)
-        if form is None or form.surroundings != surroundings or not given.is_of(form.given):
-            form = self._form(what, given.form(), surroundings)
-        else:
-            self._num_new[what] = 0
-        return _Call(what, given, recorder, form)
-
-    def _recorder(self, tensors: list[torch.Tensor], is_seen: bool) -> Recorder:
-        """Unsuitable if this call cannot be replayed, whatever was recorded."""
-        if self._refused_for is not None:
-            raise Unsuitable(self._refused_for)
-        if not tensors:
-            raise Unsuitable("it takes no tensors")
+    def _recorder(self, given: Any) -> tuple[Recorder, Hashable]:
+        """What records such calls, and their form. Unsuitable if they are not replayed whatever was recorded."""
+        if self._refused is not None:
+            raise Unsuitable(self._refused)
         if torch.is_grad_enabled():
             raise Unsuitable("gradients are recorded; call it under torch.no_grad()")
+        is_seen, default_device = modes()
         if is_seen:
             raise Unsuitable("a mode of torch, such as a profiler's, wants to see every operation")
-        device = tensors[0].device
-        recorder = recorder_for(device)
+        device, form = form_of(given)
+        recorder, kind = recorder_for(device), device.type
         if recorder is None:
-            raise Unsuitable(f"there are no graphs on {device.type}")
-        return recorder
+            raise Unsuitable(f"there are no graphs on {kind}")
+        casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return recorder, (form, default_device, casts, torch.is_inference_mode_enabled(), torch.get_default_dtype())
 
-    def _form(self, what: Hashable, given: Form, surroundings: tuple[Hashable, ...]) -> _Form:
-        key = what, given.key, surroundings
-        with self._lock:
-            self._num_new[what] = 0 if key in self._forms else self._num_new.get(what, 0) + 1
-            if self._num_new[what] == _MANY_NEW:
-                self._note("each call has another form: other shapes, or numbers that change from step to step")
-            form = self._latest[what] = self._forms.setdefault(key, _Form(given, surroundings))
-            self._forms.move_to_end(key)
-            if len(self._forms) > _MOST_SEEN:
-                oldest = next((k for k, one in self._forms.items() if not one.variants), next(iter(self._forms)))
-                if self._forms.pop(oldest) is self._latest.get(oldest[0]):
-                    del self._latest[oldest[0]], self._num_new[oldest[0]]
-            return form
+    def _form(self, key: Hashable) -> _Form:
+        self._num_new = 0 if key in self._forms else self._num_new + 1
+        if self._num_new == _MANY_NEW:
+            self._note("each call has another form: other shapes, or numbers that change from step to step")
+        form = self._forms.setdefault(key, _Form())
+        self._forms.move_to_end(key)
+        if len(self._forms) > _MAX_FORMS:
+            self._forms.pop(next((k for k, one in self._forms.items() if not one.variants), next(iter(self._forms))))
+        return form
 
     def _plainly(self, function: Function, given: Any) -> Any:
         self._run += 1
         return function(given)
-
-    def _refuse(self, what: Hashable, why: str) -> None:
-        self._refused.setdefault(what, 0)
-        if len(self._refused) > _MOST_SEEN:
-            self._refused.popitem(last=False)
-        self._note(why)
 
     def _note(self, why: str) -> None:
         """Say so once."""
@@ -236,142 +167,99 @@ class Replayer:
 
     # ------------------------------------------------------------------------------------------ replaying
 
-    def _replay(self, form: _Form, call: _Call) -> tuple[Any] | None:
-        recorder, tensors = call.recorder, call.given.tensors
-        with recorder.lock:
-            recorder.take_turn()
-            for number, one in enumerate(form.variants):
-                if one.places.held is not tensors:  # Else all of this was done ahead.
-                    if not one.snapshot.is_in_place() or (number and not one.snapshot.is_current()):
-                        continue
-                    one.places.fill(tensors)
-                one.recording.replay()
-                one.places.held = None
-                output = one.copy()
-                if number or one.snapshot.is_current():  # Seen while the device computes.
-                    form.variants.insert(0, form.variants.pop(number))
-                    form.replays += 1
-                    self._replayed += 1
-                    return (output,)
-            self._sweep()
-        return None
+    def _replay(self, one: Recorded, given: Any, is_likely: bool) -> tuple[Any] | None:
+        """The output, unless what the recording depends on has changed."""
+        if not one.guard.is_in_place() or not (is_likely or one.guard.change() is None):
+            return None
+        one.inputs.fill(given)
+        one.recording.replay()
+        output = nested.map_tensors(torch.clone, one.recording.output)
+        is_same = not is_likely or one.guard.change() is None  # Seen while the device computes.
+        return (output,) if is_same else None
+
+    def _compared(self, output: Any, function: Function, given: Any) -> Any:
+        """The output of a replay; every so many times that of the forward, which it is compared with."""
+        self._replayed += 1
+        if self._replayed % self._config.compare_every:
+            return output
+        with watched():
+            expected = function(given)
+        if not has_same_bits(output, expected):
+            self._refused = (
+                f"replay {self._replayed} gave other bits than the forward: something that it depends on has changed "
+                "unseen, so graphs are off for this model"
+            )
+            self._note(self._refused)
+            self.forget()
+        return expected
 
     def _sweep(self) -> None:
-        """After a change, drop what cannot be replayed any more: it would keep modules alive, and count."""
-        modules = set(self._model.modules())
-        for form in list(self._forms.values()):
-            form.variants = [one for one in form.variants if one.snapshot.is_of(modules) and one.snapshot.is_in_place()]
+        """Drop what cannot be replayed any more: it would keep modules alive, and count."""
+        for form in self._forms.values():
+            form.variants = [one for one in form.variants if one.guard.is_in_place()]
 
     # ------------------------------------------------------------------------------------------ recording
 
-    def _record(self, call: _Call, function: Function, idle: Collection[torch.nn.Module]) -> Any:
+    def _record(self, form: _Form, recorder: Recorder, function: Function, given: Any) -> Any:
         """Run a call, and record it."""
-        what, form, given = call.what, call.form, call.given
+        was_in_vain = bool(form.variants) and form.replays < _MIN_REPLAYS
+        form.wait, form.misses, form.replays = 2 * form.wait if was_in_vain else 2, 0, 0
+        if form.wait > 8:
+            self._note("what it depends on changes from call to call")
+        inputs = StaticInputs(given)
+        output = self._plainly(function, given)
         try:
-            with call.recorder.lock:
-                self._check(form)
-            places = Places(given)
+            self._make_room(form)
+            with watched(), _casting_each_time():
+                form.variants.insert(0, self._recorded(inputs, recorder, function, output))
+            del form.variants[_MAX_VARIANTS:]
         except Unsuitable as why:
-            form.is_refused = True
-            self._refuse(what, str(why))
-            return self._plainly(function, given.value)
-        output = self._plainly(function, given.value)
-        try:
-            with watched(), call.recorder.lock, _casting_each_time():
-                with failing_as(Unsuitable, "what it depends on cannot be compared"):
-                    snapshot = Snapshot(self._model, idle)
-                recorded = self._recorded(places, call.recorder, function, output, snapshot)
-                form.variants = [recorded, *form.variants][:_MOST_VARIANTS]
-        except Unsuitable as why:
-            form.is_refused, form.is_final = True, isinstance(why, _Never)
-            self._refuse(what, str(why))
-        else:
-            form.misses, form.replays, form.is_refused = 0, 0, False
-            self._refused.pop(what, None)
+            form.wait *= 2
+            self._note(str(why))
         return output
 
-    def _check(self, form: _Form) -> None:
-        form.short_lives = form.short_lives + 1 if form.variants and form.replays < _LONG_LIFE else 0
-        if form.short_lives >= _MOST_SHORT_LIVES:
-            form.variants, form.is_final = [], True
-            raise Unsuitable("what it depends on changes from call to call")
+    def _make_room(self, form: _Form) -> None:
+        """Drop what is kept for other adapters before any form is refused."""
         kept, most = [one.variants for one in self._forms.values()], self._config.max_graphs
-        for variants in kept:  # What is kept for other adapters goes before any form is refused.
+        for variants in kept:
             while sum(map(len, kept)) >= most and len(variants) > (variants is not form.variants):
                 variants.pop()
         if sum(map(len, kept)) >= most:
             raise Unsuitable(f"there are {most} graphs already (max_graphs={most})")
+
+    def _recorded(self, inputs: StaticInputs, recorder: Recorder, function: Function, expected: Any) -> Recorded:
         problem = obstacle(self._model)
         if problem is not None:
             raise Unsuitable(problem)
+        with failing_as(Unsuitable, "what it depends on cannot be compared"):
+            guard = Guard(self._model)
+        audit, constants = Audit(inputs.tensors, guard.state.plain()), Constants(inputs.tensors[0].device)
 
-    def _recorded(
-        self, places: Places, recorder: Recorder, function: Function, expected: Any, snapshot: Snapshot
-    ) -> Recorded:
         def run() -> Any:
-            return function(places.given())
+            return function(inputs.given())
 
-        audit, constants = Audit(places.tensors, snapshot.weights()), Constants(places.tensors[0].device)
+        def run_seen() -> None:
+            with constants, audit:
+                run()
+
         try:
             # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
-            with trial(places.tensors), torch.compiler.set_stance("force_eager"), constants, audit:
-                run()
+            with trial(inputs.tensors), torch.compiler.set_stance("force_eager"):
+                is_random = draws_random_numbers(run_seen)
         except TrialFailed as error:
             raise Unsuitable(f"trying it failed ({error})") from error
-        if audit.problem is not None:
-            raise _Never(audit.problem)
-        held = [*audit.constants, *constants.tensors()]
-        with constants if len(constants) else contextlib.nullcontext():
-            if snapshot.is_of_parts and not any(map(is_compiled, snapshot.modules)):
-                with contextlib.suppress(Unsuitable):  # Then all of it is recorded.
-                    with failing_as(Unsuitable, "what it reads cannot be seen"), trial(places.tensors):
-                        (spared := Spared(run)).run()  # Better here than while a device records.
-                    recording = _recording(recorder, spared.run, expected, snapshot)
-                    places.leave_out(spared.live)
-                    return Recorded(places, recording, copier(recording.output), snapshot, [*held, *spared.constants])
-            recording = _recording(recorder, run, expected, snapshot)
-        return Recorded(places, recording, copier(recording.output), snapshot, held)
-
-
-def _recording(recorder: Recorder, run: Callable[[], Any], expected: Any, snapshot: Snapshot) -> Recording:
-    recording = recorder.record(run)
-    if not (snapshot.is_in_place() and snapshot.is_current()):
-        raise Unsuitable(f"its forward changes what it depends on: {snapshot.changed()}")
-    recorder.take_turn()
-    recording.replay()
-    if not has_same_bits(recording.output, expected):
-        raise _Never("a replay gives other bits than its forward")
-    return recording
-
-
-class _Call(NamedTuple):
-    """A call that may be replayed."""
-
-    what: Hashable
-    given: Given
-    recorder: Recorder
-    form: _Form
-
-
-class _Ahead(threading.local):
-    """The call that was prepared on this thread."""
-
-    call: _Call | None = None
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two calls are given the very same: positional arguments, those by keyword, and nothing else."""
-    (args, kwargs, *rest), (others, named, *more) = one, other
-    return one is other or (
-        not (any(rest) or any(more))
-        and len(args) == len(others)
-        and kwargs.keys() == named.keys()
-        and all(map(is_, chain(args, kwargs.values()), chain(others, named.values())))
-    )
-
-
-class _Never(Unsuitable):
-    """The same for a reason that stays."""
+        if audit.problem is not None or is_random:
+            raise Unsuitable(f"its forward {audit.problem or 'draws random numbers'}")
+        with constants if constants.made else contextlib.nullcontext():
+            recording = recorder.record(run)
+        change = guard.change()
+        if change is not None:
+            raise Unsuitable(f"its forward changes what it depends on: {change}")
+        recorder.take_turn()
+        recording.replay()
+        if not has_same_bits(recording.output, expected):
+            raise Unsuitable("a replay gives other bits than its forward")
+        return Recorded(inputs, recording, guard, [*audit.constants, *constants.made.values()])
 
 
 @contextlib.contextmanager
@@ -383,14 +271,3 @@ def _casting_each_time() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _surroundings(device: torch.device) -> tuple[Hashable, ...]:
-    """Modes of torch that decide what is computed."""
-    kind = device.type
-    casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return casts, torch.is_inference_mode_enabled(), torch.get_default_dtype()

@@ -4,13 +4,12 @@ from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .handle import Handle
 from .pipelines import hook_pipeline
-from .recording import EVERY_MODULE, Recorder, Steady, is_watched, watched
+from .recording import Recorder, is_watched, watched
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, install_hook
 from .roles import Role, Roles, role_by_name
 from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, run_around, running
 
 __all__ = [
-    "EVERY_MODULE",
     "NOT_BYPASSED",
     "BaseState",
     "BranchHook",
@@ -26,7 +25,6 @@ __all__ = [
     "Roles",
     "Run",
     "StateManager",
-    "Steady",
     "call_context",
     "current_context",
     "current_run",

@@ -2,7 +2,8 @@
 
 Compared are modules and their classes, forwards, weights and buffers (which, in which dtype, written in place or not),
 adapters, attention processors, and hooks of others. Compared in C, so that a thousand modules take well under a
-millisecond. Writes through `.data` have no version: nothing whose bits matter may rest on this alone.
+millisecond. Writes through `.data` have no version: nothing whose bits matter may rest on this alone. For who reads
+weights where they lie, their addresses count instead.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch
 
 from ..core.adapters import adapter_settings, adapters_of, loaded_adapters
 from ..core.interop import kernel_settings
+from ..core.tensor_parts import take_apart
 from ..hooks.intercept import bare_class
 
 _version, _dtype, _forward = attrgetter("_version"), attrgetter("dtype"), attrgetter("forward")
 _call: Any = operator.call
+_address = torch.Tensor.data_ptr
 _own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -33,8 +36,9 @@ def own(hook: Any) -> None:
 class ModelState:
     """Some modules as they are now. It keeps no weight alive that they drop."""
 
-    def __init__(self, modules: Iterable[torch.nn.Module], *, kernels: bool = False) -> None:
-        """`kernels`: with torch's settings that choose kernels, and the attention that diffusers has chosen."""
+    def __init__(self, modules: Iterable[torch.nn.Module], *, addresses: bool = False, kernels: bool = False) -> None:
+        """`addresses`: where weights lie counts, and not what is written into them. `kernels`: with torch's settings
+        that choose kernels, and the attention that diffusers has chosen."""
         self._modules = list(modules)
         entries = list(map(vars, self._modules))
         held = [each["_modules"] for each in entries]
@@ -50,8 +54,11 @@ class ModelState:
         self._is_tensor = [isinstance(part, torch.Tensor) for part in parts]
         tensors = list(compress(parts, self._is_tensor))
         self._dtypes = list(map(_dtype, tensors))
-        self._has_version = [not tensor.is_inference() for tensor in tensors]
+        self._has_version = [not addresses and not tensor.is_inference() for tensor in tensors]
         self._versions = list(map(_version, compress(tensors, self._has_version)))
+        self._plain = list(map(weakref.ref, take_apart(tensors).plain)) if addresses else []
+        self._addresses = list(map(_address, self.plain()))
+        self._forms = [(of, list(map(of, self.plain()))) for of in (torch.Tensor.size, torch.Tensor.stride)]
         # The type of a module that we have hooked equals its own.
         self._types = list(map(type, self._modules))
         self._classes = {bare_class(module): None for module in self._modules}
@@ -72,12 +79,32 @@ class ModelState:
         """The first thing that is not as it was, in words; None if all is."""
         return next(self._changes(), None)
 
+    def plain(self) -> Iterator[torch.Tensor]:
+        """The plain tensors whose addresses count; None in place of what is gone."""
+        return map(_call, self._plain)
+
+    def is_in_place(self) -> bool:
+        """Whether modules and weights are the same, where they were."""
+        try:
+            return self._has_same_parts(self._now()) and list(map(_address, self.plain())) == self._addresses
+        except TypeError:  # One is gone.
+            return False
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(self._held))
+
+    def _has_same_parts(self, parts: list[Any]) -> bool:
+        is_as_long = len(parts) == len(self._parts) and not any(self._empty)
+        return is_as_long and all(map(is_, parts, map(_call, self._parts)))
+
     def _changes(self) -> Iterator[str]:
-        parts = list(chain.from_iterable(self._held))
-        if any(self._empty) or len(parts) != len(self._parts) or not all(map(is_, parts, map(_call, self._parts))):
+        parts = self._now()
+        if not self._has_same_parts(parts):
             yield "modules or weights were replaced"
             return
         tensors = list(compress(parts, self._is_tensor))
+        if not self.is_in_place() or any(list(map(of, self.plain())) != before for of, before in self._forms):
+            yield "weights lie elsewhere or in another form"
         if list(map(_version, compress(tensors, self._has_version))) != self._versions:
             yield "weights were written in place"
         if list(map(_dtype, tensors)) != self._dtypes:

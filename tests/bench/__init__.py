@@ -1,1 +1,0 @@
-"""What measures Samovar, in benchmarks/."""

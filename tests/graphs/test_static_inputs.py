@@ -1,0 +1,99 @@
+"""What makes two calls of one form, and what is copied where."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from samovar.graphs.static_inputs import StaticInputs, Unsuitable, form_of, has_same_bits
+
+
+@dataclass
+class Held:
+    tensor: torch.Tensor
+    name: str = "a"
+
+
+Pair = namedtuple("Pair", "one other")
+A, B = torch.arange(6.0).reshape(2, 3), torch.arange(6.0, 12.0).reshape(2, 3)
+
+SAME: list[tuple[Any, Any]] = [
+    (A, B), ([A, 1, "x"], [B, 1, "x"]), ({"a": (A, None)}, {"a": (B, None)}), (Pair(A, 2), Pair(B, 2)),
+    (Held(A), Held(B)), ((A, A), (B, B)), (A.expand(4, 2, 3), B.expand(4, 2, 3)),
+]  # fmt: skip
+OTHER: list[tuple[Any, Any]] = [
+    (A, A.t()), (A, A.double()), (A, A[:1]), (A, A.t().contiguous().t()), ([A], (A,)), ([A, 1], [A, 2]),
+    ([A, 1], [A, 1.0]), ([A, True], [A, 1]), ({"a": A}, {"b": A}), ((A, A), (A, B)), (Held(A), Held(A, "b")),
+    (Pair(A, 1), (A, 1)), ([A, []], [A, ()]), (A.expand(2, 2, 3), A),
+    ([A, 0.0], [A, -0.0]), ([A, None], [A, 0]), ([[A], B], [[A, B]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_calls_of_one_form(one: Any, other: Any) -> None:
+    assert form_of(one) == form_of(other)
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER)
+def test_calls_of_other_forms(one: Any, other: Any) -> None:
+    assert form_of(one) != form_of(other)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        np.float32(1),
+        torch.nn.Linear(1, 1),
+        torch.eye(2).to_sparse(),
+        torch.ones(1, device="meta"),
+        A.as_subclass(type("Special", (torch.Tensor,), {})),
+        torch.ones(2, dtype=torch.cfloat).conj(),
+    ],
+)
+def test_what_cannot_be_compared(value: Any) -> None:
+    with pytest.raises(Unsuitable):
+        form_of([A, value])
+
+
+@pytest.mark.parametrize("form", [
+    lambda t: t, lambda t: t.t(), lambda t: t[:, ::2], lambda t: t.expand(4, 2, 3), lambda t: t[:1].expand(5, 3),
+    lambda t: t[0, 0].expand(3), lambda t: t[..., None].expand(2, 3, 4), lambda t: t[:0], lambda t: t.sum(),
+])  # fmt: skip
+def test_a_place_has_the_form_and_takes_the_contents(form: Any) -> None:
+    one, other = form(A), form(B)
+    places = StaticInputs(({"x": [one]},))
+    (place,) = places.given()[0]["x"]
+    assert (place.shape, place.dtype) == (one.shape, one.dtype)
+    assert place.numel() <= 1 or place.stride() == one.stride()
+    assert torch.equal(place, one)
+    places.fill(({"x": [other]},))
+    assert torch.equal(place, other)
+    assert torch.equal(one, form(torch.arange(6.0).reshape(2, 3))), "what was given is left alone"
+
+
+def test_a_tensor_that_is_given_twice_is_one_place() -> None:
+    places = StaticInputs((A, [A], B))
+    one, (again,), other = places.given()
+    assert one is again
+    assert one is not other
+    assert len(places.tensors) == 2
+
+
+def test_lists_are_new_each_time() -> None:
+    places = StaticInputs(([[A]],))
+    places.given()[0][0].clear()
+    assert len(places.given()[0][0]) == 1
+
+
+def test_bits_are_compared() -> None:
+    nan = torch.tensor([float("nan"), 0.0])
+    assert has_same_bits({"a": nan}, {"a": nan.clone()})
+    assert not has_same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not has_same_bits([A], (A,))
+    assert not has_same_bits(object(), object())
