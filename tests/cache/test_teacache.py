@@ -443,16 +443,30 @@ def test_a_run_may_end_while_another_begins() -> None:
     assert later in [context.request for context in hook.state_manager.states()]
 
 
-def test_a_call_of_which_nothing_tells_the_branch_is_computed() -> None:
+def test_a_model_of_sample_and_time_alone_skips_and_begins_a_run_when_time_turns_back() -> None:
     class Unconditional(Plain):
         def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return super().forward(hidden_states, timestep, COND)
 
     model = Unconditional()
+    hook = apply_teacache_hook(model, SKIPPING)
     with torch.no_grad():
-        exact = [model(*at(step)) for step in range(4)]
+        for number in (1, 2):
+            for step in range(4):
+                model(*at(step))
+            assert all_masks(hook) == {f"request {number}": "#..."}
+
+
+def test_a_call_of_which_nothing_tells_the_branch_is_computed() -> None:
+    class Untimed(Plain):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(hidden_states, torch.zeros(1), COND)
+
+    model = Untimed()
+    with torch.no_grad():
+        exact = [model(at(step)[0]) for step in range(4)]
         hook = apply_teacache_hook(model, SKIPPING)
-        assert differing([model(*at(step)) for step in range(4)], exact) == []
+        assert differing([model(at(step)[0]) for step in range(4)], exact) == []
     assert all_masks(hook) == {"unknown": "####"}
     assert hook.stats().expected_speedup == 1.0
 

@@ -88,7 +88,6 @@ def test_any_names(forward: Forward, branches: int, is_remade: bool, mode: Any) 
     assert hook.trouble() is None
     paths = [f"given.{i}" for i in range(3)] if forward is of_no_names else leaves_of_names(forward)
     assert [hook.roles.of(path) for path in paths] == ["sample", "time", "conditioning"]
-    assert (paths[2] in hook.roles.remade) is is_remade
 
 
 def leaves_of_names(forward: Forward) -> list[str]:
@@ -184,21 +183,6 @@ def test_residuals_under_any_name(branches: int, is_own: bool) -> None:
     assert hook.roles.of("text") == "conditioning"
 
 
-def test_guidance_made_anew_needs_no_look_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, hook, names = hooked(with_more)
-    looks: list[Any] = []
-    equal = torch.equal
-    monkeypatch.setattr(torch, "equal", lambda *tensors: looks.append(tensors) or equal(*tensors))
-    counts = []
-    for sample, time in steps(12):
-        for text in (TEXT, OTHER_TEXT):
-            model(sample, time, text, torch.full((1,), 3.5), IDS)
-        counts.append(len(looks))
-    assert_in_turns(names, 2)
-    assert counts[6] == counts[-1], "the texts' identity is enough"
-    assert hook.roles.remade == {"more"}
-
-
 def test_a_second_branch_that_differs_in_what_is_remade_is_found_late_too() -> None:
     model, _, names = hooked(with_more)
     for index, (sample, time) in enumerate(steps(16)):
@@ -229,7 +213,6 @@ def test_roles_are_learned_of_named_branches_and_outlive_runs() -> None:
         hook.drop(request)
     assert set(names) == {"cond"}
     assert [hook.roles.of(path) for path in ("foo", "bar", "baz")] == ["sample", "time", "conditioning"]
-    assert hook.roles.remade == {"baz"}
     for sample, time in steps(3):
         model(sample, time, TEXT)
     assert_in_turns(names[-3:], 1)
@@ -281,15 +264,74 @@ def test_where_every_step_looks_new_it_says_so_once(caplog: pytest.LogCaptureFix
     assert "call_context(branch=" in record.message
 
 
-def test_a_model_without_conditioning_has_no_branch_and_says_so() -> None:
-    def forward(self: Any, x: Any, t: Any, return_dict: bool = True) -> Any:
+# ------------------------------------------------------------------------------------------------ sample and time alone
+
+
+def alone(self: Any, x: Any, t: Any, return_dict: bool = True) -> Any:
+    return x
+
+
+def alone_with_unknown_names(self: Any, foo: Any, bar: Any) -> Any:
+    return foo
+
+
+@pytest.mark.parametrize("forward", [alone, alone_with_unknown_names])
+@pytest.mark.parametrize("make", [torch.Tensor.clone, torch.Tensor.item], ids=["tensors", "numbers"])
+def test_a_model_of_sample_and_time_is_one_request_as_long_as_time_runs_one_way(forward: Forward, make: Any) -> None:
+    model, hook, names = hooked(forward)
+    for seed in range(3):
+        for sample, time in steps(seed=seed):
+            model(sample, make(time))
+    found = [names[run * STEPS : (run + 1) * STEPS] for run in range(3)]
+    assert [len(set(of_run)) for of_run in found] == [1, 1, 1]
+    assert len(set(names)) == 3
+    assert None not in names
+    assert hook.trouble() is None
+
+
+def test_samples_in_turns_at_one_time_are_no_request() -> None:
+    model, hook, names = hooked(alone)
+    for (one, time), (other, _) in zip(steps(), steps(seed=1), strict=True):
+        for sample in (one, other):
+            model(sample, time)
+    assert set(names[4:]) == {None}
+    assert "its calls differ in nothing but the sample and the time" in (hook.trouble() or "")
+
+
+def test_a_run_that_was_given_up_is_not_gone_on_with() -> None:
+    model, _, names = hooked(alone)
+    for count in (3, STEPS):
+        for sample, time in list(steps(seed=count))[:count]:
+            model(sample, time)
+    assert [len(set(names[:3])), len(set(names[3:])), len(set(names))] == [1, 1, 2]
+
+
+def test_a_model_of_a_sample_alone_has_no_branch_and_says_so() -> None:
+    def forward(self: Any, x: Any, return_dict: bool = True) -> Any:
         return x
 
     model, hook, names = hooked(forward)
-    for sample, time in steps():
-        model(sample, time, return_dict=False)
+    for sample, _ in steps():
+        model(sample, return_dict=False)
     assert set(names) == {None}
     assert "all of its arguments change at every step" in (hook.trouble() or "")
+
+
+@pytest.mark.parametrize("are_joined", [True, False])
+def test_what_remains_when_guidance_ends_is_recognised(are_joined: bool) -> None:
+    model, hook, names = hooked(of_usual_names)
+    both = torch.cat([OTHER_TEXT, TEXT])
+    for index, (sample, time) in enumerate(steps(16)):
+        if index < 8 and are_joined:
+            model(torch.cat([sample, sample]), time.expand(2), both)
+        elif index < 8:
+            model(sample, time, OTHER_TEXT)
+        if index >= 8 or not are_joined:
+            model(sample, time, TEXT)
+    assert None not in names
+    assert len(set(names[-8:])) == 1
+    assert are_joined or names[-1] == names[1], "the branch that it was before"
+    assert hook.trouble() is None
 
 
 def test_snapshots() -> None:

@@ -92,9 +92,11 @@ class _RunHook(ModelHook):
 
 
 def _run_of(pipeline: Any) -> contextlib.AbstractContextManager[Any]:
-    """The run that a call of a pipeline is: a new one, unless the pipeline calls itself."""
+    """The run that a call of a pipeline is: a new one, unless the pipeline calls itself. One that was made as
+    type(pipe)(...) from a hooked pipeline has no hooks."""
     run = current_run()
-    return running(pipeline) if run is None or run.pipeline is not pipeline else contextlib.nullcontext()
+    is_new = pipeline_hooks(pipeline) and (run is None or run.pipeline is not pipeline)
+    return running(pipeline) if is_new else contextlib.nullcontext()
 
 
 # ------------------------------------------------------------------------------------------------ hooked classes

@@ -1,4 +1,4 @@
-"""Which of a denoiser's arguments is the sample, which the time, and which stay the same through a run?
+"""Roles of a denoiser's arguments: the sample, the time, residuals made from the sample, and conditioning.
 
 A name is only a hint. What counts is how values behave from one step of a branch to the next: the sample and the time
 change at every step, and so do residuals that are computed from the sample (a ControlNet's); conditioning stays.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -31,8 +30,8 @@ _CONDITIONING_WORDS = (
     "encoder_hidden_states", "prompt", "text", "txt", "caption", "cap_feats", "embeds", "pooled", "class", "label",
     "mask", "ids", "guidance"
 )  # fmt: skip
-_ENOUGH = 2
-"""Steps after which what was seen of an argument overrules its name."""
+MAX_COMPARED = 4096
+"""Elements of a tensor that are copied to compare them later."""
 
 # ------------------------------------------------------------------------------------------------ names and arguments
 
@@ -42,8 +41,7 @@ def role_by_name(path: str) -> Role:
     """The usual role of an argument with this name. Of an object that holds all arguments, the field's name counts."""
     parameter, *inner = [part for part in path.split(".") if not part.isdigit()] or [path]
     names = [parameter] if is_well_known(parameter) else [*inner[-1:], parameter]
-    roles = (_role_of_word(name) for name in names)
-    return next((role for role in roles if role != "conditioning"), "conditioning")
+    return next((role for role in map(_role_of_word, names) if role != "conditioning"), "conditioning")
 
 
 def _role_of_word(name: str) -> Role:
@@ -108,29 +106,11 @@ def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mappin
 # ------------------------------------------------------------------------------------------------ roles
 
 
-@dataclass(slots=True)
-class _Evidence:
-    """How an argument behaved from step to step."""
-
-    moved: int = 0
-    stayed: int = 0
-    form: Role = "residual"
-    """Its role if it changes at every step."""
-
-    @property
-    def is_enough(self) -> bool:
-        return self.moved + self.stayed >= _ENOUGH
-
-
-class _Judged(dict[str, Role]):
-    """The roles that have been judged, by path."""
-
-    def __init__(self, judge: Callable[[str], Role]) -> None:
-        super().__init__()
-        self._judge = judge
+class _ByPath(dict[str, Role]):
+    """Roles by path: by name, until they have been learned."""
 
     def __missing__(self, path: str) -> Role:
-        role = self[path] = self._judge(path)
+        role = self[path] = role_by_name(path)
         return role
 
 
@@ -138,19 +118,13 @@ class Roles:
     """The roles of a model's arguments. They are learned over calls, and outlive runs."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Evidence] = {}
-        self.by_path = _Judged(self._judge)
+        self.by_path = _ByPath()
         """The role of each argument, or of a part of one, by its dotted path."""
-        self._settled: set[str] = set()
-        """Those of which enough has been seen."""
+        self._learned: set[str] = set()
+        """Arguments whose role has been seen, and is not only that of their name."""
         self._outputs: set[tuple[int, ...]] = set()
+        """The shapes of the model's outputs."""
         self._batch = 1
-        self.remade: set[str] = set()
-        """Arguments that are new objects with the old values at each call."""
-        self.telling: set[str] = set()
-        """Arguments that have distinguished two branches on their own."""
-        self.version = 0
-        """Grows whenever a role changes."""
 
     def of(self, path: str) -> Role:
         """The role of the argument, or of the part of an argument, at a dotted path."""
@@ -162,170 +136,123 @@ class Roles:
         return [path for path in leaves if known[path] == role]
 
     def is_learning(self, leaves: Leaves) -> bool:
-        """Whether too little has been seen of some argument."""
-        settled = self._settled
-        return any(value is not None for path, value in leaves.items() if path not in settled)
+        """Whether the role of some argument has not been seen."""
+        learned = self._learned
+        return any(value is not None and path not in learned for path, value in leaves.items())
 
     def is_settled(self, path: str) -> bool:
-        """Whether enough has been seen of an argument, or its name leaves little doubt."""
-        return path in self.telling or is_well_known(path) or not self.is_learning({path: True})
+        """Whether the role of an argument has been seen, or its name leaves little doubt."""
+        return path in self._learned or is_well_known(path)
 
     def identity(self, leaves: Leaves) -> tuple[Hashable, ...]:
-        """A key that two calls share if they have the very same conditioning. Remade arguments are left out."""
-        key: list[Hashable] = []
-        roles, remade = self.by_path, self.remade
-        for path, value in leaves.items():
-            if roles[path] == "conditioning" and path not in remade:
-                if isinstance(value, torch.Tensor):
-                    key += (path, id(value), nested.version(value))
-                elif isinstance(value, nested.ATOMS):
-                    key += (path, value)
-                else:  # Containers among leaves are empty.
-                    key += (path, type(value) if isinstance(value, (list, tuple, Mapping)) else id(value))
-        return tuple(key)
+        """A key that two calls share if they have the very same conditioning."""
+        roles = self.by_path
+        return tuple((path, _identity(value)) for path, value in leaves.items() if roles[path] == "conditioning")
 
     def can_tell(self, leaves: Leaves) -> bool:
         """Whether there is any conditioning by which branches could be distinguished."""
-        for path in self.paths(leaves, "conditioning"):
-            value = leaves[path]
-            if isinstance(value, torch.Tensor) or (value is not None and path in self.telling):
-                return True
-            if _is_number(value) and is_well_known(path):
-                return True
-        return False
+        return any(_is_number_or_tensor(leaves[path]) for path in self.paths(leaves, "conditioning"))
 
-    # ------------------------------------------------------------------------------------------ forms
+    def candidates(self, leaves: Leaves, role: Literal["sample", "time"]) -> list[str]:
+        """The samples or times of a call and, as long as none has been seen, what else could be one."""
+        known = [path for path in self.paths(leaves, role) if leaves[path] is not None]
+        if not self._learned.isdisjoint(known):
+            return known
+        rest = (path for path in self.paths(leaves, "conditioning") if not self.is_settled(path))
+        return [*known, *(path for path in rest if self._form(leaves[path]) == role)]
+
+    def is_known(self, paths: Iterable[str]) -> bool:
+        """Whether the role of any of these has been seen."""
+        return not self._learned.isdisjoint(paths)
+
+    def is_later(self, leaves: Leaves, moved: Collection[str]) -> bool:
+        """Whether a call is at a later step than another, from which these have moved: the sample has, and the time."""
+        groups = (self.candidates(leaves, "sample"), self.candidates(leaves, "time"))
+        return all(not paths or any(path in moved for path in paths) for paths in groups)
+
+    # ------------------------------------------------------------------------------------------ learning
 
     def note_output(self, output: Any) -> None:
         """Learn the form of the model's output: an argument of this form may be the sample."""
         tensors = list(nested.tensors(output))
-        if tensors:
-            self._outputs = {nested.shape(tensor) for tensor in tensors}
-            self._batch = max([tensor.shape[0] for tensor in tensors if tensor.ndim], default=1)
+        self._outputs = {nested.shape(tensor) for tensor in tensors}
+        self._batch = max([tensor.shape[0] for tensor in tensors if tensor.ndim], default=1)
 
-    def _is_like_output(self, value: Any) -> bool:
-        """Whether a value could be the sample."""
-        return isinstance(value, torch.Tensor) and value.is_floating_point() and nested.shape(value) in self._outputs
+    def learn(self, path: str, role: Role) -> None:
+        """Learn the role of an argument."""
+        self.by_path[path] = role
+        self._learned.add(path)
 
-    def _is_like_time(self, value: Any) -> bool:
-        """Whether a value could be a time: one number for each item of the batch, or one for all."""
-        if isinstance(value, torch.Tensor):
-            return 0 < value.numel() <= self._batch and value.dtype != torch.bool
-        return _is_number(value)
-
-    def candidates(self, leaves: Leaves, role: Literal["sample", "time"]) -> list[str]:
-        """The samples or times of a call and, as long as none has been seen to change, what else could be one."""
-        known = [path for path in self.paths(leaves, role) if leaves[path] is not None]
-        if self.have_moved(known):
-            return known
-        fits = self._is_like_output if role == "sample" else self._is_like_time
-        rest = (path for path in self.paths(leaves, "conditioning") if not self.is_settled(path))
-        return [*known, *(path for path in rest if fits(leaves[path]))]
-
-    def have_moved(self, paths: Iterable[str]) -> bool:
-        """Whether any of these has been seen to change from one step to the next."""
-        return any(path in self._seen and self._seen[path].moved > 0 for path in paths)
-
-    # ------------------------------------------------------------------------------------------ learning
-
-    def note_step(self, leaves: Leaves, moved: Collection[str]) -> None:
-        """Learn from one step of a branch to the next: `moved` have other values than before."""
-        has_sample = any(self.of(path) == "sample" or self._is_like_output(leaves.get(path)) for path in moved)
+    def learn_step(self, leaves: Leaves, moved: Collection[str]) -> None:
+        """Learn from a step of a branch to a later one: these have moved, and conditioning has not."""
         for path, value in leaves.items():
-            if value is None:
-                continue
-            seen = self._seen.setdefault(path, _Evidence())
-            if path in moved:
-                seen.moved += 1
-                seen.form = self._form(path, value, moved, leaves)
-            elif has_sample or role_by_name(path) == "conditioning":  # Else it may be a call with the same sample.
-                seen.stayed += 1
-        self._update(leaves)
+            if value is not None and path not in self._learned:
+                named = role_by_name(path)
+                if path not in moved:
+                    self.learn(path, "residual" if named == "residual" else "conditioning")
+                else:
+                    self.learn(path, self.changing(path, leaves) if named == "conditioning" else named)
 
-    def note_changing(self, leaves: Leaves, paths: Collection[str]) -> None:
-        """Learn that these change at every step."""
-        for path in paths:
-            form = self._form(path, leaves.get(path), paths, leaves)
-            self._seen[path] = _Evidence(moved=_ENOUGH, form=form)
-        self._update(paths)
+    def changing(self, path: str, leaves: Leaves) -> Role:
+        """The role of an argument of an unknown name that changes at every step. Beside another sample of its shape it
+        may be a second one or a residual, whose changes are watched."""
+        form = self._form(leaves[path])
+        known = [leaves[other] for other in self.paths(leaves, form) if other != path]
+        is_taken = any(nested.signature(value) == nested.signature(leaves[path]) for value in known)
+        return "residual" if is_taken else form
 
-    def note_remade(self, path: str) -> None:
-        """Learn that this is a new object at each call, with the old values."""
-        self.remade.add(path)
-        self.version += 1
-
-    def note_telling(self, path: str) -> None:
-        """Learn that this alone distinguished two branches of one step."""
-        self.telling.add(path)
-        self._update([path])
-
-    def obvious(self, leaves: Leaves, moved: Collection[str]) -> list[str]:
+    def obvious(self, leaves: Leaves, moved: Collection[str]) -> dict[str, Role]:
         """What must be the sample or the time among arguments of unknown names, since nothing else could be."""
-        found = []
-        known = {self.of(path) for path, value in leaves.items() if value is not None}
-        if "sample" not in known:
-            like = self.candidates(leaves, "sample")
-            moving = [path for path in like if path in moved]
-            if len(moving) == 1 and (len(like) == 1 or any(path in moved for path in self.candidates(leaves, "time"))):
-                found.append(moving[0])
-        if "time" not in known and (found or self.paths(moved, "sample")):
-            times = [path for path in self.candidates(leaves, "time") if path in moved]
-            found += times if len(times) == 1 else []
+        found: dict[str, Role] = {}
+        for role in ("sample", "time"):
+            if not any(leaves[path] is not None for path in self.paths(leaves, role)):
+                paths = [path for path in self.candidates(leaves, role) if path in moved]
+                found |= dict.fromkeys(paths, role) if len(paths) == 1 else {}
         return found
 
-    def _form(self, path: str, value: Any, moved: Collection[str], leaves: Leaves) -> Role:
-        if self._is_like_output(value):
-            # If another argument of this shape is already the sample, this may be a sample or a residual. Take
-            # residual: its changes are watched.
-            samples = [leaves[p] for p in self.paths(moved, "sample") if p != path and p in leaves]
-            is_taken = any(isinstance(other, torch.Tensor) and other.shape == value.shape for other in samples)
-            return "residual" if is_taken else "sample"
-        return "time" if self._is_like_time(value) else "residual"
-
-    def _update(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            if path in self._seen and self._seen[path].is_enough:
-                self._settled.add(path)
-            role = self._judge(path)
-            if self.by_path.get(path, role) != role:
-                self.version += 1
-            self.by_path[path] = role
-
-    def _judge(self, path: str) -> Role:
-        named, seen = role_by_name(path), self._seen.get(path)
-        if path in self.telling:
-            return "conditioning"
-        if seen is None or not seen.is_enough:
-            return named
-        if seen.moved > 4 * seen.stayed:
-            return seen.form if named == "conditioning" else named
-        return "conditioning" if seen.moved == 0 and named != "residual" else named
+    def _form(self, value: Any) -> Role:
+        """The role that a value looks like: a sample has the shape of the output, and a time is one number for each
+        item of the batch, or one for all."""
+        if not isinstance(value, torch.Tensor):
+            return "time" if _is_number_or_tensor(value) else "residual"
+        if value.is_floating_point() and nested.shape(value) in self._outputs:
+            return "sample"
+        return "time" if 0 < value.numel() <= self._batch and value.dtype != torch.bool else "residual"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_number_or_tensor(value: Any) -> bool:
+    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+
+
+def _identity(value: Any) -> Hashable:
+    """What two calls that are given the very same value have in common. Containers among leaves are empty."""
+    if isinstance(value, torch.Tensor):
+        return id(value), nested.version(value)
+    if isinstance(value, nested.ATOMS):
+        return value
+    return type(value) if isinstance(value, (list, tuple, Mapping)) else id(value)
 
 
 # ------------------------------------------------------------------------------------------------ values
 
-_MOST_COPIED = 4096
-"""Elements of a tensor that are copied to compare them later."""
+_NOT_HELD = object()
 
 
 class Snapshot:
     """A value as it was at a call, to be compared with that of a later one."""
 
-    __slots__ = ("_form", "_id", "_is_tensor", "_sampled", "_version", "held")
+    __slots__ = ("_form", "_id", "_sampled", "_version", "held")
 
     def __init__(self, value: Any, *, hold: bool, copy: bool) -> None:
         """`hold` keeps a tensor alive; `copy` keeps some of its elements, in case it is changed in place. With neither,
         only the identity of a tensor is known."""
-        self._is_tensor = isinstance(value, torch.Tensor)
         self._id = id(value)
-        self.held: Any = value if hold or not self._is_tensor else None
         self._version = self._form = self._sampled = None
-        if self._is_tensor and (hold or copy):
-            self._version, self._form = nested.version(value), nested.signature(value)
+        self.held: Any = value
+        if isinstance(value, torch.Tensor):
+            self.held = value if hold else _NOT_HELD
+            if hold or copy:
+                self._version, self._form = nested.version(value), nested.signature(value)
             if copy and _is_comparable(value):
                 self._sampled = _sampled(value).clone()
 
@@ -337,26 +264,24 @@ class Snapshot:
         """Whether it is known to be the same without looking into a tensor."""
         if isinstance(value, torch.Tensor):
             return value is self.held and self._version is not None and nested.version(value) == self._version
-        return self.equals(value)
+        return nested.equal(self.held, value)
 
     def equals(self, value: Any) -> bool:
         """Whether the value is the same. This may wait for the device."""
-        if not isinstance(value, torch.Tensor):
-            return not self._is_tensor and nested.equal(self.held, value)
+        if self.is_surely_same(value) or not isinstance(value, torch.Tensor):
+            return self.is_surely_same(value)
         if self._form is None:
             return self.is_object(value)
-        if self.is_surely_same(value):
-            return True
         if nested.signature(value) != self._form:
             return False
         held = self.held
         if _is_comparable(value):
-            is_kept = held is not None and held is not value and nested.version(held) == self._version
+            is_kept = held is not value and isinstance(held, torch.Tensor) and nested.version(held) == self._version
             if is_kept and _is_comparable(held):
                 return torch.equal(held, value)
             if self._sampled is not None:
                 return torch.equal(self._sampled, _sampled(value))
-        return self.is_object(value) and (held is None or self._version is None)
+        return self.is_object(value) and (held is _NOT_HELD or self._version is None)
 
 
 def _is_comparable(tensor: torch.Tensor) -> bool:
@@ -367,4 +292,4 @@ def _is_comparable(tensor: torch.Tensor) -> bool:
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     """Elements spread over a tensor. The distance is odd, since an even one would miss some channels altogether."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // _MOST_COPIED) | 1] if flat.numel() > _MOST_COPIED else flat
+    return flat[:: -(-flat.numel() // MAX_COMPARED) | 1] if flat.numel() > MAX_COMPARED else flat
