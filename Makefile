@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint type unit docs models-table pipelines-table diagrams tree package test-isa test-slow test-fuzz test-gpu test-ray test-browser test-foreign test-versions test-mutants reliability reliability-gpu bench bench-gpu clean
+.PHONY: demo test lint type unit docs pages models-table pipelines-table diagrams tree package test-isa test-slow test-fuzz test-gpu test-ray test-browser test-foreign test-versions test-mutants reliability reliability-gpu bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -99,6 +99,10 @@ models-table: $(READY)
 # Every pipeline of diffusers, tried: takes about ten minutes.
 pipelines-table: $(READY)
 	PYTHONPATH=src:tests $(BIN)/python -m pipelines.table
+
+# The parts of pages that are made from code and results. They are committed; a test holds that they are current.
+pages: $(READY)
+	PYTHONPATH=src:. $(BIN)/python -m docs.generate.pages
 
 # What shows results and is in the repository: diagrams, plots, and the table at the top of the README.
 diagrams: $(READY)

@@ -1,4 +1,4 @@
-"""What do batches and overlap bring, with many clients? The engine's own queue and workers, without HTTP.
+"""What do batches bring, with many clients? The engine's own queue and workers, without HTTP.
 
     python benchmarks/gpu_serving.py --json benchmarks/results/gpu_serving.json --seconds 500
     python benchmarks/gpu_serving.py --tiny                   # all of it at tiny size on a CPU, to see that it runs
@@ -36,7 +36,6 @@ from gpu_parts import Parts, add_options
 from samovar.builtin import BUILTIN_MODELS
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Supervisor, Worker
 from samovar.engine.messages import Cancel, Finished, Ready, Run, Update
-from samovar.engine.neighbours import length_of
 from samovar.engine.request import Done, Event, Listener
 
 PROMPT = "a photograph of a samovar on a garden table, number {}"
@@ -333,18 +332,6 @@ class Benchmark:
             if self.parts.is_due(f"stages/{count}", 10.0 + (BUILD_S if self._flux is None else 0.0)):
                 self.parts.note(f"stages/{count}", stages(self.flux(), self.scale, count))
 
-    def overlap(self) -> None:
-        """With two clients and few steps, where it can bring most; then the built-in model."""
-        for on in (False, True):
-            self.row(f"overlap/flux_{'on' if on else 'off'}", 2, self.scale.large, FEW, overlap=on)
-        for on in (False, True):
-            self.row(f"overlap/builtin_{'on' if on else 'off'}", 2, overlap=on)
-        for model in ("flux", "builtin"):
-            on_row, off_row = (self.parts.get(f"overlap/{model}_{word}") for word in ("on", "off"))
-            if on_row is not None and off_row is not None:
-                found = {"ratio": on_row["images_s"] / off_row["images_s"]}
-                self.parts.note(f"overlap/{model}_ratio", found | {"same_bits": on_row["first"] == off_row["first"]})
-
 
 @torch.no_grad()
 def stages(pipe: Any, scale: Scale, count: int) -> dict[str, Any]:
@@ -359,7 +346,6 @@ def stages(pipe: Any, scale: Scale, count: int) -> dict[str, Any]:
 
     decoded = decode()
     calls: dict[str, Callable[[], object]] = {
-        "tokens": lambda: [length_of(pipe, prompt) for prompt in prompts],
         "encode": lambda: pipe.encode_prompt(prompts, None, device=scale.device, max_sequence_length=scale.tokens),
         "denoise": lambda: pipe(prompt_embeds=texts, pooled_prompt_embeds=pooled, **how),
         "decode": decode,
@@ -371,7 +357,7 @@ def stages(pipe: Any, scale: Scale, count: int) -> dict[str, Any]:
     }
 
 
-PARTS = ("builtin", "cached", "flux256", "flux1024", "streamed", "stages", "flux512", "overlap", "not_ahead")
+PARTS = ("builtin", "cached", "flux256", "flux1024", "streamed", "stages", "flux512", "not_ahead")
 """Those with a goal first."""
 
 

@@ -18,10 +18,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from caches import all_methods, bench
+
 from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
-from samovar.lab.bench import all_methods, bench
 from samovar.lab.image_runner import check_disjoint
 from samovar.lab.tune import Target, tune
 

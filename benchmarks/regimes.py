@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 
 import gpu_models
 import torch
+from caches import SCHEDULE_SHARES, PeerGuard, all_methods
 
 from samovar.engine import OmniDiffusionSamplingParams
 from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
-from samovar.lab.bench import SCHEDULE_SHARES, all_methods
 from samovar.lab.image_runner import Task, check_disjoint
 from samovar.lab.methods import Method
-from samovar.lab.peers import PeerGuard
 from samovar.lab.session import Row
 
 CAPTIONS = Path(__file__).parent / "captions"

@@ -42,7 +42,7 @@ def test_a_list_gives_a_list_in_order_and_overrides_win(folder: Path) -> None:
         assert omni.generate("a dog", params, seed=9)[0].seeds == (9,)
         with pytest.raises(SettingError, match="Did you mean 'height'"):
             omni.generate("a dog", hieght=16)
-        with pytest.raises(SettingError, match="prompt=5; expected text, or a list of texts"):
+        with pytest.raises(SettingError, match="prompt=5; expected text, a mapping, or a list of them"):
             omni.generate(5)  # type: ignore[call-overload]
         assert omni.generate("a dog", params)[0].seeds == (3,), "usable after an error"
     with pytest.raises(SettingError, match="This Omni is closed"):
@@ -133,15 +133,17 @@ def test_a_bad_prompt_of_a_list_fails_alone(folder: Path) -> None:
     with Omni(str(folder), device="cpu", progress=False) as omni:
         results = omni.generate(prompts, **SETTINGS, seed=3)
         assert [result.prompt for result in results] == prompts
-        assert [len(result.images) for result in results] == [1, 1, 0, 1, 1, 1, 1, 1]
+        assert [len(result.outputs) for result in results] == [1, 1, 0, 1, 1, 1, 1, 1]
         assert isinstance(results[2].error, SettingError)
         assert str(results[2].error) == "prompt must be text, not 3."
-        assert all(result.error is None for result in results if result.images)
+        with pytest.raises(SettingError, match="prompt must be text, not 3"):
+            results[2].images  # noqa: B018 - It raises.
         assert np.array_equal(np.asarray(results[0].images[0]), np.asarray(results[4].images[0]))
-        refused = omni.generate(["a cat", "a dog"], **SETTINGS | {"height": 18})
-        assert ["multiple of 4" in str(result.error) for result in refused] == [True, True]
-        with pytest.raises(SettingError, match="multiple of 4"):
-            omni.generate("a cat", **SETTINGS | {"height": 18})
+        for prompt in ("a cat", ["a cat", "a dog"]):
+            with pytest.raises(SettingError, match="multiple of 4"):
+                omni.generate(prompt, **SETTINGS | {"height": 18})
+            with pytest.raises(SettingError, match="Did you mean 'num_inference_steps'"):
+                omni.generate(prompt, num_inference_step=2)
         assert len(omni.generate("a cat", **SETTINGS)[0].images) == 1
 
 
@@ -149,13 +151,8 @@ def test_neighbours_that_fit_are_made_at_once(folder: Path) -> None:
     prompts = ["a cat", "a dog", "an owl", "a fox", "a hen"]
     with Omni(str(folder), device="cpu", progress=False) as omni:
         alone = omni.generate(prompts, **SETTINGS, seed=3)
-    calls = []
     with Omni(str(folder), device="cpu", progress=False, max_batch=3) as omni:
-        worker = omni._open()
-        run = worker.run
-        worker.run = lambda requests, listener=None: calls.append(len(requests)) or run(requests)  # type: ignore
         together = omni.generate(prompts, **SETTINGS, seed=3)
-    assert calls == [3, 2]
     for one, other in zip(alone, together, strict=True):
         assert np.abs(np.asarray(one.images[0]).astype(int) - np.asarray(other.images[0])).max() <= 1
 
@@ -313,3 +310,37 @@ def test_a_start_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("samovar.engine.replica.WorkerGroup", Loading)
     assert asyncio.run(main())
+
+
+def test_calls_as_in_vllm_omni(folder: Path) -> None:
+    base = OmniDiffusionSamplingParams(**SETTINGS, true_cfg_scale=2.0, seed=3)
+    with Omni(str(folder), device="cpu", progress=False, enforce_eager=True) as omni:
+        (plain,) = omni.generate("a cat", base, negative_prompt="blurry")
+        (result,) = omni.generate({"prompt": "a cat", "negative_prompt": "blurry"}, base)
+        assert result.prompt == "a cat"
+        made = np.asarray(result.request_output[0].images[0])
+        assert np.array_equal(made, np.asarray(plain.images[0]))
+        both = omni.generate([{"prompt": "a cat", "seed": 4}, "a dog"], sampling_params_list=[base, base])
+        assert [result.seeds for result in both] == [(4,), (3,)]
+        assert len(omni.generate(["a cat", "a dog"], [base])) == 2
+        with pytest.raises(SettingError, match="There are 2 sampling_params for 3 prompts"):
+            omni.generate(["a"] * 3, [base, base])
+        with pytest.raises(SettingError, match="expected a mapping with the text as 'prompt'"):
+            omni.generate({"negative_prompt": "blurry"})
+        extra = {"joint_attention_kwargs": {}}
+        generator = torch.Generator().manual_seed(3)
+        own = OmniDiffusionSamplingParams(**SETTINGS, true_cfg_scale=2.0, generator=generator, extra_args=extra)
+        assert (own.seed, own.options) == (3, extra)
+        (again,) = omni.generate("a cat", own, negative_prompt="blurry")
+        assert np.array_equal(np.asarray(again.images[0]), made)
+        torch.rand(1, generator=generator)
+        with pytest.raises(SettingError, match="generator was drawn from already"):
+            OmniDiffusionSamplingParams(generator=generator)
+
+
+def test_the_built_in_model_has_a_largest_size() -> None:
+    with (
+        Omni("emoji", device="cpu", progress=False) as omni,
+        pytest.raises(SettingError, match="height must be at most 256 for this model, not 1024"),
+    ):
+        omni.generate("a cat", height=1024, width=1024)

@@ -176,9 +176,6 @@ def test_pip_install_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
     pip(bin_folder, wheel)
     run([sys.executable, "-m", "pip", "--python", bin_folder / "python", "check"])
     check_generate(bin_folder, outside)
-    refused = run([bin_folder / "samovar", "serve"], cwd=outside, expect=2)
-    assert "pip install 'samovar[serve]'" in refused.stderr
-    pip(bin_folder, f"{wheel}[serve]")
     check_serve(bin_folder, outside)
 
 

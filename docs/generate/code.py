@@ -32,6 +32,9 @@ _FIRST = [
 ]
 
 
+_SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?: {4}.*\n?|\n)+)", flags=re.MULTILINE)
+
+
 def named(path: str) -> Any:
     """The object at a dotted path, such as `samovar.cache.TeaCacheConfig`."""
     module, _, name = path.rpartition(".")
@@ -73,11 +76,88 @@ def _code(text: str, style: str = "value") -> str:
 
 
 def api(path: str) -> str:
-    """Directives for mkdocstrings: all exported functions and classes of a module, what most readers want first."""
+    """All exported functions and classes of a module, what most readers want first."""
     module = importlib.import_module(path)
     names = [name for name in module.__all__ if callable(getattr(module, name))]
     names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name.lower()))
-    return "\n\n".join(f"::: {path}.{name}" for name in names)
+    return "\n\n".join(_described(name, getattr(module, name)) for name in names)
+
+
+def _described(name: str, thing: Any) -> str:
+    """A function, or a class with its public methods: signature and docstring."""
+    parts, members = [f"### {name}", _signature(name, thing), _paragraphs(thing)], []
+    if inspect.isclass(thing):
+        for member, value in vars(thing).items():
+            function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+            text = _paragraphs(value.fget if isinstance(value, property) else function)
+            if member.startswith("_") or not text or not (isinstance(value, property) or inspect.isfunction(function)):
+                continue
+            shown = f"`.{member}`" if isinstance(value, property) else f"`.{member}{_arguments(function)}`"
+            members.append(f"- {shown}: {' '.join(text.split())}")
+    return "\n\n".join(part for part in [*parts, "\n".join(members)] if part)
+
+
+def _signature(name: str, thing: Any) -> str:
+    """How it is called, as a code block with an argument a line if it is long."""
+    if inspect.isclass(thing) and issubclass(thing, BaseException):
+        return ""
+    try:
+        arguments = _arguments(thing)
+    except ValueError:  # A type alias or a protocol.
+        return ""
+    line = f"{name}{arguments}"
+    if len(line) > 100:
+        signature = inspect.signature(thing)
+        inner = "".join(f"    {_plain(parameter)},\n" for parameter in signature.parameters.values())
+        line = f"{name}(\n{inner}){_returned(signature)}"
+    return f"```py\n{line}\n```"
+
+
+def _arguments(function: Any) -> str:
+    signature = inspect.signature(function)
+    parameters = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
+    return f"({', '.join(map(_plain, parameters))}){_returned(signature)}"
+
+
+def _returned(signature: inspect.Signature) -> str:
+    annotation = signature.return_annotation
+    return "" if annotation is signature.empty or annotation in (None, "None") else f" -> {_annotation(annotation)}"
+
+
+def _plain(parameter: inspect.Parameter) -> str:
+    kind = "" if parameter.annotation is parameter.empty else f": {_annotation(parameter.annotation)}"
+    default = "" if parameter.default is parameter.empty else f"{' = ' if kind else '='}{_default(parameter.default)}"
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    return f"{stars}{parameter.name}{kind}{default}"
+
+
+def _annotation(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+def _default(value: Any) -> str:
+    """A default as one would write it; what has an address in memory is left out."""
+    shown = repr(value)
+    return "..." if " at 0x" in shown or len(shown) > 60 else shown
+
+
+def _paragraphs(thing: Any) -> str:
+    """The docstring, unless a class has only what dataclasses write for themselves."""
+    text = inspect.cleandoc(thing.__doc__ or "") if thing is not None else ""
+    if text.startswith(f"{getattr(thing, '__name__', '')}("):
+        return ""
+    return _SECTION.sub(_listed, text)
+
+
+def _listed(section: re.Match[str]) -> str:
+    """The arguments of a docstring, or what it returns or raises, as a list."""
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(section[2]).strip("\n"))
+    lines = []
+    for entry in entries:
+        name, colon, meaning = " ".join(entry.split()).partition(": ")
+        lines.append(f"- `{name}`: {meaning}" if colon and " " not in name else f"- {name}{colon}{meaning}")
+    heading = {"Args": "Arguments"}.get(section[1], section[1])
+    return f"{heading}:\n\n" + "\n".join(lines) + "\n"
 
 
 def commands(_: str) -> str:
@@ -175,7 +255,7 @@ def _question(file: Path) -> str:
     return re.split(r"(?<=[?.]) ", " ".join(text.split("\n\n")[0].split()))[0]
 
 
-def contributing(_: str = "") -> str:
+def contributing() -> str:
     """`CONTRIBUTING.md` without its title; its links lead out of the site, so they become paths."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n")[2]
     return text.replace("](docs/", "](../")

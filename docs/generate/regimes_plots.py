@@ -44,7 +44,7 @@ _NEARLY_ALL = 0.95
 _UNKNOWN = """
 The curves above are of one regime: 50 steps, guidance 2, Euler. **Others have not been measured** on this model, and
 nor has the cache `auto`, so nothing is claimed for them. `python benchmarks/regimes.py` measures them all on a GPU;
-[`samovar compare` and `samovar bench`](../guides/quality.md) measure the one that you use.
+[`samovar compare`](../guides/quality.md) measures the one that you use.
 """
 _HOW_TO_READ = """
 Pairs are captions of the kind that the model was taught; free captions are not. Each panel is one regime.

@@ -108,7 +108,8 @@ def headlines(folder: str = "") -> str:
         ],
     ]
     table = [[what, us, other, f"[result]({place}/{name}.json)"] for what, us, other, name in rows]
-    models = "reference/models.md" if folder else "docs/reference/models.md"
+    up = folder.removesuffix("benchmarks/results")  # To the root of the repository; the docs are one folder below it.
+    models = f"{up.removeprefix('../')}reference/models.md" if folder else "docs/reference/models.md"
     table.append(
         [
             "diffusers transformer classes that can be cached",
@@ -443,6 +444,19 @@ def attacks(_: str) -> str:
         rows.append([row["attack"], f"{row['/live']['attacks_per_s']:.0f}", *cells])
     head = ["eight attackers", "times a second", "`/live`", "a server at rest", "an edit", "a server at rest"]
     return markdown_table(head, rows)
+
+
+def recipes(_: str = "") -> str:
+    """What a denoiser takes with all weights on the GPU, and with every block streamed."""
+    found = read("gpu_offload")
+    rows = []
+    for name in ("flux", "flux2", "qwen", "sd35", "wan", "hunyuan"):
+        model = found[name]
+        resident, least = model["resident"], model["least"]
+        ratio = least["ms"] / resident["ms"]
+        rows.append([model["title"], f"{model['weights_gib']:.1f} GiB", time_and_peak(resident),
+                     f"{time_and_peak(least)} ({ratio:.2f} x the time)"])  # fmt: skip
+    return markdown_table(["model", "weights of the denoiser", "resident", "least"], rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How is Samovar used from Python? `Omni(model).generate(prompt)`, and `AsyncOmni` in a server."""
+"""The Python API: `Omni(model).generate(prompt)`, and `AsyncOmni` in a server."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ from .engine import (
 )
 
 __all__ = ["AsyncOmni", "Job", "Omni"]
+
+Prompt = str | Mapping[str, Any]
 
 
 class Omni:
@@ -105,9 +107,10 @@ class Omni:
     @overload
     def generate(
         self,
-        prompt: str | Sequence[str],
-        sampling_params: OmniDiffusionSamplingParams | None = None,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None = None,
         *,
+        sampling_params_list: Sequence[OmniDiffusionSamplingParams] | None = None,
         image: Image | Sequence[Any] | None = None,
         num_previews: int = 0,
         exact: bool = False,
@@ -120,9 +123,10 @@ class Omni:
     @overload
     def generate(
         self,
-        prompt: str | Sequence[str],
-        sampling_params: OmniDiffusionSamplingParams | None = None,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None = None,
         *,
+        sampling_params_list: Sequence[OmniDiffusionSamplingParams] | None = None,
         image: Image | Sequence[Any] | None = None,
         num_previews: int = 0,
         exact: bool = False,
@@ -134,9 +138,10 @@ class Omni:
 
     def generate(
         self,
-        prompt: str | Sequence[str],
-        sampling_params: OmniDiffusionSamplingParams | None = None,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None = None,
         *,
+        sampling_params_list: Sequence[OmniDiffusionSamplingParams] | None = None,
         image: Image | Sequence[Any] | None = None,
         num_previews: int = 0,
         exact: bool = False,
@@ -148,8 +153,10 @@ class Omni:
         """Generate images, videos or sound for one prompt or several; results are in the order of the prompts.
 
         Args:
-            prompt: One prompt or a list.
-            sampling_params: Parameters for all prompts.
+            prompt: One prompt or a list. A prompt is text, or a mapping as in vllm-omni, such as {"prompt": "a cat",
+                "negative_prompt": "blurry"}, with any parameters of its own and images by name.
+            sampling_params: Parameters for all prompts, or a list of them: one for all, or one for each.
+            sampling_params_list: The same list, in vllm-omni's words.
             image: The image to start from, or several, for models that take them; or rows of images, for those that
                 learn from examples, with None for the one to make.
             num_previews: Number of previews per prompt, with `stream`.
@@ -163,34 +170,34 @@ class Omni:
                 images, videos and sounds to start from (`mask`, `last_image`, `control_image`, `video`, `audio` ...);
                 and any other argument of the pipeline's call.
 
-        A single prompt that fails raises its error. Among several, it has a result without outputs and with the error
-        in `error`; the others are generated all the same.
+        What is wrong with the whole call raises at once. A single prompt that fails raises its error. Among several, it
+        has a result with the error in `error`, which `images` raises; the others are generated all the same.
         """
         worker = self._open()
         inputs = {name: value for name, value in overrides.items() if is_media(value) or name in INPUT_NAMES}
-        plain = {name: value for name, value in overrides.items() if name not in inputs}
-        params = OmniDiffusionSamplingParams.from_arguments(plain).over(
-            sampling_params or OmniDiffusionSamplingParams()
-        )
-        if not isinstance(prompt, Iterable):
-            raise SettingError(f"prompt={prompt!r}; expected text, or a list of texts.", param="prompt")
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        how: dict[str, Any] = {"exact": exact, "lora": lora, "tolerance": tolerance, "inputs": inputs}
-        if stream:
-            return self._stream([Request(one, params, image, num_previews, **how) for one in prompts])
-        if isinstance(prompt, str):
-            (result,) = _run(worker, [Request(prompt, params, image, **how)])
-            if result.error is not None:
-                raise result.error
-            return [result]
+        given = OmniDiffusionSamplingParams.from_arguments({n: v for n, v in overrides.items() if n not in inputs})
+        prompts = read_prompts(prompt)
+        how: dict[str, Any] = {"exact": exact, "lora": lora, "tolerance": tolerance, "image": image, "inputs": inputs}
         requests: list[Request | GenerationResult] = []
-        for one in prompts:
+        for one, base in zip(prompts, _params_of(prompts, sampling_params, sampling_params_list), strict=True):
+            params = given.over(base)
             try:
-                requests.append(Request(one, params, image, **how))
+                request = request_of(one, params, **how, num_previews=num_previews if stream else 0)
+                if not stream:  # Otherwise it is told as an event.
+                    worker.facts.check(request)
+                requests.append(request)
             except SettingError as error:
+                if error.param != "prompt" or stream or isinstance(prompt, (str, Mapping)):
+                    raise  # A mistake of the whole call.
                 requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
-        results = iter(_run(worker, [request for request in requests if isinstance(request, Request)]))
-        return [next(results) if isinstance(request, Request) else request for request in requests]
+        ready = [request for request in requests if isinstance(request, Request)]
+        if stream:
+            return self._stream(ready)
+        results = iter(_run(worker, ready))
+        made = [next(results) if isinstance(request, Request) else request for request in requests]
+        if isinstance(prompt, (str, Mapping)) and made[0].error is not None:
+            raise made[0].error
+        return made
 
     def close(self) -> None:
         """Release the model and end its processes."""
@@ -293,7 +300,7 @@ class AsyncOmni:
 
     def submit(
         self,
-        prompt: str | Request,
+        prompt: Prompt | Request,
         params: OmniDiffusionSamplingParams | None = None,
         *,
         image: Image | Sequence[Any] | None = None,
@@ -309,8 +316,9 @@ class AsyncOmni:
         priority goes first; one that has not started within `deadline_s` fails with QueueTimeoutError. Refused at once:
         parameters that the model does not take, a full queue, an engine that is closing or down."""
         if not isinstance(prompt, Request):
+            how: dict[str, Any] = {"image": image, "num_previews": num_previews, "exact": exact, "lora": lora}
             params = params or OmniDiffusionSamplingParams()
-            prompt = Request(prompt, params, image, num_previews, exact, lora, tolerance, inputs or {})
+            prompt = request_of(prompt, params, **how, tolerance=tolerance, inputs=inputs or {})
         return self._supervisor.submit(prompt, priority=priority, deadline_s=deadline_s)
 
     def check_room(self) -> None:
@@ -318,7 +326,7 @@ class AsyncOmni:
         self._supervisor.check_room()
 
     async def generate(
-        self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any
+        self, prompt: Prompt, params: OmniDiffusionSamplingParams | None = None, **how: Any
     ) -> GenerationResult:
         """Submit a request and wait for its result. Cancelling the task cancels the request."""
         job = self.submit(prompt, params, **how)
@@ -358,37 +366,69 @@ def _read(
     return od_config
 
 
+def read_prompts(prompt: Any) -> list[Any]:
+    """The prompts of a call, each text or a mapping."""
+    if isinstance(prompt, (str, Mapping)):
+        return [prompt]
+    if not isinstance(prompt, Iterable):
+        raise SettingError(f"prompt={prompt!r}; expected text, a mapping, or a list of them.", param="prompt")
+    return list(prompt)
+
+
+def _params_of(
+    prompts: Sequence[Any], params: Any, params_list: Sequence[OmniDiffusionSamplingParams] | None
+) -> list[OmniDiffusionSamplingParams]:
+    """The parameters of each prompt."""
+    if params is not None and params_list is not None:
+        message = "sampling_params and sampling_params_list were both given. Give one."
+        raise SettingError(message, param="sampling_params_list")
+    found = params if params_list is None else params_list
+    several: list[Any] = list(found) if isinstance(found, (list, tuple)) else [found or OmniDiffusionSamplingParams()]
+    if not all(isinstance(each, OmniDiffusionSamplingParams) for each in several):
+        raise SettingError(f"sampling_params={found!r}; expected OmniDiffusionSamplingParams.", param="sampling_params")
+    if len(several) not in (1, len(prompts)):
+        message = f"There are {len(several)} sampling_params for {len(prompts)} prompts. Give one for all, or one each."
+        raise SettingError(message, param="sampling_params")
+    return several * (len(prompts) if len(several) == 1 else 1)
+
+
+def request_of(prompt: Any, params: OmniDiffusionSamplingParams, **how: Any) -> Request:
+    """A request for a prompt. What a mapping says beside its text wins over what is said for all."""
+    if not isinstance(prompt, Mapping):
+        return Request(prompt, params, **how)
+    own = dict(prompt)
+    if "prompt" not in own:
+        raise SettingError(f"prompt={prompt!r}; expected a mapping with the text as 'prompt'.", param="prompt")
+    text = own.pop("prompt")
+    own |= own.pop("multi_modal_data", None) or {}
+    media = {name: value for name, value in own.items() if is_media(value) or name in INPUT_NAMES}
+    image = media.pop("image", how.pop("image", None))
+    inputs = {**how.pop("inputs", {}), **media}
+    mine = OmniDiffusionSamplingParams.from_arguments({n: v for n, v in own.items() if n not in (*media, "image")})
+    return Request(text, mine.over(params), image=image, inputs=inputs, **how)
+
+
 def _run(worker: ImageWorker, requests: Sequence[Request]) -> list[GenerationResult]:
-    """Results in order, with errors in their places. Neighbours that fit together share a pipeline call."""
-    results: list[GenerationResult] = []
-    rest = list(requests)
-    while rest:
-        count, num_images = 1, rest[0].num_images
-        while count < len(rest) and rest[0].fits_with(rest[count]):
-            num_images += rest[count].num_images
-            if num_images > worker.max_batch:
-                break
-            count += 1
-        for request, outcome in zip(rest[:count], worker.run(rest[:count]), strict=True):
-            is_error = isinstance(outcome, SamovarError)
-            results.append(GenerationResult.failed(request, outcome) if is_error else outcome)  # type: ignore[arg-type]
-        rest = rest[count:]
-    return results
+    """Results in order, with errors in their places."""
+    return [
+        GenerationResult.failed(request, outcome) if isinstance(outcome, SamovarError) else outcome
+        for request, outcome in zip(requests, worker.run(requests), strict=True)
+    ]
 
 
 def _events(worker: ImageWorker, request: Request) -> Iterator[Event]:
     """The events of a request, which runs in another thread: a pipeline cannot be left half-way."""
     events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
     is_cancelled = threading.Event()
-    listener = Listener(lambda _, event: events.put(event), lambda _: is_cancelled.is_set())
+    listener = Listener(events.put, is_cancelled.is_set)
     with concurrent.futures.ThreadPoolExecutor(1, "samovar stream") as thread:
-        running = thread.submit(worker.run, [request], listener)
+        running = thread.submit(worker.make, request, listener)
         running.add_done_callback(lambda _: events.put(None))
         try:
             yield Started(0.0)
             while (event := events.get()) is not None:
                 yield event
-            (outcome,) = running.result()
+            outcome = running.result()
             yield Failed(outcome) if isinstance(outcome, SamovarError) else Done(outcome)
         finally:
             is_cancelled.set()

@@ -12,7 +12,7 @@ from samovar.cli.entry import make_parser
 from samovar.core.errors import SettingError
 
 
-@pytest.mark.parametrize("command", ["serve", "inspect", "plan", "compare", "calibrate", "bench"])
+@pytest.mark.parametrize("command", ["serve", "inspect", "plan", "compare", "calibrate"])
 def test_a_model_is_given_first_or_by_its_option(command: str) -> None:
     parse = make_parser().parse_args
     assert model_of(parse([command, "a"])) == model_of(parse([command, "--model", "a"])) == "a"

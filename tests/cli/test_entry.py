@@ -18,13 +18,11 @@ from samovar.core.errors import EngineError
 COMMANDS = (
     "generate",
     "serve",
-    "bench-serve",
     "inspect",
     "plan",
     "compare",
     "calibrate",
     "tune",
-    "bench",
     "completion",
 )
 

@@ -29,7 +29,7 @@ def test_inspect_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].split() == ["denoiser", "transformer", "FluxTransformer2DModel", "11.89", "B", "22.15", "GiB"]
     stacks = [line for line in lines if " x Flux" in line]
     assert [line.index("GiB") for line in stacks] == [stacks[0].index("GiB")] * 2, "aligned"
-    assert stacks[0].endswith("passes on encoder_hidden_states, hidden_states")
+    assert stacks[0].endswith("passes on: unknown without --probe")
     assert any(line.split()[:3] == ["step", "cache", "yes"] for line in lines)
     assert not any("\x1b" in line for line in lines), "no colours but on a terminal"
 

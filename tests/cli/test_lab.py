@@ -1,4 +1,4 @@
-"""`samovar compare`, `calibrate`, `tune` and `bench`: what they write, what they refuse, and how they go on."""
+"""`samovar compare`, `calibrate` and `tune`: what they write, what they refuse, and how they go on."""
 
 from __future__ import annotations
 
@@ -107,34 +107,6 @@ def test_compare_begins_with_the_cache_that_is_recommended(
     assert [row["method"] for row in rows if row["family"].startswith("samovar")] == ["auto", "forecast"]
 
 
-def test_bench_writes_rows_from_which_curves_are_drawn(
-    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    output = tmp_path / "out"
-    tasks = ["--prompts", prompts[0], "--test-prompts", prompts[1], "--num-prompts", "1", "--test-seeds", "1"]
-    common = ["bench", model, *tasks, "--steps", "10", "-o", str(output), "--batch", "2", "--alone", "1", *IMAGE]
-    code, out, err = run(capsys, *common, "--only", "schedule, 4", "--only", "plain 5", "--only", "FirstBlockCache 0.2")
-    assert (code, err) == (0, "")
-    report = json.loads((output / "bench.json").read_text())
-    assert [row["family"] for row in report["rows"]] == [
-        "exact", "plain steps", "diffusers FirstBlockCache", "samovar schedule"
-    ]  # fmt: skip
-    assert report["rows"][3]["computed"] == 4
-    assert "alone" in report["rows"][2]
-    assert "best by" in out
-    assert run(capsys, *common, "--only", "nosuch")[2].startswith(
-        "samovar: --only 'nosuch' matches no method. Methods:"
-    )
-    (output / "bench.png").unlink()
-    code, out, err = run(capsys, "bench", "--plot-from", str(output / "bench.json"))
-    assert (code, out.strip()) == (0, str(output / "bench.png"))
-    assert (output / "bench.png").stat().st_size > 10_000
-    elsewhere = tmp_path / "elsewhere"
-    assert run(capsys, "bench", "--plot-from", str(output / "bench.json"), "-o", str(elsewhere))[0] == 0
-    assert (elsewhere / "bench.png").is_file()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -152,10 +124,9 @@ def test_bench_writes_rows_from_which_curves_are_drawn(
         (["tune", "--target-psnr", "30", "--num-prompts", "8"], "8 images to tune with: 45 or more are needed"),
         (["compare", "--offload", "layrwise"], "Did you mean 'layerwise'?"),
         (["compare", "--quantization", "transfomer=int8"], "Did you mean 'transformer'?"),
-        (["bench", "--gpu-memory", "many"], "--gpu-memory 'many'"),
+        (["compare", "--gpu-memory", "many"], "--gpu-memory 'many'"),
         (["tune", "--target-speedup", "2", "--quantization", "int7"], "Did you mean 'int"),
-        (["bench", "--plot-from", "nowhere.json"], "--plot-from 'nowhere.json' is not a file"),
-        (["bench", "--prompts", "testing"], "is in both lists"),
+        (["tune", "--target-speedup", "2", "--prompts", "testing"], "is in both lists"),
     ],
 )
 def test_nonsense_is_refused_by_name(
@@ -170,12 +141,6 @@ def test_nonsense_is_refused_by_name(
     assert (code, out) == (2, "")
     assert message in err
     assert not any(tmp_path.iterdir()), "and nothing was written"
-
-
-@pytest.mark.parametrize("content", ["{}", "[", '{"rows": 3, "about": {"settings": 5}}', '{"rows": [], "about": 3}'])
-def test_a_bench_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
-    (tmp_path / "a.json").write_text(content)
-    assert run(capsys, "bench", "--plot-from", str(tmp_path / "a.json"))[0] == 2
 
 
 def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,15 +39,15 @@ from samovar import cli
             "--max-tolerance 0.02 cannot be kept by the cache 'tea_ca",
         ),
         (["--lora-memory", "much"], "--lora-memory 'much'; expected a size"),
-        (["--replicas", "0"], "--replicas must be a whole number, 1 or more, not 0"),
+        (["--replicas", "0"], "--replicas 0; expected a whole number, 1 or more"),
         (
             ["--devices", "0,1"],
             "--devices names GPUs (0, 1), and the device is 'cpu'. Leave it out, and give --replicas 2",
         ),
         (["--devices", "two"], "--devices 'two'; expected the numbers of GPUs"),
-        (["--max-queue", "0"], "--max-queue must be a whole number"),
-        (["--step-timeout", "0"], "--step-timeout must be a number of seconds"),
-        (["--load-timeout", "-1"], "--load-timeout must be a number of seconds"),
+        (["--max-queue", "0"], "--max-queue 0; expected a whole number"),
+        (["--step-timeout", "0"], "--step-timeout 0; expected a number above 0"),
+        (["--load-timeout", "-1"], "--load-timeout -1; expected a number above 0"),
         (["--enable-cpu-offload", "--enable-layerwise-offload"], "exclude each other"),
     ],
 )
@@ -63,13 +63,6 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", "--device", "cpu", "--port", port]) == 2
     assert f"Cannot bind to 127.0.0.1:{port}" in capsys.readouterr().err
-
-
-def test_without_the_extra_it_says_what_to_install() -> None:
-    hidden = "import sys; sys.modules['fastapi'] = None; from samovar.cli import main; sys.exit(main(['serve']))"
-    result = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr == "samovar: The server needs fastapi: pip install 'samovar[serve]'\n"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The queue: its bound, order, deadlines and batches; and ranks that agree, hang or disagree."""
+"""The queue: its bound, order and deadlines; and ranks that agree, hang or disagree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from samovar.core.errors import (
     WorkerLostError,
 )
 from samovar.engine import GenerationResult, Job, Request
-from samovar.engine.job_queue import SETTLE_S, Batch, JobQueue
+from samovar.engine.job_queue import SETTLE_S, JobQueue, Running
 from samovar.engine.messages import Finished
 from samovar.engine.worker import Outcome, Usage
 
@@ -38,8 +38,8 @@ def test_higher_priorities_go_first_and_among_equals_who_came_first() -> None:
     expected = sorted(jobs, key=lambda each: -each.priority)
     assert waiting.jobs == expected
     assert [waiting.position(each) for each in expected] == list(range(1, 51))
-    assert [waiting.pop_batch(1)[0] for _ in expected] == expected
-    assert waiting.pop_batch(1) == []
+    assert [waiting.pop() for _ in expected] == expected
+    assert waiting.pop() is None
     assert waiting.position(jobs[0]) == 0
 
 
@@ -71,57 +71,15 @@ def test_what_waits_too_long_is_taken_out() -> None:
     assert waiting.jobs == []
 
 
-def test_only_what_fits_goes_together() -> None:
-    waiting = JobQueue(99)
-    first = queued("first", height=64, seed=1)
-    same = queued("same", height=64, seed=2)
-    other = queued("other", height=32)
-    two = queued("two", height=64, num_outputs_per_prompt=2)
-    last = queued("last", height=64)
-    for each in (first, other, same, two, last):
-        waiting.add(each, 0.0)
-    assert waiting.pop_batch(3) == [first, same, last], "two pictures are one too many"
-    assert waiting.pop_batch(3) == [other]
-    assert waiting.pop_batch(1) == [two], "more pictures than a call can make take several calls"
-    assert waiting.jobs == []
-
-
-def test_as_many_go_together_as_are_best_and_more_are_waited_for_only_if_that_is_better() -> None:
-    sizes = {1: 1, 2: 1, 3: 1, 4: 4}
-    best = lambda kind, images: sizes[images]  # noqa: E731
-    waiting = JobQueue(99)
-    jobs = [queued(str(number)) for number in range(7)]
-    for each in jobs:
-        waiting.add(each, 0.0)
-    assert waiting.pop_batch(4, 0, best) == jobs[:4]
-    assert waiting.pop_batch(4, 1, best) == [], "with one more they would be four"
-    assert waiting.pop_batch(4, 0, best) == jobs[4:5]
-    assert waiting.pop_batch(4, 1, best) == jobs[5:6], "three are no better than one"
-    assert waiting.pop_batch(1, 9, best) == jobs[6:]
-    assert waiting.pop_batch(4, 4, best) == []
-    options = queued("options", options={"joint_attention_kwargs": {}})
-    waiting.add(options, 0.0)
-    assert waiting.pop_batch(4, 3, best) == [options], "none will fit with it"
-
-
-def test_an_image_goes_alone() -> None:
-    from PIL import Image
-
-    plain, edit = Request("a"), Request("a", image=Image.new("RGB", (8, 8)))
-    assert plain.fits_with(Request("b"))
-    assert not plain.fits_with(edit)
-    assert not edit.fits_with(edit)
-
-
 GOOD = GenerationResult("a cat", (), (3,), OmniDiffusionSamplingParams(), 1.0)
 USAGE = Usage(0, 0)
 
 
-def batch_with(*outcomes: Outcome | None) -> Batch:
-    batch = Batch(1, [queued()], last_heard=0.0)
+def ended(*outcomes: Outcome | None) -> Running:
+    running = Running(1, queued(), last_heard=0.0)
     for rank, outcome in enumerate(outcomes):
-        batch.note(rank, Finished(1, (outcome,), USAGE), now=10.0)
-    return batch
+        running.note(rank, Finished(1, outcome, USAGE), now=10.0)
+    return running
 
 
 @pytest.mark.parametrize(
@@ -138,43 +96,40 @@ def batch_with(*outcomes: Outcome | None) -> Batch:
     ],
 )
 def test_only_ranks_at_the_same_place_go_on(outcomes: list[Outcome | None], can_go_on: bool) -> None:
-    assert batch_with(*outcomes).can_go_on is can_go_on
+    assert ended(*outcomes).can_go_on is can_go_on
 
 
 def test_one_that_fails_gives_the_others_little_time_and_is_named() -> None:
-    assert batch_with(GOOD).must_settle_by is None
-    batch = batch_with(GOOD, EngineError("a bug"))
-    assert batch.must_settle_by == 10.0 + SETTLE_S
-    assert batch.errors() == "rank 1: a bug"
-
-
-ALLOWED_S = 7.0
+    assert ended(GOOD).must_settle_by is None
+    running = ended(GOOD, EngineError("a bug"))
+    assert running.must_settle_by == 10.0 + SETTLE_S
+    assert running.errors() == "rank 1: a bug"
 
 
 @pytest.fixture
-def batch() -> Batch:
-    return Batch(1, [queued()], last_heard=100.0)
+def running() -> Running:
+    return Running(1, queued(), last_heard=100.0, limit_s=7.0)
 
 
-def test_a_step_has_a_time_limit(batch: Batch) -> None:
-    assert batch.next_timeout(ALLOWED_S) == 107.0
-    assert batch.timeout_error(ALLOWED_S, 106.9) is None
-    error = batch.timeout_error(ALLOWED_S, 107.0)
+def test_a_step_has_a_time_limit(running: Running) -> None:
+    assert running.next_timeout() == 107.0
+    assert running.timeout_error(106.9) is None
+    error = running.timeout_error(107.0)
     assert isinstance(error, StepTimeoutError)
     assert "sent nothing for 7 s, before its first step" in str(error)
 
 
-def test_a_worker_may_be_silent_again_for_as_long_as_it_was(batch: Batch) -> None:
+def test_a_worker_may_be_silent_again_for_as_long_as_it_was(running: Running) -> None:
     """A step of 5 s says that one of 40 s is slow, not hung."""
-    batch.hear(105.0)
-    assert batch.next_timeout(ALLOWED_S) == 105.0 + 50.0
-    batch.hear(106.0)
-    assert batch.timeout_error(ALLOWED_S, 155.9) is None
-    assert isinstance(batch.timeout_error(ALLOWED_S, 156.0), StepTimeoutError)
+    running.hear(105.0)
+    assert running.next_timeout() == 105.0 + 50.0
+    running.hear(106.0)
+    assert running.timeout_error(155.9) is None
+    assert isinstance(running.timeout_error(156.0), StepTimeoutError)
 
 
-def test_ranks_must_follow_one_that_failed(batch: Batch) -> None:
-    batch.must_settle_by = 105.0
-    assert batch.next_timeout(ALLOWED_S) == 105.0
-    assert batch.timeout_error(ALLOWED_S, 104.9) is None
-    assert isinstance(batch.timeout_error(ALLOWED_S, 105.0), WorkerLostError)
+def test_ranks_must_follow_one_that_failed(running: Running) -> None:
+    running.must_settle_by = 105.0
+    assert running.next_timeout() == 105.0
+    assert running.timeout_error(104.9) is None
+    assert isinstance(running.timeout_error(105.0), WorkerLostError)

@@ -21,10 +21,10 @@ from samovar.engine.worker import Usage
 def test_every_message_survives_the_pipe() -> None:
     facts = PipelineFacts("FluxPipeline", frozenset({"prompt", "height"}), 16, OmniDiffusionSamplingParams(height=64))
     messages = [
-        Run(1, (Request("a cat", OmniDiffusionSamplingParams(seed=1)),)),
-        Cancel(1, 0),
+        Run(1, Request("a cat", OmniDiffusionSamplingParams(seed=1)), 3),
+        Cancel(1),
         Ready(facts, 2.5, Usage(10, 0), 4),
-        Finished(1, (None,), Usage(1, 2)),
+        Finished(1, None, Usage(1, 2)),
     ]
     here, there = Pipe()
     with here, there:
@@ -33,10 +33,10 @@ def test_every_message_survives_the_pipe() -> None:
             assert receive(there) == message
         send(here, Fatal(ModelError("no such model")), os.getpid())
         assert str(receive(there).error) == "no such model"
-        send(here, Update(1, 0, Failed(NanLatentsError("black", 3))), os.getpid())
+        send(here, Update(1, Failed(NanLatentsError("black", 3))), os.getpid())
         assert receive(there).event.error.step == 3
-        send(here, Run(2, (Request("a cat", image=Image.new("RGB", (9, 7))),)), os.getpid())
-        assert receive(there).requests[0].image.size == (9, 7)
+        send(here, Run(2, Request("a cat", image=Image.new("RGB", (9, 7)))), os.getpid())
+        assert receive(there).request.image.size == (9, 7)
 
 
 def through(message: Any) -> Any:

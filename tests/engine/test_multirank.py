@@ -7,6 +7,7 @@ import queue
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from samovar.engine import (
     is_under_torchrun,
     start_worker,
 )
+from samovar.engine.request import SILENT
 
 PARAMS = OmniDiffusionSamplingParams(
     height=16, width=24, num_inference_steps=5, max_sequence_length=8, negative_prompt="a dog", true_cfg_scale=2.0,
@@ -58,7 +60,7 @@ def workers(folder: Path, lora: dict[str, str]) -> Iterator[MultirankWorker]:
 
 
 def one(workers: MultirankWorker, request: Request, listener: Listener | None = None) -> GenerationResult:
-    (outcome,) = workers.run([request], listener)
+    outcome = workers.make(request, listener or SILENT)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
@@ -67,7 +69,7 @@ def one(workers: MultirankWorker, request: Request, listener: Listener | None = 
 def test_branches_on_two_ranks_give_the_image_of_one(workers: MultirankWorker, folder: Path) -> None:
     alone = generate(Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **CACHE)), "a cat", PARAMS)
     steps: list[Event] = []
-    result = one(workers, ask(), Listener(lambda index, event: steps.append(event), lambda index: False))
+    result = one(workers, ask(), Listener(steps.append, lambda: False))
     apart = np.asarray(result.images[0]).astype(float) - np.asarray(alone.images[0])
     assert np.abs(apart).max() / 255 <= 1e-3
     masks = [each.cache[0].denoisers["transformer"].branches["cond"].mask for each in (result, alone)]
@@ -110,7 +112,7 @@ def test_a_seed_by_chance_is_that_of_all_ranks(workers: MultirankWorker) -> None
 def test_all_ranks_stop_at_the_same_step(workers: MultirankWorker) -> None:
     processes = workers.process_ids
     steps: list[Event] = []
-    listener = Listener(lambda index, event: steps.append(event), lambda index: len(steps) >= 2)
+    listener = Listener(steps.append, lambda: len(steps) >= 2)
     with pytest.raises(CancelledRequestError):
         one(workers, ask(num_inference_steps=500), listener)
     assert one(workers, ask()).seeds == (3,)
@@ -133,13 +135,13 @@ def kill_one_of(workers: MultirankWorker) -> tuple[int, ...]:
     first, second = workers.process_ids
     killed: list[int] = []
 
-    def tell(index: int, event: Event) -> None:
+    def tell(event: Event) -> None:
         if not killed:
             killed.append(second)
             os.kill(second, signal.SIGKILL)
 
     with pytest.raises(WorkerLostError, match=rf"rank 1 of 2, process {second}, signal 9\), after step \d+ of 500"):
-        one(workers, ask(num_inference_steps=500), Listener(tell, lambda index: False))
+        one(workers, ask(num_inference_steps=500), Listener(tell, lambda: False))
     wait_for(lambda: not is_alive(first) and not is_alive(second))
     return first, second
 
@@ -170,15 +172,13 @@ def test_a_request_is_cancelled_while_nothing_happens() -> None:
         """A supervisor whose worker loads for ever."""
 
         def submit(self, request: Request, deliver: Any) -> Any:
-            return deliver
-
-        def cancel(self, job: Any) -> None:
-            job(Failed(CancelledRequestError("The request was taken back.")))
+            error = CancelledRequestError("The request was taken back.")
+            return SimpleNamespace(cancel=lambda: deliver(Failed(error)))
 
     workers = MultirankWorker.__new__(MultirankWorker)
     workers._supervisor = Silent()  # type: ignore[assignment]
     glances: queue.SimpleQueue[bool] = queue.SimpleQueue()
     for is_left in (False, False, True):
         glances.put(is_left)
-    (outcome,) = workers.run([ask()], Listener(lambda index, event: None, lambda index: glances.get(timeout=1.0)))
+    outcome = workers.make(ask(), Listener(lambda event: None, lambda: glances.get(timeout=1.0)))
     assert isinstance(outcome, CancelledRequestError)

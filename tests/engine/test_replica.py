@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,13 +29,15 @@ from samovar.engine import (
     Failed,
     OmniDiffusionConfig,
     OmniDiffusionSamplingParams,
+    PipelineFacts,
+    Request,
     Restarts,
     Started,
     Supervisor,
     Worker,
 )
 from samovar.engine.messages import Cancel, Fatal, Finished, Run
-from samovar.engine.replica import MOST_VAIN
+from samovar.engine.replica import silence_limit
 from samovar.engine.worker import Usage
 from samovar.offload.truth import can_watch
 
@@ -201,13 +203,12 @@ def test_a_worker_killed_in_a_batch_costs_what_ran_in_it_and_each_is_told(folder
         cancel(engine, first)
         for each in together:
             each.until(is_step)
-        assert engine.status().running == 3
+        assert engine.status().running == 5
         os.kill(engine.status().worker_ids[0], signal.SIGKILL)
         for each in together:
             with pytest.raises(WorkerLostError, match="signal 9"):
                 each.result()
-        assert [len(each.result().images) for each in waiting] == [1, 1]
-        assert engine.status().failures == {"cancelled": 1, "worker_restarted": 3}
+        assert [len(Asked(engine, num_inference_steps=2).result().images) for each in waiting] == [1, 1]
     finally:
         engine.close()
 
@@ -299,151 +300,56 @@ def ask(supervisor: Supervisor) -> Asked:
 
 def end_all(orders: list[tuple[Puppet, Run]]) -> None:
     for puppet, order in orders:
-        puppet.say(Finished(order.batch, (GOOD,), Usage(0, 0)))
+        puppet.say(Finished(order.number, GOOD, Usage(0, 0)))
 
 
-def batched(puppets: Any, monkeypatch: pytest.MonkeyPatch, max_batch: int, gather_s: float) -> Supervisor:
-    """An engine with one worker, which waits for so long for clients to come back."""
+def test_a_worker_has_as_many_as_it_can_and_one_that_ends_costs_each_of_them_and_no_other(
+    puppets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does, ready = puppets.does, READY._replace(max_runs=3)
     monkeypatch.setattr(puppets, "orders", [])
-    monkeypatch.setattr("samovar.engine.replica.GATHER_PART", 1e6)
-    monkeypatch.setattr("samovar.engine.replica.GATHER_S", gather_s)
-    ready = READY._replace(max_batch=max_batch)
-    does = puppets.does
     monkeypatch.setattr(puppets, "does", lambda self, order: self.say(ready) if order is None else does(self, order))
-    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu", progress=False, max_batch=max_batch))
+    supervisor = Supervisor(OmniDiffusionConfig("emoji", device="cpu", progress=False, max_batch=2))
     supervisor.start()
-    return supervisor
-
-
-def finish(puppets: Any, number: int) -> None:
-    wait_for(lambda: len(puppets.orders) > number)
-    puppet, order = puppets.orders[number]
-    puppet.say(Finished(order.batch, (GOOD,) * len(order.requests), Usage(0, 0)))
-
-
-def test_clients_that_were_served_together_are_served_together_again(
-    puppets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
-    first, others = ask(supervisor), []
-    wait_for(lambda: len(puppets.orders) == 1)
-    others = [ask(supervisor) for _ in range(3)]
-    finish(puppets, 0)
-    first.result()
-    finish(puppets, 1)
-    for each in others:
-        each.result()
-    ask(supervisor)
-    time.sleep(0.2)  # The quickest one would begin alone.
-    ask(supervisor)
-    ask(supervisor)
+    asked = [ask(supervisor) for _ in range(5)]
     wait_for(lambda: len(puppets.orders) == 3)
-    assert [len(order.requests) for _, order in puppets.orders] == [1, 3, 3]
-    supervisor.close()
-
-
-def test_one_that_was_served_alone_joins_those_that_waited_meanwhile(
-    puppets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = batched(puppets, monkeypatch, max_batch=4, gather_s=600)
-    first = ask(supervisor)
-    wait_for(lambda: len(puppets.orders) == 1)
-    for _ in range(3):
-        ask(supervisor)
-    finish(puppets, 0)
-    first.result()
-    time.sleep(0.2)  # Otherwise the three would begin, and one would wait for them each time.
-    ask(supervisor)
-    wait_for(lambda: len(puppets.orders) == 2)
-    assert [len(order.requests) for _, order in puppets.orders] == [1, 4]
-    supervisor.close()
-
-
-def test_clients_that_do_not_come_back_are_waited_for_a_few_times_only(
-    puppets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = batched(puppets, monkeypatch, max_batch=4, gather_s=0.05)
-    for number in range(MOST_VAIN + 1):
-        alone = ask(supervisor)
-        finish(puppets, number)
-        assert alone.result()
-        time.sleep(0.1)
-    monkeypatch.setattr("samovar.engine.replica.GATHER_S", 600)
-    last = ask(supervisor)
-    finish(puppets, MOST_VAIN + 1)
-    assert last.result()
-    (replica,) = supervisor._replicas
-    assert replica._num_vain > MOST_VAIN
-    assert (replica._answered, replica._coming(time.monotonic())) == (1, 0), "nobody is waited for"
-    ask(supervisor), ask(supervisor)
-    finish(puppets, MOST_VAIN + 2)
-    wait_for(lambda: replica._num_vain == 0)  # They came at once.
-    assert len(puppets.orders) == MOST_VAIN + 3, "so the other one waits for the first to join it"
-    supervisor.close()
-
-
-def test_batches_that_do_not_pay_are_no_longer_made(puppets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times are given; that the engine notes its own is seen by their number."""
-    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
-    (replica,) = supervisor._replicas
-    first = ask(supervisor)
-    wait_for(lambda: len(puppets.orders) == 1)
-    others = [ask(supervisor) for _ in range(5)]
-    kind = first.job.request.kind
-    for images, seconds in ((3, 33.0), (3, 33.0), (1, 10.0), (1, 10.0)):
-        replica._sizes.note(kind, images, seconds)
-    for number, each in enumerate((first, *others)):
-        finish(puppets, number)
-        each.result()
-    assert [len(order.requests) for _, order in puppets.orders] == [1] * 6
-    assert replica._sizes._kinds[kind].count == 4 + 6
-    supervisor.close()
-
-
-def test_a_worker_that_ends_with_a_batch_costs_each_of_it_and_no_other(
-    puppets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=0.0)
-    first = ask(supervisor)
-    wait_for(lambda: len(puppets.orders) == 1)
-    others = [ask(supervisor) for _ in range(4)]
-    finish(puppets, 0)
-    first.result()
-    wait_for(lambda: len(puppets.orders) == 2)
-    puppet, order = puppets.orders[1]
-    assert len(order.requests) == 3
+    puppet, first = puppets.orders[0]
+    puppet.say(Finished(first.number, GOOD, Usage(0, 0)))
+    assert asked[0].result() == GOOD
+    wait_for(lambda: len(puppets.orders) == 4)
+    assert supervisor.status().running == 3
     puppet.say(None)
-    for each in others[:3]:
+    for each in asked[1:4]:
         with pytest.raises(WorkerLostError, match="a puppet"):
             each.result()
-    finish(puppets, 2)
-    assert others[3].result()
+    wait_for(lambda: len(puppets.orders) == 5)
+    end_all(puppets.orders[4:])
+    assert asked[4].result() == GOOD
     assert supervisor.status().failures == {"worker_restarted": 3}
     supervisor.close()
 
 
-def test_a_client_alone_waits_for_nobody_and_others_are_waited_for_only_so_long(
-    puppets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=600)
-    for number in range(2):
-        alone = ask(supervisor)
-        finish(puppets, number)
-        alone.result()
+def test_jobs_go_to_the_worker_that_has_the_fewest(puppets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    does, ready = puppets.does, READY._replace(max_runs=3)
+    monkeypatch.setattr(puppets, "orders", [])
+    monkeypatch.setattr(puppets, "does", lambda self, order: self.say(ready) if order is None else does(self, order))
+    supervisor = start()
+    for count in range(1, 5):
+        ask(supervisor)
+        wait_for(lambda count=count: len(puppets.orders) == count)  # type: ignore[misc]
+    assert sorted(puppet.replica for puppet, _ in puppets.orders) == [0, 0, 1, 1]
     supervisor.close()
-    supervisor = batched(puppets, monkeypatch, max_batch=3, gather_s=0.05)
-    one = ask(supervisor)
-    wait_for(lambda: len(puppets.orders) == 1)
-    two = [ask(supervisor) for _ in range(2)]
-    finish(puppets, 0)
-    finish(puppets, 1)
-    for each in (one, *two):
-        each.result()
-    last = ask(supervisor)
-    finish(puppets, 2)
-    last.result()
-    assert [len(order.requests) for _, order in puppets.orders] == [1, 2, 1]
-    supervisor.close()
+
+
+def test_a_worker_may_be_silent_for_longer_with_larger_images() -> None:
+    facts = PipelineFacts("Tiny", frozenset({"height", "width"}), 8, OmniDiffusionSamplingParams(height=64, width=64))
+    config = OmniDiffusionConfig("emoji", device="cpu", step_timeout_s=10.0, load_timeout_s=100.0)
+
+    def limit(side: int) -> float:
+        return silence_limit(config, facts, Request("", OmniDiffusionSamplingParams(height=side, width=side)))
+
+    assert [limit(side) for side in (32, 64, 80, 640)] == [10.0, 10.0, 10.0 * 1.25**4, 100.0]
+    assert silence_limit(replace(config, compile=True), facts, Request("")) == 100.0
 
 
 def test_one_that_cannot_load_the_model_is_raised_by_start(
@@ -478,7 +384,7 @@ def test_the_engine_is_down_only_if_all_are(puppets: Any) -> None:
         wait_for(lambda: len(puppets.orders) == num_alive)
         orders, puppets.orders[:] = list(puppets.orders), []
         for puppet, order in orders:
-            puppet.say(None if puppet.replica == number else Finished(order.batch, (GOOD,), Usage(0, 0)))
+            puppet.say(None if puppet.replica == number else Finished(order.number, GOOD, Usage(0, 0)))
         return sorted(type(each.until(lambda event: False)).__name__ for each in asked)
 
     for _ in range(2):

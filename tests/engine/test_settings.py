@@ -31,7 +31,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "bfloat61"}, r"dtype='bfloat61' is not one of .* Did you mean 'bfloat16'\?"),
+        ({"dtype": "bfloat61"}, r"dtype='bfloat61'; expected one of .* Did you mean 'bfloat16'\?"),
         ({"device": "foo"}, "device='foo' is not a device"),
         ({"cache_backend": "tee_cache"}, r"Did you mean 'tea_cache'\?"),
         ({"cache": {"backend": "none", "rel_l1_thresh": 1}}, "for the cache 'none'"),
@@ -130,5 +130,5 @@ def test_a_schedule_sets_the_default_number_of_steps(folder: str, tmp_path: Path
 def test_defaults_are_checked_before_anything_is_loaded(defaults: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         OmniDiffusionConfig("emoji", device="cpu", defaults=defaults)
-    with pytest.raises(SettingError, match="warm_up must be true or false, not 'yes'"):
+    with pytest.raises(SettingError, match="warm_up='yes'; expected True or False"):
         OmniDiffusionConfig("emoji", device="cpu", warm_up="yes")  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import pytest
 
 from samovar.core.errors import ModelError, SettingError
 from samovar.engine import OmniDiffusionConfig
-from samovar.engine.sources import read_bool, read_name_or_json
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +51,9 @@ def test_arguments_win_over_the_file_and_the_file_over_the_environment(
         ("a.toml", "", "must end in .json, .yaml or .yml"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "cannot be read: could not"),
         ("a.yaml", "enable_cpu_offload: 'yes'", "enable_cpu_offload must be true or false, not 'yes'"),
-        ("a.yaml", "max_queue: 0", "max_queue must be a whole number, 1 or more, not 0"),
-        ("a.yaml", "max_batch: 1.5", "max_batch must be a whole number, 1 or more, not 1.5"),
-        ("a.yaml", "step_timeout_s: .inf", "step_timeout_s must be a number of seconds above 0, not inf"),
+        ("a.yaml", "max_queue: 0", "max_queue=0; expected a whole number, 1 or more"),
+        ("a.yaml", "max_batch: 1.5", "max_batch=1.5; expected a whole number, 1 or more"),
+        ("a.yaml", "step_timeout_s: .inf", "step_timeout_s=inf; expected a number above 0"),
         ("a.yaml", "model: emojy", r"Did you mean 'emoji'\?"),
     ],
 )
@@ -76,8 +75,8 @@ def test_an_empty_file_says_nothing_and_a_missing_one_is_refused(tmp_path: Path)
     ("variable", "text", "message"),
     [
         ("SAMOVAR_DTYP", "float32", r"'SAMOVAR_DTYP' is not .* Did you mean 'SAMOVAR_DTYPE'\?"),
-        ("SAMOVAR_MAX_BATCH", "two", "SAMOVAR_MAX_BATCH='two' cannot be read"),
-        ("SAMOVAR_TRUST_REMOTE_CODE", "maybe", "expected 1 or 0"),
+        ("SAMOVAR_MAX_BATCH", "two", "max_batch='two'; expected a whole number, 1 or more"),
+        ("SAMOVAR_TRUST_REMOTE_CODE", "maybe", "expected True or False"),
         ("SAMOVAR_CACHE_CONFIG", "rel_l1_thresh", "is not a cache backend"),
         ("SAMOVAR_CACHE", "[1]", "expected a JSON object"),
     ],
@@ -102,14 +101,6 @@ def test_a_compiler_is_switched_on_or_named(bare_environment: pytest.MonkeyPatch
 def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(SettingError, match=r"'cache_bakend' is not a setting of Omni. Did you mean 'cache_backend'\?"):
         OmniDiffusionConfig.read({"cache_bakend": "tea_cache"})
-
-
-def test_words_of_variables() -> None:
-    assert [read_bool(word) for word in ("1", "Yes", " on ", "TRUE", "0", "no", "off", "false")] == [True] * 4 + [
-        False
-    ] * 4
-    assert read_name_or_json('{"a": 1}') == {"a": 1}
-    assert read_name_or_json("tuned.json") == "tuned.json"
 
 
 def test_the_first_source_that_mentions_a_setting_decides_it_whatever_the_spelling(

@@ -37,7 +37,7 @@ def test_every_step_is_told_with_what_the_cache_did(worker: Worker) -> None:
     plain = generate(worker, "a cat", REQUEST.params)
     before = set(vars(worker.pipeline.transformer))
     events: list[Event] = []
-    (result,) = worker.run([REQUEST], Listener(lambda index, event: events.append(event), lambda index: False))
+    result = worker.make(REQUEST, Listener(events.append, lambda: False))
     assert not isinstance(result, SamovarError)
     steps = [event for event in events if isinstance(event, Progress)]
     assert [(step.step, step.num_steps) for step in steps] == [(step, 6) for step in range(1, 7)]
@@ -51,7 +51,7 @@ def test_every_step_is_told_with_what_the_cache_did(worker: Worker) -> None:
 def test_nothing_takes_the_place_of_a_pipelines_tensors() -> None:
     """Some show latents in another form than they go on with, and would go on with what is returned."""
     pipe = tiny_flux_pipeline()
-    watch = StepWatch(pipe, None, {0: Request("a cat")}, [(0, 0)], SILENT, bool)
+    watch = StepWatch(pipe, None, Request("a cat"), 0, SILENT, bool)
     assert watch.call_back(pipe, 0, None, {"latents": torch.zeros(1, 4)}) == {}
 
 
@@ -64,18 +64,18 @@ def test_a_request_that_is_cancelled_stops_after_the_step(worker: Worker) -> Non
             calls.append(1)
             return args, kwargs
 
-    def tell(index: int, event: Event) -> None:
+    def tell(event: Event) -> None:
         if isinstance(event, Progress):
             steps.append(event.step)
 
     registry = HookRegistry.get_or_create(worker.pipeline.transformer)
     registry.register_hook("zz counted", Counted())
-    (error,) = worker.run([REQUEST], Listener(tell, lambda index: len(steps) >= 3))
+    error = worker.make(REQUEST, Listener(tell, lambda: len(steps) >= 3))
     registry.remove_hook("zz counted")
     assert isinstance(error, CancelledRequestError)
     assert steps == [1, 2, 3]
     assert len(calls) <= 4, "at most one forward more than steps that were told"
-    (error,) = worker.run([REQUEST], Listener(tell, lambda index: True))
+    error = worker.make(REQUEST, Listener(tell, lambda: True))
     assert isinstance(error, CancelledRequestError)
     assert steps == [1, 2, 3], "nothing is begun for nobody"
 

@@ -7,7 +7,6 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams
 from samovar.core.errors import (
-    CancelledRequestError,
     EngineError,
     ModelError,
     NanLatentsError,
@@ -222,73 +220,9 @@ def test_what_breaks_inside_a_pipeline_is_an_error_of_the_request(tiny: Worker) 
     assert generate(tiny, "a cat", FAST).seeds == (1,)
 
 
-# ------------------------------------------------------------------------------------------------ several at once
-
-
-@pytest.fixture(scope="module")
-def batching(folder: Path) -> Worker:
-    return Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4))
-
-
-def test_images_made_at_once_are_those_made_alone(batching: Worker, tiny: Worker) -> None:
-    requests = [ask("a cat", seed=3), ask("an owl with a hat", seed=9), ask("a dog", seed=3, num_outputs_per_prompt=2)]
-    told: list[tuple[int, Event]] = []
-    together = batching.run(requests, Listener(lambda index, event: told.append((index, event)), lambda index: False))
-    for request, result in zip(requests, together, strict=True):
-        assert not isinstance(result, SamovarError)
-        alone = generate(tiny, request.prompt, request.params)
-        assert result.seeds == alone.seeds
-        for ours, theirs in zip(result.images, alone.images, strict=True):
-            assert np.abs(pixels(ours).astype(int) - pixels(theirs)).max() <= 1
-    steps = [(index, event.step) for index, event in told if isinstance(event, Progress)]
-    assert steps == [(index, step) for step in range(1, 6) for index in range(3)], "one call for all"
-
-
-def test_one_that_fails_among_others_fails_alone(batching: Worker) -> None:
-    outcomes = batching.run([ask("a cat", height=18), ask("a dog"), ask("an owl")])
-    assert isinstance(outcomes[0], SettingError)
-    assert [type(outcome).__name__ for outcome in outcomes[1:]] == ["GenerationResult"] * 2
-    # Too long for the pipeline, which only says so when it is called: together it refuses all, alone each.
-    outcomes = batching.run([ask("a cat", max_sequence_length=999), ask("a dog", max_sequence_length=999)])
-    assert [type(outcome).__name__ for outcome in outcomes] == ["SettingError"] * 2
-
-
-def test_a_call_goes_on_as_long_as_somebody_waits(batching: Worker) -> None:
-    steps: list[int] = []
-    listener = Listener(lambda index, event: steps.append(event.step), lambda index: index == 0 or len(steps) >= 4)  # type: ignore[union-attr]
-    outcomes = batching.run([ask("a cat", seed=1), ask("a dog", seed=2)], listener)
-    assert steps == [1, 1, 2, 2], "one waits until the second step has been told to both"
-    assert all(isinstance(outcome, CancelledRequestError) for outcome in outcomes)
-
-
-def test_a_cache_decides_for_one_image_at_a_time(folder: Path) -> None:
-    config = OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4, **CACHE)
-    assert Worker(config).max_batch == 1
-
-
 @pytest.fixture(scope="module")
 def automatic(folder: Path) -> Worker:
     return Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4, cache="auto"))
-
-
-def test_auto_decides_for_each_image_of_a_batch(automatic: Worker) -> None:
-    """Together they are what they are alone, up to rounding, with the steps computed that each needs."""
-    requests = [ask("a cat", seed=3, num_inference_steps=12), ask("an owl with a hat", seed=9, num_inference_steps=12)]
-    requests = [replace(request, tolerance=1.0) for request in requests]
-    told: list[tuple[int, Event]] = []
-    together = automatic.run(requests, Listener(lambda index, event: told.append((index, event)), lambda index: False))
-    for number, (request, result) in enumerate(zip(requests, together, strict=True)):
-        (alone,) = automatic.run([request])
-        assert not isinstance(result, SamovarError)
-        assert not isinstance(alone, SamovarError)
-        assert alone.cache[0].skipped > 0
-        mine, own = (made.cache[0].denoisers["transformer"] for made in (result, alone))
-        assert mine.branches["cond"].mask == own.branches["cond"].mask, "each hears of its own steps"
-        assert mine.error == pytest.approx(own.error, rel=1e-3)
-        assert mine.to_dict().keys() == own.to_dict().keys()
-        flags = [event.is_computed for index, event in told if index == number and isinstance(event, Progress)]
-        assert flags == [letter == "#" for letter in own.branches["cond"].mask]
-        assert np.abs(pixels(result.images[0]).astype(int) - pixels(alone.images[0])).max() <= 1
 
 
 def test_a_tolerance_for_a_request(automatic: Worker, tiny: Worker) -> None:
@@ -303,7 +237,6 @@ def test_a_tolerance_for_a_request(automatic: Worker, tiny: Worker) -> None:
         if tolerance == "exact":
             assert np.array_equal(pixels(result.images[0]), pixels(generate(tiny, "a cat", request.params).images[0]))
     assert counts[1] < counts[2] <= counts[0] == 12
-    assert not replace(request, tolerance=1.0).fits_with(request)
     (refused,) = tiny.run([replace(request, tolerance=1.0)])
     assert isinstance(refused, SettingError)
     assert refused.param == "tolerance"
@@ -314,7 +247,7 @@ def test_a_tolerance_for_a_request(automatic: Worker, tiny: Worker) -> None:
 def test_previews_change_no_bit_and_come_nearer(tiny: Worker) -> None:
     events: list[Event] = []
     request = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=9, seed=3), num_previews=3)
-    (seen,) = tiny.run([request], Listener(lambda index, event: events.append(event), lambda index: False))
+    seen = tiny.make(request, Listener(events.append, lambda: False))
     assert not isinstance(seen, SamovarError)
     plain = generate(tiny, "a cat", request.params)
     assert np.array_equal(pixels(seen.images[0]), pixels(plain.images[0]))
@@ -349,8 +282,8 @@ def test_a_image_can_be_drawn_anew(folder: Path, tmp_path: Path, tiny: Worker) -
     for strength in (0.4, 1.0):
         events: list[Event] = []
         params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=3, strength=strength)
-        listener = Listener(lambda index, event, events=events: events.append(event), lambda index: False)  # type: ignore[misc]
-        (result,) = worker.run([Request("a cat", params, start)], listener)
+        listener = Listener(events.append, lambda: False)
+        result = worker.make(Request("a cat", params, start), listener)
         assert not isinstance(result, SamovarError)
         assert result.images[0].size == (40, 24), "as large as what it was made of"
         made[strength] = pixels(result.images[0])
@@ -389,8 +322,8 @@ def test_an_exact_image_is_that_without_a_cache(folder: Path, tiny: Worker) -> N
     settings = {"rel_l1_thresh": 1e9}
     worker = Worker(OmniDiffusionConfig(str(folder), progress=False, cache_backend="tea_cache", cache_config=settings))
     events: list[Event] = []
-    listener = Listener(lambda _, event: events.append(event), lambda _: False)
-    (exact,) = worker.run([Request("a cat", params, exact=True)], listener)
+    listener = Listener(events.append, lambda: False)
+    exact = worker.make(Request("a cat", params, exact=True), listener)
     assert not isinstance(exact, SamovarError)
     assert np.array_equal(pixels(exact.images[0]), pixels(generate(tiny, "a cat", params).images[0]))
     assert exact.cache == ()
@@ -454,39 +387,14 @@ def test_a_library_without_memory_is_out_of_memory(tiny: Worker, monkeypatch: py
         generate(tiny, "a cat", FAST)
 
 
-@pytest.mark.parametrize(
-    ("error", "num_ranks", "num_calls"),
-    [
-        (EngineError("a bug"), 1, 3),
-        (EngineError("a bug"), 2, 1),
-        (OutOfMemoryError("too large"), 2, 1),
-        (SettingError("no"), 2, 3),
-        (NanLatentsError("nan", 1), 2, 3),
-    ],
-)
-def test_a_rank_makes_nothing_again_that_others_may_not(
-    batching: Worker, monkeypatch: pytest.MonkeyPatch, error: SamovarError, num_ranks: int, num_calls: int
-) -> None:
-    calls = []
-
-    def fail(jobs: Any, listener: Any) -> None:
-        calls.append(len(jobs))
-        raise error
-
-    monkeypatch.setattr(batching, "_run_batch", fail)
-    monkeypatch.setattr(batching, "_attached", SimpleNamespace(config=SimpleNamespace(num_ranks=num_ranks)))
-    assert batching.run([ask("a cat"), ask("a dog")]) == [error, error]
-    assert len(calls) == num_calls
-
-
 def test_a_warm_up_makes_an_image_and_one_that_fails_says_how_to_go_without(
     tiny: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    call = tiny._call
-    monkeypatch.setattr(tiny, "_call", lambda *args: made.append(call(*args)) or made[-1])
+    run = tiny._run
+    monkeypatch.setattr(tiny, "_run", lambda *args: made.append(run(*args)) or made[-1])
     assert tiny.warm_up() > 0.0
     assert len(made) == 1
-    monkeypatch.setattr(tiny, "_run_batch", lambda batch, listener: dict.fromkeys(batch, OutOfMemoryError("too large")))
+    monkeypatch.setattr(tiny, "make", lambda request: OutOfMemoryError("too large"))
     with pytest.raises(EngineError, match="The warm-up failed: too large To start without one, give warm_up=False"):
         tiny.warm_up()

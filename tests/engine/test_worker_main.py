@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from samovar.engine.worker_main import (
     Place,
     _answer,
     rank_environment,
-    serve_batch,
+    serve_next,
 )
 
 CHILD = """
@@ -57,9 +58,9 @@ def test_it_dies_with_a_parent_that_is_killed() -> None:
 def obey(pipe: multiprocessing.connection.Connection) -> None:
     orders = Inbox(pipe)
     job = orders.next()
-    while not orders.is_cancelled(job.batch, 1):
+    while not orders.is_cancelled(job.number):
         pass
-    pipe.send_bytes(str((job.requests[0].prompt, orders.is_cancelled(job.batch, 0))).encode())
+    pipe.send_bytes(str((job.request.prompt, orders.is_cancelled(8))).encode())
     orders.next()
 
 
@@ -69,9 +70,8 @@ def test_orders_are_heard_while_it_works_and_the_end_of_the_pipe_is_the_end() ->
     process = context.Process(target=obey, args=(there,), daemon=True)
     process.start()
     there.close()
-    send(here, Run(7, (Request("a cat"), Request("a dog"))), os.getpid())
-    send(here, Cancel(6, 0), os.getpid())
-    send(here, Cancel(7, 1), os.getpid())
+    send(here, Run(7, Request("a cat")), os.getpid())
+    send(here, Cancel(7), os.getpid())
     assert here.poll(LIMIT_S)
     assert here.recv_bytes().decode() == "('a cat', False)"
     here.close()
@@ -100,29 +100,29 @@ def test_an_order_that_is_not_understood_is_the_end_and_old_drops_are_forgotten(
 ) -> None:
     here, there = multiprocessing.Pipe()
     orders = Inbox.__new__(Inbox)
-    orders._pipe, orders._cancelled, orders._batches = there, set(), SimpleNamespace(put=lambda job: None)  # type: ignore
-    orders._before = 0
-    run = (Request("a cat"),)
-    for order in (Run(6, run), Cancel(6, 0), Cancel(7, 1), Run(7, run), Cancel(7, 2), Run(8, run)):
+    orders._pipe, orders._cancelled, orders._runs = there, set(), SimpleNamespace(put=lambda job: None)  # type: ignore
+    orders._sent = collections.deque(maxlen=2)
+    one = Request("a cat")
+    for order in (Run(6, one), Cancel(6), Run(7, one), Cancel(7), Run(8, one)):
         send(here, order, os.getpid())
     here.send_bytes(b"\0nonsense")
     with pytest.raises(Exited):
         orders._read()
     assert exits == [EXIT_BAD_MESSAGE]
     assert "UnpicklingError" in capsys.readouterr().err
-    assert orders._cancelled == {(7, 1), (7, 2)}, "the batch before the last one may still run in another lane"
+    assert orders._cancelled == {7}, "the last ones may still run"
 
 
 @pytest.mark.parametrize("is_healthy", [True, False])
 def test_a_process_whose_gpu_is_lost_says_why_and_ends(exits: list[int], is_healthy: bool) -> None:
     here, there = multiprocessing.Pipe()
     worker: Any = SimpleNamespace(
-        run=lambda requests, listener: [EngineError("an illegal access")],
+        make=lambda request, listener, priority: EngineError("an illegal access"),
         is_healthy=lambda: is_healthy,
         usage=lambda: Usage(0, 0),
     )
     try:
-        _answer(worker, Run(1, (Request("a cat"),)), Inbox.__new__(Inbox), there, Place(0, 1, os.getpid(), None))
+        _answer(worker, Run(1, Request("a cat")), Inbox.__new__(Inbox), there, Place(0, 1, os.getpid(), None))
     except Exited:
         assert exits == [EXIT_GPU_LOST]
     message = receive(here)
@@ -140,7 +140,7 @@ class Dropping:
     def next(self) -> Run:
         return self._order
 
-    def is_cancelled(self, job: int, index: int) -> bool:
+    def is_cancelled(self, job: int) -> bool:
         self._asked += 1
         return self._asked > 1
 
@@ -156,12 +156,12 @@ def test_nothing_is_left_of_a_request_that_was_cancelled(folder: Path) -> None:
 
     def drop_one() -> None:
         request = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=9, seed=3))
-        orders: Any = Dropping(Run(1, (request,)))
-        serve_batch(worker, orders, there, place)
+        orders: Any = Dropping(Run(1, request))
+        serve_next(worker, orders, there, place)
         assert isinstance(receive(here), Update)
         answer = receive(here)
         assert isinstance(answer, Finished)
-        assert isinstance(answer.outcomes[0], CancelledRequestError)
+        assert isinstance(answer.outcome, CancelledRequestError)
 
     drop_one()
     gc.collect()

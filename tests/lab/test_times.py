@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from benchmarks.caches import bench
 from lab.tiny import TASKS, MakeSession
-from samovar.lab.bench import bench
 from samovar.lab.calibrate import calibrate
 from samovar.lab.image_runner import Task
 from samovar.lab.methods import cached, plain

@@ -21,8 +21,7 @@ LAYOUTS = {
     "text, image": "ti",
     "image, text": "it",
     "text and image split": "Ti",
-    "padded image": "p",
-    "text, padded image, text": "tpt",
+    "text, image, text": "tit",
 }
 MASKS = (
     "none",
@@ -38,46 +37,27 @@ MASKS = (
 
 
 def layout(kinds: str, length: int, text: int, size: int, rank: int) -> Layout:
-    """t: text on every rank; T: text split; i: image split; p: image split and padded."""
+    """t: text on every rank; T: text split; i: image split."""
     segments = []
     for kind in kinds:
-        partition = {"i": Partition(length, size), "p": Partition(length, size, True)}.get(kind)
-        partition = Partition(text, size) if kind == "T" else partition
-        segments.append(Segment(text, None) if partition is None else Segment(partition.rows[rank], partition))
+        partition = None if kind == "t" else Partition(length if kind == "i" else text, size)
+        segments.append(Segment(text, None) if partition is None else Segment(partition.tokens[rank], partition))
     return Layout(segments)
 
 
 def part(tensor: torch.Tensor, segments: Layout, rank: int, dim: int) -> torch.Tensor:
-    """This rank's rows of a whole tensor; rows of padding are full of nonsense."""
+    """This rank's rows of a whole tensor."""
     pieces, start = [], 0
     for rows, partition in segments:
-        if partition is None:
-            pieces.append(tensor.narrow(dim, start, rows))
-            start += rows
-            continue
-        own = tensor.narrow(dim, start + partition.start(rank), partition.tokens[rank])
-        shape = list(own.shape)
-        shape[dim] = rows - partition.tokens[rank]
-        pieces += [own, torch.ones(shape, dtype=own.dtype) if own.dtype == torch.bool else torch.full(shape, 1e3)]
-        start += partition.length
+        pieces.append(tensor.narrow(dim, start + (partition.start(rank) if partition else 0), rows))
+        start += partition.length if partition else rows
     return torch.cat(pieces, dim)
-
-
-def whole(segments: Layout) -> int:
-    return sum(rows if partition is None else partition.length for rows, partition in segments)
-
-
-def padding(segments: Layout, rank: int) -> torch.Tensor:
-    """Which rows are tokens."""
-    return part(torch.ones(whole(segments), dtype=torch.bool), segments, rank, 0) & ~torch.cat(
-        [torch.arange(rows) >= (rows if partition is None else partition.tokens[rank]) for rows, partition in segments]
-    )
 
 
 def masks(kind: str, heads: int, queries: Layout, keys: Layout, rank: int) -> tuple[Any, Any] | None:
     """The mask of the whole attention, and the one that this rank gets; None if the case does not exist."""
     random = torch.Generator().manual_seed(7)
-    q, k = whole(queries), whole(keys)
+    q, k = queries.length, keys.length
     if kind in ("none", "causal"):
         return None, None
     if kind.startswith("keys"):
@@ -122,8 +102,8 @@ def errors(
         queries = layout(LAYOUTS.get(names, "t"), length, text, size, rank)
         keys = queries if other == "same" else layout({"text": "t", "image": "i"}[other], length, text, size, rank)
         random = torch.Generator().manual_seed(0)
-        query = torch.randn(BATCH, heads, whole(queries), WIDTH, generator=random)
-        key, value = (torch.randn(BATCH, key_heads, whole(keys), WIDTH, generator=random) for _ in range(2))
+        query = torch.randn(BATCH, heads, queries.length, WIDTH, generator=random)
+        key, value = (torch.randn(BATCH, key_heads, keys.length, WIDTH, generator=random) for _ in range(2))
         made = masks(mask_kind, heads, queries, keys, rank)
         assert made is not None
         causal, gqa = mask_kind == "causal", key_heads != heads
@@ -138,6 +118,5 @@ def errors(
         except ValueError as error:
             found[name] = str(error)
             continue
-        tokens = padding(queries, rank)
-        found[name] = float((output - part(expected, queries, rank, 2))[:, :, tokens].abs().max())
+        found[name] = float((output - part(expected, queries, rank, 2)).abs().max())
     return found

@@ -15,13 +15,8 @@ import pipelines
 from samovar.cache import TeaCacheBackend, apply_teacache_hook
 from samovar.core.errors import HookConflictError
 from samovar.hooks import (
-    NOT_BYPASSED,
-    BaseState,
     Handle,
-    HookOrder,
     HookRegistry,
-    ModelHook,
-    StateManager,
     call_context,
     running,
 )
@@ -33,7 +28,7 @@ from samovar.parallel import (
     enable_sequence_parallel_for_model,
     make_mesh,
 )
-from samovar.parallel.cfg import CfgState, DeferredTensor
+from samovar.parallel.cfg import DeferredTensor
 
 from . import toys
 from .conftest import OnRanks
@@ -45,10 +40,10 @@ def traces(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
     return [(type(module), set(vars(module))) for module in model.modules()]
 
 
-def state_of(model: torch.nn.Module) -> CfgState:
+def hook_of(model: torch.nn.Module) -> CfgParallelHook:
     hook = HookRegistry.get_or_create(model).get_hook("cfg_parallel")
     assert isinstance(hook, CfgParallelHook)
-    return hook.state
+    return hook
 
 
 def by_pipeline(names: list[str], ulysses_degree: int) -> dict[str, dict[str, Any]]:
@@ -64,12 +59,12 @@ def by_pipeline(names: list[str], ulysses_degree: int) -> dict[str, dict[str, An
         bare, before = tiny.run(pipe, steps=STEPS), list(map(traces, denoisers))
         handles: list[Handle] = [apply_cfg_parallel(denoiser, mesh) for denoiser in denoisers]
         handles += [enable_sequence_parallel_for_model(denoiser, config, mesh=mesh) for denoiser in denoisers]
-        states = [state_of(denoiser) for denoiser in denoisers]
+        hooks = [hook_of(denoiser) for denoiser in denoisers]
         apart = float((tiny.run(pipe, steps=STEPS) - bare).abs().max())
         found[name] = {
             "apart": apart,
-            "deferred": sum(state.num_deferred for state in states),
-            "split": sum(state.num_split for state in states),
+            "deferred": sum(hook.num_deferred for hook in hooks),
+            "split": sum(hook.num_split for hook in hooks),
         }
         for handle in handles:
             handle.detach()
@@ -98,104 +93,6 @@ def test_pipelines(names: list[str], ulysses_degree: int, on_ranks: OnRanks) -> 
                 # All ranks compute the first step of a model, and then each its own branch.
                 models = len(pipelines.PIPELINES[name].denoisers)
                 assert found[name] == found[name] | {"split": 0, "deferred": STEPS - models}, name
-
-
-class _SkipState(BaseState):
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.before: torch.Tensor | None = None
-        self.residual: torch.Tensor | None = None
-
-
-class _StandIn(ModelHook):
-    """A cache of one block that skips it while its input changes little, by the group's figures."""
-
-    order = HookOrder.CACHE
-
-    def __init__(self, agree: Any) -> None:
-        self.states = StateManager(_SkipState)
-        self.decisions: list[bool] = []
-        self._agree = agree
-        self._input = torch.zeros(0)
-
-    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state, now = self.states.get_state(), args[0]
-        if self.states.context.branch is None:
-            return NOT_BYPASSED
-        change, size = torch.ones(()), torch.ones(())
-        if state.before is not None:
-            change, size = (now - state.before).abs().sum(), state.before.abs().sum()
-        figures = self._agree(torch.stack([change, size]))
-        state.before = now
-        skips = bool(figures[0] / figures[1] < 0.2) and state.residual is not None
-        self.decisions.append(skips)
-        return now + state.residual if skips else NOT_BYPASSED
-
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._input = args[0]
-        return args, kwargs
-
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        self.states.get_state().residual = output - self._input
-        return output
-
-
-def steps() -> list[torch.Tensor]:
-    """Inputs whose first half of tokens changes much at some steps, and whose second half at others."""
-    inputs, current = [], toys.tokens(12)
-    for first, second in ((0, 0), (0.9, 0.0), (0.0, 0.9), (0.02, 0.0), (0.0, 0.3), (0.3, 0.0), (0.0, 0.0)):
-        change = torch.cat([torch.full((1, 6, 1), float(first)), torch.full((1, 6, 1), float(second))], dim=1)
-        current = current * (1 + change)
-        inputs.append(current)
-    return inputs
-
-
-@torch.no_grad()
-def cached(cfg_degree: int, settings: dict[str, int]) -> tuple[float, list[bool], list[bool]]:
-    """A cached loop with two branches on one rank and on all: outputs, and what was decided."""
-
-    def loop(model: toys.Transformer, agree: Any) -> tuple[list[torch.Tensor], list[bool]]:
-        hook = _StandIn(agree)
-        HookRegistry.get_or_create(model.blocks[0]).register_hook("cache", hook)
-        outputs = []
-        for hidden_states in steps():
-            cond = model(hidden_states, ids=first)
-            uncond = model(hidden_states, ids=second)
-            outputs.append(uncond + 2.0 * (cond - uncond))
-        return outputs, hook.decisions
-
-    first, second = torch.arange(12)[None], torch.arange(12, 24)[None]
-    config = SequenceParallelConfig(**settings, cfg_parallel_size=cfg_degree)
-    mesh = make_mesh(config)
-    alone = toys.build()
-    apply_named(alone)
-    expected, decided = loop(alone, lambda figures: figures)
-    model = toys.build()
-    apply_cfg_parallel(model, mesh)
-    enable_sequence_parallel_for_model(model, config, mesh=mesh)
-    apply_named(model)
-    outputs, found = loop(model, agreement(mesh))
-    return max(float((a - b).abs().max()) for a, b in zip(outputs, expected, strict=True)), found, decided[::2]
-
-
-def apply_named(model: torch.nn.Module) -> None:
-    from samovar.hooks import BranchHook
-
-    HookRegistry.get_or_create(model).register_hook("branches", BranchHook())
-
-
-@pytest.mark.parametrize(("cfg_degree", "settings"), [(1, {"ulysses_degree": 2}), (2, {}), (2, {"ring_degree": 2})])
-def test_a_cache_decides_as_on_one_rank(cfg_degree: int, settings: dict[str, int], on_ranks: OnRanks) -> None:
-    """Each half of the tokens alone would decide otherwise at some step: a rank that skipped alone would hang."""
-    size = cfg_degree * settings.get("ulysses_degree", 1) * settings.get("ring_degree", 1)
-    for apart, found, decided in on_ranks(size, cached, cfg_degree, settings):
-        assert apart <= 1e-5
-        assert True in decided
-        assert False in decided[1:]
-        own = found[::2] if cfg_degree == 1 else found[-len(decided) :]
-        assert own == decided
 
 
 Loop = Callable[[toys.Transformer, torch.Tensor], torch.Tensor]
@@ -241,7 +138,7 @@ def by_branches(make: Callable[[int, int], Loop], num_branches: int, cfg_degree:
     config = SequenceParallelConfig(ring_degree=ring, cfg_parallel_size=cfg_degree)
     mesh = make_mesh(config)
 
-    def loop(step: Loop, is_parallel: bool, tokens: slice = slice(12)) -> tuple[list[torch.Tensor], set[str], CfgState]:
+    def loop(step: Loop, is_parallel: bool, tokens: slice = slice(12)) -> tuple[list[torch.Tensor], set[str], Any]:
         model = toys.build()
         cache = apply_teacache_hook(model, {"rel_l1_thresh": 0.25}, agree=agreement(mesh) if is_parallel else None)
         if is_parallel:
@@ -249,18 +146,18 @@ def by_branches(make: Callable[[int, int], Loop], num_branches: int, cfg_degree:
             enable_sequence_parallel_for_model(model, config, mesh=mesh)
         outputs = [step(model, hidden_states[:, tokens]) + 0 for hidden_states in drifting()]
         masks = {branch.mask for branch in cache.stats().branches.values() if len(branch.steps) > 1}
-        return outputs, masks, state_of(model) if is_parallel and cfg_degree > 1 else CfgState()
+        return outputs, masks, hook_of(model) if is_parallel and cfg_degree > 1 else CfgParallelHook
 
     expected, masks, _ = loop(make(num_branches, 12), False)
-    outputs, found, state = loop(make(num_branches, 12), True)
+    outputs, found, hook = loop(make(num_branches, 12), True)
     return {
         "apart": max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)),
         "masks": masks,
         "found": found,
         "first branch": loop(make(1, 12), False)[1],
         "halves": [loop(make(num_branches, 6), False, tokens)[1] for tokens in (slice(6), slice(6, 12))],
-        "deferred": state.num_deferred,
-        "split": state.num_split,
+        "deferred": hook.num_deferred,
+        "split": hook.num_split,
     }
 
 

@@ -99,7 +99,9 @@ def test_a_rank_that_is_killed_in_a_forward_ends_the_others() -> None:
 
 
 def test_a_rank_that_hangs_is_not_waited_for() -> None:
-    with pytest.raises(RankError, match=r"Rank 0 of 2 failed, and all were stopped. Not heard from: rank 1.*Timed out"):
+    with pytest.raises(
+        RankError, match=r"(?s)Rank 0 of 2 failed, and all were stopped. Not heard from: rank 1.*Timed out"
+    ):
         launch(wait_for_nobody, 2, backend="gloo", timeout_s=4.0)
 
 

@@ -44,7 +44,7 @@ def sent_bytes(
     config = SequenceParallelConfig(**settings)
     mesh = make_mesh(config)
     partition = Partition(length, mesh.sequence.size)
-    rows = partition.rows[mesh.sequence.index]
+    rows = partition.tokens[mesh.sequence.index]
     layout = Layout([*([Segment(text, None)] if text else []), Segment(rows, partition)])
     call = AttentionCall(*torch.randn(3, 1, heads, text + rows, width))
     mesh.traffic.reset()
@@ -71,7 +71,7 @@ def test_ulysses_sends_of_replicated_rows_only_the_output(on_ranks: OnRanks) -> 
 
 def test_gathered_computes_every_attention(on_ranks: OnRanks) -> None:
     for found in on_ranks(2, attentions.errors, {"allgather_degree": 2}, (8, 11), ((4, 4), (3, 3), (4, 2))):
-        assert len(found) > 280
+        assert len(found) > 270
         assert all(isinstance(apart, float) for apart in found.values()), "nothing is refused"
         assert max(found.values()) <= 1e-5, max(found, key=lambda name: found[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,9 @@ CASES = {case.id: case for case in zoo.load()}
 """Every transformer of diffusers, tiny."""
 
 
+@functools.cache
 def watched_run(name: str) -> tuple[torch.nn.Module, Any, Watcher]:
+    """A model, its anatomy, and what a forward did with its blocks: once for all tests, which leave it as it is."""
     case = CASES[name]
     model = case.build()
     anatomy = find_anatomy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,10 @@ from .standins import standins
 CHECKS = ("loaded", "runs", "saved", "offloaded", "cached")
 STEPS = 6
 CACHE = {"backend": "tea_cache", "rel_l1_thresh": 100.0, "min_steps": 2}
+
+
+NEEDED = json.loads((Path(__file__).parent / "needed.json").read_text())
+"""By pipeline, what it fails without although its signature has a default for it."""
 
 
 @dataclass
@@ -56,7 +61,7 @@ def call_of(omni: Omni, recipe: Recipe) -> dict[str, Any]:
     wish |= recipe.call
     wish = {name: value for name, value in wish.items() if name in {*facts.takes, "seed", "num_frames", *recipe.call}}
     sides = wish.get("width", 48) or 48, wish.get("height", 32) or 32
-    names = (*facts.inputs.needs, *recipe.inputs)
+    names = (*facts.inputs.needs, *NEEDED.get(facts.class_name, ()), *recipe.inputs)
     needed = {name: media(name, *sides) for name in names if name not in wish}
     if facts.inputs.mask:
         needed |= {name: media(name, *sides) for name in ("image", "mask_image")}

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from samovar.cli import main
+from benchmarks import bench_serve
 from samovar.server.http_server import _bind
 
 from .conftest import KEY
@@ -76,12 +76,12 @@ def test_a_body_that_dribbles_is_closed(guarded: RunningServer) -> None:
 
 def test_what_a_load_measures_is_what_the_server_did(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     before = server.status()["images"]
-    command = ["bench-serve", server.address, "--rate", "inf", "--num-requests", "6", "--max-concurrency", "3"]
-    assert main([*command, "--json", "-q", "--steps", "2", "--body", '{"lora": "ink"}']) == 0
+    command = [server.address, "--rate", "inf", "--num-requests", "6", "--max-concurrency", "3"]
+    assert bench_serve.main([*command, "--json", "--steps", "2", "--body", '{"lora": "ink"}']) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["succeeded"], report["images"], report["errors"]) == (6, 6, {})
     assert server.status()["images"] == before + 6
-    assert main([*command, "--json", "-q", "--body", '{"lora": "nobody"}']) == 1
+    assert bench_serve.main([*command, "--json", "--body", '{"lora": "nobody"}']) == 1
     assert json.loads(capsys.readouterr().out)["errors"] == {"HTTP 400 invalid_value": 6}
 
 

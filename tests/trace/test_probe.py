@@ -199,7 +199,7 @@ def test_a_model_of_which_no_block_runs_is_refused() -> None:
 
 
 def test_a_declared_leader_that_does_not_run_leads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DECLARATIONS, "Model", BlockDeclaration(leader="spare"))
+    monkeypatch.setitem(DECLARATIONS, "Model", BlockDeclaration(stacks=("blocks", "spare"), leader="spare"))
     model = Model(Plain(), Plain())
     model.spare = torch.nn.ModuleList([Plain(), Plain()])
     assert probe_anatomy(model, *steps()).leader == "blocks"

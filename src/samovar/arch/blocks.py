@@ -1,7 +1,7 @@
-"""Which repeated blocks is a transformer built of, what do they pass on, and how much of the model do they hold?
+"""The repeated blocks of a transformer, and how much of the model they hold.
 
-All is read from structure, without running anything: `lists` finds the stacks; what a block carries through follows
-from its signature and its return statement. `trace` confirms and completes this by one forward.
+All is read from structure, without running anything: `lists` finds the stacks. What a block carries through is
+declared, or `trace` learns it from one forward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..core import nested
 from ..core.errors import ModelError
@@ -20,7 +21,6 @@ from ..core.tensor_parts import num_bytes_of
 from .declarations import BlockDeclaration, check_stacks, declaration_for
 from .lists import Blocks, blocks_of, find_lists
 from .modules import is_container, parameters_of, tensor_bytes, unwrapped
-from .source import returned_parameters
 
 Kind = Literal["image", "text", "joint"]
 Evidence = Literal["structure", "probe", "declaration"]
@@ -51,7 +51,7 @@ class BlockStack:
     parameters: tuple[str, ...]
     """The parameters of a block's forward; the first block's where they differ."""
     streams: tuple[Stream, ...]
-    """The values that a block returns, in order. Empty if structure does not show them."""
+    """The values that a block returns, in order. Empty before a probe, unless they are declared."""
     num_bytes: int
     evidence: Evidence = "structure"
 
@@ -68,11 +68,11 @@ class BlockStack:
         """The parameters that are carried from block to block."""
         return tuple(stream.parameter for stream in self.streams if stream.parameter is not None)
 
-    def modules(self, model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    def modules(self, model: Module) -> tuple[Module, ...]:
         """The blocks as the model calls them, compiled or not; one that runs at two places comes twice."""
         return tuple(unwrapped(model).get_submodule(path) for path in self.block_paths)
 
-    def names(self, block: torch.nn.Module) -> dict[str, str]:
+    def names(self, block: Module) -> dict[str, str]:
         """For each parameter of a block, the stack's own name for it."""
         own = parameters_of(block)
         # A block with other names than the first one still takes the same things in the same order.
@@ -80,7 +80,7 @@ class BlockStack:
         renamed = dict(zip(unlike, (name for name in self.parameters if name not in own), strict=False))
         return {name: renamed.get(name, name) for name in own}
 
-    def arguments(self, block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, block: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a block's call, by the stack's parameters."""
         names = self.names(block)
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -121,7 +121,7 @@ class Anatomy:
 
 def output_values(output: Any) -> tuple[Any, ...]:
     """The output of a block as a tuple."""
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         return (output,)
     if isinstance(output, (tuple, list)):
         return tuple(output)
@@ -133,10 +133,10 @@ def output_values(output: Any) -> tuple[Any, ...]:
 
 def in_form_of(output: Any, values: Sequence[Any]) -> Any:
     """Values in the form in which a block returned others."""
-    return values[0] if isinstance(output, torch.Tensor) else nested.sequence_like(output, list(values))
+    return values[0] if isinstance(output, Tensor) else nested.sequence_like(output, list(values))
 
 
-def find_anatomy(model: torch.nn.Module) -> Anatomy:
+def find_anatomy(model: Module) -> Anatomy:
     """A transformer's anatomy, from structure and declarations."""
     model = unwrapped(model)
     declaration = declaration_for(model)
@@ -149,24 +149,21 @@ def find_anatomy(model: torch.nn.Module) -> Anatomy:
 
 
 def _read_stack(path: str, blocks: Blocks, declaration: BlockDeclaration) -> BlockStack:
-    first = next(iter(blocks.values()))
-    parameters = tuple(parameters_of(first))
-    declared = declaration.carried.get(path)
-    carried = declared or returned_parameters(first, parameters)
+    declared = declaration.carried.get(path, ())
     return BlockStack(
         path=path,
         block_paths=tuple(blocks),
         block_classes=tuple(dict.fromkeys(type(block).__name__ for block in blocks.values())),
-        parameters=parameters,
-        streams=tuple(Stream(parameter) for parameter in carried),
+        parameters=tuple(parameters_of(next(iter(blocks.values())))),
+        streams=tuple(Stream(parameter) for parameter in declared),
         num_bytes=tensor_bytes(blocks.values()),
         evidence="declaration" if declared else "structure",
     )
 
 
-def attention_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def attention_modules(module: Module) -> dict[str, Module]:
     """The outermost attention modules within a module, by path; not the norms named after them."""
-    found: dict[str, torch.nn.Module] = {}
+    found: dict[str, Module] = {}
     for path, part in module.named_modules():
         name, kind = path.rpartition(".")[2].lower(), type(part).__name__.lower()
         is_attention = any(word in text for text in (name, kind) for word in ("attn", "attention"))
@@ -196,7 +193,7 @@ class Coverage:
         return text.replace("%", " %")
 
 
-def coverage(model: torch.nn.Module, anatomy: Anatomy) -> Coverage:
+def coverage(model: Module, anatomy: Anatomy) -> Coverage:
     """How much of a model the stacks of an anatomy hold. Tensors that several modules share count once."""
     model = unwrapped(model)
     paths = [path for stack in anatomy.stacks for path in stack.block_paths]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
-import torch
+from torch.nn import Module
 
 from ..core.errors import DeclarationError, ModelError
 from .modules import is_container, unwrapped
@@ -37,16 +37,16 @@ class SupportsModuleOffload(Protocol):
 class PipelineModules:
     """The modules of a pipeline by role, each with the path at which it was found."""
 
-    dits: list[torch.nn.Module] = field(default_factory=list)
+    dits: list[Module] = field(default_factory=list)
     dit_names: list[str] = field(default_factory=list)
-    encoders: list[torch.nn.Module] = field(default_factory=list)
+    encoders: list[Module] = field(default_factory=list)
     encoder_names: list[str] = field(default_factory=list)
-    vaes: list[torch.nn.Module] = field(default_factory=list)
+    vaes: list[Module] = field(default_factory=list)
     vae_names: list[str] = field(default_factory=list)
-    resident_modules: list[torch.nn.Module] = field(default_factory=list)
+    resident_modules: list[Module] = field(default_factory=list)
     resident_names: list[str] = field(default_factory=list)
 
-    def roles(self) -> dict[Role, tuple[list[str], list[torch.nn.Module]]]:
+    def roles(self) -> dict[Role, tuple[list[str], list[Module]]]:
         """Names and modules of each role."""
         return {
             "denoiser": (self.dit_names, self.dits),
@@ -79,7 +79,7 @@ _REQUIRED = [attribute for role, attribute in _DECLARED.items() if role != "resi
 _MISSING = object()
 
 
-Found = Iterator[tuple[Role, str, torch.nn.Module]]
+Found = Iterator[tuple[Role, str, Module]]
 """Modules with their role and name."""
 
 
@@ -98,7 +98,7 @@ class ModuleDiscovery:
         return found
 
 
-def find_denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
+def find_denoisers(pipeline: Any) -> dict[str, Module]:
     """The denoisers of a pipeline by name. A denoiser may be given itself."""
     if is_denoiser_itself(pipeline):
         return {type(unwrapped(pipeline)).__name__: pipeline}
@@ -112,19 +112,19 @@ def find_denoisers(pipeline: Any) -> dict[str, torch.nn.Module]:
     return denoisers
 
 
-def is_denoiser_itself(pipeline: Any) -> TypeGuard[torch.nn.Module]:
+def is_denoiser_itself(pipeline: Any) -> TypeGuard[Module]:
     """Whether this is a module that is called once a step, and not a pipeline that is a module.
 
     The names of its parts are no evidence: many denoisers hold their trunk as `transformer` or `model`. A pipeline
     declares its modules, or holds something that a denoiser does not need: a scheduler, a VAE, an encoder.
     """
-    if not isinstance(pipeline, torch.nn.Module):
+    if not isinstance(pipeline, Module):
         return False
     bare = unwrapped(pipeline)
     if any(_read(bare, attribute) is not _MISSING for attribute in (*_REQUIRED, "components")):
         return False
     parts = [(role, module) for role, _, module in _well_known(bare)]
-    if type(bare).forward is torch.nn.Module.forward and "forward" not in vars(bare):  # Nobody calls it.
+    if type(bare).forward is Module.forward and "forward" not in vars(bare):  # Nobody calls it.
         return all(is_container(module) for _, module in parts)
     has_scheduler = any(callable(_read(value, "set_timesteps")) for value in vars(bare).values())
     return not has_scheduler and all(role == "denoiser" for role, _ in parts)
@@ -147,7 +147,7 @@ def _declared(pipeline: Any) -> Found:
     for role, attribute in _DECLARED.items():
         for name in _declared_names(pipeline, attribute):
             module = functools.reduce(_read, name.split("."), pipeline)
-            if not isinstance(module, torch.nn.Module):
+            if not isinstance(module, Module):
                 problem = "does not exist" if module is _MISSING else f"is {module!r:.80}, not a torch.nn.Module"
                 warnings.warn(
                     f"{type(pipeline).__name__}.{attribute} names {name!r}, which {problem}. It is ignored. Correct "
@@ -193,7 +193,7 @@ def _components(pipeline: Any) -> Found:
     offload_order = sequence.split("->") if isinstance(sequence, str) else []
     for name in dict.fromkeys([*offload_order, *components]):
         module = components.get(name)
-        if isinstance(name, str) and isinstance(module, torch.nn.Module):
+        if isinstance(name, str) and isinstance(module, Module):
             yield role_of(name, type(unwrapped(module))), name, module
 
 
@@ -201,7 +201,7 @@ def _well_known(pipeline: Any) -> Found:
     for role, names in _WELL_KNOWN.items():
         for name in names:
             module = _read(pipeline, name)
-            if isinstance(module, torch.nn.Module):
+            if isinstance(module, Module):
                 yield role, name, module
 
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
+from torch.nn import Module
 
 from ..core.errors import DeclarationError, nearest
 from .modules import is_list, named_parts, parameters_of
@@ -33,7 +33,7 @@ class BlockDeclaration:
 
 DECLARATIONS: dict[str, BlockDeclaration] = {}
 
-Stacks = Mapping[str, Mapping[str, torch.nn.Module]]
+Stacks = Mapping[str, Mapping[str, Module]]
 """By the path of a stack: its blocks by their paths."""
 
 
@@ -51,7 +51,7 @@ def register_declaration(class_name: str, declaration: BlockDeclaration) -> None
     DECLARATIONS[class_name] = declaration
 
 
-def declaration_for(model: torch.nn.Module) -> BlockDeclaration:
+def declaration_for(model: Module) -> BlockDeclaration:
     """The declaration for a model's class or the nearest of its bases; its paths are checked against the model."""
     name = _declared_name(model)
     if name is None:
@@ -70,7 +70,7 @@ def declaration_for(model: torch.nn.Module) -> BlockDeclaration:
     return declaration
 
 
-def check_stacks(model: torch.nn.Module, declaration: BlockDeclaration, stacks: Stacks) -> None:
+def check_stacks(model: Module, declaration: BlockDeclaration, stacks: Stacks) -> None:
     """Refuse a declaration that names a stack that the model lacks, or a parameter that its blocks do not take."""
     for path in (*declaration.carried, declaration.leader):
         if path is not None and path not in stacks:
@@ -86,9 +86,9 @@ def check_stacks(model: torch.nn.Module, declaration: BlockDeclaration, stacks: 
                 raise _misfit(model, problem, name, parameters)
 
 
-def _declared_name(model: torch.nn.Module) -> str | None:
+def _declared_name(model: Module) -> str | None:
     return next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in DECLARATIONS), None)
 
 
-def _misfit(model: torch.nn.Module, problem: str, given: str, known: Iterable[str]) -> DeclarationError:
+def _misfit(model: Module, problem: str, given: str, known: Iterable[str]) -> DeclarationError:
     return DeclarationError(f"The declaration for {_declared_name(model)} {problem}. {nearest(given, known)}")

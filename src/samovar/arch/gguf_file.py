@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.errors import ModelError
 from ..core.files import brief, reading
@@ -127,7 +128,7 @@ def _stored(file: GgufFile, part: Part) -> Stored:
     packed = _converted(file, file.shapes | file.bytes_of, part)
     if problem := _difference(own, shapes, part.cls):
         raise _of_another_model(file, part, problem)
-    stored: dict[str, dict[str, torch.Tensor | None]] = {}
+    stored: dict[str, dict[str, Tensor | None]] = {}
     for path, shape in packed.items():
         if path in own and shape != own[path]:
             module, _, tensor = path.rpartition(".")

@@ -1,9 +1,8 @@
-"""Which of a model's lists are stacks of blocks? Recognised by how their members are built, never by their names.
+"""The stacks of blocks among a model's lists: recognised by how their members are built, never by their names.
 
-A block takes a stream of tokens and returns it changed, so that the next one can take it. Two things show that: its
-source adds to an argument, or it normalises tokens of some width and has linear maps out of that width and back to it.
-Modulations, embedders, projections, experts and feed-forward parts do neither. If nothing else is found, a list that
-holds most of the model is its stack.
+A block takes a stream of tokens and returns it changed, so that the next one can take it: it normalises tokens of some
+width and has linear maps out of that width and back to it. Modulations, embedders, projections, experts and
+feed-forward parts do not. If nothing else is found, a list that holds most of the model is its stack.
 """
 
 from __future__ import annotations
@@ -12,22 +11,21 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.nn import Module
 
-from ..core.interop import repeated_blocks, streamed_lists, unsplit_modules
+from ..core.interop import repeated_blocks, streamed_lists
 from .modules import is_list, members, named_parts, tensor_bytes, unwrapped
-from .source import adds_to_its_input
 
-Blocks = dict[str, torch.nn.Module]
+Blocks = dict[str, Module]
 """The blocks of a stack by their paths."""
 
 _MOST = 0.5
 """The share of weights from which a list holds most of what it is in."""
 
 
-def find_lists(model: torch.nn.Module) -> dict[str, Blocks]:
+def find_lists(model: Module) -> dict[str, Blocks]:
     """The stacks of a model by path, in order of definition."""
     hints = _Hints.of(model)
     found = dict(_lists_in(model, hints, ""))
@@ -35,7 +33,7 @@ def find_lists(model: torch.nn.Module) -> dict[str, Blocks]:
     return {path: found[path] for path in named_parts(model) if path in found}
 
 
-def blocks_of(path: str, holder: torch.nn.Module) -> Blocks:
+def blocks_of(path: str, holder: Module) -> Blocks:
     """The members of a list by their paths in the model."""
     return {f"{path}.{name}": module for name, module in members(holder).items()}
 
@@ -45,18 +43,16 @@ class _Hints:
     """What a model's class declares about its blocks for other purposes (see `other_libraries`)."""
 
     repeated: frozenset[str]
-    unsplit: frozenset[str]
     paths: frozenset[str]
     num_bytes: int
     """The size of the whole model."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> _Hints:
-        repeated, unsplit = frozenset(repeated_blocks(model)), frozenset(unsplit_modules(model))
-        return cls(repeated, unsplit, frozenset(_declared_paths(model)), tensor_bytes([model]))
+    def of(cls, model: Module) -> _Hints:
+        return cls(frozenset(repeated_blocks(model)), frozenset(_declared_paths(model)), tensor_bytes([model]))
 
 
-def _declared_paths(model: torch.nn.Module) -> Iterator[str]:
+def _declared_paths(model: Module) -> Iterator[str]:
     parts = named_parts(model)
     for path, attribute in streamed_lists(model).items():
         if path in parts and is_list(parts[path]):
@@ -70,7 +66,7 @@ def _declared_paths(model: torch.nn.Module) -> Iterator[str]:
             )
 
 
-def _lists_in(module: torch.nn.Module, hints: _Hints, path: str) -> Iterator[tuple[str, Blocks]]:
+def _lists_in(module: Module, hints: _Hints, path: str) -> Iterator[tuple[str, Blocks]]:
     """The outermost lists of blocks within a module."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
@@ -81,53 +77,40 @@ def _lists_in(module: torch.nn.Module, hints: _Hints, path: str) -> Iterator[tup
             yield from _lists_in(child, hints, child_path)
 
 
-def _holds_blocks(holder: torch.nn.Module, hints: _Hints, path: str) -> bool:
+def _holds_blocks(holder: Module, hints: _Hints, path: str) -> bool:
     children = list(members(holder).values())
     if any(is_list(child) for child in children):
         return False
     if not _classes(children) <= hints.repeated:
         heavy = tensor_bytes(children) > _MOST * hints.num_bytes
-        if not _are_alike(children, hints) or not _are_blocks(children, certain=not heavy):
+        if not _are_alike(children) or not _are_blocks(children, certain=not heavy):
             return False
     return not all(_is_whole_model(child, len(children), hints, path) for child in children)
 
 
-def _classes(modules: Sequence[torch.nn.Module]) -> set[str]:
+def _classes(modules: Sequence[Module]) -> set[str]:
     return {type(module).__name__ for module in modules}
 
 
-def _are_alike(children: Sequence[torch.nn.Module], hints: _Hints) -> bool:
+def _are_alike(children: Sequence[Module]) -> bool:
     """Whether at least half of the modules are of a class that occurs twice: the first and the last may differ."""
-    if len(children) == 1:
-        return _classes(children) <= hints.unsplit
     count = Counter(map(type, children))
     return 2 * sum(number for number in count.values() if number > 1) >= len(children)
 
 
-def _are_blocks(modules: Sequence[torch.nn.Module], *, certain: bool) -> bool:
+def _are_blocks(modules: Sequence[Module], *, certain: bool) -> bool:
     """Whether all modules are built like blocks; if not `certain`, whether they may be blocks."""
+    if any(type(module).__module__.startswith("torch.nn.modules") and not module._modules for module in modules):
+        return False
     maps = [_Maps.of(module) for module in modules]
-    if not all(_is_block(module, made, certain=certain) for module, made in zip(modules, maps, strict=True)):
+    if not all(made.may_be_a_block and (made.are_around_norms or not certain) for made in maps):
         return False
     # The stages of a U-Net get wider from one to the next.
     widths = [made.widths for made in maps if made.widths]
     return not widths or bool(frozenset.intersection(*widths))
 
 
-def _is_block(module: torch.nn.Module, maps: _Maps, *, certain: bool) -> bool:
-    cls: Any = type(module)
-    if cls.__module__.startswith("torch.nn.modules") and not list(module.children()):
-        return False
-    if not maps.linear or 3 * maps.spatial >= maps.linear:  # Convolutions: a VAE, a U-Net or an embedder.
-        return False
-    if adds_to_its_input(cls):
-        return True
-    if certain:
-        return maps.linear > 1 and (bool(maps.widths & maps.normed) or (maps.has_unknown and bool(maps.normed)))
-    return bool(maps.widths) or maps.has_unknown
-
-
-def _is_whole_model(module: torch.nn.Module, num_beside: int, hints: _Hints, path: str) -> bool:
+def _is_whole_model(module: Module, num_beside: int, hints: _Hints, path: str) -> bool:
     """Whether most of a module is in stacks inside it, as in transformers side by side. A short list inside a block
     is not such a stack."""
     inner = list(_lists_in(module, hints, path))
@@ -137,7 +120,7 @@ def _is_whole_model(module: torch.nn.Module, num_beside: int, hints: _Hints, pat
     return _classes(blocks) <= hints.repeated or max(len(stack) for _, stack in inner) >= num_beside
 
 
-def _lone_blocks(model: torch.nn.Module, found: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
+def _lone_blocks(model: Module, found: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
     """Blocks in no list, beside lists of others of their class, such as the one in the middle of a U."""
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in found):
         beside = [blocks for path, blocks in found.items() if path.rpartition(".")[0] == parent]
@@ -163,8 +146,17 @@ class _Maps:
     has_unknown: bool
     """Whether there are weights of unknown widths."""
 
+    @property
+    def may_be_a_block(self) -> bool:
+        """Whether tokens go out as wide as they came. With many convolutions it is a VAE, a U-Net or an embedder."""
+        return 3 * self.spatial < self.linear and (bool(self.widths) or self.has_unknown)
+
+    @property
+    def are_around_norms(self) -> bool:
+        return self.linear > 1 and (bool(self.widths & self.normed) or (self.has_unknown and bool(self.normed)))
+
     @classmethod
-    def of(cls, module: torch.nn.Module) -> _Maps:
+    def of(cls, module: Module) -> _Maps:
         inputs: set[int] = set()
         outputs: set[int] = set()
         normed: set[int] = set()
@@ -193,7 +185,7 @@ class _Maps:
         return cls(linear, spatial, frozenset(normed), frozenset(inputs & outputs), has_unknown)
 
 
-def _widths(module: torch.nn.Module) -> tuple[int, int] | None:
+def _widths(module: Module) -> tuple[int, int] | None:
     """The input and output width of a linear map, or of a convolution over one place."""
     for names in (("in_features", "out_features"), ("in_channels", "out_channels")):
         width, to = (getattr(module, name, None) for name in names)

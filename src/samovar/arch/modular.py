@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
+from torch.nn import Module
 
 from ..core.errors import ModelError
 from ..core.files import brief
@@ -117,7 +117,7 @@ def _loaded(empty: Any, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
             found[name] = settings[name]
         elif spec.pretrained_model_name_or_path is not None and (folder / name).is_dir():
             given: dict[str, Any] = {"local_files_only": True, "variant": None}
-            if inspect.isclass(spec.type_hint) and issubclass(spec.type_hint, torch.nn.Module):
+            if inspect.isclass(spec.type_hint) and issubclass(spec.type_hint, Module):
                 given |= {"dtype": settings.get("torch_dtype"), "use_safetensors": True}
                 variant = settings.get("variant")
                 given["variant"] = variant if any((folder / name).glob(f"*.{variant}[.-]*")) else None

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..core.errors import SettingError, nearest
 from ..core.files import check_names
@@ -37,26 +39,26 @@ class Kind:
     package: str
     """The package that does it, one of `QUANTISERS`."""
     loss: Loss
-    tensors: Callable[[int, int, torch.dtype], dict[str, torch.Tensor]]
+    tensors: Callable[[int, int, torch.dtype], dict[str, Tensor]]
     """What is stored for the weight of a linear layer: by outputs, inputs and dtype."""
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _int8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _int8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
     scale, zero = _meta(outputs, 1, dtype=torch.float32), _meta(outputs, 1, dtype=torch.int8)
     return {"weight": _meta(outputs, inputs, dtype=torch.int8), "scale": scale, "zero_point": zero}
 
 
-def _fp8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _fp8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
     scale = _meta(outputs, 1, dtype=torch.float32)
     return {"weight": _meta(outputs, inputs, dtype=torch.float8_e4m3fn), "scale": scale}
 
 
-def _int4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _int4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
     groups = num_groups(inputs)
     packed = _meta(math.ceil(outputs * inputs / 2), dtype=torch.uint8)
     return {"weight": packed, **{name: _meta(outputs, groups, dtype=dtype) for name in ("scale", "zero_point")}}
@@ -70,7 +72,7 @@ def num_groups(inputs: int) -> int:
     return groups
 
 
-def _nf4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _nf4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
     weights = outputs * inputs
     scales = _meta(math.ceil(weights / _BLOCK), dtype=torch.float32)
     codes = _meta(16, dtype=torch.float32)
@@ -108,7 +110,7 @@ def kinds_within(loss: str) -> list[Kind]:
     return [kind for kind in KINDS.values() if get_args(Loss).index(kind.loss) <= most]
 
 
-def layers_left(model: torch.nn.Module) -> list[str]:
+def layers_left(model: Module) -> list[str]:
     """Paths of linear layers that stay as they are."""
     paths = _linear_layers(model)
     stacks = find_anatomy(model).stacks
@@ -117,7 +119,7 @@ def layers_left(model: torch.nn.Module) -> list[str]:
     return [path for path in paths if (blocks and not path.startswith(blocks)) or kept.intersection(path.split("."))]
 
 
-def quantised_layers(model: torch.nn.Module, kind: Kind) -> list[str]:
+def quantised_layers(model: Module, kind: Kind) -> list[str]:
     """Paths of linear layers that a kind quantises."""
     left = layers_left(model)
     if kind.package != "bitsandbytes":
@@ -127,7 +129,7 @@ def quantised_layers(model: torch.nn.Module, kind: Kind) -> list[str]:
     return [path for path in _linear_layers(model) if not _is_spared(path, names)]
 
 
-def spared_names(model: torch.nn.Module, left: list[str]) -> list[str]:
+def spared_names(model: Module, left: list[str]) -> list[str]:
     """Of the layers that are to stay, those that can be named to bitsandbytes without sparing layers of blocks too."""
     others = [path for path in _linear_layers(model) if path not in left]
     return [name for name in left if not any(_is_spared(path, [name]) for path in others)]
@@ -137,7 +139,7 @@ def _is_spared(path: str, names: list[str]) -> bool:
     return path.rpartition(".")[2] in names or any(f"{name}." in path or name == path for name in names)
 
 
-def _linear_layers(model: torch.nn.Module) -> list[str]:
+def _linear_layers(model: Module) -> list[str]:
     return [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
 
 
@@ -162,8 +164,8 @@ def _refusal(problem: str) -> SettingError:
     return SettingError(f"{problem}. Leave it out of quantization.", param="quantization")
 
 
-def _stored(model: torch.nn.Module, kind: Kind) -> Stored:
-    found: dict[str, dict[str, torch.Tensor]] = {}
+def _stored(model: Module, kind: Kind) -> Stored:
+    found: dict[str, dict[str, Tensor]] = {}
     for path in quantised_layers(model, kind):
         weight = model.get_parameter(f"{path}.weight")
         found[path] = kind.tensors(weight.shape[0], weight.shape[1], weight.dtype)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from ..core.errors import ModelError, nearest
 from ..core.files import brief, index_file, read_json, reading
@@ -33,7 +34,7 @@ class Part:
 
     role: Role
     cls: type
-    module: torch.nn.Module | None
+    module: Module | None
     """None if it cannot be built without a checkpoint."""
     kind: str | None = None
     """How it is quantised, in a few words; None if it is not."""
@@ -65,7 +66,7 @@ def read_skeleton(source: str) -> tuple[str, Parts]:
     return _read_class(source)
 
 
-def _lone_part(cls: type, module: torch.nn.Module) -> Parts:
+def _lone_part(cls: type, module: Module) -> Parts:
     """A model without a pipeline. Its class shows its role, or else the fact that it is built of blocks."""
     role = role_of("transformer" if find_anatomy(module).stacks else "", cls)
     name = {"denoiser": "transformer", "vae": "vae"}.get(role, "model")
@@ -85,7 +86,7 @@ def loaded_parts(pipeline: Any) -> Parts:
 
 def _read_class(name: str) -> tuple[str, Parts]:
     cls = _diffusers_class(name)
-    if issubclass(cls, torch.nn.Module):
+    if issubclass(cls, Module):
         return name, _lone_part(cls, _build_default(cls))
     parts: Parts = {}
     for part, part_cls in _declared_parts(cls):
@@ -97,7 +98,7 @@ def _read_class(name: str) -> tuple[str, Parts]:
     return name, parts
 
 
-def _build_default(cls: type[torch.nn.Module]) -> torch.nn.Module:
+def _build_default(cls: type[Module]) -> Module:
     try:
         with _on_meta(torch.bfloat16):
             return cls()
@@ -116,7 +117,7 @@ def _diffusers_class(name: str) -> type:
     for library in (diffusers, transformers):
         cls: Any = getattr(library, name, None)
         is_pipeline = inspect.isclass(cls) and (issubclass(cls, diffusers.DiffusionPipeline) or usual_parts(cls))
-        if is_pipeline or (inspect.isclass(cls) and issubclass(cls, torch.nn.Module)):
+        if is_pipeline or (inspect.isclass(cls) and issubclass(cls, Module)):
             return cls  # type: ignore[no-any-return]
     known = {n for n in [*dir(diffusers), *dir(transformers)] if n[:1].isupper() and n.endswith(_MODEL_SUFFIXES)}
     known -= {name, "ModularPipeline"}  # Never suggest what is refused.
@@ -126,10 +127,10 @@ def _diffusers_class(name: str) -> type:
     )
 
 
-def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[torch.nn.Module]]]:
+def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[Module]]]:
     """The module classes that a pipeline's constructor asks for, or a modular one's blocks."""
     for name, cls in usual_parts(pipeline_cls).items():
-        if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
+        if inspect.isclass(cls) and issubclass(cls, Module):
             yield name, cls
     try:
         signature = inspect.signature(pipeline_cls, eval_str=True)
@@ -137,7 +138,7 @@ def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[torch.nn.Mod
         signature = inspect.signature(pipeline_cls)
     for name, parameter in signature.parameters.items():
         for cls in (parameter.annotation, *typing.get_args(parameter.annotation)):
-            if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
+            if inspect.isclass(cls) and issubclass(cls, Module):
                 yield name, cls
                 break
 
@@ -154,7 +155,7 @@ def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:
     parts: Parts = {}
     for name, entry in entries.items():
         cls = _library_class(folder, name, *entry)
-        if issubclass(cls, torch.nn.Module):
+        if issubclass(cls, Module):
             parts[name] = _part_from_folder(role_of(name, cls), cls, folder / name)
     return str(pipeline_class(folder, index).__name__), parts
 
@@ -223,7 +224,7 @@ def _part_from_folder(role: Role, cls: Any, folder: Path) -> Part:
         return Part(role, cls, module, kind, {} if kind is None else stored_for(headers, module))
 
 
-def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast(model: Module, dtype: torch.dtype) -> None:
     """Have a model without weights be as if it were loaded in a dtype: what its authors keep in float32 stays so, and
     what is in no file is as it was made."""
     kept = kept_in_float32(model, dtype)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from .folder import read_header
 
-Stored = Mapping[str, Mapping[str, torch.Tensor | None]]
+Stored = Mapping[str, Mapping[str, Tensor | None]]
 """By the path of a module: tensors on the meta device in place of its own of these names; None for one that is gone."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
@@ -40,7 +42,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return found
 
 
-def stored_dtype(headers: Mapping[str, Header], model: torch.nn.Module | None = None) -> torch.dtype:
+def stored_dtype(headers: Mapping[str, Header], model: Module | None = None) -> torch.dtype:
     """The dtype of most weights on disk, or of most that are a model's own as they are; bfloat16 if there are none."""
     own = None if model is None else {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     counts: Counter[str] = Counter()
@@ -50,10 +52,10 @@ def stored_dtype(headers: Mapping[str, Header], model: torch.nn.Module | None = 
     return _DTYPES[counts.most_common(1)[0][0]] if counts else torch.bfloat16
 
 
-def stored_for(headers: Mapping[str, Header], model: torch.nn.Module) -> Stored:
+def stored_for(headers: Mapping[str, Header], model: Module) -> Stored:
     """What is stored in place of a model's weights, for modules of which more or other tensors are stored."""
     modules = dict(model.named_modules())
-    found: dict[str, dict[str, torch.Tensor | None]] = {}
+    found: dict[str, dict[str, Tensor | None]] = {}
     for path, stored in _by_module(headers, modules).items():
         module = modules[path]
         own = {**module._parameters, **module._buffers}
@@ -68,7 +70,7 @@ def stored_for(headers: Mapping[str, Header], model: torch.nn.Module) -> Stored:
     return found
 
 
-def _by_module(headers: Mapping[str, Header], modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, Header]]:
+def _by_module(headers: Mapping[str, Header], modules: Mapping[str, Module]) -> dict[str, dict[str, Header]]:
     """The tensors in files by the path of the module that they are loaded into. Some models of transformers are saved
     by the names of older versions, which begin otherwise. What belongs nowhere is not loaded."""
     found: dict[str, dict[str, Header]] = {}
@@ -103,11 +105,11 @@ def _divisions(key: str) -> Iterator[tuple[str, str]]:
         yield ".".join(parts[:cut]), ".".join(parts[cut:])
 
 
-def _is_of(name: str, module: torch.nn.Module) -> bool:
+def _is_of(name: str, module: Module) -> bool:
     """Whether a tensor can be a module's own, or one of several in its place. A layer may have further ones."""
     own = {*module._parameters, *module._buffers}
     return name.partition(".")[0] in own or (bool(own) and not module._modules)
 
 
-def _is_plain(header: Header, own: torch.Tensor | None) -> bool:
+def _is_plain(header: Header, own: Tensor | None) -> bool:
     return own is not None and own.shape == header.shape and header.dtype in _DTYPES

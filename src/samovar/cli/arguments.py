@@ -14,6 +14,7 @@ from typing import Any
 from ..core.aliases import ALIASES
 from ..core.errors import SettingError
 from ..core.files import brief, is_file_name, read_mapping, read_settings
+from ..core.settings import parse_name_or_json
 
 _COMPONENT = re.compile(r"(\w+)=(.+)")
 
@@ -204,10 +205,8 @@ def engine_settings(options: argparse.Namespace, names: Iterable[str] | None = N
 
 def read_setting(name: str, text: str) -> Any:
     """A name or a file as it is, or the settings that JSON text holds."""
-    from ..engine.sources import read_name_or_json
-
     try:
-        return read_name_or_json(text)
+        return parse_name_or_json(text)
     except ValueError as error:
         raise SettingError(f"{name}={brief(text)} cannot be read: {error}", param=name) from error
 

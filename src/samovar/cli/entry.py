@@ -11,10 +11,9 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..core.errors import EngineError, SamovarError, nearest
 from . import arguments
-from .bench_serve import add_bench_serve
 from .generate import add_generate
 from .inspect import add_inspect, add_plan
-from .lab import add_bench, add_calibrate, add_compare, add_tune
+from .lab import add_calibrate, add_compare, add_tune
 from .serve import add_serve
 
 SHELLS = ("bash", "zsh", "fish")
@@ -101,8 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"samovar {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (add_generate, add_serve, add_inspect, add_plan, add_compare, add_calibrate, add_tune, add_bench,
-                add_bench_serve):  # fmt: skip
+    for add in (add_generate, add_serve, add_inspect, add_plan, add_compare, add_calibrate, add_tune):
         add(commands)
     arguments.add_command(commands, _completion).add_argument("shell", choices=SHELLS, help="the shell")
     return parser

@@ -1,16 +1,13 @@
-"""How good is a setting, and which one is best? `samovar compare`, `calibrate`, `tune` and `bench`."""
+"""Measure settings and choose one: `samovar compare`, `calibrate` and `tune`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import SettingError
-from ..core.files import read_json, reading
 from . import arguments
 from .experiment import check_quantisations, disjoint_tasks, experiment, methods_of, table, tasks_of
 
@@ -39,19 +36,6 @@ def add_tune(commands: Any) -> None:
     _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
     _add_prompts(parser, "testing", 48, test="test-")
-
-
-def add_bench(commands: Any) -> None:
-    parser = _add_command(commands, _bench)
-    parser.add_argument("--plot-from", type=Path, metavar="FILE", help="only plot the curves of a saved bench.json")
-    parser.add_argument("--only", metavar="WORDS", action="append", default=[],
-                        help="only methods whose name contains this; may be repeated")  # fmt: skip
-    parser.add_argument("--cache", action="append", metavar="SETTING", help=_CACHE_HELP)
-    parser.add_argument("--alone", type=int, default=8, metavar="N",
-                        help="number of images that adaptive methods make a second time, one by one (8)")  # fmt: skip
-    _add_refine(parser)
-    _add_prompts(parser, "tuning", 48)
-    _add_prompts(parser, "testing", 64, seeds=4, test="test-")
 
 
 def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_quantised: bool = True) -> Any:
@@ -204,60 +188,3 @@ def _tune(options: argparse.Namespace) -> int:
         str(file),
     )
     return 0 if found.is_met else 1
-
-
-def _bench(options: argparse.Namespace) -> int:
-    """Compare our curves with those of other caches.
-
-    Measure our settings and, if installed, diffusers' caches and cache-dit: the same prompts, seeds and attention in
-    one process. Schedules are planned on other prompts. Write bench.json and bench.png. After an interruption, the same
-    command resumes.
-
-    examples:
-      samovar bench --steps 50 --device cuda --dtype float32 --batch 64
-      samovar bench --plot-from bench.json
-    """
-    from ..lab.bench import all_methods, bench
-    from ..lab.compare import figures
-    from ..lab.times import footnote
-
-    if options.plot_from is not None:
-        image = _plot(options.plot_from, options.output or options.plot_from.parent)
-        print(json.dumps({"file": str(image)}) if options.json else image)
-        return 0
-    extra = methods_of(options)
-    tasks, test_tasks = disjoint_tasks(options)
-    settings = {"alone": options.alone, "refine": options.refine, "timed": options.timed}
-    with experiment(options, tasks=tasks, test_tasks=test_tasks, **settings) as lab:
-        testing = lab.session(test_tasks, timed=options.timed)
-        methods = all_methods(lab.session(tasks, "tuning"), extra, options.refine, options.only, testing)
-        alone = None
-        if options.alone and lab.runner.batch > 1:
-            alone = lab.session(test_tasks[: options.alone], "alone", batch=1)
-        rows = bench(testing, methods, alone)
-        lab.finish("bench.json", {"tasks": [task._asdict() for task in test_tasks], "rows": rows})
-    best = [", ".join(name for name in ("psnr", "lpips") if row.get(f"is_best_by_{name}")) for row in rows]
-    lines = [[*figures(row).values(), row.get("problem", text)] for row, text in zip(rows, best, strict=True)]
-    lab.say(*table([[*figures(rows[0]), "best by"], *lines]), *footnote(rows), str(lab.folder / "bench.json"))
-    if find_spec("matplotlib") is not None:  # Otherwise it can be plotted elsewhere, from the file.
-        _plot(lab.folder / "bench.json", lab.folder)
-    return 0
-
-
-def _plot(file: Path, folder: Path) -> Path:
-    """Plot the curves of a saved bench."""
-    from ..lab.bench import draw
-
-    if not file.is_file():
-        raise SettingError(f"plot_from={str(file)!r} is not a file. Give the bench.json of a bench.", param="plot_from")
-    report = read_json(file)
-    about = report.get("about", {})
-    if not report.get("rows") or "settings" not in about:
-        raise SettingError(f"plot_from={str(file)!r} was not written by a bench. Give a bench.json.", param="plot_from")
-    image = folder / f"{file.stem}.png"
-    folder.mkdir(parents=True, exist_ok=True)
-    with reading(str(file)):
-        count, steps = len(report["rows"][0]["each"]["psnr"]), about["settings"]["num_inference_steps"]
-        words = f"{about['model']}, {count} images, {steps} steps, {about['dtype']}, {about['device']}"
-        draw(report["rows"], image, f"{words}, batch {about['batch']}")
-    return image

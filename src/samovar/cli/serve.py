@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import re
@@ -13,7 +12,6 @@ from typing import Any
 from ..core.errors import SettingError
 from . import arguments
 
-_NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 KEY_VARIABLE = "SAMOVAR_API_KEY"
 
 
@@ -36,7 +34,6 @@ def add_serve(commands: Any) -> None:
 def _add_replica_options(group: Any) -> None:
     group.add_argument("--replicas", type=int, metavar="N", help="workers with the whole model, for one queue (1)")
     group.add_argument("--devices", metavar="LIST", help="their GPUs, such as 0,1,2,3 (the first ones)")
-    arguments.add_switch(group, "--overlap", "encode and decode while another request is denoised")
 
 
 def _add_address_options(group: Any) -> None:
@@ -111,9 +108,6 @@ def _serve(options: argparse.Namespace) -> int:
     """
     import asyncio
 
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SettingError(f"The server needs {', '.join(missing)}: pip install 'samovar[serve]'")
     from ..server.logs import set_up_logs
 
     # Before the event loop, which handles Ctrl-C: the imports take seconds and could not be interrupted.

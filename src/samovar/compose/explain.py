@@ -28,6 +28,7 @@ _WHY = {
     HookOrder.OUTERMOST: "identifies the branch of the call for the hooks inside",
     HookOrder.SHARD: "splits the work over ranks; it is outside the cache, so that all ranks decide alike",
     HookOrder.CACHE: "may answer for everything inside: a skipped block moves no weights and runs no graph",
+    HookOrder.MEETING: "computes the calls of several requests at once: what is inside runs once for all of them",
     HookOrder.OFFLOAD: "brings in the weights of what is really computed, and nothing else",
     HookOrder.OTHER: "is next to the module itself",
 }

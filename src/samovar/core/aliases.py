@@ -32,6 +32,7 @@ ALIASES: Mapping[str, Alias] = {
     "ring_degree": Alias("parallel", "int"),
     "allgather_degree": Alias("parallel", "int"),
     "cfg_parallel_size": Alias("parallel", "int"),
+    "enforce_eager": Alias("compile", "bool"),
 }
 
 SETTINGS = {name: alias.setting for name, alias in ALIASES.items()}
@@ -119,4 +120,5 @@ _RESOLVERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "cache": _cache,
     "offload": _offload,
     "parallel": _parallel,
+    "compile": lambda given: False,  # What is not compiled runs eagerly.
 }

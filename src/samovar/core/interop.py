@@ -227,11 +227,6 @@ def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:
     return _strings(model, "_repeated_blocks")
 
 
-def unsplit_modules(model: torch.nn.Module) -> tuple[str, ...]:
-    """The classes that accelerate keeps on one device. Not all are blocks, but one alone in a list may be."""
-    return _strings(model, "_no_split_modules")
-
-
 def streamed_lists(model: torch.nn.Module) -> dict[str, str]:
     """The paths of lists whose members vllm-omni offloads one by one, each with the attribute that names it."""
     attributes = ("_layerwise_offload_blocks_attrs", "_layerwise_offload_blocks_attr")

@@ -1,9 +1,9 @@
-"""How is a pipeline called for prompts and seeds? Each has a generator of its own."""
+"""One call of a pipeline, for prompts and seeds. Each has a generator of its own."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,9 @@ from ..core.errors import SettingError
 
 
 def call_pipeline(
-    pipeline: Any,
-    prompts: Sequence[str],
-    seeds: Sequence[int],
-    arguments: Mapping[str, Any],
-    note_draws: Callable[[], None] | None = None,
-    *,
-    is_alone: bool = True,
+    pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any], missing: str = ""
 ) -> Any:
-    """What one pipeline call returns, for each prompt and seed. `note_draws` is called if it has drawn without its
-    generators; beside another call nobody can tell."""
+    """What the pipeline returns, for each prompt and seed. `missing` is what it was not given and may need."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
     if len(prompts) == 1:
@@ -32,27 +25,21 @@ def call_pipeline(
     if not any(prompts) and "prompt" not in call_parameters(type(pipeline)):
         del call["prompt"]
     try:
-        with _drawn_by(seeds[0], note_draws) if is_alone else contextlib.nullcontext():
+        with _drawn_by(seeds[0]):
             return pipeline(**call)
     except SettingError:
         raise
     except ValueError as error:  # How diffusers pipelines refuse a setting.
-        raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}") from error
+        hint = f" It was given no {missing}." if missing else ""
+        raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}{hint}") from error
 
 
 @contextlib.contextmanager
-def _drawn_by(seed: int, note_draws: Callable[[], None] | None = None) -> Iterator[None]:
+def _drawn_by(seed: int) -> Iterator[None]:
     """Draw what a pipeline draws without its generator by the seed, too: some encode their images so."""
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         torch.default_generator.manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(seed)
-        before = _states(on_gpu) if note_draws is not None else []
         yield
-        if note_draws is not None and not all(map(torch.equal, before, _states(on_gpu))):
-            note_draws()
-
-
-def _states(on_gpu: bool) -> list[Any]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]

@@ -1,4 +1,4 @@
-"""Which requests can this pipeline serve? Known once it is loaded, and small enough to send to other processes."""
+"""What a pipeline accepts and makes: known once it is loaded, and small enough to send to other processes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,12 @@ class PipelineFacts:
     """The types of arguments that take plain values."""
     size: tuple[int, int] | None = None
     """The height and width that the pipeline takes by default."""
+    ignores_guidance: bool = False
+    """Whether guidance_scale has no effect."""
     positions: int | None = None
     """Tokens along a side, and frames of latents, that the model has positions for, if it says so."""
+    max_side: int | None = None
+    """In pixels, if the model has another limit."""
 
     @property
     def can_edit(self) -> bool:
@@ -117,17 +121,16 @@ class PipelineFacts:
                 near = f"{below} or {above}" if below < size else f"{below}"
                 message = f"{name} must be a multiple of {self.multiple} for this model, not {size}: try {near}."
                 raise SettingError(message, param=name)
-        self._check_positions(params)
-
-    def _check_positions(self, params: OmniDiffusionSamplingParams) -> None:
-        """Refuse what is larger or longer than the model can tell places apart."""
-        if self.positions is None:
-            return
-        for name in ("height", "width"):
-            size, most = getattr(params, name), self.positions * self.multiple
-            if size is not None and size > most:
+            limits = [self.max_side, self.positions and self.positions * self.multiple]
+            most = min((limit for limit in limits if limit is not None), default=None)
+            if size is not None and most is not None and size > most:
                 raise SettingError(f"{name} must be at most {most} for this model, not {size}.", param=name)
-        most = self.output.most_frames(self.positions)
+        if self.positions is not None:
+            self._check_length(params, self.positions)
+
+    def _check_length(self, params: OmniDiffusionSamplingParams, positions: int) -> None:
+        """Refuse what is longer than the model can tell places apart."""
+        most = self.output.most_frames(positions)
         is_asked = params.num_frames is not None or params.seconds is not None
         if is_asked and self.num_frames(params) > most:
             param = "num_frames" if params.seconds is None else "seconds"
@@ -180,7 +183,7 @@ class PipelineFacts:
         return self.inputs.prepare(self._given_inputs(request), self.output.rate)
 
     def _given_inputs(self, request: Request) -> dict[str, Any]:
-        given = dict(request.inputs) if request.image is None else {"image": request.image, **request.inputs}
+        given = request.given_inputs
         if request.image is not None and self.output.kind == "image" and not self.can_edit:
             remedy = "To start from one, choose another task with the same weights, such as task='img2img'."
             raise SettingError(f"{self.class_name} takes no image. {remedy}", param="image")
@@ -221,7 +224,7 @@ class PipelineFacts:
 
     def _check_option(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         if name in _COUNTS:
-            message = f"{name} is said as num_outputs_per_prompt: each output has its own seed."
+            message = f"Use num_outputs_per_prompt instead of {name}: each output has its own seed."
             raise SettingError(message, param=name)
         if name in self.inputs.takes:
             message = f"{name}={value!r}; expected an image, a video or a sound."
@@ -266,6 +269,7 @@ def facts_of(pipeline: Any, defaults: OmniDiffusionSamplingParams) -> PipelineFa
         needs=tuple(needs),
         types={name: plain for name, each in parameters.items() if (plain := _plain_types(each.annotation))},
         size=(sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None,
+        ignores_guidance=getattr(getattr(pipeline, "transformer", None), "config", {}).get("guidance_embeds") is False,
         positions=getattr(getattr(pipeline, "transformer", None), "config", {}).get("rope_max_seq_len"),
     )
 

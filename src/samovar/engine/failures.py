@@ -6,10 +6,10 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ..core.errors import ModelError
+from ..core.errors import EngineError, ModelError, SamovarError, SettingError
 from .request import OmniDiffusionSamplingParams
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED",
@@ -32,6 +32,18 @@ def described(params: OmniDiffusionSamplingParams, count: int, kind: str) -> str
     size = f"{params.width} x {params.height} pixels" if params.width and params.height else "the default size"
     frames = f", {params.num_frames} frames" if params.num_frames else ""
     return f"{count} {kind}{'s' * (count > 1)} of {size}{frames}"
+
+
+def failure(error: Exception, class_name: str, options: Collection[str], missing: str) -> SamovarError:
+    """What to raise when a pipeline has failed. One that lacks an input, or gets an option that it cannot use, may say
+    so with an error about types."""
+    is_about_types = isinstance(error, (TypeError, AttributeError))
+    if missing and is_about_types and "NoneType" in str(error):
+        return SettingError(f"{class_name} failed: {error}. It was given no {missing}.")
+    if options and is_about_types:
+        names = ", ".join(options)
+        return SettingError(f"{class_name} refuses these settings: {error} Check {names}.", param=next(iter(options)))
+    return EngineError(f"{class_name} failed: {reason_of(error)}")
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,7 +1,6 @@
-"""Which images, videos and sounds does a pipeline take, and how are they given to it? Read from its call.
+"""The images, videos and sounds that a pipeline takes, read from the signature of its call.
 
-An argument that has no default is needed. So is one that may be None by its signature, and that no code of the pipeline
-compares with None: it would fail, minutes later, with a message about types.
+An argument that has no default is needed. What else a pipeline needs, its own checks say when it is called.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from ..arch.calls import call_parameters
 from ..arch.modular import ModularCall
 from ..core.errors import SettingError
 from ..media import Audio, Video, upright, upright_size
-from .call_code import CallCode
 
 _MEDIA = re.compile(
     r"(?:^|_)(image|images|video|audio|mask|waveforms)$|^(conditioning_frames|image_reference|controls)$"
@@ -47,12 +45,8 @@ class Inputs:
 
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    several: tuple[str, ...] = ()
-    """Those that take a list of images for one output."""
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For some, the others that they cannot do without."""
-    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For some that are needed, the others that do as well."""
     exactly: Mapping[str, int] = field(default_factory=dict)
     """Those that take as many images as the pipeline has ControlNets, which is more than one."""
     lacking: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +94,11 @@ class Inputs:
         is_needed = {"mask_image", "image"} <= set(self.takes) and "mask_image" not in self.beside
         return "mask_image" if is_needed else None
 
+    def missing(self, call: Mapping[str, Any]) -> list[str]:
+        """What pipelines start from, as a rule, that this one takes and a call does not have."""
+        usual = {name for names in _WORDS.values() for name in names} | {"video"}
+        return [name for name in self.takes if name in usual and name not in call]
+
     def check_missing(self, given: Mapping[str, Any], class_name: str) -> None:
         """Refuse a request without something that the pipeline needs."""
         if (
@@ -110,11 +109,6 @@ class Inputs:
         ):
             message = f"{class_name} needs a mask, or an image with an alpha channel: it redraws what is transparent."
             raise SettingError(message, param="image")
-        for name, others in self.instead.items():
-            if given.keys().isdisjoint((name, *others)):
-                what = " or ".join(_ARTICLES[_kind(each)] for each in (name, *others))
-                message = f"{class_name} needs {what}. Give it as {' or '.join((name, *others))}."
-                raise SettingError(message, param=others[0])
         beside = [name for other in given for name in self.beside.get(other, ()) if name in self.takes]
         for name in (*self.needs, *beside):
             if name not in given and name != self.mask:
@@ -152,7 +146,7 @@ class Inputs:
         elif is_image:
             problem = "" if kind not in ("video", "audio") else "an image"
         elif are_images:
-            problem = "several images" if kind == "audio" or not self._takes_several(argument) else ""
+            problem = "several images" if kind == "audio" else ""
         elif not hasattr(value, "shape") and not isinstance(value, (list, tuple)):  # Tensors are the caller's business.
             reader = kind if kind in ("video", "audio") else "image"
             problem = f"{value!r}: samovar.media.read_{reader}(file) reads one"
@@ -160,9 +154,6 @@ class Inputs:
             raise SettingError(f"{name} must be {_ARTICLES[kind]}, not {problem}.", param=name)
         for image in (value,) if is_image else value if are_images else ():
             _load(image, name)
-
-    def _takes_several(self, argument: str) -> bool:
-        return argument in self.several or argument in self.exactly or _kind(argument) in ("video", "images")
 
     def blanks(self, width: int, height: int) -> dict[str, Any]:
         """Images for what can be started from and what is needed, all transparent, by the pipeline's names."""
@@ -192,23 +183,14 @@ def find_inputs(cls: type) -> Inputs:
     """The inputs of a pipeline class."""
     parameters = call_parameters(cls)
     takes = _media_of(cls)
-    code = CallCode.of(cls, tuple(takes))
-    needs = [
-        name
-        for name in takes
-        if parameters[name].default is inspect.Parameter.empty
-        or (parameters[name].default is None and code is not None and not code.does_without(name))
-    ]
-    several = [name for name in takes if code is not None and name in code.lists]
-    instead = {} if code is None else {name: code.made[name] for name in takes if code.is_made_only(name)}
-    if issubclass(cls, ModularCall):  # Its code is that of its blocks, which say so.
-        several = [name for name in takes if name in cls.lists]
-        return Inputs(tuple(takes), tuple(needs), tuple(several), beside=cls.beside, lacking=cls.lacking)
-    return Inputs(tuple(takes), tuple(needs), tuple(several), instead=instead)
+    needs = tuple(name for name in takes if parameters[name].default is inspect.Parameter.empty)
+    if issubclass(cls, ModularCall):
+        return Inputs(takes, needs, beside=cls.beside, lacking=cls.lacking)
+    return Inputs(takes, needs)
 
 
-def _media_of(cls: type) -> list[str]:
-    return [name for name in call_parameters(cls) if _MEDIA.search(name) and not _NOT_MEDIA.search(name)]
+def _media_of(cls: type) -> tuple[str, ...]:
+    return tuple(name for name in call_parameters(cls) if _MEDIA.search(name) and not _NOT_MEDIA.search(name))
 
 
 def is_media(value: Any) -> bool:

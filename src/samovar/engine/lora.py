@@ -256,7 +256,7 @@ class Adapters:
 
 def _check_pipeline(pipeline: Any) -> None:
     if importlib.util.find_spec("peft") is None:
-        raise SettingError("lora needs peft, which is not installed: pip install 'samovar[lora]'", param="lora")
+        raise SettingError("lora needs peft, which is not installed: pip install peft", param="lora")
     if not hasattr(pipeline, "load_lora_weights"):
         raise SettingError(f"{type(pipeline).__name__} takes no LoRA adapters. Leave out lora.", param="lora")
     there = sorted({name for names in pipeline.get_list_adapters().values() for name in names})

@@ -24,18 +24,17 @@ from .worker import Outcome, Usage
 
 
 class Run(NamedTuple):
-    """To the worker: serve these requests together."""
+    """To the worker: serve this request."""
 
-    batch: int
-    requests: tuple[Request, ...]
+    number: int
+    request: Request
+    priority: int = 0
 
 
 class Cancel(NamedTuple):
     """To the worker: nobody waits for this request any more."""
 
-    batch: int
-    request: int
-    """Its index in the batch."""
+    number: int
 
 
 class Ready(NamedTuple):
@@ -47,8 +46,8 @@ class Ready(NamedTuple):
     max_batch: int
     warm_up_s: float | None = None
     """Duration of the warm-up, if there was one."""
-    num_lanes: int = 1
-    """Batches that it can have at once."""
+    max_runs: int = 1
+    """Requests that it can have at once."""
 
 
 class Fatal(NamedTuple):
@@ -60,16 +59,15 @@ class Fatal(NamedTuple):
 class Update(NamedTuple):
     """From rank 0: something happened to a request."""
 
-    batch: int
-    request: int
+    number: int
     event: Event
 
 
 class Finished(NamedTuple):
-    """From each rank: the end of a batch. Rank 0 sends results; for these the others send None."""
+    """From each rank: the end of a request. Rank 0 sends the result; for it the others send None."""
 
-    batch: int
-    outcomes: tuple[Outcome | None, ...]
+    number: int
+    outcome: Outcome | None
     usage: Usage
 
 

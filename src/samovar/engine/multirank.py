@@ -1,12 +1,12 @@
-"""Where does the worker of a Python program live? In this process if one is enough, else in one process per rank."""
+"""The worker of a Python program: in this process if one is enough, else in one process per rank."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ..compose import Explanation
 from ..core.errors import SamovarError, SettingError
 from ..parallel import join_world
-from .job import Job
 from .request import SILENT, Done, Event, Failed, Listener, Request, Started
 from .settings import OmniDiffusionConfig
 from .supervisor import Supervisor
@@ -28,7 +27,7 @@ class MultirankWorker:
     """Worker processes that act as one worker. If one of them dies, all are replaced."""
 
     def __init__(self, config: OmniDiffusionConfig) -> None:
-        supervisor = Supervisor(replace(config, max_queue=max(config.max_queue, config.max_batch)))
+        supervisor = Supervisor(config)
         supervisor.start()
         self._supervisor = supervisor
         self.close = weakref.finalize(self, supervisor.close)
@@ -45,36 +44,31 @@ class MultirankWorker:
         """In the order of ranks; empty while they are being replaced."""
         return self._supervisor.status().worker_ids
 
-    def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
+    def run(self, requests: Sequence[Request]) -> list[Outcome]:
         """As by one worker."""
-        listener = listener or SILENT
-        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        outcomes: dict[int, Outcome] = {}
-        jobs: dict[int, Job] = {}
-        for index, request in enumerate(requests):
-            try:
-                jobs[index] = self._supervisor.submit(request, lambda event, i=index: events.put((i, event)))  # type: ignore[misc]
-            except SamovarError as error:
-                outcomes[index] = error
+        return [self.make(request) for request in requests]
+
+    def make(self, request: Request, listener: Listener = SILENT) -> Outcome:
+        """Likewise."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         try:
-            while len(outcomes) < len(requests):
-                for index in jobs.keys() - outcomes.keys():
-                    if listener.is_cancelled(index):
-                        self._supervisor.cancel(jobs[index])
-                try:
-                    index, event = events.get(timeout=_POLL_S)
-                except queue.Empty:
-                    continue
-                if isinstance(event, Failed):
-                    outcomes[index] = event.error
-                elif isinstance(event, Done):
-                    outcomes[index] = event.result
-                elif not isinstance(event, Started):
-                    listener.on_event(index, event)
+            job = self._supervisor.submit(request, events.put)
+        except SamovarError as error:
+            return error
+        try:
+            while True:
+                if listener.is_cancelled():
+                    job.cancel()
+                with contextlib.suppress(queue.Empty):
+                    event = events.get(timeout=_POLL_S)
+                    if isinstance(event, Failed):
+                        return event.error
+                    if isinstance(event, Done):
+                        return event.result
+                    if not isinstance(event, Started):
+                        listener.on_event(event)
         finally:
-            for job in jobs.values():
-                self._supervisor.cancel(job)  # Does nothing if it is over.
-        return [outcomes[index] for index in range(len(requests))]
+            job.cancel()  # Does nothing if it is over.
 
 
 ImageWorker = Worker | MultirankWorker

@@ -1,12 +1,13 @@
-"""What should whoever asked know of a result? A truncated prompt, guidance without effect, a cache tuned for others."""
+"""Warnings with a result: a truncated prompt, guidance without effect, a cache tuned with other settings."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
+from ..media import Audio, Video
 from .facts import PipelineFacts
-from .request import GenerationResult, OmniDiffusionSamplingParams, Request
+from .request import OmniDiffusionSamplingParams, Request
 
 _TUNED_WITH = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "height", "width", "num_frames")
 
@@ -22,35 +23,32 @@ def num_tokens(pipeline: Any, prompt: str) -> int:
     return 0 if tokenizer is None else len(tokenizer(prompt, truncation=False, verbose=False).input_ids)
 
 
-def with_notes(
-    outcome: GenerationResult,
-    request: Request,
-    length: int,
-    pipeline: Any,
-    facts: PipelineFacts,
-    tuned: OmniDiffusionSamplingParams,
-) -> GenerationResult:
-    """The same result with its notes; `length` is that of the prompt, and `tuned` what the cache was tuned with."""
-    notes = list(outcome.notes)
-    limit = outcome.params.max_sequence_length or int(getattr(tokenizer_of(pipeline), "model_max_length", length))
+def notes_on_model(request: Request, pipeline: Any, tuned: OmniDiffusionSamplingParams) -> list[str]:
+    """Notes on a completed request that the model gives cause for; `tuned` is what the cache was tuned with."""
+    params, notes, length = request.params, list[str](), num_tokens(pipeline, request.prompt)
+    limit = params.max_sequence_length or int(getattr(tokenizer_of(pipeline), "model_max_length", length))
     if length > limit:
         notes.append(f"the prompt has {length} tokens, and the model read the first {limit}")
-    config = getattr(getattr(pipeline, "transformer", None), "config", {})
-    if request.params.guidance_scale is not None and config.get("guidance_embeds") is False:
+    then, used = tuned.given(), params.given()
+    return notes + [
+        f"the cache was tuned with {name}={then[name]}; with {used[name]}, how near it stays is unknown"
+        for name in _TUNED_WITH
+        if name in then and used.get(name, then[name]) != then[name] and not request.exact
+    ]
+
+
+def notes_on(
+    made: Sequence[Any], request: Request, params: OmniDiffusionSamplingParams, facts: PipelineFacts
+) -> list[str]:
+    """Notes on what was made otherwise than a request asked; `params` are all that were used."""
+    asked, notes = request.params, list[str]()
+    if asked.guidance_scale is not None and facts.ignores_guidance:
         notes.append("guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale")
-    asked = facts.num_frames(request.params.over(facts.defaults))
-    for video in outcome.videos:
-        if request.params.num_frames not in (None, len(video)):
-            notes.append(f"{asked} frames were asked for, and the model makes {len(video)}")
-    size = request.params.width, request.params.height
-    made = [(each.width, each.height) for each in outcome.images or outcome.videos]
-    if None not in size and made and made[0] != size:
-        notes.append(f"{size[0]}x{size[1]} was asked for, and the model makes {made[0][0]}x{made[0][1]}")
-    if not request.exact:
-        then, used = tuned.given(), outcome.params.given()
-        notes += [
-            f"the cache was tuned with {name}={then[name]}; with {used[name]}, how near it stays is unknown"
-            for name in _TUNED_WITH
-            if name in then and used.get(name, then[name]) != then[name]
-        ]
-    return replace(outcome, notes=(*notes, *facts.output.notes))
+    for video in made:
+        if isinstance(video, Video) and asked.num_frames not in (None, len(video)):
+            notes.append(f"{facts.num_frames(params)} frames were asked for, and the model makes {len(video)}")
+    size = asked.width, asked.height
+    sizes = [(each.width, each.height) for each in made if not isinstance(each, Audio)]
+    if None not in size and sizes and sizes[0] != size:
+        notes.append(f"{size[0]}x{size[1]} was asked for, and the model makes {sizes[0][0]}x{sizes[0][1]}")
+    return [*notes, *facts.output.notes]

@@ -110,8 +110,8 @@ def _check_package(method: str, name: str) -> None:
     quantiser = QUANTISERS[method]
     if problem := quantiser.problem():
         raise SettingError(
-            f"quantization={name!r} needs {quantiser.package}, {problem}. Install what all kinds need with "
-            f"pip install 'samovar[quantised]', or this alone: pip install '{quantiser.requirement}'",
+            f"quantization={name!r} needs {quantiser.package}, {problem}. Install it: "
+            f"pip install '{quantiser.requirement}'",
             param="quantization",
         )
 

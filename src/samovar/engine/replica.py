@@ -1,8 +1,9 @@
-"""Who keeps one worker busy and alive? Its replica, in a thread of its own.
+"""Owns one worker: gives it jobs, watches it, and replaces it.
 
-It takes a batch at a time, or two that overlap, from the queue that all replicas share, passes on what the worker
-reports, stops it when it hangs and replaces it when it has ended. Meanwhile other replicas go on. The engine's lock
-guards all state; messages from worker processes wait in an inbox for the thread's next turn.
+A replica has a thread of its own. It takes as many jobs as its worker can have at once from the queue that all replicas
+share, passes on what the worker reports, stops it when it hangs and replaces it when it has ended. Meanwhile other
+replicas go on. The engine's lock guards all state; messages from worker processes wait in an inbox for the thread's
+next turn.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core.errors import EngineError, SamovarError, StepTimeoutError, WorkerLostError
-from .batch_sizes import BatchSizes
+from .facts import PipelineFacts
 from .job import Job
-from .job_queue import Batch, images_of
+from .job_queue import Running
 from .messages import Cancel, Fatal, FromWorker, Ready, Run, Update
-from .patience import Patience, pixels_of, shape_of
 from .process import WorkerGroup
-from .request import Done, GenerationResult, Progress, Started
+from .request import Done, GenerationResult, Progress, Request, Started
 from .restarts import Restarts
+from .settings import OmniDiffusionConfig
 from .status import ReplicaStatus
 from .worker import Usage
 
@@ -32,10 +33,8 @@ if TYPE_CHECKING:
     from .supervisor import Supervisor
 
 log = logging.getLogger("samovar.engine")
-GATHER_PART, GATHER_S, MOST_VAIN = 0.05, 0.1, 3
-"""How long a worker waits for clients that were served together to ask again: a part of what that batch took, and at
-most this number of seconds; and after how many batches in vain it waits no more until some come back. Otherwise the
-quickest would be served alone each time, and all others after it."""
+USUAL_PIXELS = 1024 * 1024
+"""Of a model that does not say how large its images are."""
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
 
@@ -46,18 +45,14 @@ class Replica:
     def __init__(self, engine: Supervisor, number: int, restarts: Restarts) -> None:
         self.number = number
         self.restarts = restarts
-        self.batches: dict[int, Batch] = {}
-        """What the worker has, by number: one, or with lanes two."""
+        self.running: dict[int, Running] = {}
+        """What the worker has, by number."""
         self.was_loaded = False
         """Whether a worker of this replica has loaded the model: before, its errors are raised by `start`."""
         self._engine = engine
         self._changed = engine.changed
         self._inbox: deque[tuple[WorkerGroup, int, FromWorker | None]] = deque()
         self._status = ReplicaStatus(engine.config.gpus[number])
-        self._patience = Patience()
-        self._sizes = BatchSizes(tries=not engine.config.compile)  # A new size may take minutes to compile.
-        self._answered, self._since, self._until, self._num_vain = 0, 0.0, 0.0, 0
-        """The images of the last batch, from and until when its clients are expected back, and how often in vain."""
         self._usage: dict[int, Usage] = {}
         self._group: WorkerGroup | None = None
         self._loaded: dict[int, Ready] = {}
@@ -79,22 +74,23 @@ class Replica:
         return replace(
             self._status,
             is_ready=self.is_loaded,
-            running=sum(len(batch.jobs) for batch in self.batches.values()),
+            running=len(self.running),
             restarts=self.restarts.count,
             bytes_moved=self._status.bytes_moved + sum(usage.bytes_moved for usage in self._usage.values()),
             memory_bytes=sum(usage.memory_bytes for usage in self._usage.values()),
             worker_ids=() if self._group is None else self._group.process_ids,
+            alone=next((usage.alone for usage in self._usage.values() if usage.alone), ""),
         )
 
     def cancel(self, job: Job) -> None:
         """Let the worker stop at its next step, if it runs this job."""
-        for batch in self.batches.values():
-            if self._group is not None and job in batch.jobs:
-                self._group.send(Cancel(batch.number, batch.jobs.index(job)))
+        for each in self.running.values():
+            if self._group is not None and each.job is job:
+                self._group.send(Cancel(each.number))
 
-    def fail_batches(self, error: SamovarError) -> None:
-        batches, self.batches = self.batches, {}
-        self._engine.fail([job for batch in batches.values() for job in batch.jobs], error)
+    def fail_running(self, error: SamovarError) -> None:
+        running, self.running = self.running, {}
+        self._engine.fail([each.job for each in running.values()], error)
 
     # ------------------------------------------------------------------------------------------ the thread
 
@@ -109,7 +105,7 @@ class Replica:
                 raise
             finally:
                 self._engine.end()
-                self.fail_batches(self._engine.reason)
+                self.fail_running(self._engine.reason)
                 self._end_group(1.0)
                 self._changed.notify_all()
 
@@ -121,17 +117,15 @@ class Replica:
         self._check_timeouts(now)
         if self._group is None and not engine.is_closing and now >= self.restarts.next_start(now):
             self._start_group(now)
-        if self._group is not None and self._has_free_lane() and not engine.is_closing:
-            self._start_batch(self._group, now)
+        while self._group is not None and self._has_room() and not engine.is_closing and engine.queue.jobs:
+            self._start_job(self._group, now)
         if not self._inbox and not engine.is_over:
             self._changed.wait(self._pause(time.monotonic()))
 
     def _pause(self, now: float) -> float | None:
         """How long there is nothing to do unless a message comes."""
         times = [self._engine.queue.next_deadline()]
-        times += [batch.next_timeout(self._allowed_s(batch)) for batch in self.batches.values()]
-        if self._engine.queue.jobs and not self.batches and self._until > now:
-            times.append(self._until)
+        times += [each.next_timeout() for each in self.running.values()]
         if self._group is None:
             times.append(self.restarts.next_start(now))
         elif not self.is_loaded:
@@ -142,8 +136,8 @@ class Replica:
     def _check_timeouts(self, now: float) -> None:
         error: EngineError | None = None
         limit = self._engine.config.load_timeout_s
-        if self.batches:
-            errors = (batch.timeout_error(self._allowed_s(batch), now) for batch in self.batches.values())
+        if self.running:
+            errors = (each.timeout_error(now) for each in self.running.values())
             error = next((each for each in errors if each is not None), None)
         elif self._group is not None and not self.is_loaded and now - self._group.since >= limit:
             error = StepTimeoutError(
@@ -152,9 +146,6 @@ class Replica:
             )
         if error is not None:
             self._lose_worker(now, error)
-
-    def _allowed_s(self, batch: Batch) -> float:
-        return self._patience.allowed_s(batch.pixels, self._engine.facts, self._engine.config, batch.shape)
 
     def _start_group(self, now: float) -> None:
         try:
@@ -169,38 +160,20 @@ class Replica:
             self._group = group
             self.restarts.count += self.was_loaded
 
-    def _has_free_lane(self) -> bool:
-        """Whether the worker can take another batch, and none that is idle could begin with it at once."""
-        if not self.batches or not self.is_loaded:
-            return self.is_loaded
-        return len(self.batches) < self._loaded[0].num_lanes and not self._engine.has_idle_replica()
+    def _has_room(self) -> bool:
+        """Whether the worker can take another job, and no other one has fewer of them."""
+        if not self.is_loaded or len(self.running) >= self._loaded[0].max_runs:
+            return False
+        return len(self.running) <= self._engine.fewest_running()
 
-    def _start_batch(self, group: WorkerGroup, now: float) -> None:
-        max_batch = self._loaded[0].max_batch
-        # A batch that would wait for another may as well wait in the queue for more to join it.
-        coming = max_batch if self.batches else self._coming(now)
-        jobs = self._engine.queue.pop_batch(max_batch, coming, self._sizes.best)
-        if not jobs:
-            return
-        work = [job.request for job in jobs], self._engine.facts, max_batch
-        batch = Batch(self._engine.next_batch(), jobs, now, pixels_of(*work), shape_of(*work), since=now)
-        self.batches[batch.number] = batch
-        for job in jobs:
-            job.tell(Started(now - job.since))
-        group.send(Run(batch.number, tuple(job.request for job in jobs)))
-
-    def _coming(self, now: float) -> int:
-        """Images that clients who were just answered will ask for, if they do that at once."""
-        back = images_of(job for job in self._engine.queue.jobs if job.since >= self._since)
-        return max(0, self._answered - back) if now < self._until and self._num_vain < MOST_VAIN else 0
-
-    def _expect_back(self, batch: Batch, now: float) -> None:
-        """The clients of this batch may ask again at once. Did those of the last one?"""
-        asked = *batch.jobs, *self._engine.queue.jobs
-        back = images_of(job for job in asked if self._since <= job.since <= self._until)
-        self._num_vain = 0 if 2 * back >= self._answered else self._num_vain + 1
-        self._answered = images_of(batch.jobs)
-        self._since, self._until = now, now + min(GATHER_S, GATHER_PART * (now - batch.since))
+    def _start_job(self, group: WorkerGroup, now: float) -> None:
+        job = self._engine.queue.pop()
+        assert job is not None, "the caller has seen that one waits"
+        limit_s = silence_limit(self._engine.config, self._engine.facts, job.request)
+        each = Running(self._engine.next_number(), job, now, limit_s)
+        self.running[each.number] = each
+        job.tell(Started(now - job.since))
+        group.send(Run(each.number, job.request, job.priority))
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -220,50 +193,41 @@ class Replica:
             self._loaded[rank] = message
             self._usage[rank] = message.usage
             if self.is_loaded:
-                ready = self._engine.ready = self._loaded[0]
+                self._engine.ready = self._loaded[0]
                 self.was_loaded = True
-                self._patience.restart(ready.facts, is_warm=ready.warm_up_s is not None)
                 self._changed.notify_all()
-        elif (batch := self.batches.get(message.batch)) is not None:
-            for each in self.batches.values():  # One that waits for the other's steps is silent meanwhile.
+        elif (running := self.running.get(message.number)) is not None:
+            for each in self.running.values():  # One whose turn it is not is silent meanwhile.
                 each.hear(now)
             if isinstance(message, Update):
-                self._update(batch, message)
+                self._update(running, message)
             else:
                 self._usage[rank] = message.usage
-                batch.note(rank, message, now)
-                if len(batch.answers) == group.num_ranks:
-                    self._finish(batch, now)
+                running.note(rank, message, now)
+                if len(running.answers) == group.num_ranks:
+                    self._finish(running, now)
 
-    def _update(self, batch: Batch, message: Update) -> None:
+    def _update(self, running: Running, message: Update) -> None:
         if isinstance(message.event, Progress):
-            batch.step = f"after step {message.event.step} of {message.event.num_steps}"
-            if message.request == 0:
-                self._engine.totals.note_step(message.event)
-        batch.jobs[message.request].tell(message.event)
+            running.step = f"after step {message.event.step} of {message.event.num_steps}"
+            self._engine.totals.note_step(message.event)
+        running.job.tell(message.event)
 
-    def _finish(self, batch: Batch, now: float) -> None:
+    def _finish(self, running: Running, now: float) -> None:
         """All ranks have answered."""
-        if not batch.can_go_on:
-            self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {batch.errors()}"))
+        if not running.can_go_on:
+            self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {running.errors()}"))
             return
-        del self.batches[batch.number]
-        outcomes = batch.answers[0].outcomes
-        request, count = batch.jobs[0].request, images_of(batch.jobs)
-        is_whole = count <= self._loaded[0].max_batch and all(isinstance(each, GenerationResult) for each in outcomes)
-        if is_whole and not request.is_single:  # Of two that overlap, each has the worker from the end of the other.
-            self._sizes.note(request.kind, count, now - max(batch.since, self._since))
-        self._expect_back(batch, now)
-        for job, outcome in zip(batch.jobs, outcomes, strict=True):
-            if isinstance(outcome, GenerationResult):
-                self.restarts.note_success()
-                self._patience.note(batch.pixels, batch.longest_s, batch.shape)
-                self._engine.totals.note_request(outcome.seconds)
-                if not job.is_over:
-                    self._status.images += len(outcome.outputs)
-                    job.end(Done(outcome))
-            elif outcome is not None:
-                self._engine.fail([job], outcome)
+        del self.running[running.number]
+        job, outcome = running.job, running.answers[0].outcome
+        if isinstance(outcome, GenerationResult):
+            self.restarts.note_success()
+            self._engine.totals.note_request(outcome.seconds)
+            if not job.is_over:
+                self._status.images += len(outcome.outputs)
+                job.end(Done(outcome))
+        elif outcome is not None:
+            self._engine.fail([job], outcome)
         self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------ failures
@@ -271,8 +235,8 @@ class Replica:
     def _worker_ended(self, now: float, group: WorkerGroup) -> None:
         with self._unlocked():
             how = group.describe_end()
-        if self.batches:
-            step = next(iter(self.batches.values())).step
+        if self.running:
+            step = next(iter(self.running.values())).step
             message = f"The worker ended ({how}), {step}. It is being replaced: try again."
         elif self.is_loaded:
             message = f"The worker ended ({how}) while it was idle."
@@ -281,10 +245,10 @@ class Replica:
         self._lose_worker(now, WorkerLostError(message))
 
     def _lose_worker(self, now: float, error: SamovarError) -> None:
-        """End the worker, whose batch has failed. Another one starts when it may."""
+        """End the worker, whose jobs have failed. Another one starts when it may."""
         if self._engine.config.num_replicas > 1:  # Callers may never hear of one among many.
             log.warning("replica %d (%s): %s", self.number, self._engine.config.place_of(self.number), error)
-        self.fail_batches(error)
+        self.fail_running(error)
         if self.was_loaded:
             self.restarts.note_crash(now)
             self._engine.check_down(now)
@@ -310,3 +274,18 @@ class Replica:
             yield
         finally:
             self._changed.acquire()
+
+
+def silence_limit(config: OmniDiffusionConfig, facts: PipelineFacts, request: Request) -> float:
+    """How long a worker may be silent. `step_timeout_s` is for the default size; larger outputs are taken to be as slow
+    as attention, which is quadratic, but nobody waits for longer than for a model to load. New shapes may be compiled
+    first."""
+    longest_s = max(config.step_timeout_s, config.load_timeout_s)
+    growth = num_pixels(request, facts) / num_pixels(Request(""), facts)
+    return longest_s if config.compile else min(longest_s, config.step_timeout_s * max(1.0, growth) ** 2)
+
+
+def num_pixels(request: Request, facts: PipelineFacts) -> int:
+    """Pixels in all frames of an output."""
+    params = facts.completed(request)
+    return ((params.width or 0) * (params.height or 0) or USUAL_PIXELS) * facts.num_frames(params)

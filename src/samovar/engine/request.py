@@ -1,4 +1,4 @@
-"""What is asked for, what happens meanwhile, and what comes back?
+"""Requests, what happens while they run, and their results.
 
 A request that runs yields `Started`, `Progress` for each step, `Preview` as often as asked, and one `Done` or `Failed`.
 A request that is refused or cancelled in the queue yields only `Failed`.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from PIL.Image import Image
 
 from ..core.errors import ModelError, SamovarError, SettingError
@@ -20,6 +21,7 @@ from ..core.settings import read_tolerance
 from ..media import Audio, Video, check_suffix, numbered, save
 from .lora import Adapter, read_choice
 
+_OTHER_WORDS = ("extra_args", "generator")
 _MAX_INT, _MAX_SEED = 2**31 - 1, 2**64 - 1
 _INTEGERS = {"num_inference_steps": (1, _MAX_INT), "height": (1, _MAX_INT), "width": (1, _MAX_INT),
              "num_outputs_per_prompt": (1, _MAX_INT), "max_sequence_length": (1, _MAX_INT),
@@ -60,14 +62,25 @@ class OmniDiffusionSamplingParams:
     """Duration of a video or a sound, in place of `num_frames`; the model's nearest."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Any other argument of the pipeline's call, by name."""
+    extra_args: InitVar[Mapping[str, Any] | None] = None
+    """Vllm-omni's word for `options`."""
+    generator: InitVar[torch.Generator | None] = None
+    """One that nothing was drawn from yet, in place of its seed."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, extra_args: Mapping[str, Any] | None, generator: torch.Generator | None) -> None:
+        if extra_args is not None:
+            if not isinstance(extra_args, Mapping):
+                message = f"extra_args must be arguments of the pipeline by name, not {extra_args!r}."
+                raise SettingError(message, param="extra_args")
+            object.__setattr__(self, "options", {**extra_args, **self.options})
+        if generator is not None:
+            object.__setattr__(self, "seed", _seed_of(generator, self.seed))
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             message = f"options must be arguments of the pipeline by name, not {self.options!r}."
             raise SettingError(message, param="options")
         self._read_audio_length()
         if self.num_frames is not None and self.seconds is not None:
-            message = f"num_frames={self.num_frames} and seconds={self.seconds} both say how long. Give one."
+            message = f"num_frames={self.num_frames} and seconds={self.seconds} are mutually exclusive. Give one."
             raise SettingError(message, param="seconds")
         for name, value in self.given().items():
             if name == "negative_prompt":
@@ -92,7 +105,7 @@ class OmniDiffusionSamplingParams:
         options = dict(self.options)
         seconds = options.pop("audio_length", None)
         if seconds is not None and self.seconds is not None:
-            message = f"seconds={self.seconds} and audio_length={seconds} both say how long. Give one."
+            message = f"seconds={self.seconds} and audio_length={seconds} are mutually exclusive. Give one."
             raise SettingError(message, param="audio_length")
         if "audio_length" in self.options:
             object.__setattr__(self, "options", options)
@@ -101,13 +114,13 @@ class OmniDiffusionSamplingParams:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> OmniDiffusionSamplingParams:
         """Settings by name. An unknown name is refused with the nearest known one."""
-        check_names(settings, [field.name for field in fields(cls)], "a sampling parameter")
+        check_names(settings, [*(field.name for field in fields(cls)), *_OTHER_WORDS], "a sampling parameter")
         return cls(**settings)
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> OmniDiffusionSamplingParams:
         """Settings by name. Names of other arguments are options, which the pipeline's signature judges."""
-        known = {field.name for field in fields(cls)} - {"options"}
+        known = {*(field.name for field in fields(cls)), *_OTHER_WORDS} - {"options"}
         options = {name: value for name, value in arguments.items() if name not in {*known, "options"}}
         given = {name: value for name, value in arguments.items() if name in known}
         return cls(**given, options={**arguments.get("options", {}), **options})
@@ -123,6 +136,20 @@ class OmniDiffusionSamplingParams:
         if ours.keys() & {"num_frames", "seconds"}:
             theirs = {name: value for name, value in theirs.items() if name not in ("num_frames", "seconds")}
         return OmniDiffusionSamplingParams(**theirs | ours, options={**other.options, **self.options})
+
+
+def _seed_of(generator: Any, seed: int | None) -> int:
+    """The seed of a generator. One that was drawn from has another state, which no seed gives."""
+    if not isinstance(generator, torch.Generator):
+        raise SettingError(f"generator must be a torch.Generator, not {generator!r}.", param="generator")
+    found = generator.initial_seed()
+    if seed not in (None, found):
+        message = f"seed={seed} and a generator with the seed {found} are mutually exclusive. Give one."
+        raise SettingError(message, param="generator")
+    if not torch.equal(torch.Generator(generator.device).manual_seed(found).get_state(), generator.get_state()):
+        message = "generator was drawn from already, and each output has a generator of its own. Give a seed."
+        raise SettingError(message, param="generator")
+    return found
 
 
 def _flat(images: Any) -> Iterator[Any]:
@@ -208,18 +235,9 @@ class Request:
         return tuple(range(first, first + self.num_images))
 
     @property
-    def is_single(self) -> bool:
-        """Whether no other request fits with it."""
-        return self.image is not None or bool(self.inputs) or bool(self.params.options)
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What the requests of a batch have in common."""
-        return replace(self.params, seed=None, num_outputs_per_prompt=None), self.exact, self.lora, self.tolerance
-
-    def fits_with(self, other: Request) -> bool:
-        """Whether one pipeline call can make the outputs of both."""
-        return not self.is_single and not other.is_single and self.kind == other.kind
+    def given_inputs(self) -> dict[str, Any]:
+        """All images, videos and sounds to start from, by name."""
+        return dict(self.inputs) if self.image is None else {"image": self.image, **self.inputs}
 
 
 @dataclass(frozen=True)
@@ -242,27 +260,35 @@ class GenerationResult:
     error: SamovarError | None = None
     """Why there are no outputs, for a prompt of a list. A single prompt that fails raises it instead."""
 
+    def _made(self) -> tuple[Any, ...]:
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
     @property
     def images(self) -> tuple[Image, ...]:
-        return tuple(output for output in self.outputs if not isinstance(output, (Video, Audio)))
+        """Raises the error of a prompt that failed, as the others do."""
+        return tuple(output for output in self._made() if not isinstance(output, (Video, Audio)))
 
     @property
     def videos(self) -> tuple[Video, ...]:
-        return tuple(output for output in self.outputs if isinstance(output, Video))
+        return tuple(output for output in self._made() if isinstance(output, Video))
 
     @property
     def audios(self) -> tuple[Audio, ...]:
-        return tuple(output for output in self.outputs if isinstance(output, Audio))
+        return tuple(output for output in self._made() if isinstance(output, Audio))
+
+    @property
+    def request_output(self) -> list[GenerationResult]:
+        """As in vllm-omni, where a result has one part for each stage of a model."""
+        return [self]
 
     def save(self, file: str | Path) -> list[Path]:
         """Write the outputs, as the suffix says: .png, .jpg, .webp; .mp4, .webm, .gif; .wav, .flac, .mp3, .ogg. Several
         get numbers: cat-1.png, cat-2.png ..."""
-        if self.error is not None:
-            raise self.error
+        outputs = self._made()
         check_suffix(file)
-        return [
-            save(output, path) for output, path in zip(self.outputs, numbered(file, len(self.outputs)), strict=True)
-        ]
+        return [save(output, path) for output, path in zip(outputs, numbered(file, len(outputs)), strict=True)]
 
     def __repr__(self) -> str:
         if self.error is not None:
@@ -296,7 +322,7 @@ class Progress:
     """Counted from 1."""
     num_steps: int
     image_index: int
-    """Counted from 0; the request's first one in this pipeline call if it makes several."""
+    """Counted from 0."""
     num_images: int
     seconds: float
     """Duration of the step."""
@@ -332,10 +358,10 @@ Event = Started | Progress | Preview | Done | Failed
 
 
 class Listener(NamedTuple):
-    """Hears of events, and may cancel. Both take the request's index among those that are made together."""
+    """Hears of the events of a request, and may cancel it."""
 
-    on_event: Callable[[int, Event], None]
-    is_cancelled: Callable[[int], bool]
+    on_event: Callable[[Event], None]
+    is_cancelled: Callable[[], bool]
 
 
-SILENT = Listener(lambda index, event: None, lambda index: False)
+SILENT = Listener(lambda event: None, lambda: False)

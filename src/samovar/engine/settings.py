@@ -1,24 +1,36 @@
-"""Which model runs, where, and with which features? Every setting, checked before any weights are loaded."""
+"""The settings of `Omni` and `AsyncOmni`, checked before any weights are loaded."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from ..arch.devices import read_device
-from ..cache import AutoConfig, TeaCacheConfig
 from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 from ..core.aliases import accept_aliases
-from ..core.errors import SettingError, nearest
-from ..core.settings import parse_bytes
+from ..core.errors import SettingError
+from ..core.settings import (
+    FLAG,
+    SETTING,
+    SIZE,
+    TEXT,
+    TOLERANCE,
+    Settings,
+    choice,
+    count,
+    number,
+    parse_bytes,
+    parse_flag,
+    setting,
+    table,
+)
 from .controlnet import ControlNetSetting, read_controlnets
 from .lora import LoraSetting, check_sources
 from .models import find_model
@@ -26,113 +38,203 @@ from .placement import DevicesSetting, place_replicas, read_gpus
 from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
 from .request import OmniDiffusionSamplingParams, read_defaults, saved_defaults
-from .sources import gather, read_bool, read_bool_or_name, read_name_or_json
+from .sources import gather
 
 DefaultsSetting = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_UNSAID = (None, "bool | None")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_FLAG_OR_NAME = SETTING._replace(parse=parse_flag)
 
 
 @accept_aliases
 @dataclass(frozen=True)
-class OmniDiffusionConfig:
+class OmniDiffusionConfig(Settings, param="settings"):
     """All settings of `Omni` and `AsyncOmni`. vllm-omni's spellings are accepted too."""
 
-    model: str = "emoji"
-    """The name of a built-in model, a folder in diffusers format, or a name on the hub."""
-    dtype: str = "auto"
-    """"float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    device: str | None = None
-    """Where to compute, such as "cuda:1"; by default a GPU if there is one."""
-    replicas: int | None = None
-    """Workers of AsyncOmni that share its queue, each with all of the model. By default one, or one for each of
-    `devices`; with ranks, for as many of them as there are ranks."""
-    devices: DevicesSetting = None
-    """GPUs of the replicas, such as "0,1,2,3" or [0, 1]. By default the first ones. A GPU that is named twice has two
-    replicas."""
-    quantization: QuantizationSetting = None
-    """Quantise weights while they are loaded: "int8", "fp8", "int4", "nf4" or a .gguf file for the denoiser, or any of
-    these by component, such as {"transformer": "int8", "text_encoder_2": "int4"}."""
-    loss: str | None = None
-    """How much quantisation may lose: "exact" (the default), "int8" or "int4". Of exact weights and the kinds that lose
-    no more, the fastest within `gpu_memory` is taken."""
-    lora: LoraSetting = None
-    """LoRA adapters that requests may use, by name: a .safetensors file, a folder, or a name on the hub, such as
-    {"pixel": "./pixel.safetensors"}."""
-    lora_memory: str | int | None = None
-    """Size of the adapters that stay loaded, such as "2GiB"; others are read again when used. By default all stay."""
-    defaults: DefaultsSetting = None
-    """Sampling parameters of requests that do not give them, such as {"num_inference_steps": 28}. Others come from a
-    tuned cache setting, then from the model's samovar.json."""
-    progress: bool = True
-    """Whether to show a progress bar on a terminal."""
-    trust_remote_code: bool = False
-    """Whether Python files that come with the model may run."""
-    task: str | None = None
-    """What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", "inpaint",
-    "text2video", "image2video", "video2video" ..., or "controlnet". By default what its folder says."""
-    controlnet: ControlNetSetting = None
-    """A ControlNet that guides the model: a folder or a name on the hub, or a list of them. It goes with task
-    "img2img" and "inpaint", too, where the family has such a pipeline."""
-    cache: CacheSetting = None
-    """The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`. True is
-    "auto"."""
-    tolerance: float | str | None = None
-    """How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone it means cache="auto"; a request
-    may ask for another."""
-    offload: OffloadSetting = None
-    """CPU offload: "auto", "model" or "layerwise", an OffloadConfig, a mapping or a file."""
-    gpu_memory: str | int | None = None
-    """GPU memory budget, such as "12GiB". Alone it offloads as little as the budget demands."""
-    host_memory: str | int | None = None
-    """Budget of host memory for weights that are not on the GPU; the rest is read from the model's files again."""
-    exclude: str | Sequence[str] | None = None
-    """Names of components that offload leaves alone, with commas; they are on the GPU at all times."""
-    parallel: ParallelSetting = None
-    """Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank."""
-    compile: bool | str = False
-    """"graphs" replays the denoiser's forwards as CUDA graphs, with the same bits. True, or the name of a backend of
-    torch.compile, compiles its blocks. The first image of a size takes longer."""
-    attention: str | None = None
-    """Other kernels for attention: "cudnn", "flash", "flash3", "sage" or another backend of diffusers. The first
-    forward compares them with the default, which stays where they do not agree."""
-    compile_cache: str | None = None
-    """A folder that keeps compiled blocks, so that a worker that is started again need not compile them. By default
-    torch's own. Files in it are run as code."""
-    vae_tiling: bool | None = None
-    """Decode in tiles, which are blended: less memory for large images, and slightly other pixels. By default only if
-    `gpu_memory` is not enough otherwise."""
-    vae_slicing: bool | None = None
-    """Decode the images of a batch one after the other: less memory. Likewise."""
-    vae_channels_last: bool = False
-    """Decode with channels last: faster on most GPUs, with other last bits."""
-    warm_up: bool | None = None
-    """Whether to make an image of the default size before the first request, as part of loading. By default AsyncOmni
-    does so with `compile`."""
-    max_batch: int = 1
-    """Most images computed at once. Above 1, an image may differ in its last bits from one computed alone."""
-    overlap: bool = False
-    """Whether a worker of AsyncOmni encodes the text of the next request, and decodes the last image, while it denoises
-    another, if there is enough memory. Same bits. For models that stay on the device as a whole."""
-    max_queue: int = 16
-    """Most requests that wait in AsyncOmni's queue."""
-    step_timeout_s: float = 60.0
-    """Seconds without a step after which AsyncOmni considers a worker hung, at the model's default size. Larger images
-    get more, by what smaller ones took."""
-    load_timeout_s: float = 1800.0
-    """Seconds that loading the model may take."""
+    model: str = setting(
+        "emoji",
+        TEXT,
+        "The name of a built-in model, a folder in diffusers format, or a name on the hub.",
+    )
+    dtype: str = setting(
+        "auto",
+        choice(DTYPES),
+        '"float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU.',
+    )
+    device: str | None = setting(
+        None,
+        TEXT,
+        'Where to compute, such as "cuda:1"; by default a GPU if there is one.',
+    )
+    replicas: int | None = setting(
+        None,
+        count(1),
+        "Workers of AsyncOmni that share its queue, each with all of the model. By default one, or one for each "
+        "of `devices`; with ranks, for as many of them as there are ranks.",
+    )
+    devices: DevicesSetting = setting(
+        None,
+        SETTING,
+        'GPUs of the replicas, such as "0,1,2,3" or [0, 1]. By default the first ones. A GPU that is named twice '
+        "has two replicas.",
+    )
+    quantization: QuantizationSetting = setting(
+        None,
+        SETTING,
+        'Quantise weights while they are loaded: "int8", "fp8", "int4", "nf4" or a .gguf file for the denoiser, '
+        'or any of these by component, such as {"transformer": "int8", "text_encoder_2": "int4"}.',
+    )
+    loss: str | None = setting(
+        None,
+        TEXT,
+        'How much quantisation may lose: "exact" (the default), "int8" or "int4". Of exact weights and the kinds '
+        "that lose no more, the fastest within `gpu_memory` is taken.",
+    )
+    lora: LoraSetting = setting(
+        None,
+        SETTING,
+        "LoRA adapters that requests may use, by name: a .safetensors file, a folder, or a name on the hub, such "
+        'as {"pixel": "./pixel.safetensors"}.',
+    )
+    lora_memory: str | int | None = setting(
+        None,
+        SIZE,
+        'Size of the adapters that stay loaded, such as "2GiB"; others are read again when used. By default all stay.',
+    )
+    defaults: DefaultsSetting = setting(
+        None,
+        SETTING,
+        'Sampling parameters of requests that do not give them, such as {"num_inference_steps": 28}. Others come '
+        "from a tuned cache setting, then from the model's samovar.json.",
+    )
+    progress: bool = setting(
+        True,
+        FLAG,
+        "Whether to show a progress bar on a terminal.",
+    )
+    trust_remote_code: bool = setting(
+        False,
+        FLAG,
+        "Whether Python files that come with the model may run.",
+    )
+    task: str | None = setting(
+        None,
+        TEXT,
+        'What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", '
+        '"inpaint", "text2video", "image2video", "video2video" ..., or "controlnet". By default what its folder '
+        "says.",
+    )
+    controlnet: ControlNetSetting = setting(
+        None,
+        SETTING,
+        "A ControlNet that guides the model: a folder or a name on the hub, or a list of them. It goes with task "
+        '"img2img" and "inpaint", too, where the family has such a pipeline.',
+    )
+    cache: CacheSetting = setting(
+        None,
+        SETTING,
+        "The cache: a backend's name, a TeaCacheConfig, a mapping of settings, or a file saved by `samovar tune`. "
+        'True is "auto".',
+    )
+    tolerance: float | str | None = setting(
+        None,
+        TOLERANCE,
+        'How much the cache "auto" may lose: "exact", "high", "fast", or a number. Alone it means cache="auto"; a '
+        "request may ask for another.",
+    )
+    offload: OffloadSetting = setting(
+        None,
+        SETTING,
+        'CPU offload: "auto", "model" or "layerwise", an OffloadConfig, a mapping or a file.',
+    )
+    gpu_memory: str | int | None = setting(
+        None,
+        SIZE,
+        'GPU memory budget, such as "12GiB". Alone it offloads as little as the budget demands.',
+    )
+    host_memory: str | int | None = setting(
+        None,
+        SIZE,
+        "Budget of host memory for weights that are not on the GPU; the rest is read from the model's files again.",
+    )
+    exclude: str | Sequence[str] | None = setting(
+        None,
+        SETTING,
+        "Names of components that offload leaves alone, with commas; they are on the GPU at all times.",
+    )
+    parallel: ParallelSetting = setting(
+        None,
+        SETTING,
+        "Ranks that share one image: a SequenceParallelConfig, a mapping or a file. One process is started per rank.",
+    )
+    compile: bool | str = setting(
+        False,
+        _FLAG_OR_NAME,
+        '"graphs" replays the denoiser\'s forwards as CUDA graphs, with the same bits. True, or the name of a '
+        "backend of torch.compile, compiles its blocks. The first image of a size takes longer.",
+    )
+    attention: str | None = setting(
+        None,
+        TEXT,
+        'Other kernels for attention: "cudnn", "flash", "flash3", "sage" or another backend of diffusers. The '
+        "first forward compares them with the default, which stays where they do not agree.",
+    )
+    compile_cache: str | None = setting(
+        None,
+        TEXT,
+        "A folder that keeps compiled blocks, so that a worker that is started again need not compile them. By "
+        "default torch's own. Files in it are run as code.",
+    )
+    vae_tiling: bool | None = setting(
+        None,
+        FLAG,
+        "Decode in tiles, which are blended: less memory for large images, and slightly other pixels. By default "
+        "only if `gpu_memory` is not enough otherwise.",
+    )
+    vae_slicing: bool | None = setting(
+        None,
+        FLAG,
+        "Decode the images of a batch one after the other: less memory. Likewise.",
+    )
+    vae_channels_last: bool = setting(
+        False,
+        FLAG,
+        "Decode with channels last: faster on most GPUs, with other last bits.",
+    )
+    warm_up: bool | None = setting(
+        None,
+        FLAG,
+        "Whether to make an image of the default size before the first request, as part of loading. By default "
+        "AsyncOmni does so with `compile`.",
+    )
+    max_batch: int = setting(
+        1,
+        count(1),
+        "Most requests whose steps are computed at once. Above 1, an image may differ in its last bits from one alone.",
+    )
+    max_queue: int = setting(
+        16,
+        count(1),
+        "Most requests that wait in AsyncOmni's queue.",
+    )
+    step_timeout_s: float = setting(
+        60.0,
+        number(above=True),
+        "Seconds without a step after which AsyncOmni considers a worker hung, at the model's default size. "
+        "Larger images get more, by what smaller ones took.",
+    )
+    load_timeout_s: float = setting(
+        1800.0,
+        number(above=True),
+        "Seconds that loading the model may take.",
+    )
 
     @classmethod
-    def read(cls, settings: Mapping[str, Any], file: str | Path | None = None) -> OmniDiffusionConfig:
+    def read(cls, value: Any, file: str | Path | None = None) -> Self:
         """Settings from arguments, then a file, then the environment."""
-        return cls(**gather(settings, file, {field.name: _reader(field.type) for field in fields(cls)}))
+        return cls(**gather(value, file, table(cls)))
 
-    def __post_init__(self) -> None:
-        self._check_kinds()
-        if self.dtype not in _DTYPES:
-            hint = nearest(str(self.dtype), _DTYPES)
-            raise SettingError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}. {hint}", param="dtype")
+    def check(self) -> None:
         find_model(self.model)
         quantised = self.quantised()
         if self.attach_config.compiles and quantised is not None and quantised.files:
@@ -150,37 +252,6 @@ class OmniDiffusionConfig:
         if self.num_ranks > 1:
             self._check_gpus()
         self.gpus  # noqa: B018 - Likewise.
-        if self.overlap:
-            self._check_overlap()
-
-    def _check_overlap(self) -> None:
-        attached = self.attach_config
-        own_cache = attached.cache is None or isinstance(attached.cache.settings, (AutoConfig, TeaCacheConfig))
-        reasons = {
-            "offload": attached.offload is not None and "moves weights that two requests would use",
-            "parallel": self.num_ranks > 1 and "needs all ranks for one request",
-            "lora": bool(self.lora) and "changes weights that two requests would use",
-            "compile": bool(self.compile) and "records one request's work on the device",
-            "cache": not own_cache and "does not tell two requests apart",
-        }
-        for name, reason in reasons.items():
-            if reason:
-                message = f"overlap cannot be combined with {name}, which {reason}. Leave out one of them."
-                raise SettingError(message, param="overlap")
-
-    def _check_kinds(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("bool", "bool | None") and not isinstance(value, bool) and (value, field.type) != _UNSAID:
-                raise SettingError(f"{field.name} must be true or false, not {value!r}.", param=field.name)
-        for name in ("max_batch", "max_queue"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise SettingError(f"{name} must be a whole number, 1 or more, not {value!r}.", param=name)
-        for name in ("step_timeout_s", "load_timeout_s"):
-            value = getattr(self, name)
-            if not is_duration(value):
-                raise SettingError(f"{name} must be a number of seconds above 0, not {value!r}.", param=name)
 
     def _check_defaults(self) -> None:
         steps = self._given_defaults().num_inference_steps
@@ -276,22 +347,3 @@ class OmniDiffusionConfig:
                 "degrees, or device='cpu'.",
                 param="parallel",
             )
-
-
-def is_duration(value: Any) -> bool:
-    """Whether this is a finite number of seconds above 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value <= sys.float_info.max
-
-
-def _reader(annotation: Any) -> Callable[[str], Any]:
-    """Turns the text of an environment variable into a value."""
-    readers: dict[str, Callable[[str], Any]] = {
-        "bool": read_bool,
-        "bool | None": read_bool,
-        "bool | str": read_bool_or_name,
-        "int": int,
-        "int | None": int,
-        "float": float,
-    }
-    return readers.get(annotation, read_name_or_json if annotation.endswith("Setting") else str)

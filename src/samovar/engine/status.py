@@ -1,4 +1,4 @@
-"""How is the engine? For health probes and dashboards."""
+"""The state of the engine, for health probes and dashboards."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class ReplicaStatus:
     bytes_moved: int = 0
     memory_bytes: int = 0
     worker_ids: tuple[int, ...] = ()
+    alone: str = ""
+    """Why it serves one request at a time, if it does."""
 
 
 @dataclass

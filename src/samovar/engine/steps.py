@@ -1,4 +1,4 @@
-"""What happens after each step? The latents are checked, progress is reported, and cancelled requests stop.
+"""Checks, progress, previews and cancellation after each step of a run.
 
 Most pipelines call back after a step. On the others, hooks on the denoisers see a step end when the next one begins.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from ..arch import find_denoisers
-from ..cache import CacheBackend, PipelineStats, StepRecord
+from ..cache import CacheBackend, PipelineStats
 from ..core.errors import CancelledRequestError, NanLatentsError
 from ..hooks import ModelHook, Run, install_hook
 from ..media import upright_size
@@ -22,35 +22,22 @@ from .request import Listener, Preview, Progress, Request
 
 HOOK_NAME = "samovar_steps"
 CALLBACK = "callback_on_step_end"
-Slot = tuple[int, int]
-"""One image of a pipeline call: the index of its request in the batch, and its index within the request."""
-
-
-def stats_of(stats: Any, slots: Sequence[Slot], index: int) -> Any:
-    """What a cache did in a pipeline call for one request of it, as far as it knows."""
-    if not isinstance(stats, PipelineStats):
-        return stats
-    return stats.of_images(_places(slots, index), len(slots))
-
-
-def _places(slots: Sequence[Slot], index: int) -> list[int]:
-    """Those of a request's images in a pipeline call."""
-    return [place for place, (request, _) in enumerate(slots) if request == index]
 
 
 class StepWatch:
-    """Follows the steps of one pipeline call. `agree` turns this rank's flag into the one that all ranks share;
-    `end_steps` is called after the last one; `size` is that of a request which says none."""
+    """Follows the steps of one run, which makes the image `index` of a request.
+
+    `agree` turns this rank's flag into the one that all ranks share; `size` is that of a request which gives none.
+    """
 
     def __init__(
         self,
         pipeline: Any,
         cache: CacheBackend | None,
-        batch: Mapping[int, Request],
-        slots: Sequence[Slot],
+        request: Request,
+        index: int,
         listener: Listener,
         agree: Callable[[bool], bool],
-        end_steps: Callable[[], None] = lambda: None,
         size: tuple[int, int] | None = None,
     ) -> None:
         self.no_preview = f"{type(pipeline).__name__} does not show its latents between steps"
@@ -58,27 +45,20 @@ class StepWatch:
         self._size = size or (None, None)
         self._pipeline = pipeline
         self._cache = cache
-        self._batch = batch
-        self._slots = slots
+        self._request = request
+        self._index = index
         self._listener = listener
         self._agree = agree
-        self._end_steps = end_steps
-        self.last_stats: Any = None
-        """The cache's `stats()` after the last step, if the pipeline calls back."""
         self._run = Run(pipeline, None)
         self._began = time.perf_counter()
         self._before: torch.Tensor | None = None
         self._counts: dict[str, tuple[int, int]] = {}
         """By denoiser: the steps that were computed, and that were skipped."""
-        self._wants_previews = any(batch[index].num_previews for index, _ in slots)
 
     def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """The callback for the pipeline. What it returned would take the place of the pipeline's own tensors, and some
         have them in another form by then."""
         self.end_step(step, tensors.get("latents"))
-        if step + 1 == self._run.total():
-            self.last_stats = None if self._cache is None else self._cache.stats()
-            self._end_steps()
         return {}
 
     def end_step(self, step: int, latents: Any, total: int | None = None) -> None:
@@ -87,23 +67,17 @@ class StepWatch:
         if isinstance(latents, torch.Tensor):
             self._check(latents, step, total)  # Waits for the device, so the time below is right.
         seconds = time.perf_counter() - self._began
-        records = self._records()
-        first_images = dict(reversed(self._slots))
-        for index in sorted(first_images):
-            count = self._batch[index].num_images
-            places = _places(self._slots, index)
-            is_computed = any(record.is_computed_for(places) for record in records) if records else None
-            progress = Progress(step + 1, total, first_images[index], count, seconds, is_computed)
-            self._listener.on_event(index, progress)
+        count = self._request.num_images
+        self._listener.on_event(Progress(step + 1, total, self._index, count, seconds, self._was_computed()))
         self.check_cancelled()
-        if isinstance(latents, torch.Tensor) and self._wants_previews:
+        if isinstance(latents, torch.Tensor) and self._request.num_previews:
             self._preview(step, total, latents)
             self._before = latents.clone()  # Some schedulers write into their input.
         self._began = time.perf_counter()
 
     def check_cancelled(self) -> None:
-        """Stop if every request of this call was cancelled."""
-        if self._agree(all(self._listener.is_cancelled(index) for index, _ in self._slots)):
+        """Stop if the request was cancelled."""
+        if self._agree(self._listener.is_cancelled()):
             raise CancelledRequestError("The request was cancelled.")
 
     def _check(self, latents: torch.Tensor, step: int, total: int) -> None:
@@ -118,50 +92,47 @@ class StepWatch:
             cache,
         )
 
-    def _records(self) -> list[StepRecord]:
-        """What the cache did at the step that has ended, in the denoisers that took part."""
+    def _was_computed(self) -> bool | None:
+        """Whether a denoiser computed the step that has ended; None if no cache says so."""
         stats = None if self._cache is None else self._cache.stats()
         if not isinstance(stats, PipelineStats):
-            return []
+            return None
         before = self._counts
         self._counts = {name: (each.computed, each.skipped) for name, each in stats.denoisers.items()}
         ran = [each for name, each in stats.denoisers.items() if self._counts[name] != before.get(name, (0, 0))]
-        return [record for each in ran for branch in each.branches.values() for record in branch.steps[-1:]]
+        records = [record for each in ran for branch in each.branches.values() for record in branch.steps[-1:]]
+        return any(record.computed for record in records) if records else None
 
     def _preview(self, step: int, total: int, latents: torch.Tensor) -> None:
-        counts = [self._batch[index].num_previews for index, _ in self._slots]
-        due = [i for i, count in enumerate(counts) if step + 1 in preview_steps(count, total)]
-        if not any(preview_steps(count, total) for count in counts):
-            self.no_preview = f"there is none within {total} step{'s' * (total > 1)}"
+        due = preview_steps(self._request.num_previews, total)
         if not due:
+            self.no_preview = f"there is none within {total} step{'s' * (total > 1)}"
+        if step + 1 not in due:
             return
         scheduler = getattr(self._pipeline, "scheduler", None)
-        request = self._batch[self._slots[0][0]]
-        params = request.params
-        latents, before = (self._own(each) for each in (latents, self._before))
+        params = self._request.params
+        latents, before = (_first_branch(each) for each in (latents, self._before))
         clean = predict_clean(scheduler, before, latents, step)
         height, width = params.height or self._size[0], params.width or self._size[1]
-        if height is None and request.images:  # Of the same shape, as a rule.
-            width, height = upright_size(request.images[0])
+        if height is None and self._request.images:  # Of the same shape, as a rule.
+            width, height = upright_size(self._request.images[0])
         try:
             images = decode_latents(self._pipeline, clean, height, width)
-            if len(images) != len(self._slots):
-                raise NoPreview(f"there are {len(images)} latents for {len(self._slots)} outputs")
+            if len(images) != 1:
+                raise NoPreview(f"there are {len(images)} latents for one output")
         except NoPreview as error:
             self.no_preview = str(error)
             return
         self.no_preview = ""
-        for i in due:
-            index, number = self._slots[i]
-            self._listener.on_event(index, Preview(step + 1, total, number, images[i]))
+        self._listener.on_event(Preview(step + 1, total, self._index, images[0]))
 
-    def _own(self, latents: Any) -> Any:
-        """One for each slot: what a denoiser is given may hold them once for each branch of the guidance."""
-        count = len(self._slots)
-        if latents is None or len(latents) == count or len(latents) % count:
-            return latents
-        first, *others = latents.split(count)
-        return first if all(torch.equal(first, other) for other in others) else latents
+
+def _first_branch(latents: Any) -> Any:
+    """What a denoiser is given may hold the latents once for each branch of the guidance."""
+    if latents is None or len(latents) == 1:
+        return latents
+    first, *others = latents.split(1)
+    return first if all(torch.equal(first, other) for other in others) else latents
 
 
 def preview_steps(num_previews: int, num_steps: int) -> set[int]:

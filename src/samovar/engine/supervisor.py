@@ -1,4 +1,4 @@
-"""Who takes requests, and who serves them? The supervisor has one queue, and replicas that take from it.
+"""The queue of requests, and the replicas that serve it.
 
 One lock guards all state, of the queue and of the replicas, each of which has a thread.
 """
@@ -22,6 +22,7 @@ from ..core.errors import (
     SettingError,
     ShuttingDownError,
 )
+from ..core.settings import number, read_as
 from .facts import PipelineFacts
 from .job import Job
 from .job_queue import JobQueue
@@ -29,7 +30,7 @@ from .messages import Ready
 from .replica import Replica
 from .request import Event, Failed, Request
 from .restarts import Restarts
-from .settings import OmniDiffusionConfig, is_duration
+from .settings import OmniDiffusionConfig
 from .status import EngineStatus
 
 
@@ -52,7 +53,7 @@ class Supervisor:
             Replica(self, number, restarts if number == 0 else copy.deepcopy(restarts))
             for number in range(config.num_replicas)
         ]
-        self._num_batches = self._num_jobs = 0
+        self._num_runs = self._num_jobs = 0
         self._first_error: SamovarError | None = None
         self._is_started = False
 
@@ -106,9 +107,8 @@ class Supervisor:
         deadline_s: float | None = None,
     ) -> Job:
         """Put a request into the queue; see `Job` for how to follow it."""
-        if deadline_s is not None and not is_duration(deadline_s):
-            message = f"deadline_s must be a positive number of seconds or None, not {deadline_s!r}."
-            raise SettingError(message, param="deadline_s")
+        if deadline_s is not None:
+            read_as(number(above=True), deadline_s, "deadline_s")
         self.facts.check(request)  # Before the lock: this may decode an image, which takes time.
         with self.changed:
             if self.is_closing or self.is_over:
@@ -188,7 +188,7 @@ class Supervisor:
             if drain_s > 0:
                 self.changed.wait_for(self._is_idle, drain_s)
             for replica in self._replicas:
-                replica.fail_batches(
+                replica.fail_running(
                     ShuttingDownError("The engine is closing, and the request did not finish in time.")
                 )
             self.is_over = True
@@ -199,13 +199,14 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------ for replicas, locked
 
-    def has_idle_replica(self) -> bool:
-        return any(replica.is_loaded and not replica.batches for replica in self._replicas)
+    def fewest_running(self) -> int:
+        """Of all replicas that have loaded."""
+        return min((len(replica.running) for replica in self._replicas if replica.is_loaded), default=0)
 
-    def next_batch(self) -> int:
-        """A number that no other batch has."""
-        self._num_batches += 1
-        return self._num_batches
+    def next_number(self) -> int:
+        """A number that no other run has."""
+        self._num_runs += 1
+        return self._num_runs
 
     def fail(self, jobs: list[Job], error: SamovarError) -> None:
         for job in jobs:
@@ -244,7 +245,7 @@ class Supervisor:
         self.fail(jobs, error)
 
     def _is_idle(self) -> bool:
-        return self.is_over or not any(replica.batches for replica in self._replicas)
+        return self.is_over or not any(replica.running for replica in self._replicas)
 
     def _is_down(self, now: float) -> bool:
         """Whether no replica restarts its worker for now."""

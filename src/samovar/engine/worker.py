@@ -1,24 +1,32 @@
-"""How does a loaded pipeline serve requests? A worker owns it, calls it, and names what went wrong."""
+"""A loaded pipeline that serves requests: it calls the pipeline, and names what went wrong."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
+import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..arch.modular import adapt
+from ..arch import find_denoisers
+from ..arch.modular import adapt, is_modular
+from ..arch.modules import unwrapped
+from ..builtin import BUILTIN_MODELS, MAX_SIDE
 from ..cache import AutoConfig, TunedFor
 from ..compose import AttachConfig, Attached, Explanation, tiled_if_needed
+from ..compose.explain import Feature
 from ..core.errors import (
     CancelledRequestError,
     EngineError,
@@ -28,27 +36,38 @@ from ..core.errors import (
     SettingError,
 )
 from ..core.settings import parse_bytes
+from ..hooks import hook_pipeline, pipeline_hooks, running
 from .calling import call_pipeline
 from .controlnet import controlnet_bytes, read_controlnets
 from .facts import facts_of
-from .failures import described, is_out_of_memory, reason_of
-from .lanes import Lanes, must_be_alone
+from .failures import described, failure, is_out_of_memory
 from .lora import Adapters
+from .meeting import Meeting
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
-from .neighbours import is_same_alone, length_of
-from .notes import num_tokens, with_notes
+from .notes import notes_on, notes_on_model
 from .outputs import output_fields, take_outputs
-from .patience import shape_of
 from .planning import choose_quantization
 from .quantize import Quantization
 from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
-from .steps import Slot, StepWatch, follow_steps, stats_of
+from .steps import StepWatch, follow_steps
 
 Outcome = GenerationResult | SamovarError
+T = TypeVar("T")
+RUNS_PER_PLACE = 2
+"""Requests that are begun for each that is computed at a time: a short one need not wait for the end of long ones."""
 
 RAISED_BY_ALL_RANKS = (CancelledRequestError, NanLatentsError, SettingError)
 """All ranks raise these at the same place. After other errors, the other ranks may wait for the one that failed."""
+
+
+class Made(NamedTuple):
+    """What one call of the pipeline has made."""
+
+    outputs: Sequence[Any]
+    stats: Any
+    """The cache's, if there is one."""
+    notes: Sequence[str]
 
 
 class Usage(NamedTuple):
@@ -58,6 +77,8 @@ class Usage(NamedTuple):
     """GPU memory, or host memory without a GPU."""
     bytes_moved: int
     """Weights copied to the device so far."""
+    alone: str = ""
+    """Why requests are served one at a time, if they are."""
 
 
 def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
@@ -85,7 +106,7 @@ def _folder_of(config: OmniDiffusionConfig) -> Path:
 
 
 class Worker:
-    """A pipeline with features attached, which serves one batch of requests at a time."""
+    """A pipeline with features attached. Requests meet at its denoiser, or are served one at a time."""
 
     def __init__(
         self, config: OmniDiffusionConfig, pipeline: Any = None, components: Mapping[str, Any] | None = None
@@ -96,6 +117,7 @@ class Worker:
         self.device = config.execution_device()
         defaults, self._why_quantised = config.sampling_defaults(None), ""
         started = time.perf_counter()
+        is_builtin = pipeline is None and config.model in BUILTIN_MODELS
         if pipeline is None:
             folder = _folder_of(config)
             defaults = config.sampling_defaults(folder)
@@ -118,20 +140,18 @@ class Worker:
                 self.device = pipeline.device  # Where its owner put it.
         self.pipeline = pipeline
         try:
-            self._attach(config, defaults)
+            self._attach(config, defaults, is_builtin)
         except BaseException:
             self._restore()
             raise
         self.load_seconds = time.perf_counter() - started
-        self._mixes: bool | None = None
-        """Whether prompts of different lengths may be in one batch; None if that was not tried yet."""
-        self._lock = threading.Lock()
-        """One call at a time, without lanes: they share the scheduler, which counts the steps."""
 
-    def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams) -> None:
+    def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams, is_builtin: bool) -> None:
         """Attach the features to the pipeline, and know what it takes and makes."""
         pipeline = self.pipeline
         self.facts = facts_of(pipeline, defaults)
+        if is_builtin:
+            self.facts = replace(self.facts, max_side=MAX_SIDE)
         self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
         offload = config.attach_config.offload
         if offload is None:  # Offloaded weights never pass through the device as a whole.
@@ -145,23 +165,82 @@ class Worker:
         cache = config.attach_config.cache
         is_auto = cache is not None and isinstance(cache.settings, AutoConfig)
         self.facts = replace(self.facts, has_tolerance=is_auto, scheduled_steps=config.scheduled_steps)
-        # Another cache decides for a batch as a whole, so an output would depend on those beside it.
-        is_batched = self.facts.takes_prompt and (cache is None or is_auto)
-        self.max_batch = config.max_batch if is_batched else 1
+        self._alone = self._why_alone(config)
+        self.max_batch = 1 if self._alone else config.max_batch
         frames = defaults.num_frames
         size = {"height": defaults.height, "width": defaults.width, "frames": frames, "batch": self.max_batch}
         try:
-            features = tiled_if_needed(pipeline, config.attach_config.for_requests(**size))
+            features = config.attach_config
+            if not self._alone and features.offload is not None:  # Those who meet are at different times.
+                features = replace(features, offload=replace(features.offload, precompute=False))
+            features = tiled_if_needed(pipeline, features.for_requests(**size))
             self._attached = Attached(pipeline, self._with_room(features))
         except BaseException:
             self._unload_adapters()
             raise
+        self._open_meeting()
         self.facts = replace(self.facts, explanation=self.explain())
-        self._lanes = Lanes(pipeline, self.device, self._attached.cache, 2 if config.overlap else 1)
+
+    def _why_alone(self, config: OmniDiffusionConfig) -> str:
+        """Why requests are served one at a time, if they must be."""
+        pipeline, cache, offload = self.pipeline, config.attach_config.cache, config.attach_config.offload
+        inner = [name for name, value in vars(pipeline).items() if hasattr(value, "components")]
+        most = self.facts.lora_bytes
+        reasons = {
+            "max_batch is 1": config.max_batch == 1,
+            "several ranks compute one image": config.num_ranks > 1,
+            f"{type(pipeline).__name__} is a modular pipeline": is_modular(type(pipeline)),
+            f"{type(pipeline).__name__} is made of others ({', '.join(inner)})": bool(inner),
+            f"{type(pipeline).__name__} cannot be copied": not callable(
+                getattr(pipeline, "set_progress_bar_config", 0)
+            ),
+            "this cache decides inside of the model": cache is not None and not isinstance(cache.settings, AutoConfig),
+            "compile records the work of one request": bool(config.compile),
+            "layers are computed ahead for one request": offload is not None and bool(offload.precompute),
+            "lora_memory has no room for all adapters": most is not None and sum(self.facts.adapters.values()) > most,
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+    def _open_meeting(self) -> None:
+        """Let requests meet at the denoiser, each with a copy of the pipeline."""
+        self._meeting: Meeting | None = None
+        self._copies = contextlib.ExitStack()
+        self._pipelines: queue.LifoQueue[Any] = queue.LifoQueue()
+        if not self._alone:
+            use = self._adapters.use if self._adapters is not None else lambda adapters: None
+            parts = {name: part for name, part in self.pipeline.components.items() if part is not None}
+            denoisers = list(map(unwrapped, find_denoisers(self.pipeline).values()))
+            self._meeting = self._copies.enter_context(Meeting(denoisers, parts, self.max_batch, use))
+            for _ in range(self.max_runs - 1):
+                self._pipelines.put(self._copied())
+        self._pipelines.put(self.pipeline)  # Last in, so that it is what a request alone is made with.
+
+    def _copied(self) -> Any:
+        """The pipeline with the same parts and hooks, but what a call keeps in itself, as its scheduler does."""
+        copied = copy.copy(self.pipeline)
+        copied.set_progress_bar_config(disable=True)
+        for name, part in self.pipeline.components.items():
+            if hasattr(part, "set_timesteps"):
+                setattr(copied, name, copy.deepcopy(part))
+        if self._attached.cache is not None:
+            self._copies.enter_context(self._attached.cache.enable(copied))
+        for name, hook in pipeline_hooks(self.pipeline).items():
+            if name not in pipeline_hooks(copied):
+                self._copies.enter_context(hook_pipeline(copied, name, hook))
+        return copied
+
+    @property
+    def why_alone(self) -> str:
+        """Why requests are served one at a time; empty if they meet."""
+        return self._alone if self._meeting is None else self._meeting.problem
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
-        return self._attached.explain().because(self._why_quantised)
+        found = self._attached.explain().because(self._why_quantised)
+        problem = self.why_alone
+        how = f"one request at a time: {problem}" if problem else f"up to {self.max_batch} at a time"
+        why = "requests meet at the denoiser: calls of one form are computed together"
+        return replace(found, features=(*found.features, Feature("requests", how, why)))
 
     def _with_room(self, config: AttachConfig) -> AttachConfig:
         """The same, with room within a memory budget for adapters that may be loaded later in place of smaller ones."""
@@ -187,16 +266,32 @@ class Worker:
             attached = replace(attached, offload=replace(offload, gpu_memory=max(1, budget - beside)))
         return choose_quantization(folder, dtype, self.device, attached, size, config.loss)
 
-    def run(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Outcome]:
-        """Serve requests that fit together in as few pipeline calls as possible; an error for each that fails. If a
-        call for several fails, each is tried alone."""
-        with self._lock if self.num_lanes == 1 else contextlib.nullcontext():
-            return self._run(requests, listener or SILENT)
+    def run(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Serve requests together where they can meet, else one after the other; an error for each that fails."""
+        is_over = threading.Event()
+        listener = Listener(lambda event: None, is_over.is_set)
+        try:
+            return self._each([partial(self.make, request, listener) for request in requests])
+        finally:  # If this thread is interrupted, the others stop at their next step.
+            is_over.set()
+
+    def make(self, request: Request, listener: Listener = SILENT, priority: int = 0) -> Outcome:
+        """Serve one request; its error if it fails. Where requests can meet, any number of threads may call this."""
+        try:
+            return self._make(request, listener, priority)
+        except SamovarError as error:
+            return error
 
     @property
-    def num_lanes(self) -> int:
-        """Calls of `run` that go on at the same time, from as many threads."""
-        return self._lanes.count
+    def max_runs(self) -> int:
+        """Calls of `make` that go on at the same time."""
+        return 1 if self._meeting is None else RUNS_PER_PLACE * self.max_batch
+
+    def _each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        if len(tasks) == 1 or self._meeting is None:
+            return [task() for task in tasks]
+        with ThreadPoolExecutor(min(len(tasks), self.max_runs), "samovar request") as threads:
+            return list(threads.map(lambda task: task(), tasks))
 
     def warm_up(self) -> float:
         """Make an image of the default size, and return how many seconds it took. Two steps show everything, unless a
@@ -206,7 +301,7 @@ class Worker:
         params = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps)
         inputs = self.facts.inputs.blanks(self.facts.defaults.width or 512, self.facts.defaults.height or 512)
         image = inputs.pop("image", None)
-        (outcome,) = self.run([Request("warm-up" if self.facts.takes_prompt else "", params, image, inputs=inputs)])
+        outcome = self.make(Request("warm-up" if self.facts.takes_prompt else "", params, image, inputs=inputs))
         if isinstance(outcome, SamovarError):
             raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
         return time.perf_counter() - started
@@ -225,11 +320,11 @@ class Worker:
         offloaded = self._attached.offloaded
         moved = 0 if offloaded is None else offloaded.stats().sent_bytes
         on_gpu = self.device.type == "cuda"
-        return Usage(torch.cuda.memory_allocated() if on_gpu else _resident_bytes(), moved)
+        return Usage(torch.cuda.memory_allocated() if on_gpu else _resident_bytes(), moved, self.why_alone)
 
     def close(self) -> None:
         """Detach everything from the pipeline, which frees its memory."""
-        self._lanes.close()
+        self._copies.close()
         self._attached.detach()
         self._unload_adapters()
         self._restore()
@@ -238,114 +333,57 @@ class Worker:
         if self._adapters is not None:
             self._adapters.close()
 
-    def _run(self, requests: Sequence[Request], listener: Listener) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        ready: dict[int, Request] = {}
-        lengths: dict[int, int] = {}
-        for index, request in enumerate(requests):
-            try:
-                self.facts.check(request)
-            except SettingError as error:
-                outcomes[index] = error
-                continue
-            with self._lanes.before_steps():
-                lengths[index] = num_tokens(self.pipeline, request.prompt)
-            params = self.facts.completed(request)
-            seed = self._from_first_rank(random.randrange(2**32)) if params.seed is None else params.seed
-            ready[index] = replace(request, params=replace(params, seed=seed))
-        for attempt in self._attempts(ready):
-            batch = {index: ready[index] for index in attempt if index not in outcomes}
-            try:
-                outcomes |= self._run_batch(batch, listener) if batch else {}
-            except SamovarError as error:
-                if self._attached.config.num_ranks > 1 and not isinstance(error, RAISED_BY_ALL_RANKS):
-                    outcomes |= dict.fromkeys(ready.keys() - outcomes.keys(), error)
-                elif len(batch) == 1:
-                    outcomes |= dict.fromkeys(batch, error)
-        for index, outcome in outcomes.items():
-            if isinstance(outcome, GenerationResult):
-                about = requests[index], lengths[index], self.pipeline, self.facts, self._tuned
-                outcomes[index] = with_notes(outcome, *about)
-        return [outcomes[index] for index in range(len(requests))]
+    def _make(self, request: Request, listener: Listener, priority: int) -> GenerationResult:
+        call = self.facts.check(request)
+        params = self.facts.completed(request)
+        seed = self._from_first_rank(random.randrange(2**32)) if params.seed is None else params.seed
+        full = replace(request, params=replace(params, seed=seed))
+        started = time.perf_counter()
+        runs = self._each(
+            [partial(self._run, full, index, call, listener, priority) for index in range(full.num_images)]
+        )
+        outputs = tuple(output for run in runs for output in run.outputs)
+        notes = (
+            note for run in runs for note in (*run.notes, *notes_on(run.outputs, request, full.params, self.facts))
+        )
+        return GenerationResult(
+            request.prompt,
+            outputs,
+            tuple(full.seeds[index] for index, run in enumerate(runs) for _ in run.outputs),
+            full.params,
+            time.perf_counter() - started,
+            cache=tuple(run.stats for run in runs if run.stats is not None),
+            lora=request.lora,
+            notes=tuple(dict.fromkeys(notes)),
+        )
 
-    def _attempts(self, ready: Mapping[int, Request]) -> Iterator[list[int]]:
-        """The requests that are tried together: all, or those with prompts of one length if others would change their
-        images; then each that is left alone."""
-        lengths = {index: length_of(self.pipeline, one.prompt) for index, one in ready.items() if self.max_batch > 1}
-        if len(set(lengths.values())) > 1 and not self._may_mix(ready, lengths):
-            yield from ([index for index in ready if lengths[index] == each] for each in sorted(set(lengths.values())))
-        else:
-            yield list(ready)
-        yield from ([index] for index in ready)
-
-    def _may_mix(self, ready: Mapping[int, Request], lengths: Mapping[int, Any]) -> bool:
-        """Whether prompts of other lengths leave an image as it is; tried once."""
-        if self._mixes is not None:
-            return self._mixes
-        short, long = min(ready, key=lengths.__getitem__), max(ready, key=lengths.__getitem__)
-        pair = {index: replace(ready[index], exact=True) for index in (short, long)}
+    def _run(self, request: Request, index: int, call: dict[str, Any], listener: Listener, priority: int) -> Made:
+        """One output of a request, by a call of the pipeline."""
+        cache, pipeline = None if request.exact else self._attached.cache, self._pipelines.get()
+        missing = ""
         try:
-            found = is_same_alone(self.pipeline, lambda *which: self._call(pair, [(each, 0) for each in which], SILENT),
-                                  short, long)  # fmt: skip
-        except SamovarError:
-            if self._attached.config.num_ranks > 1:
-                raise  # Other ranks may wait for this one.
-            return False  # What is wrong is seen again when they are made.
-        self._mixes = bool(self._from_first_rank(found))
-        return self._mixes
-
-    def _run_batch(self, batch: Mapping[int, Request], listener: Listener) -> dict[int, Outcome]:
-        slots = [(index, number) for index, request in batch.items() for number in range(request.num_images)]
-        made: dict[int, list[tuple[Any, int]]] = {index: [] for index in batch}
-        stats, started = {index: list[Any]() for index in batch}, time.perf_counter()
-        for first in range(0, len(slots), self.max_batch):
-            together = slots[first : first + self.max_batch]
-            called, found, why = self._call(batch, together, listener)
-            for (index, number), outputs in zip(together, called, strict=True):
-                made[index] += [(output, batch[index].seeds[number]) for output in outputs]
-            for index in found:
-                stats[index].append(found[index])
-        seconds = time.perf_counter() - started
-        return {
-            index: GenerationResult(
-                request.prompt,
-                tuple(output for output, _ in made[index]),
-                tuple(seed for _, seed in made[index]),
-                request.params,
-                seconds,
-                cache=tuple(stats[index]),
-                lora=request.lora,
-                notes=(f"there was no preview: {why}",) if request.num_previews and why else (),
-            )
-            for index, request in batch.items()
-        }
-
-    def _call(
-        self, batch: Mapping[int, Request], slots: Sequence[Slot], listener: Listener
-    ) -> tuple[list[list[Any]], dict[int, Any], str]:
-        """What one pipeline call makes for each slot, what the cache did by request, and why there was no preview."""
-        lead = batch[slots[0][0]]
-        call = self.facts.check(lead) | self.facts.inputs_of(lead)
-        if self.facts.output.kind == "video" and "output_type" in self.facts.takes:
-            call["output_type"] = "np"
-        prompts = [batch[index].prompt for index, _ in slots]
-        seeds = [batch[index].seeds[number] for index, number in slots]
-        cache, agree = None if lead.exact else self._attached.cache, lambda flag: bool(self._from_first_rank(flag))
-        try:
-            shape = shape_of([lead], self.facts), len(slots)
-            with self._lanes.calling(shape, must_be_alone(batch.values())) as lane:
-                if self._adapters is not None:
-                    self._adapters.use(lead.lora)
-                exactly = self._attached.exactly() if lead.exact else contextlib.nullcontext()
-                tolerating = self._attached.tolerating(lead.tolerance)
-                watch = StepWatch(lane.pipeline, cache, batch, slots, listener, agree, lane.end_steps, self.facts.size)
-                with exactly, tolerating, follow_steps(watch, lane.pipeline, call, self.facts.takes):
-                    output = call_pipeline(lane.pipeline, prompts, seeds, call, lane.note_draws, is_alone=lane.is_alone)
-                    made = take_outputs(self.facts.output, output, len(slots), self.facts.fps(lead.params))
-                    # Of two lanes, another call may have begun since the steps of this one.
-                    found = (watch.last_stats if self.num_lanes > 1 else None) or (cache and cache.stats())
-                    stats = {index: stats_of(found, slots, index) for index in dict(slots) if cache is not None}
-                    return made, stats, watch.no_preview
+            with contextlib.ExitStack() as stack:
+                if self._meeting is not None:
+                    stack.enter_context(self._meeting.member(priority, listener.is_cancelled, request.lora))
+                elif self._adapters is not None:
+                    self._adapters.use(request.lora)
+                if request.exact:
+                    is_auto = isinstance(getattr(self._attached.config.cache, "settings", None), AutoConfig)
+                    stack.enter_context(self._attached.tolerating(0.0) if is_auto else self._attached.exactly())
+                else:
+                    stack.enter_context(self._attached.tolerating(request.tolerance))
+                call = call | self.facts.inputs_of(request)
+                missing = " and no ".join(self.facts.inputs.missing(call))
+                stack.enter_context(running(pipeline))  # So that the cache knows whose figures are asked for.
+                watch = StepWatch(pipeline, cache, request, index, listener, self._agree, self.facts.size)
+                stack.enter_context(follow_steps(watch, pipeline, call, self.facts.takes))
+                output = call_pipeline(pipeline, [request.prompt], [request.seeds[index]], call, missing)
+                (made,) = take_outputs(self.facts.output, output, 1, self.facts.fps(request.params))
+                stats = None if cache is None else cache.stats()
+                notes = notes_on_model(request, pipeline, self._tuned)
+            if request.num_previews and watch.no_preview:
+                notes = [f"there was no preview: {watch.no_preview}", *notes]
+            return Made(made, stats, notes)
         except SamovarError:
             raise
         except BaseException as error:
@@ -353,13 +391,18 @@ class Worker:
                 raise  # Ctrl-C.
             problem = next(iter(str(error).splitlines()), type(error).__name__)
             if not is_out_of_memory(error):
-                raise EngineError(f"{self.facts.class_name} failed: {reason_of(error)}") from error
-        # The error holds every frame of the call. Memory can be freed only now that it is gone.
+                raise failure(error, self.facts.class_name, request.params.options, missing) from error
+        finally:
+            self._pipelines.put(pipeline)
+        # The error held every frame of the call. Memory can be freed only now that it is gone.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        what = described(lead.params, len(slots), self.facts.output.kind)
+        what = described(request.params, 1, self.facts.output.kind)
         raise OutOfMemoryError(f"There is not enough memory for {what}: {problem}")
+
+    def _agree(self, flag: bool) -> bool:
+        return bool(self._from_first_rank(flag))
 
     def _from_first_rank(self, value: int) -> int:
         """Rank 0's value, on all ranks. It draws seeds, and alone hears of cancelled requests."""

@@ -1,7 +1,8 @@
-"""What does a worker process do? It loads the model and serves requests until its pipe closes."""
+"""The life of a worker process: it loads the model and serves requests until its pipe closes."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import os
@@ -26,6 +27,7 @@ from .worker import Worker
 
 EXIT_ORPHANED, EXIT_BAD_MESSAGE, EXIT_GPU_LOST = 3, 4, 5
 _PR_SET_PDEATHSIG = 1
+MAX_CANCELLABLE = 4096
 
 
 class Place(NamedTuple):
@@ -58,23 +60,23 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
     except BaseException as error:
         send(pipe, Fatal(EngineError(f"Loading failed: {type(error).__name__}: {error}")), place.parent_id)
         raise
-    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, warm_up_s, worker.num_lanes)
+    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, warm_up_s, worker.max_runs)
     send(pipe, ready, place.parent_id)
     gc.collect()
     gc.freeze()  # Otherwise each collection would search the whole model, for a sixth of a second.
-    for _ in range(worker.num_lanes - 1):
-        threading.Thread(
-            target=_serve_lane, args=(worker, inbox, pipe, place), daemon=True, name="samovar lane"
-        ).start()
+    for number in range(worker.max_runs - 1):
+        serving = threading.Thread(target=_serve_on, args=(worker, inbox, pipe, place), daemon=True)
+        serving.name = f"samovar request {number}"
+        serving.start()
     while True:
-        serve_batch(worker, inbox, pipe, place)
+        serve_next(worker, inbox, pipe, place)
 
 
-def _serve_lane(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
-    """The same in another thread. What ends one lane ends the process."""
+def _serve_on(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
+    """The same in another thread. What ends one thread ends the process."""
     try:
         while True:
-            serve_batch(worker, inbox, pipe, place)
+            serve_next(worker, inbox, pipe, place)
     except BaseException:
         traceback.print_exc()
         raise
@@ -91,23 +93,23 @@ def die_with(parent_id: int) -> None:
 
 
 class Inbox:
-    """Reads what the parent sends, also while a batch runs."""
+    """Reads what the parent sends, also while requests run."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._batches: queue.SimpleQueue[Run] = queue.SimpleQueue()
-        self._before = 0
-        """The batch before the last one, which may still run in another lane."""
-        self._cancelled: set[tuple[int, int]] = set()
+        self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
         """Only the reading thread writes this, so no cancellation is lost."""
+        self._sent: collections.deque[int] = collections.deque(maxlen=MAX_CANCELLABLE)
+        """The numbers of the last requests. What is older is over."""
         threading.Thread(target=self._read, daemon=True, name="samovar inbox").start()
 
     def next(self) -> Run:
-        """The next batch; waits for it."""
-        return self._batches.get()
+        """The next request; waits for it."""
+        return self._runs.get()
 
-    def is_cancelled(self, batch: int, index: int) -> bool:
-        return (batch, index) in self._cancelled
+    def is_cancelled(self, number: int) -> bool:
+        return number in self._cancelled
 
     def _read(self) -> None:
         code = EXIT_BAD_MESSAGE  # Better a new process than one that hears nothing.
@@ -115,11 +117,11 @@ class Inbox:
             while True:
                 message = receive(self._pipe)
                 if isinstance(message, Run):
-                    self._cancelled = {each for each in self._cancelled if each[0] >= self._before}
-                    self._before = message.batch
-                    self._batches.put(message)
+                    self._sent.append(message.number)
+                    self._cancelled = self._cancelled.intersection(self._sent)
+                    self._runs.put(message)
                 elif isinstance(message, Cancel):
-                    self._cancelled = {*self._cancelled, (message.batch, message.request)}
+                    self._cancelled = {*self._cancelled, message.number}
         except (EOFError, OSError):
             code = 0  # The parent is gone. The system cleans up.
         except BaseException:
@@ -160,16 +162,16 @@ def rank_environment(place: Place) -> dict[str, str]:
     return variables
 
 
-def serve_batch(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
-    """Serve one batch and free everything it used."""
+def serve_next(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
+    """Serve one request and free everything it used."""
     _answer(worker, inbox.next(), inbox, pipe, place)
     # An error is in a cycle with its frames, whose tensors may fill a GPU.
     gc.collect()
-    trim_heap()  # Batches of all sizes fragment it: it would grow for days.
+    trim_heap()  # Requests of all sizes fragment it: it would grow for days.
 
 
 _sending = threading.Lock()
-"""Two lanes share a pipe, and a message may be followed by its images."""
+"""Requests share a pipe, and a message may be followed by its images."""
 
 
 def _answer(worker: Worker, run: Run, inbox: Inbox, pipe: Connection, place: Place) -> None:
@@ -177,18 +179,17 @@ def _answer(worker: Worker, run: Run, inbox: Inbox, pipe: Connection, place: Pla
         with _sending:
             send(pipe, message, place.parent_id)
 
-    def on_event(index: int, event: Event) -> None:
+    def on_event(event: Event) -> None:
         if place.rank == 0:
-            tell(Update(run.batch, index, event))
+            tell(Update(run.number, event))
 
     try:
-        outcomes = worker.run(run.requests, Listener(on_event, lambda index: inbox.is_cancelled(run.batch, index)))
+        outcome = worker.make(run.request, Listener(on_event, lambda: inbox.is_cancelled(run.number)), run.priority)
     except BaseException as error:
         tell(Fatal(EngineError(f"The worker failed: {type(error).__name__}: {error}")))
         raise
-    broken = [outcome for outcome in outcomes if isinstance(outcome, EngineError)]
-    if broken and not worker.is_healthy():
-        tell(Fatal(broken[0]))
+    if isinstance(outcome, EngineError) and not worker.is_healthy():
+        tell(Fatal(outcome))
         os._exit(EXIT_GPU_LOST)  # A regular exit would wait for the GPU, which may never answer.
-    sent = [outcome if place.rank == 0 or isinstance(outcome, SamovarError) else None for outcome in outcomes]
-    tell(Finished(run.batch, tuple(sent), worker.usage()))
+    is_told = place.rank == 0 or isinstance(outcome, SamovarError)
+    tell(Finished(run.number, outcome if is_told else None, worker.usage()))

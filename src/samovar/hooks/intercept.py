@@ -148,6 +148,13 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
     registry = module.__dict__.get(_ENTRY)
     if registry is None:  # The last hook removed itself during the call.
         return module(*args, **kwargs)
+    return registry.enter(_call_recorded, args, kwargs)
+
+
+def _call_recorded(module: Any, args: Any, kwargs: Any) -> Any:
+    registry = attached_registry(module)
+    if registry is None:
+        return module(*args, **kwargs)
     recorder = registry.recorder
     if recorder is None or is_watched():
         return _call_itself(module, registry, args, kwargs)
@@ -180,6 +187,12 @@ def _call_itself(module: Any, registry: HookRegistry, args: Any, kwargs: Any) ->
         _inside.module = outer
         if _INSIDE in instance:
             instance[_INSIDE] = was_inside
+
+
+def _enter_forward(module: Any, args: Any, kwargs: Any) -> Any:
+    registry = attached_registry(module)
+    inner = module._samovar_bare.forward
+    return inner(module, *args, **kwargs) if registry is None else registry.enter(_call_forward, args, kwargs)
 
 
 def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
@@ -253,7 +266,7 @@ def _intercepted_forward(bare: Any) -> Callable[..., Any]:
         # Without a registry: this bound method was kept from when the module was hooked.
         if registry is None or _inside.module is self:
             return bare.forward(self, *args, **kwargs)
-        return registry.run(self, _call_forward, args, kwargs)
+        return registry.run(self, _enter_forward, args, kwargs)
 
     # torch limits the number of graphs per code object: every class has its own, as it had without hooks.
     forward.__code__ = forward.__code__.replace()
@@ -324,7 +337,15 @@ def _prepare_for_compilation() -> None:
         _outside_graph.runner = never_compiled(lambda module: attached_registry(module).run_outside_graph)  # type: ignore[union-attr]
         _outside_graph.call = never_compiled(_call_outside_graph, recursive=False)
         _outside_graph.forward = never_compiled(_forward_outside_graph, recursive=False)
-        for function in (_call_outside_graph, _forward_outside_graph, call_bare, _call_itself, _call_forward):
+        for function in (
+            _call_outside_graph,
+            _forward_outside_graph,
+            call_bare,
+            _call_recorded,
+            _call_itself,
+            _enter_forward,
+            _call_forward,
+        ):
             skip_frame(function)
         from torch._dynamo import trace_rules
 
@@ -340,7 +361,7 @@ def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _forward_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    return _outside_graph.runner(module)(module, _call_forward, args, kwargs)
+    return _outside_graph.runner(module)(module, _enter_forward, args, kwargs)
 
 
 def never_compiled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:

@@ -25,14 +25,19 @@ NOT_BYPASSED: Any = type("NotBypassed", (), {"__repr__": lambda self: "NOT_BYPAS
 """What `ModelHook.bypass` returns to let the call go on."""
 
 
+Forward = Callable[[Any, Any], Any]
+"""What is left of a call, of arguments and keyword arguments."""
+
+
 class HookOrder(enum.IntEnum):
     """Which hooks are outside of others. A cached step must not move weights, so cache is outside offload."""
 
     OUTERMOST = 0
     SHARD = 1
     CACHE = 2
-    OFFLOAD = 3
-    OTHER = 4
+    MEETING = 3
+    OFFLOAD = 4
+    OTHER = 5
 
 
 class ModelHook:
@@ -68,6 +73,11 @@ class ModelHook:
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
         """Called in place of `post_forward` when something raised after this hook's `pre_forward`."""
+
+    def arrive(self, module: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Computes a call that no cache has answered, perhaps together with others. `forward(args, kwargs)` goes on
+        with the hooks inside the cache, and then the module itself. Only one hook of a module may override this."""
+        return forward(args, kwargs)
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Forget what was remembered from earlier calls."""
@@ -125,6 +135,28 @@ class _Chain(NamedTuple):
             raise
 
 
+def _chain_of(hooks: list[ModelHook], wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> _Chain:
+    def parts(method: str, among: list[ModelHook] = hooks) -> tuple[Callable[..., Any], ...]:
+        found = tuple(getattr(hook, method) for hook in among if _overrides(hook, method))
+        if wrap is None:
+            return found
+        # The graph may go on inside new_forward, where the module's own forward is called.
+        return tuple(map(skip_frame if method == "new_forward" else wrap, found))
+
+    rescues = (
+        _Rescue(len(parts("pre_forward", hooks[: i + 1])), len(parts("post_forward", hooks[i + 1 :])), rescue)
+        for i, hook in enumerate(hooks)
+        for rescue in parts("failed_forward", [hook])
+    )
+    return _Chain(
+        bypasses=parts("bypass"),
+        before=parts("pre_forward"),
+        override=next(iter(parts("new_forward")), None),
+        after=parts("post_forward")[::-1],
+        rescues=tuple(rescues),
+    )
+
+
 Runner = Callable[[torch.nn.Module, Callable[..., Any], Any, Any], Any]
 
 
@@ -144,6 +176,9 @@ class HookRegistry:
         """Whether that class leaves torch's way from `__call__` to `forward` as it is."""
         self.recorder: Recorder | None = None
         """Replays the module's own forward, inside all hooks."""
+        self._arrive: Callable[..., Any] | None = None
+        self._inside = _Chain()
+        """Below a hook that overrides `arrive`: the hooks inside the cache, which run once for calls that meet."""
 
     @classmethod
     def get_or_create(cls, module: torch.nn.Module) -> HookRegistry:
@@ -249,6 +284,13 @@ class HookRegistry:
         else:
             intercept.uninstall(self._module, self)
 
+    def enter(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Go on with a call inside the cache: by the hook that overrides `arrive`, if there is one."""
+        module, inside = self._module, self._inside
+        if self._arrive is None:
+            return inner(module, args, kwargs)
+        return self._arrive(module, lambda args, kwargs: inside.run(module, inner, args, kwargs), args, kwargs)
+
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its hooks."""
         return self._module(*args, **kwargs)
@@ -263,26 +305,10 @@ class HookRegistry:
 
     def _build_chain(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> _Chain:
         hooks = [self._hooks[name] for name in self._sorted]
-
-        def parts(method: str, among: list[ModelHook] = hooks) -> tuple[Callable[..., Any], ...]:
-            found = tuple(getattr(hook, method) for hook in among if _overrides(hook, method))
-            if wrap is None:
-                return found
-            # The graph may go on inside new_forward, where the module's own forward is called.
-            return tuple(map(skip_frame if method == "new_forward" else wrap, found))
-
-        rescues = (
-            _Rescue(len(parts("pre_forward", hooks[: i + 1])), len(parts("post_forward", hooks[i + 1 :])), rescue)
-            for i, hook in enumerate(hooks)
-            for rescue in parts("failed_forward", [hook])
-        )
-        return _Chain(
-            bypasses=parts("bypass"),
-            before=parts("pre_forward"),
-            override=next(iter(parts("new_forward")), None),
-            after=parts("post_forward")[::-1],
-            rescues=tuple(rescues),
-        )
+        self._arrive = next((hook.arrive for hook in hooks if _overrides(hook, "arrive")), None)
+        within = [hook for hook in hooks if hook.order > HookOrder.CACHE and self._arrive is not None]
+        self._inside = _chain_of(within, wrap)
+        return _chain_of([hook for hook in hooks if hook not in within], wrap)
 
     @property
     def chain(self) -> tuple[tuple[str, HookOrder], ...]:

@@ -70,7 +70,7 @@ def load_av(purpose: str, instead: str) -> Any:
     try:
         import av
     except ImportError as error:
-        message = f"{purpose}, PyAV is needed: pip install 'samovar[video]'. {instead}"
+        message = f"{purpose}, PyAV is needed: pip install av. {instead}"
         raise SettingError(message, param="output") from error
     return av
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..core import nested
 
@@ -48,7 +49,7 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def gather_rows(self, tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int) -> list[list[torch.Tensor]]:
+    def gather_rows(self, tensors: Sequence[Tensor], counts: Sequence[int], dim: int) -> list[list[Tensor]]:
         """For each tensor the parts of all ranks along a dimension, in one exchange. `counts`: rows of each rank."""
         if self.size == 1:
             return [[tensor] for tensor in tensors]
@@ -71,8 +72,8 @@ class Group:
         ]
 
     def all_to_all(
-        self, parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
-    ) -> list[list[torch.Tensor]]:
+        self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[Tensor]]:
         """Send each rank its tensors, and get tensors of known shapes from each, in one exchange."""
         outgoing = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in parts]
         sizes = [sum(map(math.prod, of_rank)) for of_rank in shapes]
@@ -82,7 +83,7 @@ class Group:
         self.traffic.count("all-to-all", (sent.numel() - outgoing[self.index].numel()) * sent.element_size())
         return [unpacked(flat, of_rank) for flat, of_rank in zip(torch.split(arriving, sizes), shapes, strict=True)]
 
-    def pass_on(self, tensor: torch.Tensor, next_numel: int) -> Callable[[], torch.Tensor]:
+    def pass_on(self, tensor: Tensor, next_numel: int) -> Callable[[], Tensor]:
         """Start sending a flat tensor to the next rank of the ring and receiving one from the previous rank."""
         arriving = tensor.new_empty(next_numel)
         operations = [
@@ -94,14 +95,14 @@ class Group:
         works = dist.batch_isend_irecv(operations)
         self.traffic.count("ring", tensor.numel() * tensor.element_size())
 
-        def wait() -> torch.Tensor:
+        def wait() -> Tensor:
             for work in works:
                 work.wait()
             return arriving
 
         return wait
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of the rank at position `source`; the others pass one of the same shape, with any values."""
         if self.size == 1:
             return tensor
@@ -112,7 +113,7 @@ class Group:
             self.traffic.count("broadcast", sent.numel() * sent.element_size() * (self.size - 1))
         return sent.to(tensor.dtype)
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
@@ -128,7 +129,7 @@ class Group:
         apart = nested.difference(output, reference)
         return self.max(0.0 if apart <= allowed else apart, reference)
 
-    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
             return tensor
         reduced = tensor.detach().clone()
@@ -137,7 +138,7 @@ class Group:
         return reduced
 
 
-def unpacked(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def unpacked(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Tensors of these shapes, from their elements in one flat tensor."""
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
@@ -147,6 +148,6 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 """Its name from torch 2.13 on, and before."""
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+def _sendable(tensor: Tensor) -> Tensor:
     """Booleans travel as bytes: not every backend sends them."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,4 +1,4 @@
-"""How is a model sharded over ranks, and by which plan?"""
+"""Shards a model over ranks by a plan: given, declared by the model, or derived."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from ..arch import find_anatomy
 from ..arch.modules import unwrapped
@@ -22,7 +23,7 @@ from .derive import Candidate, candidates
 from .mesh import ParallelMesh, SequenceParallelConfig, StrategyName, make_mesh, rank_and_world
 from .plan import Placement, SequenceParallelModelPlan, declared_plan, invalid, place_plan, read_plan
 from .region import Forward, Region, Trace
-from .shard import BlockHook, ModelCallHook, PlanHook, plan_hook
+from .shard import BlockHook, ModelCallHook, PlanHook, SequenceParallelGatherHook, SequenceParallelSplitHook
 from .strategies import strategy_of
 
 ROOT, INNERMOST, BLOCK = "sequence_parallel", "sequence_parallel_innermost", "sequence_parallel_block"
@@ -34,7 +35,7 @@ class Sharding(Handle, ModelHook):
     and does what the plan says at the model itself. On a single rank nothing is attached."""
 
     def __init__(
-        self, model: torch.nn.Module, group: Group, strategy: Strategy, plan: Candidate | None, *, is_trusted: bool
+        self, model: Module, group: Group, strategy: Strategy, plan: Candidate | None, *, is_trusted: bool
     ) -> None:
         """A plan that is trusted is not compared with the unsharded output."""
         super().__init__()
@@ -77,8 +78,10 @@ class Sharding(Handle, ModelHook):
         self._drop_plan()
         with contextlib.ExitStack() as undo:
             for placement in placements:
-                name, hook = plan_hook(placement, self.region)
+                kind = SequenceParallelGatherHook if placement.outputs else SequenceParallelSplitHook
+                hook = kind(placement, self.region)
                 if placement.path:
+                    name = f"sp_{'output' if placement.outputs else 'input'}---{placement.key}"
                     install_hook(undo, placement.module, name, hook)
                 else:
                     self._root = hook
@@ -93,7 +96,7 @@ class Sharding(Handle, ModelHook):
 
     # ---------------------------------------------------------------------------------------- one call
 
-    def _call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call(self, model: Module, args: Any, kwargs: Any) -> Any:
         """The model's call, sharded."""
         forward = Forward(self._traces.get(nested.signature((args, kwargs))) or Trace())
         with self.region.running(forward):
@@ -101,7 +104,7 @@ class Sharding(Handle, ModelHook):
         self._check_parallel(forward)
         return output
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Rehearse new shapes, and find a plan if there is none yet; then split what the plan splits at the root."""
         given, forward = (args, kwargs), self.region.forward
         signature = nested.signature(given)
@@ -114,16 +117,17 @@ class Sharding(Handle, ModelHook):
         forward.trace = self._traces[signature]
         return self._root.before(module, args, kwargs)
 
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+    def post_forward(self, module: Module, output: Any) -> Any:
         """Gather what the plan gathers at the root."""
         return self._root.after(output)
 
     def _check_parallel(self, forward: Forward) -> None:
-        if (forward.num_blocks_run or not self._anatomy.stacks) and not forward.num_parallel:
+        if (forward.num_blocks_run or not self._anatomy.stacks) and not forward.is_parallel:
+            what = forward.rare or "attention that is not torch's scaled dot product attention"
             raise ShardingError(
                 f"A sharded forward of {type(self._model).__name__} runs no attention on several ranks: they would not "
-                "see each other's tokens. Its attention is not torch's scaled dot product attention, or the plan "
-                "splits no tensor that reaches an attention."
+                f"see each other's tokens. They cannot share {what}, or the plan splits no tensor that reaches an "
+                "attention."
             )
 
     def _rehearse(self, given: tuple[Any, Any]) -> Trace:
@@ -189,7 +193,7 @@ class Sharding(Handle, ModelHook):
 
 
 def apply_sequence_parallel(
-    module: torch.nn.Module,
+    module: Module,
     config: SequenceParallelConfig,
     plan: SequenceParallelModelPlan,
     *,
@@ -203,7 +207,7 @@ def apply_sequence_parallel(
 
 
 def enable_sequence_parallel_for_model(
-    model: torch.nn.Module,
+    model: Module,
     config: SequenceParallelConfig | None = None,
     *,
     strategy: StrategyName | None = None,
@@ -228,7 +232,7 @@ def enable_sequence_parallel_for_model(
     return _attach(model, config, mesh, strategy, Candidate(*declared) if declared else None, is_trusted=False)
 
 
-def remove_sequence_parallel(module: torch.nn.Module, plan: SequenceParallelModelPlan) -> None:
+def remove_sequence_parallel(module: Module, plan: SequenceParallelModelPlan) -> None:
     """Take off the sharding of this plan: the module is what it was before. Does nothing if it is not sharded."""
     sharding = sharding_of(module)
     if sharding is not None and not sharding.follows(read_plan(plan)):
@@ -239,21 +243,21 @@ def remove_sequence_parallel(module: torch.nn.Module, plan: SequenceParallelMode
     disable_sequence_parallel_for_model(module)
 
 
-def disable_sequence_parallel_for_model(model: torch.nn.Module) -> None:
+def disable_sequence_parallel_for_model(model: Module) -> None:
     """Take off a model's sharding, whatever its plan. Does nothing if it is not sharded."""
     sharding = sharding_of(model)
     if sharding is not None:
         sharding.detach()
 
 
-def sharding_of(model: torch.nn.Module) -> Sharding | None:
+def sharding_of(model: Module) -> Sharding | None:
     """The sharding of a model, if it is sharded."""
     hook = HookRegistry.get_or_create(unwrapped(model)).get_hook(INNERMOST)
     return hook if isinstance(hook, Sharding) else None
 
 
 def _attach(
-    model: torch.nn.Module,
+    model: Module,
     config: SequenceParallelConfig,
     mesh: ParallelMesh | None,
     strategy: StrategyName | None,
@@ -287,7 +291,7 @@ def _attach(
     return sharding
 
 
-def _check_backends(model: torch.nn.Module) -> None:
+def _check_backends(model: Module) -> None:
     """Refuse attention backends that would not be seen."""
     for path, module in model.named_modules():
         name = attention_backend(module)

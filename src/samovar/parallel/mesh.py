@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..core.errors import SettingError, nearest
 from ..core.settings import FLAG, Settings, count, setting
@@ -106,7 +107,7 @@ class BranchState:
     """Whether this rank computes some items of a batch, and other ranks the rest."""
     is_deferred: bool = False
     """Whether other ranks compute other branches meanwhile: the step makes one call per branch."""
-    agreed: torch.Tensor | None = None
+    agreed: Tensor | None = None
     """The numbers agreed on for all deferred calls of this step; None if this rank has not asked yet."""
     may_ask: bool = False
     """Whether anything may ask: ranks with nothing to ask must then join those that do."""
@@ -196,7 +197,7 @@ class Agreement:
         self._mesh = mesh
         mesh.branches.may_ask = True
 
-    def __call__(self, figures: torch.Tensor) -> torch.Tensor:
+    def __call__(self, figures: Tensor) -> Tensor:
         """Of branches in separate calls, the others follow the first. A rank asks once per step, however many branches
         it has; one that has not asked by the time outputs are exchanged joins there (`join`)."""
         state, figures = self._mesh.branches, self._mesh.sequence.sum(figures)
@@ -208,7 +209,7 @@ class Agreement:
             state.agreed = self._mesh.cfg.broadcast(figures, source=0)
         return state.agreed
 
-    def within_branch(self, figures: torch.Tensor) -> torch.Tensor:
+    def within_branch(self, figures: Tensor) -> Tensor:
         """For a decision that each branch makes for itself, whatever the first one does."""
         return self._mesh.sequence.sum(figures) if self._mesh.branches.is_deferred else self(figures)
 

@@ -1,4 +1,4 @@
-"""Where is a model's sequence split, and where is it put together again?
+"""Plans: where a model's sequence is split, and where it is put together again.
 
 A plan is a dictionary from module paths to what happens there: "" is the model itself, a path is dotted, and one "*"
 stands for every child of a ModuleList. A dictionary of inputs splits the module's arguments, by parameter name, or its
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch.nn import Module, ModuleList
 
 from ..arch.modules import named_parts, parameters_of, unwrapped
 from ..core.errors import SettingError, nearest
@@ -29,8 +29,7 @@ class SequenceParallelInput:
     split_output: bool = False
     """Whether to split an output of the module (the key is its index) rather than an argument."""
     auto_pad: bool = False
-    """Give all ranks the same number of rows, for code that needs it; attention ignores the added ones. Lengths that do
-    not divide evenly need no padding."""
+    """Accepted as in other libraries, and needed for nothing: lengths that do not divide evenly are not padded."""
     is_optional: bool = False
     """Leave a tensor with another number of dimensions whole. diffusers' own plans rely on that."""
 
@@ -70,7 +69,7 @@ class Placement:
     path: str
     key: str
     """The path as written in the plan, with "*"."""
-    module: torch.nn.Module
+    module: Module
     inputs: Mapping[str, InputTree] = field(default_factory=dict)
     """By parameter."""
     returned: Mapping[int, InputTree] = field(default_factory=dict)
@@ -103,7 +102,7 @@ def validate_plan(plan: Any) -> SequenceParallelModelPlan:
     return plan
 
 
-def place_plan(model: torch.nn.Module, plan: SequenceParallelModelPlan) -> tuple[Placement, ...]:
+def place_plan(model: Module, plan: SequenceParallelModelPlan) -> tuple[Placement, ...]:
     """What a plan does at which modules of a model; SettingError for a path or parameter that does not exist."""
     model = unwrapped(model)
     placements = []
@@ -119,7 +118,7 @@ def place_plan(model: torch.nn.Module, plan: SequenceParallelModelPlan) -> tuple
     return tuple(placements)
 
 
-def declared_plan(model: torch.nn.Module) -> tuple[str, SequenceParallelModelPlan] | None:
+def declared_plan(model: Module) -> tuple[str, SequenceParallelModelPlan] | None:
     """The plan that a model comes with, and where it was found: `_sp_plan`, or diffusers' `_cp_plan`."""
     plans = declared_plans(unwrapped(model))
     source = next((name for name in (SP_PLAN, CP_PLAN) if name in plans), None)
@@ -171,7 +170,7 @@ def _check_inputs(path: str, key: Any, tree: InputTree) -> None:
             raise invalid(f"{key!r} of {path!r} has split_output=True: its key must be the output's index.")
 
 
-def _modules_at(model: torch.nn.Module, key: str) -> Iterator[tuple[str, torch.nn.Module]]:
+def _modules_at(model: Module, key: str) -> Iterator[tuple[str, Module]]:
     parts, name = named_parts(model), type(model).__name__
     if "*" not in key:
         if key not in parts:
@@ -181,8 +180,8 @@ def _modules_at(model: torch.nn.Module, key: str) -> Iterator[tuple[str, torch.n
     before, _, after = key.partition("*")
     before = before.rstrip(".")
     container = parts.get(before)
-    if not isinstance(container, torch.nn.ModuleList):
-        lists = [path for path, part in parts.items() if isinstance(part, torch.nn.ModuleList)]
+    if not isinstance(container, ModuleList):
+        lists = [path for path, part in parts.items() if isinstance(part, ModuleList)]
         found = f"is of type {type(container).__name__}" if container is not None else "does not exist"
         raise invalid(
             f"The plan names {key!r}, but {before!r} of {name} {found}; expected a ModuleList. {nearest(before, lists)}"
@@ -193,7 +192,7 @@ def _modules_at(model: torch.nn.Module, key: str) -> Iterator[tuple[str, torch.n
         yield from _modules_at(model, path)
 
 
-def _check_parameters(path: str, module: torch.nn.Module, inputs: Mapping[str, InputTree]) -> None:
+def _check_parameters(path: str, module: Module, inputs: Mapping[str, InputTree]) -> None:
     parameters = parameters_of(module)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     specs = [spec for tree in inputs.values() for spec in inputs_in(tree)]

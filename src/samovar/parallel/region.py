@@ -1,4 +1,4 @@
-"""What happens while a sharded model's forward runs?
+"""What happens while a sharded model's forward runs.
 
 A region belongs to one model. It knows the model's strategy, and where its tokens are. The first forward with inputs of
 some shapes is rehearsed: this rank's part runs alone, without exchange, with its tokens marked (as NaN) and attention
@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.errors import ShardingError
 from ..hooks.handle import for_now
 from .attention import AttentionCall, Strategy, compute_sharded, of_all_ranks, share_queries
-from .capture import FlexCall, attention_through, capturing, share_heads
+from .capture import RareCall, attention_through, capturing
 from .collectives import Group
 from .layout import Layout, Partition, read_layout
 
@@ -45,9 +46,18 @@ class Forward:
     counts: dict[str, int] = field(default_factory=dict)
     """By block: the attentions that ran in it."""
     num_blocks_run: int = 0
+    num_split: int = 0
+    """Tensors that were split."""
     num_parallel: int = 0
     """Attentions that ran on several ranks."""
+    rare: str = ""
+    """What every rank ran with all tokens, because ranks cannot share it."""
     needs_mode: bool = False
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether ranks shared work, and every token saw those that it must see."""
+        return bool(self.num_parallel or (self.rare and self.num_split))
 
 
 @dataclass
@@ -57,8 +67,15 @@ class _Marks:
     target: Partition | None = None
     """The sequence whose tokens are marked; None marks those of all."""
     partitions: list[Partition] = field(default_factory=list)
-    seen: dict[str, dict[Partition | None, torch.Tensor]] = field(default_factory=dict)
+    seen: dict[str, dict[Partition | None, Tensor]] = field(default_factory=dict)
     gathered_lengths: dict[str, int] = field(default_factory=dict)
+
+    def note(self, key: str, tensor: Tensor, dim: int) -> Tensor:
+        """The rows of a tensor that are marked."""
+        marked = tensor.isnan().movedim(dim, 0).flatten(1).any(1)
+        if not torch.equal(self.seen.setdefault(key, {}).setdefault(self.target, marked), marked):
+            raise ShardingError(f"{key}: not the same tokens at each call of one forward.")
+        return marked
 
 
 class Region:
@@ -85,45 +102,37 @@ class Region:
 
     # ---------------------------------------------------------------------------------------- called by hooks
 
-    def enter_block(self, path: str) -> None:
-        if self.forward is not None:
-            self.forward.open_blocks.append(path)
-            self.forward.counts[path] = 0
-            self.forward.num_blocks_run += 1
-
-    def leave_block(self) -> None:
-        if self.forward is not None:
-            self.forward.open_blocks.pop()
-
-    def split(self, tensor: torch.Tensor, dim: int, is_padded: bool = False, kept: int = 0) -> torch.Tensor:
+    def split(self, tensor: Tensor, dim: int, kept: int = 0) -> Tensor:
         """This rank's part of a tensor along a dimension; the first `kept` rows stay (or the last, if negative)."""
-        rows = tensor.shape[dim]
-        before, after = max(kept, 0), max(-kept, 0)
-        partition = Partition(rows - before - after, self.group.size, is_padded)
-        index = self.group.index
+        assert self.forward is not None
+        self.forward.num_split += 1
+        index, rows, before = self.group.index, tensor.shape[dim], max(kept, 0)
+        partition = Partition(rows - abs(kept), self.group.size)
         tokens = tensor.narrow(dim, before + partition.start(index), partition.tokens[index])
-        missing = partition.rows[index] - partition.tokens[index]
-        if missing:
-            shape = list(tokens.shape)
-            shape[dim] = missing
-            tokens = torch.cat([tokens, tokens.new_zeros(shape)], dim)
-        if self._marks is not None:
-            tokens = self._marked(tokens, partition, self._marks)
+        if self._marks is not None and (tokens.is_floating_point() or tokens.is_complex()):
+            if partition not in self._marks.partitions:
+                self._marks.partitions.append(partition)
+            if self._marks.target in (None, partition):
+                tokens = torch.full_like(tokens, math.nan)
         if not kept:
             return tokens.contiguous()
+        after = rows - partition.length - before
         return torch.cat([tensor.narrow(dim, 0, before), tokens, tensor.narrow(dim, rows - after, after)], dim)
 
-    def gather(self, tensor: torch.Tensor, dim: int, key: str) -> torch.Tensor:
+    def gather(self, tensor: Tensor, dim: int, key: str) -> Tensor:
         """The whole of a tensor of which each rank has a part along a dimension."""
         if self._marks is not None:
-            return self._rehearse_gather(tensor, dim, key, self._marks)
+            marked, lengths = self._marks.note(key, tensor, dim), self._marks.gathered_lengths
+            if key not in lengths:
+                lengths[key] = self._gathered_length(marked, self._marks.partitions)
+            shape = list(tensor.shape)
+            shape[dim] = lengths[key]
+            return tensor.new_zeros(shape)
         layout = self._layout(key, tensor.shape[dim])
         if not layout.is_sharded:
             return tensor
-        whole = of_all_ranks(tensor, dim, layout, self.group)
-        if layout.is_in_order:
-            return whole
-        return whole.index_select(dim, layout.positions(self.group.size, tensor.device).argsort())
+        whole, order = of_all_ranks(tensor, dim, layout, self.group), layout.order(self.group.size, tensor.device)
+        return whole if order is None else whole.index_select(dim, order.argsort())
 
     def _layout(self, key: str, rows: int) -> Layout:
         assert self.forward is not None
@@ -135,46 +144,53 @@ class Region:
             )
         return layout
 
-    def _attend(self, call: AttentionCall) -> torch.Tensor:
+    def _attend(self, call: AttentionCall | RareCall) -> Any:
         forward = self.forward
         assert forward is not None
+        if isinstance(call, RareCall):
+            return self._run_rare(call, forward)
         block = forward.open_blocks[-1]
-        number = forward.counts.get(block, 0)
-        forward.counts[block] = number + 1
+        number = forward.counts[block] = forward.counts.get(block, -1) + 1
         where = f"attention {number} of {block or 'the model'!r}"
+        tensors = {f"Queries of {where}": call.query, f"Keys of {where}": call.key}
         shares = self.shares_attention and call.query.shape[-2] >= 2 * self.group.size and not call.dropout_p
-        forward.num_parallel += shares
         forward.needs_mode |= call.is_direct
         if self._marks is not None:
-            return self._rehearse_attention(where, call, forward, self._marks)
-        queries = self._layout(f"Queries of {where}", call.query.shape[-2])
-        keys = self._layout(f"Keys of {where}", call.key.shape[-2])
+            marked, marked_keys = (self._marks.note(key, tensor, -2) for key, tensor in tensors.items())
+            forward.num_parallel += shares or bool(marked.any() or marked_keys.any())
+            output = call.value.new_zeros(*call.query.shape[:-1], call.value.shape[-1])
+            output[..., marked, :] = math.nan
+            return output
+        queries, keys = (self._layout(key, tensor.shape[-2]) for key, tensor in tensors.items())
         is_split = queries.is_sharded or keys.is_sharded
-        forward.num_parallel += is_split
+        forward.num_parallel += shares or is_split
         with attention_through(None):
             if is_split:
                 return compute_sharded(call, queries, keys, self.group, self._strategy)
-            if not shares:
-                return call.run_here()
-            if isinstance(call, FlexCall):
-                return share_heads(call, self.group)
-            return share_queries(call, self.group, self._strategy)
+            return share_queries(call, self.group, self._strategy) if shares else call.run_here()
+
+    def _run_rare(self, call: RareCall, forward: Forward) -> Any:
+        if self._marks is not None and bool(call.query.isnan().any() or call.key.isnan().any()):
+            raise ShardingError(
+                f"The plan splits the tokens of {call.name}: ranks cannot share that. Do not split them, or use "
+                "torch's scaled dot product attention."
+            )
+        forward.rare = call.name
+        with attention_through(None):
+            return call.run_here()
 
     # ---------------------------------------------------------------------------------------- rehearsal
 
     def rehearse(self, run: Callable[[], Any]) -> Forward:
         """Run this rank's part alone and see where its tokens go; the forward, with its trace."""
-        marks = self._marks = _Marks()
-        forward = Forward()
-        try:
+        marks, forward = _Marks(), Forward()
+        with for_now(self, _marks=marks):
             with self.running(forward):
                 run()
             partitions = tuple(marks.partitions)
             for marks.target in partitions if len(partitions) > 1 else ():  # To tell the sequences apart.
                 with self.running(Forward()):
                     run()
-        finally:
-            self._marks = None
         forward.trace = Trace(needs_mode=forward.needs_mode)
         for key, seen in marks.seen.items():
             marked = dict.fromkeys(partitions, seen[None]) if len(partitions) == 1 else seen
@@ -182,58 +198,22 @@ class Region:
             forward.trace.layouts[key] = read_layout(by_partition, len(seen[None]), self.group.index, key)
         return forward
 
-    def _marked(self, tokens: torch.Tensor, partition: Partition, marks: _Marks) -> torch.Tensor:
-        if not tokens.is_floating_point() and not tokens.is_complex():
-            return tokens
-        if partition not in marks.partitions:
-            marks.partitions.append(partition)
-        return torch.full_like(tokens, math.nan) if marks.target in (None, partition) else tokens
-
-    def _note(self, key: str, tensor: torch.Tensor, dim: int, marks: _Marks) -> torch.Tensor:
-        marked = tensor.isnan().movedim(dim, 0).flatten(1).any(1)
-        before = marks.seen.setdefault(key, {}).setdefault(marks.target, marked)
-        if not torch.equal(before, marked):
-            raise ShardingError(f"{key}: not the same tokens at each call of one forward.")
-        return marked
-
-    def _rehearse_attention(self, where: str, call: AttentionCall, forward: Forward, marks: _Marks) -> torch.Tensor:
-        queries = self._note(f"Queries of {where}", call.query, -2, marks)
-        keys = self._note(f"Keys of {where}", call.key, -2, marks)
-        is_split = bool(queries.any() or keys.any())
-        forward.num_parallel += is_split
-        if isinstance(call, FlexCall) and is_split:
-            raise ShardingError(
-                f"A{where[1:]} is a flex attention with a mask: its tokens cannot be split, only its heads. Do not "
-                "split its sequence in the plan."
-            )
-        output = call.value.new_zeros(*call.query.shape[:-1], call.value.shape[-1])
-        output[..., queries, :] = math.nan
-        return output
-
-    def _rehearse_gather(self, tensor: torch.Tensor, dim: int, key: str, marks: _Marks) -> torch.Tensor:
-        marked = self._note(key, tensor, dim, marks)
-        if key not in marks.gathered_lengths:
-            marks.gathered_lengths[key] = self._gathered_length(marked, marks.partitions)
-        shape = list(tensor.shape)
-        shape[dim] = marks.gathered_lengths[key]
-        return tensor.new_zeros(shape)
-
-    def _gathered_length(self, marked: torch.Tensor, partitions: Sequence[Partition]) -> int:
+    def _gathered_length(self, marked: Tensor, partitions: Sequence[Partition]) -> int:
         """The length of the whole, from marks that do not tell sequences apart."""
-        rank = self.group.index
-        by_rows: dict[int, Partition] = {}
-        for partition in partitions:
-            if by_rows.setdefault(partition.rows[rank], partition) != partition:
-                raise ShardingError(
-                    f"Sequences of {by_rows[partition.rows[rank]].length} and {partition.length} tokens have the same "
-                    f"length on rank {rank}, so they cannot be told apart when gathered. Do not split one of them."
-                )
+        lengths = [partition.length for partition in partitions]
+        by_rows = {partition.tokens[self.group.index]: partition for partition in partitions}
+        if len(by_rows) < len(partitions):
+            raise ShardingError(
+                f"Sequences of {', '.join(map(str, lengths))} tokens have the same "
+                f"length on rank {self.group.index}, so they cannot be told apart when gathered. Split one of them."
+            )
         count = int(marked.sum())
-        replicated = len(marked) - count
-        for rows, partition in by_rows.items():
-            if count % rows == 0:
-                return replicated + count // rows * partition.length
-        if count != sum(by_rows):
-            problem = f"The plan gathers {count} split rows, but splits no sequence with that many on this rank."
-            raise ShardingError(f"{problem} Correct the plan.")
-        return replicated + sum(partition.length for partition in partitions)
+        alone = (count // rows * partition.length for rows, partition in by_rows.items() if count % rows == 0)
+        together = sum(lengths) if count == sum(by_rows) else 0
+        length = next(alone, together)
+        if not length:
+            raise ShardingError(
+                f"The plan gathers {count} split rows, but splits no sequence with that many on this rank. Correct the "
+                "plan."
+            )
+        return len(marked) - count + length

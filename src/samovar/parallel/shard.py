@@ -1,4 +1,4 @@
-"""How does a plan act on a module? By hooks that split its inputs and gather its outputs.
+"""Hooks that split a module's inputs and gather its outputs, as a plan says.
 
 Both wrap the whole call of their module, including other hooks and their bypasses: a cache on the same block sees parts
 of a sequence whether it lets the block run or answers in its place.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..arch.modules import parameters_of
 from ..core import nested
@@ -24,7 +25,7 @@ class AroundHook(ModelHook):
     order = HookOrder.SHARD
     _is_inside = False
 
-    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def bypass(self, module: Module, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside:
             return NOT_BYPASSED
         self._is_inside = True
@@ -33,7 +34,7 @@ class AroundHook(ModelHook):
         finally:
             self._is_inside = False
 
-    def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def around(self, module: Module, args: Any, kwargs: Any) -> Any:
         """The answer to a call, or NOT_BYPASSED. Calling the module from here goes through the other hooks."""
         raise NotImplementedError
 
@@ -41,15 +42,15 @@ class AroundHook(ModelHook):
 class ModelCallHook(AroundHook):
     """Wraps the calls of a whole model, and reads their branch from the arguments before they are split."""
 
-    def __init__(self, answer: Callable[[torch.nn.Module, Any, Any], Any]) -> None:
+    def __init__(self, answer: Callable[[Module, Any, Any], Any]) -> None:
         """`answer` gets the module, its arguments and its keyword arguments."""
         self._answer = answer
         self._branch_hook = BranchHook()
 
-    def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+    def initialize_hook(self, module: Module) -> Module:
         return self._branch_hook.initialize_hook(module)
 
-    def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def around(self, module: Module, args: Any, kwargs: Any) -> Any:
         self._branch_hook.pre_forward(module, *args, **kwargs)
         try:
             return self._answer(module, args, kwargs)
@@ -68,13 +69,13 @@ class PlanHook(AroundHook):
     def where(self) -> str:
         return repr(self.placement.path or "the model")
 
-    def around(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def around(self, module: Module, args: Any, kwargs: Any) -> Any:
         if self._region.forward is None:
             return NOT_BYPASSED
         args, kwargs = self.before(module, args, kwargs)
         return self.after(module(*args, **kwargs))
 
-    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments to call the module with."""
         return args, kwargs
 
@@ -86,22 +87,16 @@ class PlanHook(AroundHook):
 class SequenceParallelSplitHook(PlanHook):
     """Gives a module this rank's part of its arguments, or its caller this rank's part of its output."""
 
-    def __init__(self, placement: Placement, region: Region) -> None:
-        super().__init__(placement, region)
-        self._names = list(parameters_of(placement.module))
-
-    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        args, kwargs = list(args), dict(kwargs)
-        for name, spec in self.placement.inputs.items():
-            if given.get(name) is None:
-                continue
-            part = self._split(given[name], spec, given, name)
-            if name in kwargs:
-                kwargs[name] = part
-            else:
-                args[self._names.index(name)] = part
-        return tuple(args), kwargs
+    def before(self, module: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        names = list(parameters_of(self.placement.module))
+        given = dict(zip(names, args, strict=False)) | kwargs
+        parts = {
+            name: self._split(given[name], spec, given, name)
+            for name, spec in self.placement.inputs.items()
+            if given.get(name) is not None
+        }
+        args = tuple(parts.get(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :]
+        return args, {name: parts.get(name, value) for name, value in kwargs.items()}
 
     def after(self, output: Any) -> Any:
         values = list(output) if isinstance(output, (tuple, list)) else [output]
@@ -121,10 +116,8 @@ class SequenceParallelSplitHook(PlanHook):
                 raise invalid(
                     f"{name} of {self.where} is {_described(value)}; the plan expects a tuple or list of {len(spec)}."
                 )
-            pairs = enumerate(zip(value, spec, strict=True))
-            return nested.sequence_like(
-                value, [self._split(part, of, given, f"{name}[{i}]") for i, (part, of) in pairs]
-            )
+            parts = [self._split(value[i], of, given, f"{name}[{i}]") for i, of in enumerate(spec)]
+            return nested.sequence_like(value, parts)
         if not _has_dims(value, spec.expected_dims, spec.split_dim):
             if isinstance(spec, SequenceParallelInput) and spec.is_optional:
                 return value
@@ -134,7 +127,7 @@ class SequenceParallelSplitHook(PlanHook):
                 "would give a wrong result."
             )
         if isinstance(spec, SequenceParallelInput):
-            return self._region.split(value, spec.split_dim, spec.auto_pad)
+            return self._region.split(value, spec.split_dim)
         text = self._text_length(spec, given)
         return self._region.split(value, spec.split_dim, kept=text if spec.text_first else -text)
 
@@ -143,7 +136,7 @@ class SequenceParallelSplitHook(PlanHook):
         value = given.get(source) if isinstance(source, str) else source
         if isinstance(value, int):
             return value
-        if isinstance(value, torch.Tensor) and value.ndim:
+        if isinstance(value, Tensor) and value.ndim:
             return value.shape[1 if value.ndim > 2 else 0]
         raise invalid(
             f"{source!r} of {self.where} is {_described(value)}; expected the number of text tokens, or the text "
@@ -156,7 +149,7 @@ class SequenceParallelGatherHook(PlanHook):
 
     def after(self, output: Any) -> Any:
         specs = self.placement.outputs
-        if isinstance(output, torch.Tensor) and len(specs) == 1:
+        if isinstance(output, Tensor) and len(specs) == 1:
             return self._gather(output, specs[0], 0)
         if isinstance(output, dict):  # A model's output with named fields.
             for (name, value), spec in zip(list(output.items()), specs, strict=False):
@@ -187,32 +180,29 @@ class BlockHook(ModelHook):
         self._path = path
         self._region = region
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._region.enter_block(self._path)
+    def pre_forward(self, module: Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if (forward := self._region.forward) is not None:
+            forward.open_blocks.append(self._path)
+            forward.counts.pop(self._path, None)
+            forward.num_blocks_run += 1
         return args, kwargs
 
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        self._region.leave_block()
+    def post_forward(self, module: Module, output: Any) -> Any:
+        if self._region.forward is not None:
+            self._region.forward.open_blocks.pop()
         return output
 
-    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        self._region.leave_block()
-
-
-def plan_hook(placement: Placement, region: Region) -> tuple[str, PlanHook]:
-    """The hook that does what a plan says at one module, with its name."""
-    if placement.outputs:
-        return f"sp_output---{placement.key}", SequenceParallelGatherHook(placement, region)
-    return f"sp_input---{placement.key}", SequenceParallelSplitHook(placement, region)
+    def failed_forward(self, module: Module, error: BaseException) -> None:
+        self.post_forward(module, None)
 
 
 def _has_dims(value: Any, expected: int | None, dim: int) -> bool:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return False
     return value.ndim == expected if expected is not None else -value.ndim <= dim < value.ndim
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else repr(value)[:60]

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from ..core.errors import StrategyError
 from .attention import Attention, Strategy
@@ -30,7 +31,7 @@ from .mesh import ParallelMesh, SequenceParallelConfig
 ROWS_AT_ONCE = 1024
 """Queries whose scores are held at a time, where no kernel returns the log-sum-exp."""
 
-_WithLse = tuple[torch.Tensor, torch.Tensor]
+_WithLse = tuple[Tensor, Tensor]
 """The output of an attention and the log-sum-exp of its scores, (B, H, Q)."""
 
 
@@ -42,7 +43,7 @@ def strategy_of(config: SequenceParallelConfig, mesh: ParallelMesh, *, or_gather
     ulysses = partial(ulysses_attention, group=mesh.ulysses, inner=inner, place=mesh.ring.index)
     chosen: Strategy = {"gathered": gathered, "ring": ring, "ulysses": ulysses, "hybrid": ulysses}[config.strategy]
 
-    def strategy(attention: Attention) -> torch.Tensor:
+    def strategy(attention: Attention) -> Tensor:
         if not sum(attention.key_counts):  # Every rank has all keys: nothing to exchange.
             return gathered(attention)
         try:
@@ -55,7 +56,7 @@ def strategy_of(config: SequenceParallelConfig, mesh: ParallelMesh, *, or_gather
     return strategy
 
 
-def gathered_attention(attention: Attention, group: Group) -> torch.Tensor:
+def gathered_attention(attention: Attention, group: Group) -> Tensor:
     """The attention of this rank's queries to the keys of all ranks."""
     kept, mask = attention.replicated_keys, attention.mask_of_own_rows(group.index)
     if not sum(attention.key_counts):
@@ -69,7 +70,7 @@ def gathered_attention(attention: Attention, group: Group) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ ring
 
 
-def ring_attention(attention: Attention, group: Group, convert_to_fp32: bool = True) -> torch.Tensor:
+def ring_attention(attention: Attention, group: Group, convert_to_fp32: bool = True) -> Tensor:
     """The attention of this rank's queries to the keys of all ranks."""
     kept, counts = attention.replicated_keys, attention.key_counts
     mask = attention.mask_of_own_rows(group.index)
@@ -108,9 +109,7 @@ def merge(merged: _WithLse | None, part: _WithLse, convert_to_fp32: bool) -> _Wi
     return merged[0] * weights[0].to(output.dtype) + output * weights[1].to(output.dtype), total
 
 
-def attend_with_lse(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> _WithLse:
+def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> _WithLse:
     """Attention and the log-sum-exp of its scores."""
     if key.shape[1] != query.shape[1]:
         key, value = _with_all_heads(key, query.shape[1]), _with_all_heads(value, query.shape[1])
@@ -123,7 +122,7 @@ def attend_with_lse(
     return torch.cat([part[0] for part in parts], dim=2), torch.cat([part[1] for part in parts], dim=2)
 
 
-def _by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> _WithLse:
+def _by_hand(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> _WithLse:
     scores = query.float() @ key.float().transpose(-2, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
@@ -132,7 +131,7 @@ def _by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: 
     return (weights @ value.float()).to(value.dtype), lse
 
 
-def _by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> _WithLse:
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> _WithLse:
     aten = torch.ops.aten
     if query.device.type == "cpu":
         output, lse, *_ = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
@@ -143,7 +142,7 @@ def _by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scal
     return output, lse[..., : query.shape[2]]
 
 
-def _with_all_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _with_all_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """Grouped heads of keys or values, repeated for each query head."""
     return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 
@@ -151,7 +150,7 @@ def _with_all_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ Ulysses
 
 
-def ulysses_attention(attention: Attention, group: Group, inner: Strategy, place: int = 0) -> torch.Tensor:
+def ulysses_attention(attention: Attention, group: Group, inner: Strategy, place: int = 0) -> Tensor:
     """Attention with this rank's heads and the group's tokens, computed by `inner`. Where several groups share the
     sequence, `place` is the position of this one, and `inner` attends to the tokens of the others."""
     size, num_heads = group.size, attention.query.shape[1]
@@ -204,9 +203,7 @@ def _sums(counts: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(sum(counts[start : start + size]) for start in range(0, len(counts), size))
 
 
-def _exchange_back(
-    output: torch.Tensor, group: Group, heads: list[int], queries: tuple[int, ...], kept: int
-) -> torch.Tensor:
+def _exchange_back(output: Tensor, group: Group, heads: list[int], queries: tuple[int, ...], kept: int) -> Tensor:
     """This rank's rows with all heads: every rank sends the rows that all have, and those of each rank's tokens."""
     _, *rows = torch.split(output, [kept, *queries], dim=2)
     sent = [[torch.cat([output[:, :, :kept], part], dim=2)] for part in rows]

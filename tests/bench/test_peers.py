@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.caches import PeerGuard, peers
 from lab.tiny import TASKS, MakeRunner
 from samovar.lab.methods import EXACT
-from samovar.lab.peers import PeerGuard, peers
 
 
 def test_every_peer_that_runs_skips_and_comes_off(make_runner: MakeRunner) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
 
-from lab.stranger import ANSWERS, Stranger, stranger
+from bench.stranger import ANSWERS, Stranger, stranger
+from benchmarks.bench_serve import Answer, LoadConfig, LoadReport, main, percentile, run_load, served_model
 from samovar.core.errors import EngineError, SettingError
-from samovar.lab.load import Answer, LoadConfig, LoadReport, percentile, run_load, served_model
 
 COUNTED = {
     "HTTP 200 without an image": 2, "HTTP 502, not JSON": 1, "HTTP 429 queue_full": 1, "HTTP 400 BadRequestError": 1,
@@ -93,3 +95,38 @@ def test_an_address_may_end_with_its_version() -> None:
 def test_a_server_that_is_not_there_is_no_result() -> None:
     with pytest.raises(EngineError, match="cannot be reached"):
         run_load(LoadConfig("http://127.0.0.1:9"))
+
+
+def test_the_script_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("an image\n\nours\n")
+    with stranger() as url:
+        command = [url, "--prompts", str(prompts), "--num-requests", "4", "--rate", "1000"]
+        assert main([*command, "--steps", "3", "--warm-up", "2"]) == 0
+        printed = capsys.readouterr().out
+        assert all(word in printed for word in ("2 with 2 images", "latency p99", "failed: HTTP 429 queue_full"))
+        assert sorted(body["seed"] for body in Stranger.asked) == [0, 1, 2, 3, 4, 5], "those of the warm-up are others"
+        assert {(body["model"], body["num_inference_steps"]) for body in Stranger.asked} == {("theirs", 3)}
+        assert main([*command, "--json", "--body", '{"model": "m", "n": 2}']) == 0
+        assert json.loads(capsys.readouterr().out)["errors"] == {"HTTP 429 queue_full": 2}
+        assert (Stranger.asked[-1]["model"], Stranger.asked[-1]["n"]) == ("m", 2)
+        prompts.write_text("ours\n")
+        assert main(command) == 1
+    assert "no request was answered with an image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 1, "http://127.0.0.1:9 cannot be reached"),
+        (["--body", "["], 2, "--body is not valid JSON"),
+        (["--body", "[1]"], 2, "expected a JSON object"),
+        (["--rate", "0"], 2, "rate must be above 0"),
+        (["--prompts", "nowhere.txt"], 2, "--prompts 'nowhere.txt' cannot be read"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["http://127.0.0.1:9", *arguments]) == code
+    assert message in capsys.readouterr().err

@@ -1,4 +1,8 @@
-"""How does a server hold up under load? Requests arrive at random, as from many clients, whether or not it keeps up.
+"""Load a server with requests at random moments, as from many clients, whether or not it keeps up.
+
+    python benchmarks/bench_serve.py http://127.0.0.1:8091 --rate 2 --num-requests 100
+    python benchmarks/bench_serve.py http://127.0.0.1:8091 --rate inf --max-concurrency 16 --size 512x512 --json
+    python benchmarks/bench_serve.py http://127.0.0.1:30000 --rate 0.5 --body '{"guidance_scale": 3.5}'
 
 It speaks OpenAI's images API, so other servers can be measured in the same way. Latency counts from the moment at which
 a request was due: one that the client itself sends late is late.
@@ -6,26 +10,30 @@ a request was due: one that the client itself sends late is late.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import math
+import os
 import random
 import socket
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..core.errors import EngineError, SettingError
-from ..core.files import brief
+from samovar.core.errors import EngineError, SamovarError, SettingError
+from samovar.core.files import brief, parse_settings
 
 GENERATE = "/v1/images/generations"
 PERCENTILES = (50, 90, 95, 99)
-_MOST_ERROR_BYTES = 100_000
+_MAX_ERROR_BYTES = 100_000
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,7 @@ def _ask(config: LoadConfig, number: int, due: float) -> Answer:
 def _read(status: int, content: bytes) -> tuple[int, str | None]:
     """Number of images in an answer, or why there is none."""
     try:
-        body = json.loads(content if status == 200 else content[:_MOST_ERROR_BYTES])
+        body = json.loads(content if status == 200 else content[:_MAX_ERROR_BYTES])
     except ValueError:
         return 0, f"HTTP {status}, not JSON"
     if status != 200:
@@ -230,3 +238,83 @@ def served_model(config: LoadConfig) -> str | None:
     models = body.get("data") if isinstance(body, dict) else None
     name = models[0].get("id") if isinstance(models, list) and models and isinstance(models[0], dict) else None
     return name if isinstance(name, str) else None
+
+
+# ------------------------------------------------------------------------------------------------ command
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("url", help="the server, such as http://127.0.0.1:8091")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests per second on average, or inf (1)")
+    parser.add_argument("--num-requests", type=int, default=50, metavar="N", help="(50)")
+    parser.add_argument("--max-concurrency", type=int, default=256, metavar="N", help="requests in flight (256)")
+    parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="requests before, which do not count (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and of images (0)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for an answer (600)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one per line (one about a cat)")
+    parser.add_argument("--model", metavar="NAME", help="as the server calls it (what /v1/models says)")
+    parser.add_argument("--size", metavar="WxH", help="such as 1024x1024 (the server's)")
+    parser.add_argument("--steps", type=int, metavar="N", help="(the server's)")
+    parser.add_argument("--body", metavar="JSON", help="other fields of each request")
+    parser.add_argument("--path", default=GENERATE, help=f"({GENERATE})")
+    parser.add_argument("--api-key", metavar="KEY", help="better set SAMOVAR_API_KEY")
+    return parser
+
+
+def read_config(options: argparse.Namespace) -> LoadConfig:
+    """What the options ask for."""
+    given = {"model": options.model, "size": options.size, "num_inference_steps": options.steps}
+    body = {name: value for name, value in given.items() if value is not None} | _read_body(options.body)
+    prompts = {} if options.prompts is None else {"prompts": _read_lines(options.prompts)}
+    return LoadConfig(
+        options.url, options.rate, options.num_requests, options.max_concurrency, body=body, path=options.path,
+        api_key=options.api_key or os.environ.get("SAMOVAR_API_KEY"), timeout_s=options.timeout, seed=options.seed,
+        **prompts,
+    )  # fmt: skip
+
+
+def _read_lines(file: Path) -> list[str]:
+    try:
+        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise SettingError(f"--prompts {str(file)!r} cannot be read: {error}", param="prompts") from error
+
+
+def _read_body(text: str | None) -> dict[str, Any]:
+    try:
+        body = {} if text is None else parse_settings(text)
+    except ValueError as error:
+        raise SettingError(f"--body is not valid JSON: {error}", param="body") from error
+    if not isinstance(body, dict):
+        raise SettingError(f"--body {text!r}; expected a JSON object.", param="body")
+    return body
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load a server and print throughput, latency and errors. 0 if any request was answered with an image."""
+    options = make_parser().parse_args(argv)
+    try:
+        config = read_config(options)
+        if "model" not in config.body and (model := served_model(config)) is not None:
+            config = replace(config, body={"model": model, **config.body})
+        if options.warm_up:
+            others = config.seed + config.num_requests
+            run_load(replace(config, num_requests=options.warm_up, rate=math.inf, seed=others))
+        report = run_load(config)
+    except SamovarError as error:
+        print(error, file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2
+    width = max(len(name) for name, _ in report.rows())
+    lines = (
+        [json.dumps(report.to_dict(), indent=2)] if options.json else [f"{a:{width}}  {b}" for a, b in report.rows()]
+    )
+    print("\n".join(lines))
+    if not report.succeeded:
+        print("no request was answered with an image", file=sys.stderr)
+    return 0 if report.succeeded else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

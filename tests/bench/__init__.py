@@ -1,0 +1,1 @@
+"""What measures Samovar, in benchmarks/."""
