@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from samovar.core.tensor_parts import bits
-from samovar.offload import HostStage, known_steps
-from samovar.offload.known_steps import KnownSteps, SeenWeights, key_of
+from samovar.offload import HostStage, time_layers
+from samovar.offload.time_layers import KnownSteps, SeenWeights, key_of
 from samovar.trace.time_only import find_tape
 
 from .foreseen import count_small_layers
@@ -90,7 +90,7 @@ def test_guesses_that_fail_in_a_row_are_given_up_until_one_holds() -> None:
 def test_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     known, compute = known_of(Toy())
     row = compute([1.0])
-    monkeypatch.setattr(known_steps, "_MOST_KEPT", 3 * row.numel())
+    monkeypatch.setattr(time_layers, "_MAX_KEPT", 3 * row.numel())
     compute([2.0, 3.0])
     compute([4.0])
     assert [known.find(key(time)) is None for time in (1.0, 2.0, 3.0, 4.0)] == [True, False, False, False]
@@ -102,22 +102,22 @@ def test_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("edit", [*EDITS, "tiny"])
 def test_weights_that_change_are_seen(edit: str, is_new_run: bool) -> None:
     layer = nn.Linear(64, 64).to(torch.bfloat16)
-    seen = SeenWeights(layer)
-    assert seen.is_same(is_new_run)
+    seen = SeenWeights([layer])
+    assert seen.are_same(is_new_run=is_new_run)
     if edit == "tiny":  # As much as a weak adapter that is fused: most numbers round to what they were.
         layer.weight.data += 2e-4 * torch.randn(64, 64)
     else:
         EDITS[edit](layer)
-    assert not seen.is_same(is_new_run or edit == "tiny")
+    assert not seen.are_same(is_new_run=is_new_run or edit == "tiny")
 
 
 def test_a_weight_that_is_no_plain_block_is_seen_too() -> None:
     layer = nn.Linear(16, 16)
     layer.weight = nn.Parameter(torch.randn(16, 16).T)
-    seen = SeenWeights(layer)
-    assert seen.is_same(is_new_run=True)
+    seen = SeenWeights([layer])
+    assert seen.are_same(is_new_run=True)
     layer.weight.data.mul_(1.5)
-    assert not seen.is_same(is_new_run=False)
+    assert not seen.are_same(is_new_run=False)
 
 
 def test_bits_tell_zeros_apart_and_nan_equals_itself() -> None:
@@ -132,11 +132,11 @@ def test_a_counted_change_of_a_wrapper_is_seen() -> None:
     library = pytest.importorskip("torchao.quantization")
     layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
     library.quantize_(layer, library.Int8WeightOnlyConfig())
-    seen = SeenWeights(layer)
-    assert seen.is_same(True)
+    seen = SeenWeights([layer])
+    assert seen.are_same(is_new_run=True)
     with torch.no_grad():
         layer.weight.copy_(copy.deepcopy(layer.weight))  # The same values, so that no sample differs.
-    assert not seen.is_same(False)
-    seen = SeenWeights(layer)
+    assert not seen.are_same(is_new_run=False)
+    seen = SeenWeights([layer])
     layer.weight.qdata.data.add_(1)  # Nobody counts this.
-    assert not seen.is_same(True)
+    assert not seen.are_same(is_new_run=True)

@@ -34,7 +34,7 @@ def test_what_loses_least_is_taken_of_what_stays_on_the_gpu() -> None:
 
 
 def test_what_sends_the_fewest_bytes_is_taken_of_what_streams() -> None:
-    taken, why = choose_rung([rung("exact", 20), rung("int8", 10), rung("fp8", 9.9)])
+    taken, why = choose_rung([rung("exact", 20), rung("int8", 10), rung("fp8", 10)])
     assert taken.name == "int8"
     assert why.startswith("int8 weights send the fewest bytes over the bus in a forward (exact 1")
 

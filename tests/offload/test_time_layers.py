@@ -109,7 +109,7 @@ def test_weights_that_visit_the_device_for_every_prompt_are_pinned_if_there_is_r
     has_room = where != "in files, and no room"
     assert layers._may_pin is offloaded.tiers.may_pin_all is True
     layers._may_pin = has_room
-    for number in range(time_layers._MOST_UNPINNED + 2):
+    for number in range(time_layers._MAX_UNPINNED + 2):
         prompt = "abcdefgh"[number:]
         expected = FLUX.run(bare, 2, prompt=prompt)
         for _ in range(2):  # The second one finds what was computed for the first.
@@ -118,7 +118,7 @@ def test_weights_that_visit_the_device_for_every_prompt_are_pinned_if_there_is_r
         pinned.append(offloaded.stats().pinned_bytes)
     assert visits[1:] == [count + 1 for count in visits[:-1]], "moving weights makes nothing anew"
     assert stats(offloaded).live_calls == stats(offloaded).surprises == 0
-    assert pinned == [pinned[-1 if count > time_layers._MOST_UNPINNED else 0] for count in visits]
+    assert pinned == [pinned[-1 if count > time_layers._MAX_UNPINNED else 0] for count in visits]
     assert pinned[-1] - pinned[0] >= (stats(offloaded).num_bytes if has_room else 0)
     assert (pinned[-1] > pinned[0]) is has_room
     offloaded.detach()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samovar.hooks import Run
-from samovar.offload.timesteps import MOST_AHEAD, coming_inputs
+from samovar.offload.timesteps import MAX_AHEAD, coming_inputs
 
 
 class Scheduler:
@@ -104,7 +104,7 @@ def test_repeated_times_are_computed_once() -> None:
 
 def test_no_more_than_a_limit() -> None:
     times = torch.arange(1000, 0, -1).float()
-    assert len(foresee(Pipeline(times), times[:1])) == MOST_AHEAD
+    assert len(foresee(Pipeline(times), times[:1])) == MAX_AHEAD
 
 
 @pytest.mark.parametrize(

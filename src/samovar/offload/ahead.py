@@ -1,4 +1,4 @@
-"""Which layers can be computed ahead of the steps, and which stay what they are? As a call shows, real or rehearsed."""
+"""Choose the layers that are computed ahead of the steps, as a call shows, real or rehearsed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""How do layers that depend on time alone do without the device?
+"""Layers that depend on time alone, computed ahead of the steps while their weights stay on the host.
 
-Their weights stay on the host. At the first step of a run they visit the device once, layer by layer, to be computed
-for all steps to come, each step with the shapes of its own call, so the bits are those of the model. The outputs, a few
-MiB a step, wait on the host. A later call of the model with the same time, guidance and pooled text finds its outputs
-by the bits of these, and the layers return them.
+At the first step of a run they visit the device once, layer by layer, to be computed for all steps to come, each step
+with the shapes of its own call, so the bits are those of the model. Each step has a row of bytes on the host, a few
+MiB: what its layers return, and what they are given, to be compared. A later call of the model finds its row by the
+bits of the time, guidance and pooled text that it is given, and the layers return what is there. All of it is true as
+long as the weights are what they were.
 
 What the layers are given is checked. In the first forward of a run, and at the first of the layers that are given the
 same, that is before an output is used: a layer that is given something else is computed as ever, with its weights
@@ -13,26 +14,30 @@ brought in for the call. Everything else is compared behind the forward, and a d
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import is_not
+from typing import Any, NamedTuple
 
 import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..core import nested
-from ..core.adapters import AdapterStates
+from ..core.adapters import adapter_settings, adapters_of, loaded_adapters, merged_adapters
 from ..core.errors import ModelError, SettingError
-from ..hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, Run, install_hook, pipeline_hooks
+from ..core.tensor_parts import bits, take_apart
+from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, install_hook, pipeline_hooks
 from ..hooks.runs import run_around
-from ..trace.tape import Tape, tensors_in
-from ..trace.time_only import find_tape, is_autocast, is_plain
-from .ahead import HOOK, is_free, is_watched
+from ..trace.tape import Form, Tape, tensors_in
+from ..trace.time_only import find_tape, is_autocast
+from .ahead import HOOK, is_free
+from .coded import Samples, version_of
 from .host import HostMemory
-from .known_steps import KnownSteps, SeenWeights, bits_of, key_of
 from .moving import HOOK as OFFLOAD_HOOK
 from .sizes import Component
 from .staging import Stage
@@ -40,14 +45,154 @@ from .stats import TimeStats
 from .tiers import Tier
 from .timesteps import coming_inputs
 from .weight_groups import WeightGroup
-from .weights import held_by
+from .weights import ALIGNMENT, extent, held_by
 
-_MOST_FORMS = 8
+_MAX_FORMS = 8
 """Forms of calls that are kept."""
-_MOST_SURPRISES, _FORGIVEN = 3, 0.25
+_MAX_SURPRISES, _FORGIVEN = 3, 0.25
 """Forwards whose layers may be given something unexpected, and how much of one is forgiven by a forward without."""
-_MOST_UNPINNED = 4
+_MAX_UNPINNED = 4
 """Visits to the device from memory that is not pinned: few for models that need one for each number of steps alone."""
+_MAX_KEPT = 2**29
+"""Bytes of rows that are kept of each form of call."""
+_MAX_MISSES = 2
+"""Guesses of what comes next that may fail in a row."""
+Fetch = Callable[[str], AbstractContextManager[torch.nn.Module]]
+
+
+class _Part(NamedTuple):
+    """Where a tensor is in a row."""
+
+    start: int
+    form: Form
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        """Its bytes in a row."""
+        return row[self.start : self.start + self.form.num_bytes]
+
+    def view(self, row: torch.Tensor) -> torch.Tensor:
+        """The tensor in a row."""
+        return self.of(row).view(self.form.dtype).view(self.form.shape)
+
+
+class KnownSteps:
+    """The steps of one form of call whose outputs are known."""
+
+    def __init__(self, tape: Tape, ids: Sequence[int]) -> None:
+        """`ids`: the identity of the layer of each call."""
+        self.tape = tape
+        self.calls: dict[int, list[int]] = {}
+        """By the identity of a layer: the numbers of its calls."""
+        for number, identity in enumerate(ids):
+            self.calls.setdefault(identity, []).append(number)
+        self.kinds: Sequence[int] = range(len(ids))
+        """By call: a number that calls have in common which are given the same."""
+        self._size = 0
+        self.outputs = [self._place(call.returns, ALIGNMENT) for call in tape.layer_calls if call.returns is not None]
+        self.inputs = [[self._place(form) for form in call.given] for call in tape.layer_calls]
+        self._misses = 0
+        self.forget()
+
+    def _place(self, form: Form, alignment: int = 1) -> _Part:
+        part = _Part(self._size, form)
+        self._size += -(-form.num_bytes // alignment) * alignment
+        return part
+
+    def forget(self) -> None:
+        """Drop what was computed."""
+        self.is_proved = False
+        """Whether a forward of this run has shown that the layers are given what was expected."""
+        self._keys: torch.Tensor | None = None
+        self._rows: list[torch.Tensor] = []
+
+    def expected_in(self, row: torch.Tensor, numbers: Iterable[int]) -> torch.Tensor:
+        """What the calls of these numbers are to be given, as bytes."""
+        return torch.cat([part.of(row) for number in numbers for part in self.inputs[number]])
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether it is worth to compute what may come."""
+        return self._misses < _MAX_MISSES
+
+    def find(self, key: torch.Tensor) -> torch.Tensor | None:
+        """The row of the step with this key. This waits for the device."""
+        if self._keys is None:
+            return None
+        found = (self._keys == key).all(1).tolist()
+        if True not in found:
+            self._misses += 1
+            return None
+        self._misses = 0
+        return self._rows[found.index(True)]
+
+    def compute(
+        self, model: torch.nn.Module, steps: Sequence[Sequence[torch.Tensor]], fetch: Fetch, stage: Stage
+    ) -> torch.Tensor:
+        """Compute the layers for some steps. The row of the first is returned."""
+        count = len(steps)
+        with torch.inference_mode(False):
+            memory = torch.empty((2, count * self._size), dtype=torch.uint8, pin_memory=stage.device.type == "cuda")
+        made, rows = memory[0], memory[1].view(count, self._size)
+
+        def gathered(part: _Part) -> torch.Tensor:
+            """Where all steps of a part lie together at first, as one copy that nobody waits for."""
+            return made[count * part.start :][: count * part.form.num_bytes]
+
+        layers = iter(zip(self.outputs, self.inputs, strict=True))
+        for given, outputs in self.tape.play(model, steps, fetch):
+            output, inputs = next(layers)
+            for part, tensors in zip((output, *inputs), (outputs, *zip(*given, strict=True)), strict=True):
+                gathered(part).copy_(bits_of(tensors), non_blocking=True)
+        keys = torch.stack([key_of(step) for step in steps])
+        stage.host_waits(stage.mark_computed())
+        for part in (*self.outputs, *itertools.chain(*self.inputs)):
+            rows[:, part.start : part.start + part.form.num_bytes] = gathered(part).view(count, -1)
+        kinds: dict[bytes, int] = {}
+        given_bytes = [b"".join(part.of(rows[0]).numpy().tobytes() for part in parts) for parts in self.inputs]
+        self.kinds = [kinds.setdefault(one, len(kinds)) for one in given_bytes]
+        most = max(_MAX_KEPT // max(self._size, 1), count)
+        self._rows = [*rows, *self._rows][:most]
+        self._keys = (keys if self._keys is None else torch.cat([keys, self._keys]))[:most]
+        return self._rows[0]
+
+
+class SeenWeights:
+    """The weights of some layers as they were."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        self._layers = list(layers)
+        self._tensors, self._state = self._look()
+        self._samples = Samples(
+            [
+                tensor.detach().as_strided((extent(tensor) // tensor.element_size(),), (1,)).view(torch.uint8)
+                for tensor in self._tensors
+            ]
+        )
+
+    def _look(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """What the weights are made of, and what shows whether they were replaced or changed, as far as torch counts:
+        of wrappers, it counts changes there."""
+        held = [tensor for layer in self._layers for tensor in layer._parameters.values() if tensor is not None]
+        plain, wrappers, _ = take_apart(held)
+        state = [(id(t), t.data_ptr(), version_of(t), t.shape, t.stride(), t.dtype) for t in plain]
+        return plain, [*state, *(version_of(wrapper.tensor) for wrapper in wrappers)]
+
+    def are_same(self, *, is_new_run: bool) -> bool:
+        """Whether nobody has changed them, as far as counts and samples tell."""
+        return self._look()[1] == self._state and self._samples.are_same(is_new_run=is_new_run)
+
+
+def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bits of what the model is given at a step."""
+    return torch.cat([bits(tensor) for tensor in inputs]) if inputs else torch.zeros(0, dtype=torch.uint8)
+
+
+def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Some tensors as bytes, one after the other."""
+    first = tensors[0]
+    if all(tensor.dtype is first.dtype and tensor.shape == first.shape for tensor in tensors):
+        return bits(torch.stack(tuple(tensors)))
+    return torch.cat([bits(tensor) for tensor in tensors])
 
 
 @dataclass
@@ -68,12 +213,18 @@ class _Forward:
     """How often each layer was called."""
     checked: set[int] = field(default_factory=set)
     """The kinds of inputs that were as expected."""
-    outputs: Sequence[torch.Tensor] = ()
-    """By call of a layer."""
     given: list[torch.Tensor] = field(default_factory=list)
     """What layers were given, to be compared after the forward."""
     numbers: list[int] = field(default_factory=list)
     """The numbers of their calls."""
+
+    def next_call(self, layer: torch.nn.Module, known: KnownSteps) -> int | None:
+        """The number of a layer's next call; None if it is called more often than is known."""
+        calls, nth = known.calls.get(id(layer), ()), self.counts.get(id(layer), 0)
+        if nth >= len(calls):
+            return None
+        self.counts[id(layer)] = nth + 1
+        return calls[nth]
 
 
 class TimeLayers:
@@ -96,11 +247,14 @@ class TimeLayers:
             id(layer): WeightGroup(f"{component.name}.{path}", partial(held_by, layer), stage, host)
             for path, layer in self.layers.items()
         }
-        self._tapes: OrderedDict[Hashable, Tape | None] = OrderedDict()
-        self._known: dict[Hashable, KnownSteps] = {}
-        self._seen: list[SeenWeights] = []
+        self._known: OrderedDict[Hashable, KnownSteps | None] = OrderedDict()
+        """By form of call; None if none of the layers is on its tape."""
+        self._seen: SeenWeights | None = None
         self._parts: list[torch.nn.Module] = []
-        self._adapters = AdapterStates(self._model)
+        self._loaded: tuple[str, ...] = ()
+        self._adapted: list[torch.nn.Module] = []
+        """The layers that adapters are on."""
+        self._merged: list[Any] = []
         self._run: Run | None = None
         self._forward: _Forward | None = None
         self._doubts: list[torch.Tensor] = []
@@ -112,8 +266,8 @@ class TimeLayers:
         """Put hooks on the model and on the layers, and keep their weights on the host."""
         self._adopt(self._tier)
         install_hook(undo, self._model, HOOK, _CallHook(self))
-        for layer in self.layers.values():
-            install_hook(undo, layer, HOOK, _LayerHook(self))
+        for path, layer in self.layers.items():
+            install_hook(undo, layer, HOOK, _LayerHook(self, path))
 
     def _adopt(self, tier: Tier) -> None:
         with self._host.adopting():
@@ -134,7 +288,6 @@ class TimeLayers:
     def _forget(self) -> None:
         """Drop what was computed ahead."""
         self._known.clear()
-        self._tapes.clear()
         self._doubts.clear()
         self._forward = self._run = None
 
@@ -154,7 +307,7 @@ class TimeLayers:
             is_other = (bits_of(forward.given) != expected).any()
         if forward.known.is_proved and forward.given:
             self._doubts.append(is_other)
-        elif sum(forward.counts.values()) == forward.known.num_calls:
+        elif sum(forward.counts.values()) == len(forward.known.outputs):
             self._surprises = max(self._surprises - _FORGIVEN, 0.0)
             # If the model has written into what it gave a layer, this must be compared before each output is used.
             forward.known.is_proved = bool(forward.given) and not bool(is_other)
@@ -176,48 +329,40 @@ class TimeLayers:
                 "OffloadConfig(precompute=False)."
             )
 
-    def answer(self, layer: torch.nn.Module, args: Any, kwargs: Any, is_free: bool) -> Any:
+    def answer(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """What a layer returns in the running forward; NOT_BYPASSED if it must be computed, as it must be where others
         look on."""
         forward = self._forward
-        if forward is None or self.problem or forward.thread != threading.get_ident() or torch.is_grad_enabled():
+        if forward is None or self.problem or forward.thread != threading.get_ident():
             return NOT_BYPASSED
-        if is_autocast() or not is_free:
+        if torch.is_grad_enabled() or is_autocast() or not is_free(layer):
             return NOT_BYPASSED
         if not forward.is_looked_up:
             forward.is_looked_up = True
             self._look_up(forward)
         known, row = forward.known, forward.row
-        if known is None or row is None:
+        number = None if known is None else forward.next_call(layer, known)
+        if known is None or row is None or number is None:
             return NOT_BYPASSED
-        calls, nth = known.calls.get(id(layer), ()), forward.counts.get(id(layer), 0)
-        if nth >= len(calls):
-            return NOT_BYPASSED
-        forward.counts[id(layer)] = nth + 1
-        number = calls[nth]
-        is_one = not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor)
-        tensors = list(args) if is_one else tensors_in((args, kwargs))
-        is_alike = [(t.shape, t.dtype) for t in tensors] == known.forms[number]
-        if not is_alike or any(t.device != row.device for t in tensors):
-            self._surprise(forward)
-            return NOT_BYPASSED
+        tensors = tensors_in((args, kwargs))
+        is_alike = [(t.shape, t.dtype) for t in tensors] == [part.form for part in known.inputs[number]]
+        is_alike = is_alike and all(tensor.device == row.device for tensor in tensors)
         is_checked = known.is_proved and known.kinds[number] in forward.checked
-        if not is_checked and not torch.equal(bits_of(tensors), known.expected_in(row, [number])):
+        if not is_alike or not (is_checked or torch.equal(bits_of(tensors), known.expected_in(row, [number]))):
             self._surprise(forward)
             return NOT_BYPASSED
         forward.checked.add(known.kinds[number])
         forward.given += tensors
         forward.numbers.append(number)
-        return forward.outputs[number]
+        return known.outputs[number].view(row)
 
     def _surprise(self, forward: _Forward) -> None:
         """A layer is given something unexpected. The rest of the forward is computed, and the next one looks again."""
         self._known.pop(forward.form, None)
-        self._tapes.pop(forward.form, None)
         forward.known = None
         self.stats.surprises += 1
         self._surprises += 1
-        if self._surprises >= _MOST_SURPRISES:
+        if self._surprises >= _MAX_SURPRISES:
             self.problem = "what layers are given was foreseen wrongly time and again"
 
     def _look_up(self, forward: _Forward) -> None:
@@ -225,95 +370,83 @@ class TimeLayers:
         run = run_around(self._model)
         is_new_run, self._run = run is not self._run, run
         forward.settles_at_once = run is None or OFFLOAD_HOOK not in pipeline_hooks(run.pipeline)
-        self._check_model(is_new_run)
-        form = forward.form = self._adapters.number(), _numerics(), nested.signature((forward.args, forward.kwargs))
-        tape = self._tape(form, forward)
-        if tape is None:
+        form = forward.form = (
+            self._check_model(is_new_run),
+            _numerics(),
+            nested.signature((forward.args, forward.kwargs)),
+        )
+        known = self._steps_of(form, forward)
+        if known is None:
             return
         tensors = list(nested.tensors((forward.args, forward.kwargs)))
-        inputs = [tensors[place].to(self._stage.device) for place in tape.inputs]
-        known = self._known.get(form)
-        if known is None:
-            parts = named_parts(self._model)
-            known = self._known[form] = KnownSteps(tape, [id(parts[path]) for path in tape.layers])
+        inputs = [tensors[place].to(self._stage.device) for place in known.tape.inputs]
         if is_new_run:
             known.is_proved = False
         row = known.find(key_of(inputs))
         self.settle()  # The device was waited for just now.
         if row is None:
-            self._num_visits += 1
-            if self._may_pin and self._num_visits > _MOST_UNPINNED:
-                self._may_pin = False
-                self._adopt("pinned")
-                self._seen = [SeenWeights(layer) for layer in self.layers.values()]  # They may have moved.
+            self._pin_if_it_pays()
             steps = [inputs, *(coming_inputs(run, inputs) if known.is_guessing else ())]
-            with self._visits(tape) as fetch:
-                row = known.compute(self._model, steps, fetch, self._stage)
+            row = known.compute(self._model, steps, self._visiting, self._stage)
             self.stats.computed_steps += len(steps)
         else:
             self.stats.found_forwards += 1
         forward.known, forward.row = known, row.to(self._stage.device, non_blocking=True, copy=True)
-        forward.outputs = known.outputs_in(forward.row)
 
-    def _tape(self, form: Hashable, forward: _Forward) -> Tape | None:
-        if form not in self._tapes:
-            paths = [path for path, part in named_parts(self._model).items() if id(part) in self._groups]
-            self._tapes[form] = find_tape(self._model, forward.args, forward.kwargs, 0, among=paths).tape
-            while len(self._tapes) > _MOST_FORMS:
-                self._known.pop(self._tapes.popitem(last=False)[0], None)
-        self._tapes.move_to_end(form)
-        return self._tapes[form]
+    def _steps_of(self, form: Hashable, forward: _Forward) -> KnownSteps | None:
+        if form not in self._known:
+            parts = named_parts(self._model)
+            paths = [path for path, part in parts.items() if id(part) in self._groups]
+            tape = find_tape(self._model, forward.args, forward.kwargs, 0, among=paths).tape
+            self._known[form] = None if tape is None else KnownSteps(tape, [id(parts[path]) for path in tape.layers])
+            while len(self._known) > _MAX_FORMS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(form)
+        return self._known[form]
 
-    def _check_model(self, is_new_run: bool) -> None:
+    def _pin_if_it_pays(self) -> None:
+        """The layers visit the device once more."""
+        self._num_visits += 1
+        if self._may_pin and self._num_visits > _MAX_UNPINNED:
+            self._may_pin = False
+            self._adopt("pinned")
+            self._seen = SeenWeights(self.layers.values())  # They may have moved.
+
+    def _check_model(self, is_new_run: bool) -> Hashable:
         """Drop what depends on weights or parts of the model that have changed. What depends on how its adapters are
-        switched has a form of its own, and is there again when they are switched back."""
-        parts = list(self._model.modules()) if is_new_run else self._parts
-        if len(parts) != len(self._parts) or any(one is not two for one, two in zip(parts, self._parts)):  # noqa: B905
-            self._parts = parts
-            self._tapes.clear()
+        switched, which is returned, has a form of its own, and is there again when they are switched back."""
+        loaded = loaded_adapters(self._model)
+        parts = list(self._model.modules()) if is_new_run or loaded != self._loaded else self._parts
+        if loaded != self._loaded or len(parts) != len(self._parts) or any(map(is_not, parts, self._parts)):
+            self._parts, self._loaded = parts, loaded
+            self._adapted = [layer for layer, _ in adapters_of(parts)] if loaded else []
             self._known.clear()
-        if not self._seen or not all(weight.is_same(is_new_run) for weight in self._seen):
-            self._seen = [SeenWeights(layer) for layer in self.layers.values()]
-            self._known.clear()
+        # To merge weights and take them apart again does not give the same weights.
+        merged = merged_adapters(self._adapted)
+        if merged != self._merged or self._seen is None or not self._seen.are_same(is_new_run=is_new_run):
+            self._merged, self._seen = merged, SeenWeights(self.layers.values())
+            for known in filter(None, self._known.values()):
+                known.forget()
+        return repr(list(map(adapter_settings, self._adapted)))
 
     # ------------------------------------------------------------------------------------------------ on the device
 
     @contextlib.contextmanager
-    def _visits(self, tape: Tape) -> Iterator[Callable[[str], contextlib.AbstractContextManager[torch.nn.Module]]]:
-        """Inside, the layers of a tape visit the device in order. Each is sent while the one before it computes."""
-        parts = named_parts(self._model)
-        order = [parts[path] for path in tape.layers]
-        numbers = iter(range(len(order)))
-        marks: dict[int, Any] = {}
-
-        def send(layer: torch.nn.Module) -> None:
-            if id(layer) not in marks:
-                group = self._groups[id(layer)]
-                group.prepare()
-                group.load()
-                marks[id(layer)] = self._stage.mark_copied()
-
-        @contextlib.contextmanager
-        def fetch(path: str) -> Iterator[torch.nn.Module]:
-            number = next(numbers)
-            layer, following = order[number], order[number + 1 : number + 2]
-            for one in (layer, *following):
-                send(one)
-            self._stage.compute_waits(marks[id(layer)])
-            yield layer
-            if layer not in following:
-                del marks[id(layer)]
-                self._groups[id(layer)].unload()
-
+    def _visiting(self, path: str) -> Iterator[torch.nn.Module]:
+        """Inside, the weights of a layer are on the device."""
+        layer = self._model.get_submodule(path)
+        group = self._groups[id(layer)]
+        group.prepare()
+        group.load()
         try:
-            yield fetch
+            self._stage.compute_waits(self._stage.mark_copied())
+            yield layer
         finally:
-            for identity in marks:
-                self._groups[identity].unload()
+            group.unload()
 
     @contextlib.contextmanager
-    def on_device(self, layer: torch.nn.Module) -> Iterator[None]:
-        """Inside, a layer's weights are on the device for a call."""
+    def on_device(self, path: str) -> Iterator[None]:
+        """The same for a call by the model."""
         with self.lock:
             if self._is_gone:
                 raise SettingError(
@@ -322,14 +455,8 @@ class TimeLayers:
                 )
             self._stage.check_call()
             self.stats.live_calls += 1
-            group = self._groups[id(layer)]
-            group.prepare()
-            group.load()
-            try:
-                self._stage.compute_waits(self._stage.mark_copied())
+            with self._visiting(path):
                 yield
-            finally:
-                group.unload()
 
 
 class _CallHook(ModelHook):
@@ -360,25 +487,15 @@ class _LayerHook(ModelHook):
 
     order = HookOrder.OFFLOAD
 
-    def __init__(self, layers: TimeLayers) -> None:
-        self._layers = layers
+    def __init__(self, layers: TimeLayers, path: str) -> None:
+        self._layers, self._path = layers, path
         self._open: list[contextlib.AbstractContextManager[None]] = []
-        self._registry: HookRegistry | None = None
-        self._chain: Any = None
-        self._is_free = False
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._layers.answer(module, args, kwargs, self._is_alone(module))
-
-    def _is_alone(self, module: torch.nn.Module) -> bool:
-        """Whether nobody but us looks on. Most of that is known as long as the hooks are the same."""
-        registry = self._registry = self._registry or HookRegistry.get_or_create(module)
-        if registry.run is not self._chain:
-            self._chain, self._is_free = registry.run, is_free(module)
-        return self._is_free and is_plain(module) and not is_watched(module)
+        return self._layers.answer(module, args, kwargs)
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        brought = self._layers.on_device(module)
+        brought = self._layers.on_device(self._path)
         brought.__enter__()
         self._open.append(brought)
         return args, kwargs

@@ -1,4 +1,4 @@
-"""Which timesteps will the model be given in the rest of a run?
+"""Foresee the timesteps that the model will be given in the rest of a run.
 
 Pipelines hand the scheduler's timesteps to the model in some form: as they are, divided by a thousand, as 1 - t, in the
 sample's dtype; with a time for each token, those of given frames are another, mostly 0. The right form gives the bits
@@ -8,16 +8,16 @@ those bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..hooks import Run
 
-MOST_AHEAD = 128
+MAX_AHEAD = 128
 """Steps that are computed ahead at once, at most."""
-_MOST_VALUES = 4
+_MAX_VALUES = 4
 """Different times in one tensor."""
 _FORMS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda t: t,
@@ -39,27 +39,33 @@ class _Course(NamedTuple):
 
 def coming_inputs(run: Run | None, given: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What the model will be given at the later steps of a run in place of these tensors; nothing if nobody knows."""
-    scheduler = getattr(run.pipeline, "scheduler", None) if run is not None else None
-    named = {name: getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
-    if not isinstance(named["timesteps"], torch.Tensor):
-        return []
-    count = len(named["timesteps"])
-    times = [t[:count].cpu() for t in named.values() if isinstance(t, torch.Tensor) and t.ndim == 1 and not t.is_meta]
-    courses = {place: found for place, tensor in enumerate(given) if (found := list(_courses(times, tensor)))}
+    times = _times_of(getattr(run.pipeline, "scheduler", None) if run is not None else None)
+    courses = [(place, course) for place, tensor in enumerate(given) for course in _courses(times, tensor)]
     # Forms that agree now may differ later, and what has the time's value now may be no time: all of it is likely. A
     # second timestep, or a noise level, goes along with the first.
     choices: dict[tuple[tuple[int, float, float], ...], None] = {}
-    for step in range(count):
-        together = [
-            (p, found[0].now, found[0].later[step]) for p, found in courses.items() if step < len(found[0].later)
-        ]
-        alone = [(p, c.now, c.later[step]) for p, found in courses.items() for c in found if step < len(c.later)]
-        choices |= dict.fromkeys([tuple(together), *((one,) for one in alone)])
-    choices.pop((), None)
-    return [
-        [_changed(tensor, *changes[place]) if place in changes else tensor for place, tensor in enumerate(given)]
-        for changes in [{place: values for place, *values in choice} for choice in list(choices)[:MOST_AHEAD]]
-    ]
+    for step in range(max((len(course.later) for _, course in courses), default=0)):
+        alone = [(place, course.now, course.later[step]) for place, course in courses if step < len(course.later)]
+        together = {place: (place, now, later) for place, now, later in reversed(alone)}
+        choices |= dict.fromkeys([tuple(together.values()), *((one,) for one in alone)])
+    return [_replaced(given, choice) for choice in list(choices)[:MAX_AHEAD]]
+
+
+def _times_of(scheduler: Any) -> list[torch.Tensor]:
+    """The timesteps and noise levels of a scheduler; none if it has no list of timesteps."""
+    named = [getattr(scheduler, name, None) for name in ("timesteps", "sigmas")]
+    if not isinstance(named[0], torch.Tensor):
+        return []
+    count = len(named[0])
+    return [t[:count].cpu() for t in named if isinstance(t, torch.Tensor) and t.ndim == 1 and not t.is_meta]
+
+
+def _replaced(given: Sequence[torch.Tensor], choice: Iterable[tuple[int, float, float]]) -> list[torch.Tensor]:
+    """Some tensors with a value replaced in each of those that a choice names."""
+    made = list(given)
+    for place, now, later in choice:
+        made[place] = _changed(made[place], now, later)
+    return made
 
 
 def _changed(tensor: torch.Tensor, now: float, later: float) -> torch.Tensor:
@@ -74,7 +80,7 @@ def _courses(times: Sequence[torch.Tensor], tensor: torch.Tensor) -> Iterator[_C
         return
     distinct: torch.Tensor = torch.unique(tensor.detach().cpu())
     seen: set[_Course] = set()
-    for now in distinct.tolist() if len(distinct) <= _MOST_VALUES else ():
+    for now in distinct.tolist() if len(distinct) <= _MAX_VALUES else ():
         for scale in times:
             for early in dict.fromkeys((scale.dtype, tensor.dtype, torch.float32)):
                 for form in _FORMS:

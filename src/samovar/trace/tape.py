@@ -1,4 +1,4 @@
-"""What was noted of a forward, and how is it played again with other arguments?
+"""A tape of what was noted of a forward, to be played again with other arguments.
 
 A tape holds calls of torch functions and of layers, in order. The tensors in their arguments are kept by number, the
 model's weights by name, and the device as wherever the tape is played.
@@ -100,41 +100,43 @@ class Tape:
         """For each call of a layer: its tensors and its output at each step. `steps` holds the `inputs` of each;
         `fetch` brings a layer's weights to the device."""
         device = steps[0][0].device if steps[0] else torch.device("cpu")
-        parts = named_parts(model)
-        held_weights: dict[Weight, torch.Tensor] = {}
+        fill = _Filler(model, device)
         values: list[dict[int, torch.Tensor]] = [
             {self._places[place]: tensor for place, tensor in zip(self.inputs, tensors, strict=True)}
             for tensors in steps
         ]
-
-        def fill(known: Mapping[int, torch.Tensor], held: Any) -> Any:
-            if isinstance(held, Value):
-                return known[held.number]
-            if isinstance(held, Weight):
-                if held not in held_weights:
-                    held_weights[held] = _tensor(parts[held.path], held.name).detach().to(device)
-                return held_weights[held]
-            if isinstance(held, Here):
-                return device
-            return held.to(device) if isinstance(held, torch.Tensor) else held
-
         for number, call in enumerate(self.calls):
-            if not call.kwargs and all(isinstance(held, Value) for held in call.args):  # The usual case, quickly.
-                filled: list[Any] = [(tuple([known[held.number] for held in call.args]), {}) for known in values]
-            else:
-                filled = [map_parts(partial(fill, known), (call.args, call.kwargs)) for known in values]
-            if call.layer:
+            filled = [map_parts(partial(fill, known), (call.args, call.kwargs)) for known in values]
+            if call.function is None:
                 with fetch(call.layer) as layer:
                     outputs = [call_bare(layer, args, kwargs) for args, kwargs in filled]
                 yield [tensors_in(given) for given in filled], outputs
             else:
-                assert call.function is not None
                 outputs = [call.function(*args, **kwargs) for args, kwargs in filled]
             for known, output in zip(values, outputs, strict=True):
                 if call.makes:
                     known.update(zip(call.makes, tensors_in(output), strict=True))
                 for index in [index for index in known if self._last.get(index, -1) <= number]:
                     del known[index]
+
+
+class _Filler:
+    """Puts tensors in the place of what the tape holds for them."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._parts, self._device = named_parts(model), device
+        self._weights: dict[Weight, torch.Tensor] = {}
+
+    def __call__(self, known: Mapping[int, torch.Tensor], held: Any) -> Any:
+        if isinstance(held, Value):
+            return known[held.number]
+        if isinstance(held, Weight):
+            if held not in self._weights:
+                self._weights[held] = _tensor(self._parts[held.path], held.name).detach().to(self._device)
+            return self._weights[held]
+        if isinstance(held, Here):
+            return self._device
+        return held.to(self._device) if isinstance(held, torch.Tensor) else held
 
 
 def make_tape(noted: Sequence[Call], inputs: Mapping[int, int], memories: Mapping[int, int]) -> Tape | None:

@@ -1,4 +1,4 @@
-"""Which layers see neither the sample nor the text's tokens, and what leads to them?
+"""Find the layers that see neither the sample nor the text's tokens, and what leads to them.
 
 Modulations are fed by time, guidance and pooled text alone, so their outputs can be computed before the step that needs
 them. A rehearsal finds them: a shadow of the model runs without weights, and every torch function that it calls is
@@ -8,7 +8,7 @@ tape gives the inputs of these layers at that step, by the calls that the model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ..core.interop import memory_of
 from ..core.tensor_parts import num_bytes_of
 from ..hooks.intercept import bare_class
 from .shadow import Shadow, TrialFailed, trial
-from .tape import Call, Form, Here, Tape, Value, Weight, leaves, make_tape, map_parts, tensors_in
+from .tape import Call, Form, Here, Tape, Value, Weight, make_tape, map_parts, tensors_in
 from .weightless import Weightless, simplify, weightless, with_few_values
 
 _LARGE = 2**16
@@ -117,8 +117,6 @@ class _Recorder(TorchFunctionMode):
         """All tensors of the tables, so that no identity is used twice."""
         self._in_memory: dict[int, list[int]] = {}
         """By memory: the identities of the known tensors in it."""
-        self._forms: dict[Hashable, tuple[Any, list[int | None]]] = {}
-        """By call, unknown tensors that it returned: blocks repeat each other, and forms take torch long."""
         self._inside: str | None = None
         self._count = 0
         self._attributes = {id(tensor): tensor for m in shadow.modules() for tensor in nested.tensors(_attributes(m))}
@@ -167,11 +165,6 @@ class _Recorder(TorchFunctionMode):
                 self._check_weights(tensors)
                 return _HERE
             is_known = all(map(self._is_known, tensors)) and name != "normal" and not name.startswith(_RANDOM)
-            key = None if is_known else _call_key(function, args, kwargs, tensors)
-            known, before = self._forms.get(key, (None, None))
-            if known is not None and before == list(map(nested.version, tensors_in(known))):
-                self._check_weights(tensors)
-                return known
             versions = list(map(nested.version, tensors))
             called = args, kwargs
             if name == "to" or "device" in kwargs:
@@ -184,9 +177,6 @@ class _Recorder(TorchFunctionMode):
             written = [t for t, version in zip(tensors, versions, strict=True) if nested.version(t) != version]
             if self._inside is None:
                 self._note(Call(function, "", args, kwargs, ()), is_known, tensors, written, made)
-            is_new = made and not any(one is other for one in made for other in tensors)
-            if key is not None and is_new and not written and len(leaves(output)) == len(made):
-                self._forms[key] = output, list(map(nested.version, made))
         return output
 
     def _check_weights(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -271,27 +261,3 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 def _own_bytes(module: torch.nn.Module) -> int:
     return num_bytes_of(parameter for parameter in module._parameters.values() if parameter is not None)
-
-
-def _call_key(function: Any, args: Any, kwargs: Any, tensors: Iterable[torch.Tensor]) -> Hashable:
-    """What the form of an output without values depends on; None if it has values, or depends on some."""
-    if all(not t.is_meta for t in tensors) or any(not t.is_meta and not t.is_floating_point() for t in tensors):
-        return None
-    try:
-        key = function, _key(args), _key(kwargs)
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _key(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return type(value), *map(_key, value)
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in value.items())
-    if isinstance(value, slice):
-        return slice, value.start, value.stop, value.step
-    return type(value), value
