@@ -1,4 +1,4 @@
-"""How do vllm-omni's settings translate to ours? One table; nothing else in the project knows these spellings."""
+"""vllm-omni's spellings of settings, and what they stand for. Nothing else in the project knows them."""
 
 from __future__ import annotations
 

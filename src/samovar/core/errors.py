@@ -1,4 +1,4 @@
-"""Which errors can Samovar raise?
+"""The errors that Samovar raises.
 
     SamovarError
     ├── SettingError (ValueError)         a setting or argument that cannot be used; `param` names it

@@ -1,29 +1,26 @@
-"""How are files and settings read? With errors that name the file or the setting."""
+"""Files and settings are read with errors that name the file or the setting."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from .errors import ModelError, SamovarError, SettingError, nearest
 
-Config = TypeVar("Config")
-
 INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 """The file by which a folder is that of a pipeline, and of a modular one."""
-_MOST_BYTES_OF_JSON, _MOST_BYTES_OF_SETTINGS = 256 * 2**20, 4 * 2**20
+_MAX_BYTES_OF_JSON, _MAX_BYTES_OF_SETTINGS = 256 * 2**20, 4 * 2**20
 """The largest tokenizers are files of some 40 MiB, and tuned settings of some 100 KiB."""
-_MOST_VALUES = 1_000_000
+_MAX_VALUES = 1_000_000
 """In a YAML file, with what its aliases repeat."""
-_TOO_DEEP, _MOST_LEVELS = "it is nested too deeply", 64
+_TOO_DEEP, _MAX_LEVELS = "it is nested too deeply", 64
 _MAX_BITS = 400
 """Of a number whose digits are shown."""
 
@@ -60,7 +57,7 @@ def parse_json(file: Path) -> Any:
     """Whatever JSON is in a file that comes with a model. NaN and Infinity are understood: some configurations have
     them, and other libraries read them so."""
     try:
-        return json.loads(_read_text(file, _MOST_BYTES_OF_JSON))
+        return json.loads(_read_text(file, _MAX_BYTES_OF_JSON))
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     except RecursionError:
@@ -103,23 +100,6 @@ def heard(logger: str) -> Iterator[list[str]]:
 def first_line(error: Exception) -> str:
     """What an error of another library says in short, as a sentence."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:1000].rstrip(".") + "."
-
-
-def read_config(cls: type[Config], value: Any, param: str) -> Config:
-    """A settings dataclass from an instance of it, a mapping, or a file that holds one."""
-    if isinstance(value, cls):
-        return value
-    if is_file_name(value):
-        with naming(value):
-            return read_config(cls, read_settings(value, param), param)
-    if not isinstance(value, Mapping):
-        raise SettingError(
-            f"{param}={brief(value)}; expected the settings of {cls.__name__}: an object of it, a mapping, or a file.",
-            param=param,
-        )
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    check_names(value, known, f"a setting of {param}")
-    return cls(**value)
 
 
 @contextlib.contextmanager
@@ -186,7 +166,7 @@ def read_mapping(file: str | Path, param: str) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> Any:
-    text = _read_text(path, _MOST_BYTES_OF_SETTINGS)
+    text = _read_text(path, _MAX_BYTES_OF_SETTINGS)
     return parse_settings(text) if path.suffix.lower() == ".json" else parse_yaml(text)
 
 
@@ -194,7 +174,7 @@ def parse_settings(text: str) -> Any:
     """Settings as JSON: without NaN, and with each name once. Raises ValueError."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-        if _levels(value) > _MOST_LEVELS:
+        if _levels(value) > _MAX_LEVELS:
             raise RecursionError
         return value
     except RecursionError:
@@ -241,10 +221,10 @@ def parse_yaml(text: str) -> Any:
         if node is None:
             return None
         count, levels = _count_values(node, {})
-        if levels > _MOST_LEVELS:
+        if levels > _MAX_LEVELS:
             raise RecursionError
-        if count > _MOST_VALUES:
-            raise ValueError(f"with what its aliases repeat it holds more than {_MOST_VALUES} values")
+        if count > _MAX_VALUES:
+            raise ValueError(f"with what its aliases repeat it holds more than {_MAX_VALUES} values")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error

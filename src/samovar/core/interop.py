@@ -1,4 +1,4 @@
-"""What have other libraries written on a module, a pipeline or a scheduler?
+"""What other libraries have written on a module, a pipeline or a scheduler.
 
 Their marks are not part of any type and can only be read by name. The names stand in this file and nowhere else.
 """

@@ -1,6 +1,6 @@
-"""Which packages quantise weights, and what have they written on models, modules and tensors?
+"""Which packages quantise weights, and what they have written on models, modules and tensors.
 
-As in `other_libraries`, names that belong to no type stand in this file and nowhere else.
+As in `interop`, names that belong to no type stand in this file and nowhere else.
 """
 
 from __future__ import annotations
@@ -111,30 +111,31 @@ def _entry(holder: Any, name: str) -> Any:
 # ------------------------------------------------------------------------------------------------ weights
 
 
+def _int8_state(module: torch.nn.Module) -> Any:
+    """Where an 8-bit layer of bitsandbytes keeps its weight and scales, which its first call takes from the weight;
+    None for other layers."""
+    state = vars(module).get("state")
+    return state if type(state).__name__ == "MatmulLtState" else None
+
+
 def kept_beside_weights(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors that belong to a module's weights and are no parameters: an 8-bit layer of bitsandbytes moves its
-    scales from the weight to its state in the first call."""
-    state: Any = vars(module).get("state")
-    if type(state).__name__ != "MatmulLtState":
-        return []
-    return [tensor for tensor in (state.CB, state.SCB) if tensor is not None]
+    """The tensors that belong to a module's weights and are no parameters."""
+    state = _int8_state(module)
+    return [] if state is None else [tensor for tensor in (state.CB, state.SCB) if tensor is not None]
 
 
 def begin_state(module: torch.nn.Module) -> None:
-    """Have such a layer do now what it does at the beginning of its first call: its shadow would do it to the weight
-    that they share."""
-    weight = module._parameters.get("weight")
-    if type(vars(module).get("state")).__name__ == "MatmulLtState" and getattr(weight, "CB", None) is not None:
+    """Have an 8-bit layer fill its state now: its shadow would take it from the weight that they share."""
+    if _int8_state(module) is not None and getattr(module._parameters.get("weight"), "CB", None) is not None:
         module.init_8bit_state()  # type: ignore[operator]
 
 
 def move_beside_weights(module: torch.nn.Module, device: torch.device) -> None:
-    """Have the state of such a layer hold them on another device."""
-    state = vars(module).get("state")
-    if type(state).__name__ == "MatmulLtState":
-        for name in ("CB", "SCB"):
-            if getattr(state, name) is not None:
-                setattr(state, name, getattr(state, name).to(device))
+    """Have the state of an 8-bit layer hold its tensors on another device."""
+    state = _int8_state(module)
+    for name in ("CB", "SCB") if state is not None else ():
+        if getattr(state, name) is not None:
+            setattr(state, name, getattr(state, name).to(device))
 
 
 def is_untraceable(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Which plain tensors is a tensor made of?
+"""The plain tensors that a tensor is made of.
 
 To a model a quantised weight is one tensor; in memory it is several: the numbers, their scales, their zero points. Of
 whichever library, it is one of two kinds. A wrapper has no memory of its own and holds its tensors as attributes that

@@ -1,4 +1,4 @@
-"""How are weights quantised while they are loaded? The setting, what it needs, and what diffusers is given."""
+"""Quantise weights while they are loaded: the setting, what it needs, and what diffusers is given."""
 
 from __future__ import annotations
 
