@@ -217,12 +217,6 @@ def test_without_adapters_the_setting_is_named() -> None:
         PipelineFacts("Pipeline", frozenset(), 16).check(Request("", lora="pixel"))
 
 
-def test_requests_with_other_adapters_share_no_call() -> None:
-    plain, pixel, half = Request(""), Request("", lora="pixel"), Request("", lora={"name": "pixel", "scale": 0.5})
-    assert pixel.fits_with(Request("a", lora=[Adapter("pixel")]))
-    assert not any(one.fits_with(other) for one, other in ((plain, pixel), (pixel, half), (half, plain)))
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

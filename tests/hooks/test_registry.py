@@ -101,7 +101,24 @@ def test_order_class_comes_before_name(order: tuple[int, ...]) -> None:
     module, registry = hooked(*(hooks[index] for index in order))
     assert module("") == "0123ECHO3210"
     assert repr(registry) == "HookRegistry(Echo: d (shard), c (cache), b (offload), a (other))"
-    assert registry.chain == tuple(zip("dcba", list(HookOrder)[1:], strict=True))
+    assert registry.chain == tuple(zip("dcba", classes, strict=True))
+
+
+def test_calls_that_meet_run_what_is_inside_the_cache_once() -> None:
+    class Twice(ModelHook):
+        """Goes on with another argument, as one does who has the arguments of two calls."""
+
+        order = HookOrder.MEETING
+
+        def arrive(self, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            return f"<{forward((args[0] * 2,), kwargs)}>"
+
+    inner, outer = Around("3"), Around("1")
+    inner.order, outer.order = HookOrder.OFFLOAD, HookOrder.SHARD
+    module, registry = hooked(("inner", inner), ("twice", Twice()), ("outer", outer))
+    assert module("x") == module.forward("x") == "<x1x13ECHO3>1"
+    registry.remove_hook("twice")
+    assert module("x") == "x13ECHO31"
 
 
 def test_calling_forward_or_dispatch_goes_through_the_hooks_once() -> None:
