@@ -46,8 +46,8 @@ from samovar import cli
         ),
         (["--devices", "two"], "--devices 'two'; expected the numbers of GPUs"),
         (["--max-queue", "0"], "--max-queue 0; expected a whole number"),
-        (["--step-timeout", "0"], "--step-timeout 0; expected a number above 0"),
-        (["--load-timeout", "-1"], "--load-timeout -1; expected a number above 0"),
+        (["--step-timeout", "0"], "--step-timeout 0.0; expected a number above 0"),
+        (["--load-timeout", "-1"], "--load-timeout -1.0; expected a number above 0"),
         (["--enable-cpu-offload", "--enable-layerwise-offload"], "exclude each other"),
     ],
 )
