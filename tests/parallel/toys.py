@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import zoo
-from samovar.arch import find_anatomy
-from samovar.trace.watch import Watcher
 
 WIDTH, HEADS = 16, 4
 
@@ -85,15 +82,3 @@ def tokens(length: int, batch: int = 1) -> torch.Tensor:
 
 CASES = {case.id: case for case in zoo.load()}
 """Every transformer of diffusers, tiny."""
-
-
-@functools.cache
-def watched_run(name: str) -> tuple[torch.nn.Module, Any, Watcher]:
-    """A model, its anatomy, and what a forward did with its blocks: once for all tests, which leave it as it is."""
-    case = CASES[name]
-    model = case.build()
-    anatomy = find_anatomy(model)
-    watched = Watcher(model, anatomy, keeps_calls=True)
-    with watched.watching():
-        case.run(model)
-    return model, anatomy, watched

@@ -1,4 +1,4 @@
-"""May a model folder be read? Every file that would be opened is checked: its name, where it leads, its content.
+"""Checks what may be in a model's folder: of every file that would be opened its name, where it leads, its content.
 
 Samovar only reads safetensors: other weight formats can run code. Python files that come with a model run only with
 `trust_remote_code=True`.
@@ -174,18 +174,9 @@ def check_files(part: Path, folder: Path, class_name: str, *, trust_remote_code:
     names = [file.name for file in files if file.parent == part]
     plain = any((match := WEIGHTS.fullmatch(name)) and match[1] is None for name in names)
     for file in files:
-        if file.suffix == ".safetensors":
-            match = WEIGHTS.fullmatch(file.name)
-            if not (plain and match and match[1]):  # A variant is not opened where there is the plain file.
-                read_header(file)
-        elif _PICKLE.match(_beginning(file)) and file.suffix not in _PICKLED:
-            raise ModelError(f"{file} is a pickle under another name, which can run code when it is read. Remove it.")
-        elif _SHARDS.fullmatch(file.name):
-            _check_shards(file)
-        elif file.suffix == ".json":
-            _check_json(file, class_name, trust_remote_code)
-        elif file.suffix == ".jinja" and not trust_remote_code:
-            _check_template(file.read_text(encoding="utf-8", errors="replace"), file)
+        match = WEIGHTS.fullmatch(file.name)
+        if not (plain and match and match[1]):  # A variant is not opened where there is the plain file.
+            _check_content(file, class_name, trust_remote_code)
     foreign = [file for file in files if file.suffix in (*_PICKLED, *_OTHER_FORMATS) and file.parent == part]
     if foreign and not any(WEIGHTS.fullmatch(name) for name in names):
         what = "a pickle, which can run code when it is read" if foreign[0].suffix in _PICKLED else "not safetensors"
@@ -193,6 +184,19 @@ def check_files(part: Path, folder: Path, class_name: str, *, trust_remote_code:
             f"{foreign[0]} is {what}, and there are no .safetensors beside it. Convert the model, for example with "
             "save_pretrained of a pipeline that you trust."
         )
+
+
+def _check_content(file: Path, class_name: str, trust_remote_code: bool) -> None:
+    if file.suffix == ".safetensors":
+        read_header(file)
+    elif _PICKLE.match(_beginning(file)) and file.suffix not in _PICKLED:
+        raise ModelError(f"{file} is a pickle under another name, which can run code when it is read. Remove it.")
+    elif _SHARDS.fullmatch(file.name):
+        _check_shards(file)
+    elif file.suffix == ".json":
+        _check_json(file, class_name, trust_remote_code)
+    elif file.suffix == ".jinja" and not trust_remote_code:
+        _check_template(file.read_text(encoding="utf-8", errors="replace"), file)
 
 
 def _files(part: Path, folder: Path) -> Iterator[Path]:
@@ -249,14 +253,18 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise ModelError(f"{file} is not {what}: {error}. Download or save it again.") from error
 
 
+def _is_beside(name: Any) -> bool:
+    """Whether this names a file of safetensors in the same folder."""
+    return isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name) is not None
+
+
 def _check_shards(file: Path) -> None:
     """Refuse an index of shards that names anything but safetensors beside it."""
     shards = read_json(file).get("weight_map")
     if not isinstance(shards, dict):
         raise ModelError(f"{file} has no weight_map: it is not the index of a model's weights. Save the model again.")
     for shard in shards.values():
-        is_plain = isinstance(shard, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", shard)
-        if not is_plain:
+        if not _is_beside(shard):
             raise ModelError(
                 f"{file} names {brief(shard)}; expected files beside it that end in .safetensors. Other formats can "
                 "run code when they are read. Save the model again."
@@ -270,7 +278,7 @@ def _check_json(file: Path, class_name: str, trust_remote_code: bool) -> None:
     if file.name == "adapter_config.json":
         raise ModelError(f"{file} lets other weights be loaded in place of these. Merge the adapter, or remove it.")
     weights = content.get("transformers_weights")
-    if weights is not None and not (isinstance(weights, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", weights)):
+    if weights is not None and not _is_beside(weights):
         raise ModelError(f"{file} names the weights {brief(weights)}; expected a .safetensors file beside it.")
     own = re.findall(r"[\w.-]+", str(content.get("auto_map", "")))
     is_here = any("--" in name or (file.parent / f"{name.partition('.')[0]}.py").is_file() for name in own)

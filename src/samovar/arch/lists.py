@@ -157,32 +157,36 @@ class _Maps:
 
     @classmethod
     def of(cls, module: Module) -> _Maps:
-        inputs: set[int] = set()
-        outputs: set[int] = set()
-        normed: set[int] = set()
+        inputs, outputs, normed = set[int](), set[int](), set[int]()
         linear = spatial = 0
         has_unknown = False
         for part in module.modules():
             own = list(part.parameters(recurse=False))
             extents = [sum(size > 1 for size in parameter.shape) for parameter in own]
-            kernel = getattr(part, "kernel_size", None)
+            has_tensors = bool(own) or next(part.buffers(recurse=False), None) is not None
             if isinstance(part, torch.nn.Embedding):
                 continue
-            if isinstance(kernel, Sequence) and any(size != 1 for size in kernel):
+            if _is_spatial(part):
                 spatial += 1
-            elif (own or next(part.buffers(recurse=False), None) is not None) and (widths := _widths(part)):
+            elif has_tensors and (widths := _widths(part)):
                 linear += 1
                 inputs.add(widths[0])
                 outputs.add(widths[1])
-            elif any(extent > 1 for extent in extents):  # An unknown kind of layer, or a table.
+            elif max(extents, default=0) > 1:  # An unknown kind of layer, or a table.
                 linear += sum(extent in (2, 3) for extent in extents)
                 spatial += sum(extent > 3 for extent in extents)
                 has_unknown = True
             elif isinstance(part, (torch.nn.LayerNorm, torch.nn.RMSNorm)):  # Some have no weights.
                 normed.add(part.normalized_shape[-1])
-            elif own and not list(part.children()):
+            elif own and not part._modules:
                 normed.add(own[0].numel())
         return cls(linear, spatial, frozenset(normed), frozenset(inputs & outputs), has_unknown)
+
+
+def _is_spatial(module: Module) -> bool:
+    """Whether a module is a convolution over more than one place."""
+    kernel = getattr(module, "kernel_size", None)
+    return isinstance(kernel, Sequence) and any(size != 1 for size in kernel)
 
 
 def _widths(module: Module) -> tuple[int, int] | None:
