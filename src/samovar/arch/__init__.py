@@ -1,4 +1,4 @@
-"""What is this model made of? Read from its structure, without running it."""
+"""What a model is made of, read from its structure, without running it."""
 
 from .blocks import Anatomy, BlockStack, Coverage, Stream, coverage, find_anatomy
 from .components import ModuleDiscovery, PipelineModules, SupportsModuleOffload, find_denoisers

@@ -24,7 +24,7 @@ from .modules import is_container, parameters_of, tensor_bytes, unwrapped
 
 Kind = Literal["image", "text", "joint"]
 Evidence = Literal["structure", "probe", "declaration"]
-_WORTH_NAMING = 0.01
+MIN_NAMED_SHARE = 0.01
 """The share of the weights from which a module outside of blocks is named."""
 
 
@@ -205,7 +205,7 @@ def coverage(model: Module, anatomy: Anatomy) -> Coverage:
             place = _outermost_without_blocks(path.replace(f"{WRAPPED_MODULE}.", ""), paths)
             outside[place] += num_bytes_of([tensor])
     total_bytes = tensor_bytes([model])
-    large = [(path, size) for path, size in outside.most_common() if size >= max(1, _WORTH_NAMING * total_bytes)]
+    large = [(path, size) for path, size in outside.most_common() if size >= max(1, MIN_NAMED_SHARE * total_bytes)]
     return Coverage(tensor_bytes(blocks), total_bytes, tuple(large))
 
 

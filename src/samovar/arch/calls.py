@@ -1,4 +1,4 @@
-"""What does a pipeline's call take? By its signature, and by those of the calls that it hands its arguments on to."""
+"""What a pipeline's call takes, by its signature and those of the calls that it hands its arguments on to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is this pipeline made of? Its denoisers, encoders and VAEs, and the modules that must stay on the device.
+"""The modules of a pipeline by role: denoisers, encoders, VAEs, and those that must stay on the device.
 
 A pipeline may declare its modules (`SupportsModuleOffload`). Any other is scanned: first the components that diffusers
 itself lists, then well-known attribute names.

@@ -1,4 +1,4 @@
-"""What does structure alone not explain? A few lines of data for each such model.
+"""Declares what structure alone does not explain, in a few lines of data for each such model.
 
 A declaration is keyed by the model's class name and overrides what was found. Every field is optional. A class of
 diffusers is declared in `DECLARATIONS`, which ships with Samovar; none needs it today. Declare your own class, or one

@@ -1,4 +1,4 @@
-"""Which device does a setting name, and can this machine use it?"""
+"""Reads a device setting, and refuses what this machine cannot use."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .modules import is_list, members, named_parts, tensor_bytes, unwrapped
 Blocks = dict[str, Module]
 """The blocks of a stack by their paths."""
 
-_MOST = 0.5
+MIN_SHARE = 0.5
 """The share of weights from which a list holds most of what it is in."""
 
 
@@ -82,7 +82,7 @@ def _holds_blocks(holder: Module, hints: _Hints, path: str) -> bool:
     if any(is_list(child) for child in children):
         return False
     if not _classes(children) <= hints.repeated:
-        heavy = tensor_bytes(children) > _MOST * hints.num_bytes
+        heavy = tensor_bytes(children) > MIN_SHARE * hints.num_bytes
         if not _are_alike(children) or not _are_blocks(children, certain=not heavy):
             return False
     return not all(_is_whole_model(child, len(children), hints, path) for child in children)
@@ -115,7 +115,7 @@ def _is_whole_model(module: Module, num_beside: int, hints: _Hints, path: str) -
     is not such a stack."""
     inner = list(_lists_in(module, hints, path))
     blocks = [block for _, stack in inner for block in stack.values()]
-    if not blocks or tensor_bytes(blocks) <= _MOST * tensor_bytes([module]):
+    if not blocks or tensor_bytes(blocks) <= MIN_SHARE * tensor_bytes([module]):
         return False
     return _classes(blocks) <= hints.repeated or max(len(stack) for _, stack in inner) >= num_beside
 

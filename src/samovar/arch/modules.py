@@ -1,4 +1,4 @@
-"""What does a module hold, take and weigh? Looking through what torch.compile puts around it."""
+"""What a module holds, takes and weighs, looking through what torch.compile puts around it."""
 
 from __future__ import annotations
 

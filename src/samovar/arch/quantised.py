@@ -1,4 +1,4 @@
-"""Which layers of a model does a quantisation change, and which tensors take the place of their weights?
+"""The layers that a quantisation changes, and the tensors that take the place of their weights.
 
 One rule for all kinds: the linear layers inside of blocks are quantised. What is outside (embeddings, the last
 projection) holds few weights and stays as it is, and so does what the model's authors keep in float32. A model without

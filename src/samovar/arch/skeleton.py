@@ -1,4 +1,4 @@
-"""How is a model built without its weights? On the meta device: full size, no memory.
+"""Builds a model without its weights, on the meta device: full size, no memory.
 
 From a folder in diffusers format, or from the name of a class that diffusers exports.
 """

@@ -1,4 +1,4 @@
-"""Which rank computes what?"""
+"""Splits a sequence, or the branches of guidance, over ranks."""
 
 from ..core.errors import RankError, ShardingError, StrategyError
 from .cfg import CfgParallelHook, apply_cfg_parallel

@@ -1,4 +1,4 @@
-"""How do ranks exchange tensors? All communication of this room goes through here, and its bytes are counted."""
+"""Exchanges of tensors between ranks. All communication of this room goes through here, and its bytes are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks work on the same image, on which part of it, and how do they agree?
+"""The ranks that work on one image, which part of it each computes, and how they agree.
 
 Ranks are laid out as cfg x ring x ulysses, the last one fastest: neighbouring ranks hold neighbouring tokens, and the
 ranks of one branch are neighbours.

@@ -1,4 +1,4 @@
-"""How is one attention computed by several ranks? By gathered keys and values, a ring, Ulysses, or Ulysses in a ring.
+"""One attention computed by several ranks: by gathered keys and values, a ring, Ulysses, or Ulysses in a ring.
 
 Gathered always works: any mask, any number of heads, any kernel. It sends (P - 1) / P of the keys and values to each
 rank, which holds all of them.
