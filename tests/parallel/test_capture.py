@@ -163,8 +163,29 @@ class BlockWithNetwork(toys.Block):
         self.ff = torch.nn.Linear(toys.WIDTH, toys.WIDTH)
 
     def forward(self, hidden_states: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
-        attended = super().forward(hidden_states, table)
+        attended = hidden_states + self.attn(self.norm(hidden_states))
         return attended + self.ff(attended)
+
+
+@torch.no_grad()
+def compiled() -> str:
+    torch.manual_seed(0)
+    model = toys.build()
+    model.blocks = torch.nn.ModuleList(BlockWithNetwork(lambda: RareAttention(True)) for _ in range(2))
+    enable_sequence_parallel_for_model(model.eval(), SequenceParallelConfig(ulysses_degree=2))
+    model(toys.tokens(14))
+    for block in model.blocks:
+        block.compile(backend="eager")
+    try:
+        model(toys.tokens(14))
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def test_flex_attention_with_a_mask_is_refused_in_compiled_blocks(on_ranks: OnRanks) -> None:
+    """It would hold all scores at a time."""
+    assert all("would run uncompiled in compiled code. Run the blocks" in said for said in on_ranks(2, compiled))
 
 
 @torch.no_grad()

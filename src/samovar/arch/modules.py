@@ -60,5 +60,4 @@ def main_dtype(module: Module) -> torch.dtype | None:
 
 def tensor_bytes(modules: Iterable[Module]) -> int:
     """Bytes of all parameters and buffers, those shared between modules counted once."""
-    unique = {id(t): t for module in modules for tensors in (module.parameters(), module.buffers()) for t in tensors}
-    return num_bytes_of(unique.values())
+    return num_bytes_of(t for module in modules for tensors in (module.parameters(), module.buffers()) for t in tensors)

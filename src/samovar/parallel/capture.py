@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..core.errors import ShardingError
 from ..hooks.handle import for_now
 from .attention import AttentionCall, sdpa
 
@@ -87,13 +88,21 @@ def _wrapped(own: Callable[..., Any], read: Callable[..., AttentionCall | RareCa
     """Takes a function's place. Compiled code breaks its graph there. Made on first use: torch's compiler takes seconds
     to load."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(is_compiled: bool, args: Any, kwargs: Any) -> Any:
         attend = _running.attend
-        return own(*args, **kwargs) if attend is None else attend(read(own, *args, **kwargs))
+        if attend is None:
+            return own(*args, **kwargs)
+        asked = read(own, *args, **kwargs)
+        if is_compiled and isinstance(asked, RareCall):
+            raise ShardingError(
+                f"{asked.name} would run uncompiled in compiled code. Run the blocks uncompiled on several ranks, or "
+                "compiled on one."
+            )
+        return attend(asked)
 
     disable: Any = torch.compiler.disable
     outside_graph = disable(call)
-    return lambda *args, **kwargs: outside_graph(*args, **kwargs)
+    return lambda *args, **kwargs: outside_graph(torch.compiler.is_compiling(), args, kwargs)
 
 
 class _Mode(TorchFunctionMode):
