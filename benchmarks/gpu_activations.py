@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from infer_call import infer_call
 
 from samovar.core import nested
-from samovar.trace.guess import guess
 from samovar.trace.rehearse import RequestSize
 from samovar.trace.weightless import running_weightless, weightless_twin
 
@@ -74,7 +74,7 @@ def measured(run: Callable[[], Any]) -> int:
 
 def transformer(name: str, count_only: bool) -> dict[str, Any]:
     cls, config, size = MODELS[name]
-    found = guess(build(cls, config, "meta"), size)
+    found = infer_call(build(cls, config, "meta"), size)
     row: dict[str, Any] = {"class": cls, "size": str(size), "problem": found.problem}
     if found.problem is None:
         row["counted_mib"] = round(found.peaks["transformer"] / MIB)

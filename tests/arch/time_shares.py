@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:tests python -m arch.time_shares [CLASS ...]
 
-Of the model that a class makes by default, without weights, in 16 bits. The layers are those of a call that was found
-by trying; where none was found, those at the paths that the forward of the tiny model shows. It takes minutes.
+Of the model that a class makes by default, without weights, in 16 bits. The layers are those at the paths that the
+forward of the tiny model shows. It takes minutes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ import torch
 
 from samovar.arch.modules import named_parts, tensor_bytes, unwrapped
 from samovar.core.errors import ModelError
-from samovar.offload.ahead import choose_layers, find_time_layers
+from samovar.offload.ahead import choose_layers
 from samovar.offload.sizes import read_parts, split_parts
-from samovar.trace.guess import guess
 from samovar.trace.time_only import Tape, find_tape
 from zoo import Case, load
 
 FILE = Path(__file__).parents[1] / "zoo" / "time_only.json"
-UNKNOWN = "whether layers see time alone is unknown"
 
 
 def share_of(case: Case) -> dict[str, Any]:
@@ -37,12 +35,6 @@ def share_of(case: Case) -> dict[str, Any]:
         return {"problem": "it has no default size"}
     size = tensor_bytes([component.module])
     found = {"gib": round(size / 2**30, 2)}
-    tried = guess(component.module, name=component.name)
-    if tried.problem is None:
-        call = tried.calls[component.name]
-        layers, problem = find_time_layers(component, call.args, dict(call.kwargs))
-        if layers or not problem.startswith(UNKNOWN):
-            return found | {"share": _share(layers.values(), size), "found_by": "a call"}
     with torch.compiler.set_stance("force_eager"):
         tape, problem = find_tape(case.build(), (), case.inputs(0), 1)
     if problem:

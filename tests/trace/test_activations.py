@@ -76,13 +76,28 @@ def test_a_second_denoiser_that_did_not_run_needs_what_the_first_does() -> None:
     assert known.problem is None
 
 
-def test_a_lone_model_is_tried() -> None:
+def test_a_lone_model_is_estimated_and_the_note_says_so() -> None:
     known = activations_of(PIPELINES["flux"].build(0).transformer, RequestSize(64, 64))
     assert {*known.by_name} == {"transformer"}
-    assert "64 x 64 pixels" in known.note
+    assert "estimated for 64 x 64 pixels of a FluxTransformer2DModel as it is configured" in known.note
+    larger = activations_of(PIPELINES["flux"].build(0).transformer, RequestSize(128, 64, batch=3))
+    assert larger.by_name["transformer"] > known.by_name["transformer"]
 
 
-def test_a_folder_without_its_tokenizers_is_tried_model_by_model(tmp_path: Any) -> None:
+def test_the_estimate_of_flux_is_near_what_was_measured() -> None:
+    _, parts = read_skeleton("FluxTransformer2DModel")
+    known = read_activations("FluxTransformer2DModel", parts)
+    assert "1024 x 1024 pixels" in known.note
+    assert 0.35 < known.by_name["transformer"] / 2**30 < 0.7, "measured: 0.35 to 0.6 GiB"
+
+
+def test_widths_of_a_unet_say_nothing() -> None:
+    _, parts = read_skeleton("UNet2DConditionModel")
+    known = read_activations("UNet2DConditionModel", parts)
+    assert (dict(known.by_name), known.problem) == ({}, "it was not called in a run without weights")
+
+
+def test_a_folder_without_its_tokenizers_is_estimated_model_by_model(tmp_path: Any) -> None:
     import shutil
 
     folder = tmp_path / "emoji"
@@ -93,7 +108,7 @@ def test_a_folder_without_its_tokenizers_is_tried_model_by_model(tmp_path: Any) 
     assert re.search(r"The CLIPTokenizer in .*tokenizer cannot be \w+: ", known.problem)
 
 
-def test_an_object_that_only_holds_models_is_tried_model_by_model() -> None:
+def test_an_object_that_only_holds_models_is_estimated_model_by_model() -> None:
     class Holder:
         def __init__(self, **modules: torch.nn.Module) -> None:
             vars(self).update(modules)

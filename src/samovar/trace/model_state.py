@@ -40,34 +40,17 @@ class ModelState:
         """`addresses`: where weights lie counts, and not what is written into them. `kernels`: with torch's settings
         that choose kernels, and the attention that diffusers has chosen."""
         self._modules = list(modules)
-        entries = list(map(vars, self._modules))
-        held = [each["_modules"] for each in entries]
-        for each in entries:
-            tables = each["_parameters"], each["_buffers"]
-            # Weights on the meta device are elsewhere for now: accelerate puts new tensors there after each call.
-            if not any(tensor is not None and tensor.is_meta for table in tables for tensor in table.values()):
-                held += tables
-        self._held = [table.values() for table in held if table]
-        self._empty = [table for table in held if not table]
-        parts = list(chain.from_iterable(self._held))
-        self._parts = [_nothing if part is None else weakref.ref(part) for part in parts]
-        self._is_tensor = [isinstance(part, torch.Tensor) for part in parts]
-        tensors = list(compress(parts, self._is_tensor))
-        self._dtypes = list(map(_dtype, tensors))
-        self._has_version = [not addresses and not tensor.is_inference() for tensor in tensors]
-        self._versions = list(map(_version, compress(tensors, self._has_version)))
-        self._plain = list(map(weakref.ref, take_apart(tensors).plain)) if addresses else []
-        self._addresses = list(map(_address, self.plain()))
-        self._forms = [(of, list(map(of, self.plain()))) for of in (torch.Tensor.size, torch.Tensor.stride)]
+        self._entries = list(map(vars, self._modules))
+        self._weights = _Weights(self._entries, addresses)
         # The type of a module that we have hooked equals its own.
         self._types = list(map(type, self._modules))
         self._classes = {bare_class(module): None for module in self._modules}
         self._forwards = list(map(_forward, self._classes))
-        self._entries, self._own_forwards = entries, _own_forwards(entries)
+        self._own_forwards = _own_forwards(self._entries)
         self._adapters = adapters_of(self._modules)
-        self._hooks = [each[kind] for each in entries for kind in ("_forward_hooks", "_forward_pre_hooks")]
+        self._hooks = [each[kind] for each in self._entries for kind in ("_forward_hooks", "_forward_pre_hooks")]
         self._has_hooks, self._counts = any(self._hooks), list(map(_count, self._hooks))
-        self._processors = [(each, each["processor"], _settings(each["processor"])) for each in entries
+        self._processors = [(each, each["processor"], _settings(each["processor"])) for each in self._entries
                             if "processor" in each]  # fmt: skip
         self._kernels = kernel_settings() if kernels else None
 
@@ -77,38 +60,17 @@ class ModelState:
 
     def change(self) -> str | None:
         """The first thing that is not as it was, in words; None if all is."""
-        return next(self._changes(), None)
-
-    def plain(self) -> Iterator[torch.Tensor]:
-        """The plain tensors whose addresses count; None in place of what is gone."""
-        return map(_call, self._plain)
+        return self._weights.change() or next(self._changes(), None)
 
     def is_in_place(self) -> bool:
         """Whether modules and weights are the same, where they were."""
-        try:
-            return self._has_same_parts(self._now()) and list(map(_address, self.plain())) == self._addresses
-        except TypeError:  # One is gone.
-            return False
+        return self._weights.is_in_place()
 
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable(self._held))
-
-    def _has_same_parts(self, parts: list[Any]) -> bool:
-        is_as_long = len(parts) == len(self._parts) and not any(self._empty)
-        return is_as_long and all(map(is_, parts, map(_call, self._parts)))
+    def plain(self) -> Iterator[torch.Tensor]:
+        """The plain tensors whose addresses count; None in place of what is gone."""
+        return self._weights.plain()
 
     def _changes(self) -> Iterator[str]:
-        parts = self._now()
-        if not self._has_same_parts(parts):
-            yield "modules or weights were replaced"
-            return
-        tensors = list(compress(parts, self._is_tensor))
-        if not self.is_in_place() or any(list(map(of, self.plain())) != before for of, before in self._forms):
-            yield "weights lie elsewhere or in another form"
-        if list(map(_version, compress(tensors, self._has_version))) != self._versions:
-            yield "weights were written in place"
-        if list(map(_dtype, tensors)) != self._dtypes:
-            yield "weights have another dtype"
         if list(map(type, self._modules)) != self._types:
             yield "modules have another class"
         if list(map(_forward, self._classes)) != self._forwards:
@@ -123,6 +85,61 @@ class ModelState:
             yield "attention processors are others or have other settings"
         if self._kernels is not None and kernel_settings() != self._kernels:
             yield "torch's choice of kernels is another"
+
+
+class _Weights:
+    """The parts, parameters and buffers of modules."""
+
+    def __init__(self, modules: Iterable[Mapping[str, Any]], addresses: bool) -> None:
+        """`modules`: their attributes."""
+        held = list(chain.from_iterable(map(_held_by, modules)))
+        self._held = [table.values() for table in held if table]
+        self._empty = [table for table in held if not table]
+        parts = self._now()
+        self._parts = [_nothing if part is None else weakref.ref(part) for part in parts]
+        self._is_tensor = [isinstance(part, torch.Tensor) for part in parts]
+        tensors = list(compress(parts, self._is_tensor))
+        self._dtypes = list(map(_dtype, tensors))
+        self._has_version = [not addresses and not tensor.is_inference() for tensor in tensors]
+        self._versions = list(map(_version, compress(tensors, self._has_version)))
+        self._plain = list(map(weakref.ref, take_apart(tensors).plain)) if addresses else []
+        self._addresses = list(map(_address, self.plain()))
+        self._forms = [(of, list(map(of, self.plain()))) for of in (torch.Tensor.size, torch.Tensor.stride)]
+
+    def plain(self) -> Iterator[torch.Tensor]:
+        return map(_call, self._plain)
+
+    def is_in_place(self) -> bool:
+        try:
+            return self._has_same_parts(self._now()) and list(map(_address, self.plain())) == self._addresses
+        except TypeError:  # One is gone.
+            return False
+
+    def change(self) -> str | None:
+        parts = self._now()
+        if not self._has_same_parts(parts):
+            return "modules or weights were replaced"
+        tensors = list(compress(parts, self._is_tensor))
+        if not self.is_in_place() or any(list(map(of, self.plain())) != before for of, before in self._forms):
+            return "weights lie elsewhere or in another form"
+        if list(map(_version, compress(tensors, self._has_version))) != self._versions:
+            return "weights were written in place"
+        return None if list(map(_dtype, tensors)) == self._dtypes else "weights have another dtype"
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(self._held))
+
+    def _has_same_parts(self, parts: list[Any]) -> bool:
+        is_as_long = len(parts) == len(self._parts) and not any(self._empty)
+        return is_as_long and all(map(is_, parts, map(_call, self._parts)))
+
+
+def _held_by(entries: Mapping[str, Any]) -> list[Any]:
+    """The tables of a module's parts and weights. Those on the meta device are elsewhere for now: accelerate puts new
+    tensors there after each call."""
+    tables = [entries["_parameters"], entries["_buffers"]]
+    is_elsewhere = any(tensor is not None and tensor.is_meta for table in tables for tensor in table.values())
+    return [entries["_modules"], *(() if is_elsewhere else tables)]
 
 
 class Generation:

@@ -1,4 +1,4 @@
-"""What is a model built of, and which features can be used with it? Read without weights, or seen in a run."""
+"""What a model is built of and which features it can use, read without weights or seen in a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..arch.blocks import Anatomy, Coverage, coverage, find_anatomy
+from ..arch.blocks import Anatomy, BlockStack, Coverage, coverage, find_anatomy
 from ..arch.components import Role
 from ..arch.folder import check_loaded, pipeline_class, read_index
 from ..arch.gguf_file import read_gguf
@@ -190,38 +190,47 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     denoisers = [c for c in components if c.role == "denoiser"]
     encoders = ", ".join(c.name for c in components if c.role == "encoder")
     stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
-    unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
-    planned = [name for name, part in parts.items() if declared_plans(part.cls)]
     unmovable = _unmovable(parts)
-    unknown = f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
-
-    def without_stacks(name: str, reason: str) -> FeatureReport:
-        return FeatureReport(name, None, unknown) if unbuilt else FeatureReport(name, False, reason)
-
-    if stacks:
-        blocks, plural = sum(map(len, stacks)), "s" if len(stacks) > 1 else ""
-        judged = [(c.name, c.anatomy.leader) for c in denoisers if c.anatomy and c.anatomy.leader]
-        leaders = ", ".join(f"{name}.{leader}" if len(denoisers) > 1 else leader for name, leader in judged)
-        found = f"{blocks} blocks in {len(stacks)} stack{plural}; steps are judged at {leaders}"
-        streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
-        yield FeatureReport("step cache", True, found)
-        held = f"{blocks} blocks hold {100 * streamed / max(whole, 1):.1f} % of the denoiser"
-        yield FeatureReport("layerwise offload", not unmovable, unmovable or held)
-    else:
-        nothing = "no stack of blocks was found; declare one with register_declaration"
-        yield without_stacks("step cache", nothing)
-        yield without_stacks("layerwise offload", nothing)
-    if denoisers and encoders:
-        turns = f"the denoiser takes turns with {encoders}"
-        yield FeatureReport("model offload", not unmovable, unmovable or turns)
-    else:
-        yield FeatureReport("model offload", False, "a denoiser and an encoder that can take turns are needed")
+    yield FeatureReport("step cache", *_cached(denoisers, stacks))
+    yield FeatureReport("layerwise offload", *_streamed(denoisers, stacks, unmovable))
+    turns = f"the denoiser takes turns with {encoders}" if denoisers and encoders else ""
+    why = unmovable if turns else "a denoiser and an encoder that can take turns are needed"
+    yield FeatureReport("model offload", not why, why or turns)
+    planned = [name for name, part in parts.items() if declared_plans(part.cls)]
     if planned:
         yield FeatureReport("sequence parallel", True, f"the plan comes with {', '.join(planned)}")
     elif stacks:
         yield FeatureReport("sequence parallel", True, "a plan is derived from the stacks and checked before use")
     else:
-        yield without_stacks("sequence parallel", "there is no plan, and no stack to derive one from")
+        why = "there is no plan, and no stack to derive one from"
+        yield FeatureReport("sequence parallel", *_without_stacks(denoisers, why))
+
+
+def _cached(denoisers: list[ComponentReport], stacks: list[BlockStack]) -> tuple[bool | None, str]:
+    if not stacks:
+        return _without_stacks(denoisers)
+    judged = [(c.name, c.anatomy.leader) for c in denoisers if c.anatomy and c.anatomy.leader]
+    leaders = ", ".join(f"{name}.{leader}" if len(denoisers) > 1 else leader for name, leader in judged)
+    found = f"{sum(map(len, stacks))} blocks in {len(stacks)} stack{'s' if len(stacks) > 1 else ''}"
+    return True, f"{found}; steps are judged at {leaders}"
+
+
+def _streamed(denoisers: list[ComponentReport], stacks: list[BlockStack], unmovable: str) -> tuple[bool | None, str]:
+    if not stacks:
+        return _without_stacks(denoisers)
+    streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
+    held = f"{sum(map(len, stacks))} blocks hold {100 * streamed / max(whole, 1):.1f} % of the denoiser"
+    return not unmovable, unmovable or held
+
+
+def _without_stacks(
+    denoisers: list[ComponentReport],
+    reason: str = "no stack of blocks was found; declare one with register_declaration",
+) -> tuple[bool | None, str]:
+    unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
+    if unbuilt:
+        return None, f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
+    return False, reason
 
 
 def _unmovable(parts: Parts) -> str:

@@ -1,4 +1,4 @@
-"""Which blocks does a forward call, and what do they carry?
+"""Gates at a model's blocks, and the pass that watches what blocks carry.
 
 A gate stands before each block, outside everything that others put on it. It asks the pass that runs on its thread
 whether the block computes or is answered for. A watcher is a pass that lets every block compute, and learns the order
@@ -265,20 +265,20 @@ class Watcher:
             return min(names, key=lambda name: (order.get(name, len(order)), name))
 
         found: dict[int, str] = {}
+
+        def choose(position: int, names: set[str]) -> None:
+            if names and position not in found:
+                found[position] = first(names)
+
         for position, carry in carries.items():
-            certain = carry.by_identity & changing or carry.by_identity
-            if certain:
-                found[position] = first(certain)
+            choose(position, carry.by_identity & changing or carry.by_identity)
         for position, carry in carries.items():
             likely = (carry.by_shape or set()) & changing - set(found.values())
-            if position not in found and likely:
-                named = {stream.parameter for stream in stack.streams[position : position + 1] if stream.parameter}
-                found[position] = first(likely & named or likely)
+            named = {stream.parameter for stream in stack.streams[position : position + 1] if stream.parameter}
+            choose(position, likely & named or likely)
         for position, carry in carries.items():
             own = (carry.by_own_shape or set()) - set(found.values())
-            own = own if ran_once else own & changing
-            if position not in found and own:
-                found[position] = first(own)
+            choose(position, own if ran_once else own & changing)
         return tuple(Stream(found.get(position)) for position in range(count))
 
 

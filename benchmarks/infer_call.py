@@ -1,4 +1,4 @@
-"""With which arguments is a model called, if there is no pipeline to see it from? Found by trying.
+"""Infer a call of a model that comes without a pipeline, by trying.
 
 The names of a forward's parameters say what kind of tensor each is: latents, text, pooled text, a time, positions. How
 wide each must be is asked of the model itself: every argument has a width that nothing else has, and the first layer
@@ -19,15 +19,14 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..arch.modules import parameters_of, unwrapped
-from ..core import nested
-from .rehearse import CallForm, Rehearsal, RequestSize, quiet
-from .shadow import TrialFailed, trial
-from .weightless import running_weightless, weightless_twin
+from samovar.arch.modules import parameters_of, unwrapped
+from samovar.core import nested
+from samovar.trace.rehearse import CallForm, Rehearsal, RequestSize, quiet
+from samovar.trace.shadow import TrialFailed, trial
+from samovar.trace.weightless import running_weightless, weightless_twin
 
 _PIXELS, _FRAMES = 8, 4
 """Pixels and frames of one latent."""
-LATENT = f"a latent covers {_PIXELS} x {_PIXELS}"
 _IMAGE, _VIDEO, _NUM_FRAMES = (1024, 1024), (480, 832), 81
 """Sizes where nothing says another."""
 _TEXT = 512
@@ -199,7 +198,7 @@ def _entry(config: Mapping[str, Any], pattern: str) -> int | None:
     return next((v for name, v in config.items() if re.fullmatch(pattern, name) and type(v) is int), None)
 
 
-def guess(model: torch.nn.Module, size: RequestSize | None = None, name: str = "transformer") -> Rehearsal:
+def infer_call(model: torch.nn.Module, size: RequestSize | None = None, name: str = "transformer") -> Rehearsal:
     """A call of a model that runs, and the memory that it needs beside its weights; `problem` if none is found."""
     bare, size = unwrapped(model), size or RequestSize()
     problem, farthest, deadline = "no form of its arguments was tried", -1, time.monotonic() + _MOST_SECONDS
