@@ -33,7 +33,7 @@ LAYERS = [
 """A room may import from the layers below its own, and from itself; never from a neighbour."""
 
 BUDGETS = {
-    "arch": 15_800,
+    "arch": 15_700,
     "builtin": 100,
     "cache": 30_000,
     "cli": 10_500,
@@ -55,7 +55,7 @@ BUDGETS = {
 MAX_COMPLEXITY = (20, 7)
 """Complexity of one function, and of nine of ten functions of a room."""
 MORE_COMPLEX: dict[str, tuple[int, int]] = {
-    "arch": (23, 10),
+    "arch": (20, 10),
     "cache": (47, 9),
     "cli": (20, 8),
     "compose": (25, 10),
