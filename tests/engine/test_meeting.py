@@ -333,6 +333,9 @@ def test_what_a_run_draws_without_its_generator_is_its_own(folder: Path) -> None
         pipeline.scheduler.step = noisy_step(pipeline.scheduler.step)
     requests = [ask(seed=number, num_inference_steps=3 + number) for number in range(4)]
     own = [worker.make(request) for request in requests]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
     for result, alone in zip(worker.run(requests), own, strict=True):
         assert_near(result, alone)
+    assert torch.equal(torch.get_rng_state(), before), "the program's own numbers go on as if nothing had been drawn"
     worker.close()

@@ -95,6 +95,8 @@ class Meeting(Handle):
         self._lock = threading.Lock()
         self._holder: Member | None = None
         self._num_open = 0
+        self._random_state: list[torch.Tensor] = []
+        """What it was before any run began."""
         self._ready: list[Member] = []
         self._calls: list[Call] = []
         self._numbers = itertools.count()
@@ -117,6 +119,9 @@ class Meeting(Handle):
         member = Member(priority, is_cancelled, adapters, next(self._numbers))
         with self._lock:
             self._num_open += 1
+            if self._num_open == 1:
+                self._random_state = _random_state()
+            member.random_state = self._random_state  # Each begins with it, and leaves it behind.
             self._ready.append(member)
             if self._holder is None:
                 self._pass_on()
