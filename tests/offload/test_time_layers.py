@@ -49,8 +49,7 @@ def parts(model: Any, which: str) -> list[torch.nn.Module]:
 # ------------------------------------------------------------------------------------------------ what it is given
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(("name", "mode"), [("flux", "model"), *((name, "layerwise") for name in PIPELINES)])
 def test_every_pipeline(name: str, mode: str) -> None:
     """Other seeds, steps, prompts, batches and guidance; pooled text; two denoisers."""
     tiny = PIPELINES[name]
@@ -146,8 +145,8 @@ def schedulers() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("scheduler", schedulers())
-@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "LTXVideoTransformer3DModel"])
-def test_schedulers(name: str, scheduler: str) -> None:
+def test_schedulers(scheduler: str) -> None:
+    name = "LTXVideoTransformer3DModel" if "flow" in scheduler else "DiTTransformer2DModel"
     bare, pipe = (Loop(CASES[name], schedulers()[scheduler]()) for _ in range(2))
     offloaded = ahead(pipe)
     for steps in (4, 4, 6):

@@ -34,7 +34,8 @@ from .host import flat_bytes, new_chunk
 from .staging import Stage
 from .weights import LEAST_PIECE, Piece
 
-_FEW, _MANY = 32, 1024
+_FEW, _MORE = 32, 256
+"""Bytes of a weight that are looked at each time, and once a run. Those of a file that is mapped are read for it."""
 _RESIDUES = 262_147
 """Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
 _OURS = {"format": "samovar coded weights"}
@@ -48,10 +49,10 @@ def version_of(tensor: torch.Tensor) -> int:
 class Samples:
     """Some bytes of host memory, compared with what they were: few at each look, more once a run."""
 
-    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
-        """`memories`: bytes."""
+    def __init__(self, memories: Sequence[torch.Tensor], more: int) -> None:
+        """`memories`: bytes. `more`: how many of each are looked at once a run."""
         self._looked_at = [
-            [memory[:: max(memory.numel() // count, 1) | 1].numpy() for memory in memories] for count in (_FEW, _MANY)
+            [memory[:: max(memory.numel() // count, 1) | 1].numpy() for memory in memories] for count in (_FEW, more)
         ]
         self._seen = [[part.tobytes() for part in parts] for parts in self._looked_at]
 
@@ -66,7 +67,7 @@ class CodedCopy:
     def __init__(self, truth: torch.Tensor, tensors: tuple[torch.Tensor, ...], coded: Coded) -> None:
         self.form, self.data = coded
         self._truth, self._tensors = truth, tensors
-        self._samples = Samples([truth])
+        self._samples = Samples([truth], _MORE)
         self._versions: list[int] | None = list(map(version_of, tensors))
         self._last_run: weakref.ref[Any] | None = None
 

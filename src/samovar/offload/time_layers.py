@@ -53,6 +53,8 @@ _MAX_SURPRISES, _FORGIVEN = 3, 0.25
 """Forwards whose layers may be given something unexpected, and how much of one is forgiven by a forward without."""
 _MAX_UNPINNED = 4
 """Visits to the device from memory that is not pinned: few for models that need one for each number of steps alone."""
+_LOOKED_AT = 1024
+"""Bytes of each weight that are compared once a run."""
 _MAX_KEPT = 2**29
 """Bytes of rows that are kept of each form of call."""
 _MAX_MISSES = 2
@@ -166,7 +168,8 @@ class SeenWeights:
             [
                 tensor.detach().as_strided((extent(tensor) // tensor.element_size(),), (1,)).view(torch.uint8)
                 for tensor in self._tensors
-            ]
+            ],
+            _LOOKED_AT,
         )
 
     def _look(self) -> tuple[list[torch.Tensor], list[Any]]:
