@@ -20,7 +20,7 @@ def test_a_plain_module_has_no_marks() -> None:
     assert others.attention_backend(module) is None
     assert others.declared_plans(module) == {}
     assert not others.has_cache_dit(module)
-    assert others.repeated_blocks(module) == others.unsplit_modules(module) == ()
+    assert others.repeated_blocks(module) == ()
     assert others.streamed_lists(module) == {}
     assert others.scheduler_step(module) is others.pipeline_steps(module) is None
 
@@ -58,12 +58,11 @@ def test_what_models_and_pipelines_declare() -> None:
         _sp_plan: ClassVar[Any] = {"": {}}
         _cp_plan: ClassVar[Any] = None
         _repeated_blocks: ClassVar[Any] = ["Block"]
-        _no_split_modules = "Block"
         _layerwise_offload_blocks_attrs = ("blocks", 3)
 
     model = Model()
     assert others.declared_plans(model) == others.declared_plans(Model) == {others.SP_PLAN: {"": {}}}
-    assert others.repeated_blocks(model) == others.unsplit_modules(model) == ("Block",)
+    assert others.repeated_blocks(model) == ("Block",)
     assert others.streamed_lists(model) == {"blocks": "_layerwise_offload_blocks_attrs"}
     assert others.has_cache_dit(SimpleNamespace(_is_cached=True))
     assert others.pipeline_steps(SimpleNamespace(_num_timesteps=7)) == 7

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing import reductions
 
 _TASK_TABLE = re.compile(r"AUTO_([A-Z0-9]+)_PIPELINES_MAPPING")
 
@@ -47,12 +46,6 @@ def copy_each(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 def memory_of(tensor: torch.Tensor) -> int:
     """What two tensors have in common that are views of one piece of memory, as long as either lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def weak_memory(tensor: torch.Tensor) -> Any:
-    """A weak reference to a tensor's memory. As long as it lives, no other memory has the same `memory_of`."""
-    refer: Any = reductions.StorageWeakRef
-    return refer(tensor.untyped_storage())
 
 
 def end_pool(device: torch.device, pool: Any) -> None:
