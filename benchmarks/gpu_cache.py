@@ -169,8 +169,6 @@ def dbcache(model: torch.nn.Module, skips: bool) -> None:
 OURS = {
     "samovar reuse": samovar(),
     "samovar reuse, schedule": samovar(scheduled=True),
-    "samovar linear": samovar(2, forecast="linear"),
-    "samovar linear of output": samovar(2, forecast="linear", forecast_of="output"),
     "samovar linear of output, schedule": samovar(2, scheduled=True, forecast="linear", forecast_of="output"),
 }
 PEERS = {"diffusers FirstBlockCache": Contestant(first_block_cache)}
@@ -181,7 +179,7 @@ MAIN = "samovar reuse"
 CONTROL = "bare again"
 COMPUTED: dict[str, Attach] = {CONTROL: lambda model, skips: None}
 COMPUTED["samovar auto"] = auto
-COMPUTED |= {name: ALL[name].attach for name in (MAIN, "samovar linear of output", *PEERS)}
+COMPUTED |= {name: ALL[name].attach for name in (MAIN, *PEERS)}
 PROFILED = (MAIN, "samovar reuse, schedule", "samovar linear of output, schedule")
 
 

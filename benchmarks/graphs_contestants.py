@@ -68,7 +68,6 @@ SKIP: dict[str, Attach] = {
 """The same so that all steps after the first ones are skipped."""
 IN_TURN: dict[str, dict[str, Any]] = {
     "schedule + graphs": {},
-    "linear schedule + graphs": {"forecast": "linear"},
     "output schedule + graphs": {"forecast": "linear", "forecast_of": "output"},
 }
 """Settings of caches that compute a step and then skip some, by schedule, again and again."""

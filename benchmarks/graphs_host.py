@@ -116,7 +116,6 @@ def by_signal(skips: bool) -> dict[str, Any]:
 
 CONTESTANTS: dict[str, Callable[[int], Any]] = {
     "skipped by schedule": lambda steps: scheduled(True, steps),
-    "skipped by schedule, linear": lambda steps: scheduled(True, steps, forecast="linear"),
     "skipped by schedule, of the output": lambda n: scheduled(True, n, forecast="linear", forecast_of="output"),
     "skipped by signal": lambda steps: by_signal(True),
     "skipped by auto": lambda steps: {"backend": "auto", "tolerance": 1e6},

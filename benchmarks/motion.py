@@ -95,7 +95,6 @@ def methods() -> dict[str, tuple[Attach, int]]:
     found: dict[str, tuple[Attach, int]] = {
         "samovar auto": (ours(cache="auto"), STEPS),
         "samovar auto, fast": (ours(cache={"backend": "auto", "tolerance": "fast"}), STEPS),
-        "samovar forecast": (ours(cache="forecast"), STEPS),
         "samovar TeaCache": (ours(cache="tea_cache"), STEPS),
     }
     for threshold in (0.1, 0.2):

@@ -35,7 +35,7 @@ def measure(folder: Path, prompts: int, steps: int) -> dict[str, Any]:
     options = [word for kind in kinds for word in ("--quantization", kind)]
     size = ["--num-prompts", str(prompts), "--steps", str(steps), "-o", str(folder / "compare")]
     # In a process of its own: it sets what torch reads when it is imported.
-    command = [sys.executable, "-m", "samovar", "compare", "emoji", *options, "--cache", "forecast"]
+    command = [sys.executable, "-m", "samovar", "compare", "emoji", *options, "--cache", "auto"]
     subprocess.run([*command, *size, "--dtype", "float32"], check=True)
     text = (folder / "compare" / "compare.json").read_text(encoding="utf-8").replace(f"{folder}/", "")
     report: dict[str, Any] = json.loads(text)

@@ -45,7 +45,7 @@ Prompt = str | Mapping[str, Any]
 class Omni:
     """A model, ready to generate images, videos or sound.
 
-        with Omni("emoji", cache="forecast") as omni:
+        with Omni("emoji", cache="tea_cache") as omni:
             omni.generate("a grinning cat, 3d style", seed=7)[0].save("cat.png")
 
     Args:

@@ -28,7 +28,7 @@ def _fails(pipeline: Any) -> Iterator[Notes]:
 def test_rows_and_failures(make_session: MakeSession) -> None:
     session = make_session(steps=8)
     alone = make_session(steps=8, batch=1, tasks=TASKS[:1], name="alone")
-    forecast = cached("forecast", {"rel_l1_thresh": 0.4})
+    forecast = cached("tea_cache", {"rel_l1_thresh": 0.4})
     rows = bench(session, [plain(4), Method("a peer", "peers", attached=_fails, is_peer=True), forecast], alone)
     assert [row["method"] for row in rows] == ["exact", "plain 4 steps", "a peer", forecast.name]
     assert rows[2] == {"method": "a peer", "family": "peers", "problem": "TypeError: no such model"}

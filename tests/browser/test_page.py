@@ -25,7 +25,7 @@ PROMPT = "a grinning cat, 3d style"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     pipe = load_pipeline(find_model("emoji"), torch.float32)  # type: ignore[arg-type]
     adapter = save_adapter(pipe, tmp_path_factory.mktemp("adapters"), ["to_q", "to_v"])
-    with running("emoji", "--cache-backend", "forecast", f"--lora=ink={adapter}") as started:
+    with running("emoji", "--cache-backend", "tea_cache", f"--lora=ink={adapter}") as started:
         yield started
 
 

@@ -28,7 +28,6 @@ from samovar.cache import (
     make_cache_backend,
     register_cache_backend,
 )
-from samovar.cache.backend import FORECAST
 from samovar.core.errors import ModelError, SamovarError, SettingError
 from samovar.hooks import (
     BranchHook,
@@ -85,28 +84,16 @@ def flux() -> tuple[Any, torch.Tensor]:
 
 
 def test_by_name() -> None:
-    for name, forecast in (("tea_cache", "reuse"), ("forecast", "linear")):
-        backend = make_cache_backend({"backend": name, "rel_l1_thresh": 0.3})
-        assert isinstance(backend, TeaCacheBackend)
-        assert isinstance(backend, CacheBackend)
-        assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, forecast)
-    assert cache_names() == ["auto", "cache_dit", "forecast", "tea_cache"]
+    backend = make_cache_backend({"backend": "tea_cache", "rel_l1_thresh": 0.3})
+    assert isinstance(backend, TeaCacheBackend)
+    assert isinstance(backend, CacheBackend)
+    assert backend.config == TeaCacheConfig(0.3)
+    assert make_cache_backend("tea_cache").config == TeaCacheConfig()  # type: ignore[union-attr]
+    assert cache_names() == ["auto", "cache_dit", "tea_cache"]
     for setting in (True, "auto", {"backend": "auto"}, {"tolerance": "high"}, AutoConfig("high")):
         backend = make_cache_backend(setting)
         assert isinstance(backend, TeaCacheBackend)
         assert backend.config == AutoConfig()
-
-
-def test_plain_tea_cache_is_plain_and_forecast_gives_way_to_what_is_asked_for() -> None:
-    wishes = {"forecast": "taylor", "forecast_damping": 1.0, "rel_l1_thresh": 0.07}
-    plain, recommended, asked = (
-        make_cache_backend("tea_cache"),
-        make_cache_backend("forecast"),
-        make_cache_backend({"backend": "forecast", **wishes}),
-    )
-    assert plain.config == TeaCacheConfig()  # type: ignore[union-attr]
-    assert recommended.config == TeaCacheConfig.read(FORECAST)  # type: ignore[union-attr]
-    assert asked.config == TeaCacheConfig.read({**FORECAST, **wishes})  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["none", None])
@@ -121,11 +108,12 @@ def test_settings_for_no_cache_are_refused_and_settings_alone_are_those_of_tea_c
 
 
 def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "forecast")
-    assert make_cache_backend().config.forecast == "linear"  # type: ignore[union-attr]
-    assert make_cache_backend({"rel_l1_thresh": 0.1}).config.rel_l1_thresh == 0.1  # type: ignore[union-attr]
+    monkeypatch.setenv(VARIABLE, "auto")
+    assert make_cache_backend().config == AutoConfig()  # type: ignore[union-attr]
     assert make_cache_backend("tea_cache").config.forecast == "reuse", "a name comes first"  # type: ignore[union-attr]
     assert make_cache_backend("none") is None, "so does the wish for none"
+    monkeypatch.setenv(VARIABLE, "tea_cache")
+    assert make_cache_backend({"rel_l1_thresh": 0.1}).config.rel_l1_thresh == 0.1  # type: ignore[union-attr]
     monkeypatch.setenv(VARIABLE, "none")
     assert make_cache_backend() is None
     monkeypatch.setenv(VARIABLE, "")
@@ -137,7 +125,7 @@ def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("teacache", "tea_cache"),
         ("TEA_CACHE", "tea_cache"),
-        ("forcast", "forecast"),
+        ("tee_cache", "tea_cache"),
         ("cache-dit", "cache_dit"),
         ("nonne", "none"),
     ],
@@ -151,7 +139,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str, monke
 
 
 def test_a_name_that_is_like_none_is_refused_with_all() -> None:
-    with pytest.raises(SettingError, match="Known: 'auto', 'cache_dit', 'forecast', 'none', 'tea_cache'"):
+    with pytest.raises(SettingError, match="Known: 'auto', 'cache_dit', 'none', 'tea_cache'"):
         make_cache_backend("xyz")
 
 
@@ -221,7 +209,7 @@ def test_a_name_that_could_never_be_chosen_is_not_registered(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ on and off
 
 
-@pytest.mark.parametrize("name", ["tea_cache", "forecast"])
+@pytest.mark.parametrize("name", ["tea_cache"])
 def test_on_off_and_on_again(flux: tuple[Any, torch.Tensor], name: str) -> None:
     pipe, bare = flux
     before = footprint(pipe)
@@ -612,15 +600,15 @@ def test_while_it_is_paused_everything_is_computed_and_nothing_forgotten() -> No
 
 def test_settings_are_read_from_the_file_that_they_were_saved_in(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
-    file.write_text(json.dumps({"cache": {"backend": "forecast", "rel_l1_thresh": 0.3}, "promise": "PSNR of 30 dB"}))
+    file.write_text(json.dumps({"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.3}, "promise": "PSNR of 30 dB"}))
     for given in (file, str(file)):
         backend = make_cache_backend(given)
         assert isinstance(backend, TeaCacheBackend)
-        assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, "linear")
+        assert backend.config == TeaCacheConfig(0.3)
     file.write_text('{"rel_l1_thresh": 0.3}')
     backend = make_cache_backend(file)
     assert isinstance(backend, TeaCacheBackend)
-    assert (backend.config.rel_l1_thresh, backend.config.forecast) == (0.3, "reuse")
+    assert backend.config == TeaCacheConfig(0.3)
     with pytest.raises(SettingError, match=r"nowhere.json' cannot be read: .*No such file"):
         make_cache_backend(tmp_path / "nowhere.json")
     file.write_text("{")

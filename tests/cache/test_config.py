@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook, make_cache_backend
-from samovar.cache.forecast import Forecast
 from samovar.core.errors import SettingError
 
 NAN, INF = math.nan, math.inf
@@ -68,15 +67,12 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"start": NAN}, ["start=nan", "from 0 to 1"]),
     ({"end": "1"}, ["end='1'", "from 0 to 1"]),
     ({"start": 0.6, "end": 0.4}, ["start=0.6", "end=0.4", "Swap"]),
-    ({"forecast": "tailor"}, ["forecast='tailor'", "'reuse', 'linear', 'taylor', 'fitted'", "Did you mean 'taylor'?"]),
-    ({"forecast": None}, ["forecast=None", "'reuse', 'linear', 'taylor'"]),
-    ({"forecast": ["linear"]}, ["forecast=['linear']", "'reuse', 'linear', 'taylor'"]),
+    ({"forecast": "linaer"}, ["forecast='linaer'", "'reuse', 'linear', 'fitted'", "Did you mean 'linear'?"]),
+    ({"forecast": None}, ["forecast=None", "'reuse', 'linear'"]),
+    ({"forecast": ["linear"]}, ["forecast=['linear']", "'reuse', 'linear'"]),
+    ({"forecast": "linear", "forecast_of": "output"}, ["without a schedule", "cache='auto'"]),
+    ({"schedule": "##.", "forecast": "linear"}, ["is of outputs", "forecast_of='output'"]),
     ({"forecast_of": "outputs"}, ["forecast_of='outputs'", "'residual', 'output'", "Did you mean 'output'?"]),
-    ({"forecast_order": 0}, ["forecast_order=0", "a whole number, 1 or more"]),
-    ({"forecast_order": 2.0}, ["forecast_order=2.0", "a whole number"]),
-    ({"forecast_damping": -0.1}, ["forecast_damping=-0.1", "from 0"]),
-    ({"forecast_damping": 1.1}, ["forecast_damping=1.1", "to 1"]),
-    ({"forecast_damping": NAN}, ["forecast_damping=nan", "to 1"]),
     ({"schedule": ""}, ["schedule=''", "one True or False for each step"]),
     ({"schedule": []}, ["schedule=[]", "one True or False for each step"]),
     ({"schedule": "#.x"}, ["schedule='#.x'", "'#'", "'.'"]),
@@ -181,9 +177,8 @@ def test_nothing_is_attached_for_a_refused_setting(
     watched_pipe: tuple[Any, Footprint], settings: dict[Any, Any], says: list[str]
 ) -> None:
     pipe, before = watched_pipe
-    for name in ("tea_cache", "forecast"):
-        with pytest.raises(SettingError):
-            make_cache_backend({"backend": name, **settings}).enable(pipe)  # type: ignore[union-attr]
+    with pytest.raises(SettingError):
+        make_cache_backend({"backend": "tea_cache", **settings}).enable(pipe)  # type: ignore[union-attr]
     with pytest.raises(SettingError):
         apply_teacache_hook(pipe.transformer, settings)
     assert footprint(pipe) == before
@@ -198,7 +193,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert config.coefficients is None
     assert (config.first_steps, config.last_steps, config.max_skips, config.min_steps) == (1, 1, 4, 8)
     assert (config.start, config.end) == (0.0, 1.0)
-    assert (config.forecast, config.order, config.forecast_of, config.forecast_damping) == ("reuse", 0, "residual", 1.0)
+    assert (config.forecast, config.order, config.forecast_of) == ("reuse", 0, "residual")
     assert config.masks == {}
     assert not config.never_skips
 
@@ -213,8 +208,6 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         {"first_steps": 1, "last_steps": 0, "max_skips": 1, "min_steps": 0},
         {"start": 0, "end": 1},
         {"start": 0.5, "end": 0.5},
-        {"forecast_damping": 0},
-        {"forecast_damping": 1},
         {"schedule": [1, 0, 1]},
         {},
     ],
@@ -247,9 +240,8 @@ def test_settings_do_not_change_when_the_list_that_they_came_from_does() -> None
 
 
 def test_the_order_of_a_forecast() -> None:
-    curves = [name for name in get_args(Forecast) if name != "fitted"]
-    orders = {name: TeaCacheConfig.read({"forecast": name, "forecast_order": 3}).order for name in curves}
-    assert orders == {"reuse": 0, "linear": 1, "taylor": 3}
+    assert TeaCacheConfig().order == 0
+    assert TeaCacheConfig(schedule="##.", forecast="linear", forecast_of="output").order == 1
     assert TeaCacheConfig.read(FITTED).order == 1
     reaching_back = {"2": {"1": 1.0}, "4": {"0": 1.0, "3": 1.0}}
     assert TeaCacheConfig.read(FITTED | {"schedule": "##.#.", "forecast_weights": {"*": reaching_back}}).order == 2
@@ -289,8 +281,8 @@ def test_which_settings_never_skip() -> None:
 def test_the_summary_says_what_is_not_usual() -> None:
     assert TeaCacheConfig().summary() == "rel_l1_thresh=0.2"
     assert TeaCacheConfig(rel_l1_thresh=0.4, max_skips=None).summary() == "rel_l1_thresh=0.4, max_skips=None"
-    scheduled = TeaCacheConfig(schedule="#.#", max_skips=2, forecast="linear")
-    assert scheduled.summary() == "forecast=linear, schedule=#.#", "a schedule has no threshold and no guards"
+    scheduled = TeaCacheConfig(schedule="#.#", max_skips=2, forecast="linear", forecast_of="output")
+    assert scheduled.summary() == "forecast=linear, forecast_of=output, schedule=#.#", "no threshold, no guards"
     fitted = TeaCacheConfig.read(FITTED).summary()
     assert fitted == "forecast=fitted, forecast_of=output, schedule=cond:##.# uncond:##.#", "weights are too many"
     assert repr(TeaCacheConfig()) == "TeaCacheConfig(rel_l1_thresh=0.2)"

@@ -171,29 +171,6 @@ def test_a_skipped_step_sees_its_own_input_and_adds_what_was_stored(extractor: C
         assert torch.allclose(skipped, model.leave(hidden + added, temb), atol=1e-6)
 
 
-@ROADS
-def test_what_was_added_is_carried_on_along_a_line(extractor: Callable[..., CacheContext]) -> None:
-    model, hook, calls = hooked(extractor, forecast="linear", first_steps=2)
-    *_, skipped = run(model, 0, 1, 2)
-    assert (mask(hook), len(calls)) == ("##.", 2)
-    with torch.no_grad():
-        (one, _), (two, _), (three, temb) = (model.enter(*at(step)[:2]) for step in range(3))
-        first, second = (model.mix(hidden, TEXT)[0] - hidden for hidden in (one, two))
-        expected = model.leave(three + 2 * second - first, temb)
-    assert torch.allclose(skipped, expected, atol=1e-5)
-    assert not torch.allclose(skipped, model.leave(three + second, temb), atol=1e-3), "reuse would be something else"
-
-
-@ROADS
-def test_the_output_is_carried_on_without_the_model(extractor: Callable[..., CacheContext]) -> None:
-    model, hook, calls = hooked(extractor, forecast="linear", forecast_of="output", first_steps=2)
-    outlets: list[int] = []
-    model.outlet.register_forward_pre_hook(lambda *_: outlets.append(1))
-    first, second, skipped = run(model, 0, 1, 2)
-    assert (mask(hook), len(calls), len(outlets)) == ("##.", 2, 2)
-    assert torch.allclose(skipped, 2 * second - first, atol=1e-5)
-
-
 def test_the_signal_decides_by_what_the_extractor_says_it_is() -> None:
     def still(module: Mixer, *args: torch.Tensor) -> CacheContext:
         context = with_text(module, *args)

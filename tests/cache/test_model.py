@@ -382,7 +382,7 @@ def test_tensors_of_the_first_step_are_freed_at_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Rehearsal, "rehearse", noting)
     model = Oddity()
-    apply_teacache_hook(model, {"forecast": "linear", "forecast_of": "output"})
+    apply_teacache_hook(model)
     gc.collect()
     gc.disable()
     try:

@@ -42,7 +42,7 @@ def test_a_switch_takes_nothing_that_follows_it() -> None:
 
 
 def test_settings_are_names_files_or_json() -> None:
-    assert read_setting("cache", "forecast") == "forecast"
+    assert read_setting("cache", "tea_cache") == "tea_cache"
     assert read_setting("cache", '{"rel_l1_thresh": 0.2}') == {"rel_l1_thresh": 0.2}
     with pytest.raises(SettingError, match=r"cache='\[1\]' cannot be read"):
         read_setting("cache", "[1]")
@@ -57,7 +57,7 @@ def test_a_threshold_may_be_used_at_any_number_of_steps(tmp_path: Path) -> None:
     file = tmp_path / "setting.json"
     file.write_text('{"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.1}, "num_inference_steps": 50}')
     options = argparse.Namespace(num_inference_steps=20, quiet=True)
-    use_saved_steps(options, [str(file), None, "forecast", "{}"])
+    use_saved_steps(options, [str(file), None, "tea_cache", "{}"])
     assert options.num_inference_steps == 20
     options.num_inference_steps = None
     use_saved_steps(options, [str(file)])

@@ -104,13 +104,13 @@ def test_compare_begins_with_the_cache_that_is_recommended(
     code, _, err = run(capsys, *compare(model, prompts[0], 8, tmp_path / "out"), "--timed", "0")
     assert (code, err) == (0, "")
     rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
-    assert [row["method"] for row in rows if row["family"].startswith("samovar")] == ["auto", "forecast"]
+    assert [row["method"] for row in rows if row["family"].startswith("samovar")] == ["auto", "tea_cache"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "--cache", "forecats"], "Did you mean 'forecast'?"),
+        (["compare", "--cache", "tea_cach"], "Did you mean 'tea_cache'?"),
         (["compare", "--cache", "[1]"], "--cache '[1]' cannot be read"),
         (["calibrate", "--num-prompts", "1"], "1 image to calibrate with; expected at least 2"),
         (["compare", "--cache", '{"rel_l1_tresh": 1}'], "Did you mean 'rel_l1_thresh'?"),

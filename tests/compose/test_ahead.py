@@ -21,8 +21,7 @@ STEPS = 6
 CACHES: dict[str, dict[str, Any]] = {
     "measured": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1},
     "schedule": {"backend": "tea_cache", "schedule": "#.##.#"},
-    "linear": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1, "forecast": "linear"},
-    "taylor": {"backend": "tea_cache", "schedule": "###.##", "forecast": "taylor"},
+    "linear": {"backend": "tea_cache", "schedule": "###.##", "forecast": "linear", "forecast_of": "output"},
     "auto": {"backend": "auto", "tolerance": 1e6},
     "cache_dit": {
         "backend": "cache_dit",

@@ -230,7 +230,7 @@ def test_stats_are_readable(pipe: Any) -> None:
 @pytest.mark.parametrize("pipe", ["models/flux", None, 3])
 def test_a_path_is_not_a_pipeline(pipe: Any) -> None:
     with pytest.raises(SettingError, match=r"is not a pipeline. Load one first.*samovar.Omni"):
-        attach(pipe, "forecast")
+        attach(pipe, "auto")
 
 
 def test_spellings_of_vllm_omni_are_understood_and_unknown_ones_refused(pipe: Any) -> None:
@@ -239,7 +239,7 @@ def test_spellings_of_vllm_omni_are_understood_and_unknown_ones_refused(pipe: An
     with pytest.raises(SettingError, match=r"'ofload' is not a setting of attach. Did you mean 'offload'\?"):
         attach(pipe, ofload="model")
     with pytest.raises(SettingError, match="cache and cache_backend were both given"):
-        attach(pipe, cache="forecast", cache_backend="forecast")
+        attach(pipe, cache="auto", cache_backend="auto")
 
 
 def test_a_backend_that_could_not_be_detached_is_refused(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

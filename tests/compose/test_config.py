@@ -98,7 +98,7 @@ def test_a_cache_that_cannot_ask_other_ranks_is_refused_on_several() -> None:
         assert AttachConfig.read("alone").num_ranks == 1
         with pytest.raises(SettingError, match="'alone' cannot be used on 2 ranks"):
             AttachConfig.read("alone", parallel={"cfg_parallel_size": 2})
-        assert AttachConfig.read("forecast", parallel={"cfg_parallel_size": 2}).num_ranks == 2
+        assert AttachConfig.read("tea_cache", parallel={"cfg_parallel_size": 2}).num_ranks == 2
     finally:
         del CACHE_BACKENDS["alone"]
 
@@ -126,7 +126,7 @@ def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branc
         ({"cache": "none"}, 0.0),
         ({"cache": "tea_cache"}, None),
         ({"cache": {"backend": "tea_cache", "rel_l1_thresh": 0}}, 0.0),
-        ({"cache": {"backend": "forecast", "schedule": "#..."}}, 0.75),
+        ({"cache": {"backend": "tea_cache", "schedule": "#..."}}, 0.75),
     ],
 )
 def test_what_the_planner_is_told_of_a_cache(settings: dict[str, Any], share: float | None) -> None:

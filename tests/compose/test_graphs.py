@@ -25,9 +25,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CACHES: dict[str, Any] = {
     "none": None,
     "signal": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1},
-    "linear": {"backend": "tea_cache", "forecast": "linear", "min_steps": 1},
     "schedule": {"backend": "tea_cache", "schedule": "##.##.#.##"},
-    "forecast": {"backend": "forecast", "min_steps": 1},
+    "outputs": {"backend": "tea_cache", "schedule": "##.##.#.##", "forecast": "linear", "forecast_of": "output"},
     "auto": {"backend": "auto", "tolerance": 1e6},
 }
 
@@ -50,7 +49,7 @@ def masks(attached: Any) -> list[str]:
 
 COMBINED = [
     *(("flux", cache) for cache in CACHES), *(("qwen-image", cache) for cache in ("signal", "auto")),
-    *(("sd3", cache) for cache in ("none", "signal", "forecast")), *(("wan", cache) for cache in ("signal", "linear")),
+    *(("sd3", cache) for cache in ("none", "signal", "outputs")), *(("wan", cache) for cache in ("signal", "outputs")),
     ("flux-controlnet", "signal"), ("z-image", "schedule"), ("ltx", "signal"), ("flux2-klein", "none"),
 ]  # fmt: skip
 AT_ONCE = (*(("flux", cache) for cache in CACHES), ("sd3", "signal"), ("wan", "signal"))

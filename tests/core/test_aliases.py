@@ -18,11 +18,11 @@ from samovar.engine import OmniDiffusionConfig
     ("given", "expected"),
     [
         ({"dtype": "float32"}, {"dtype": "float32"}),
-        ({"cache_backend": "forecast"}, {"cache": "forecast"}),
+        ({"cache_backend": "auto"}, {"cache": "auto"}),
         ({"cache_config": {"rel_l1_thresh": 0.1}}, {"cache": {"rel_l1_thresh": 0.1}}),
         (
-            {"cache_backend": "forecast", "cache_config": {"rel_l1_thresh": 0.1}},
-            {"cache": {"backend": "forecast", "rel_l1_thresh": 0.1}},
+            {"cache_backend": "auto", "cache_config": {"rel_l1_thresh": 0.1}},
+            {"cache": {"backend": "auto", "rel_l1_thresh": 0.1}},
         ),
         ({"cache_config": "tuned.json"}, {"cache": "tuned.json"}),
         ({"cache_backend": None, "cache_config": None}, {"cache": None}),
@@ -40,7 +40,7 @@ def test_aliases_become_settings(given: dict[str, Any], expected: dict[str, Any]
 @pytest.mark.parametrize(
     ("given", "message", "param"),
     [
-        ({"cache": "forecast", "cache_backend": "forecast"}, "cache and cache_backend were both given", "cache"),
+        ({"cache": "auto", "cache_backend": "auto"}, "cache and cache_backend were both given", "cache"),
         ({"enable_cpu_offload": 1}, "enable_cpu_offload must be true or false, not 1", "enable_cpu_offload"),
         (
             {"enable_cpu_offload": True, "enable_layerwise_offload": True},
@@ -52,7 +52,7 @@ def test_aliases_become_settings(given: dict[str, Any], expected: dict[str, Any]
             "parallel_config and ring_degree",
             "parallel_config",
         ),
-        ({"cache_backend": "forecast", "cache_config": [1]}, r"cache_config=\[1\]; expected a mapping", "cache_config"),
+        ({"cache_backend": "auto", "cache_config": [1]}, r"cache_config=\[1\]; expected a mapping", "cache_config"),
     ],
 )
 def test_contradictions_are_refused(given: dict[str, Any], message: str, param: str) -> None:
@@ -63,10 +63,10 @@ def test_contradictions_are_refused(given: dict[str, Any], message: str, param: 
 
 def test_a_saved_file_with_a_backend_is_checked_against_the_named_one(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
-    file.write_text('{"cache": {"backend": "forecast", "rel_l1_thresh": 0.3}}')
-    given = {"cache_backend": "forecast", "cache_config": file}
+    file.write_text('{"cache": {"backend": "auto", "rel_l1_thresh": 0.3}}')
+    given = {"cache_backend": "auto", "cache_config": file}
     assert resolve(given) == {"cache": file}, "as a file, with what else it holds"
-    with pytest.raises(SettingError, match=r"is for the cache 'forecast', not 'tea_cache'. Leave out cache_backend"):
+    with pytest.raises(SettingError, match=r"is for the cache 'auto', not 'tea_cache'. Leave out cache_backend"):
         resolve({"cache_backend": "tea_cache", "cache_config": file})
 
 

@@ -109,7 +109,7 @@ CACHE_DIT = {"backend": "cache_dit", "Fn_compute_blocks": 1, "Bn_compute_blocks"
              "residual_diff_threshold": 0.3}  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", [{"rel_l1_thresh": 0.3, "forecast": "linear"}, "auto", CACHE_DIT])
+@pytest.mark.parametrize("setting", [{"rel_l1_thresh": 0.3}, "auto", CACHE_DIT])
 def test_a_cache_that_skips_knows_nothing_of_other_adapters(lora: dict[str, str], setting: Any) -> None:
     """As in an engine that has served nobody else."""
     cache = {"cache": setting}

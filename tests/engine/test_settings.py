@@ -35,7 +35,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "foo"}, "device='foo' is not a device"),
         ({"cache_backend": "tee_cache"}, r"Did you mean 'tea_cache'\?"),
         ({"cache": {"backend": "none", "rel_l1_thresh": 1}}, "for the cache 'none'"),
-        ({"cach": "forecast"}, r"'cach' is not a setting of OmniDiffusionConfig. Did you mean 'cache'\?"),
+        ({"cach": "tea_cache"}, r"'cach' is not a setting of OmniDiffusionConfig. Did you mean 'cache'\?"),
         ({"enable_cpu_offload": True, "enable_layerwise_offload": True}, "exclude each other"),
         ({"gpu_memory": "a lot"}, "gpu_memory"),
         ({"ulysses_degree": 0}, "ulysses_degree"),

@@ -19,7 +19,7 @@ from . import Case, tensors
 STEPS = 12
 SHARE = 0.8
 """So much of the weights must rest on a skipped step."""
-BACKENDS = ("tea_cache", "forecast")
+BACKENDS = ("tea_cache",)
 NEVER = {"min_steps": 0, "max_skips": None, "last_steps": 0, "rel_l1_thresh": 1e-12}
 """The cache is active and learns, but nothing is ever near enough to be skipped."""
 ALWAYS = NEVER | {"rel_l1_thresh": 1e9}

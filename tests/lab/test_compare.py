@@ -73,7 +73,7 @@ def timed(steps: int, seconds: float | None, computed: float | None = None) -> R
 
 def test_a_setting_given_twice_is_refused(make_session: MakeSession, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="given twice"):
-        compare(make_session(), [cached("forecast", {}), cached("forecast", {})], tmp_path)
+        compare(make_session(), [cached("tea_cache", {}), cached("tea_cache", {})], tmp_path)
     assert not any(tmp_path.glob("*/*.png")), "and nothing is made"
 
 

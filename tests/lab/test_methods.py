@@ -12,8 +12,8 @@ from samovar.lab.methods import EXACT, cached, plain, quantised, read_method
 
 
 def test_forms_of_a_setting(tmp_path: Path) -> None:
-    assert read_method("forecast").settings == {"backend": "forecast"}
-    assert read_method({"backend": "forecast"}).settings == {"backend": "forecast"}
+    assert read_method("tea_cache").settings == {"backend": "tea_cache"}
+    assert read_method({"backend": "tea_cache"}).settings == {"backend": "tea_cache"}
     assert read_method({"rel_l1_thresh": 0.2}).settings == {"backend": "tea_cache", "rel_l1_thresh": 0.2}
     file = tmp_path / "tuned.json"
     file.write_text('{"cache": {"backend": "tea_cache", "schedule": "##.#"}, "num_inference_steps": 4}')
@@ -26,15 +26,15 @@ def test_forms_of_a_setting(tmp_path: Path) -> None:
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(SettingError, match=r"rel_l1_tresh.*'rel_l1_thresh'"):
         read_method({"rel_l1_tresh": 0.2})
-    with pytest.raises(SettingError, match=r"'forecats'.*'forecast'"):
-        read_method({"backend": "forecats"})
+    with pytest.raises(SettingError, match=r"'tea_cach'.*'forecast'"):
+        read_method({"backend": "tea_cach"})
     with pytest.raises(SettingError, match="'none' means no cache"):
         read_method("none")
 
 
 def test_a_method_leaves_no_trace(pipeline: Any) -> None:
     before = type(pipeline), set(vars(pipeline)), type(pipeline.transformer), set(vars(pipeline.transformer))
-    for method in (EXACT, plain(3), cached("forecast", {})):
+    for method in (EXACT, plain(3), cached("tea_cache", {})):
         with method.attached(pipeline) as notes:
             assert notes() is None or isinstance(notes(), dict)
     assert before == (type(pipeline), set(vars(pipeline)), type(pipeline.transformer), set(vars(pipeline.transformer)))

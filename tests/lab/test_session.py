@@ -99,7 +99,7 @@ def test_a_method_comes_off_when_a_image_fails(make_session: MakeSession, monkey
     monkeypatch.setattr(session.runner, "_call", fail)
     session._is_warm = True
     with pytest.raises(RuntimeError, match="no image"):
-        session.measure(cached("forecast", {}))
+        session.measure(cached("tea_cache", {}))
     assert type(session.runner.pipeline.transformer) is before
 
 

@@ -72,7 +72,7 @@ def test_commands_tell_how_long_they_take(make_session: MakeSession, command: st
     if command == "calibrate":
         calibrate(session)
     elif command == "bench":
-        bench(session, [plain(5), cached("forecast", {})])
+        bench(session, [plain(5), cached("tea_cache", {})])
     else:
         session.tasks = TASKS[:1]
         tune(session, testing, Target("speedup", 2.0))

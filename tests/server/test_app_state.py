@@ -90,7 +90,7 @@ def test_a_server_does_not_lose_more_by_default_than_it_allows() -> None:
     AppState(AsyncOmni("emoji", device="cpu"), ServerConfig(max_tolerance=0.01))
 
 
-@pytest.mark.parametrize("cache", ["tea_cache", "forecast"])
+@pytest.mark.parametrize("cache", ["tea_cache"])
 def test_a_limit_that_a_cache_cannot_keep_is_refused(cache: str) -> None:
     with pytest.raises(
         SettingError, match=r"max_tolerance=0.02 cannot be kept by the cache .* Choose the cache 'auto'"
@@ -115,7 +115,7 @@ def test_the_model_that_is_served_needs_no_name() -> None:
 
 def test_a_cache_of_the_environment_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not state().is_cached
-    monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "forecast")
+    monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "tea_cache")
     assert state().is_cached
     assert not state(cache_backend="none").is_cached
 

@@ -190,12 +190,7 @@ def _denoisers(pipeline: Any, config: CacheConfig) -> dict[str, torch.nn.Module]
 
 Factory = Callable[[Mapping[str, Any]], CacheBackend]
 
-FORECAST: Mapping[str, Any] = {
-    "rel_l1_thresh": 0.4, "forecast": "linear", "forecast_of": "output", "forecast_damping": 0.9
-}  # fmt: skip
-"""The settings that the cache "forecast" adds to plain TeaCache."""
-PRESETS: Mapping[str, Mapping[str, Any]] = {"forecast": FORECAST, "tea_cache": {}}
-AUTO = "auto"
+AUTO, TEA_CACHE = "auto", "tea_cache"
 
 
 def _cache_dit(settings: Mapping[str, Any]) -> CacheBackend:
@@ -212,14 +207,14 @@ def register_cache_backend(name: str, factory: Factory) -> None:
     """Make your own backend available by name; `factory` builds it from its settings."""
     if not isinstance(name, str) or not callable(factory):
         raise SettingError(f"register_cache_backend takes a name and a function, not {name!r} and {factory!r}.")
-    if name in ("", "none", AUTO, *PRESETS):
+    if name in ("", "none", AUTO, TEA_CACHE):
         raise SettingError(f"A cache backend cannot be named {name!r}: that name has a meaning already. Rename it.")
     CACHE_BACKENDS[name] = factory
 
 
 def cache_names() -> list[str]:
     """Every cache that can be chosen by name."""
-    return sorted((AUTO, *PRESETS, *CACHE_BACKENDS))
+    return sorted((AUTO, TEA_CACHE, *CACHE_BACKENDS))
 
 
 @dataclass(frozen=True)
@@ -235,7 +230,7 @@ class CacheChoice:
     def read(cls, cache: CacheSetting) -> CacheChoice | None:
         """The choice that a setting stands for; None for no cache."""
         if isinstance(cache, (AutoConfig, TeaCacheConfig)):
-            return cls(AUTO if isinstance(cache, AutoConfig) else "tea_cache", cache)
+            return cls(AUTO if isinstance(cache, AutoConfig) else TEA_CACHE, cache)
         named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
         if cache is None:
             cache, source = {"backend": named}, ENVIRONMENT_VARIABLE
@@ -258,7 +253,7 @@ class CacheChoice:
         if backend is None and "tolerance" in settings:
             backend = AUTO
         elif backend is None:
-            backend = "tea_cache" if named == "none" else named
+            backend = TEA_CACHE if named == "none" else named
         if backend == "none":
             if settings:
                 raise SettingError(
@@ -270,8 +265,8 @@ class CacheChoice:
             raise SettingError(f"cache: backend={backend!r}; expected a name such as 'tea_cache'.", param="cache")
         if backend == AUTO:
             return cls(backend, AutoConfig.read(settings))
-        if backend in PRESETS:
-            return cls(backend, TeaCacheConfig.read({**PRESETS[backend], **settings}))
+        if backend == TEA_CACHE:
+            return cls(backend, TeaCacheConfig.read(settings))
         if backend not in CACHE_BACKENDS:
             hint = nearest(str(backend), [*cache_names(), "none"])
             raise SettingError(f"{source}={backend!r} is not a cache backend. {hint}", param="cache")

@@ -157,16 +157,14 @@ class TeaCacheConfig(Settings, param="cache"):
     forecast: Forecast = setting(
         "reuse",
         choice(Forecast),
-        'What replaces a skipped step: the last computed one ("reuse"), a line through the last two ("linear"), a '
-        'curve through the last `forecast_order` + 1 ("taylor"), or the sum that `forecast_weights` gives ("fitted").',
+        'What replaces a step that a schedule skips: the last computed one ("reuse"), a line through the last two '
+        'outputs ("linear"), or the sum of outputs that `forecast_weights` gives ("fitted").',
     )
-    forecast_order: int = setting(2, count(1), 'Order of "taylor".')
     forecast_of: Target = setting(
         "residual",
         choice(Target),
         "What is forecast: what each stack of blocks adds to its input, or the model's whole output.",
     )
-    forecast_damping: float = setting(1.0, number(0, 1), "How far to go from reuse (0) to the curve (1).")
     forecast_weights: Mapping[str, Mapping[Any, Mapping[Any, float]]] | None = setting(
         None,
         _WEIGHTS,
@@ -189,6 +187,7 @@ class TeaCacheConfig(Settings, param="cache"):
     def check(self) -> None:
         if self.start > self.end:
             raise SettingError(f"start={self.start} comes after end={self.end}. Swap them.", param="start")
+        _check_forecast(self)
         _check_fitted(self)
         _check_outliers(self)
 
@@ -221,7 +220,7 @@ class TeaCacheConfig(Settings, param="cache"):
     def order(self) -> int:
         """Computed outputs combined per forecast, less one."""
         if self.forecast != "fitted":
-            return {"reuse": 0, "linear": 1, "taylor": self.forecast_order}[self.forecast]
+            return int(self.forecast == "linear")
         rows, outliers = list(_rows(self)), self.outliers
         if isinstance(outliers, OutlierSchedule) and self.outlier_plan is not None:
             mask = self.mask_for(outliers.branch) or ()
@@ -299,6 +298,18 @@ def _written(config: TeaCacheConfig) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ checks
+
+
+def _check_forecast(config: TeaCacheConfig) -> None:
+    """A signal decides by the blocks, and reuses what they added; only a schedule can do without the whole forward."""
+    if config.schedule is None and (config.forecast == "linear" or config.forecast_of == "output"):
+        raise SettingError(
+            f"forecast={config.forecast!r} and forecast_of={config.forecast_of!r} without a schedule; expected "
+            "'reuse' of the 'residual'. Give a schedule as well, or use cache='auto', which forecasts outputs.",
+            param="forecast",
+        )
+    if config.forecast == "linear" and config.forecast_of != "output":
+        raise SettingError("forecast='linear' is of outputs: add forecast_of='output'.", param="forecast")
 
 
 def _check_fitted(config: TeaCacheConfig) -> None:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..trace.passes import Outlook
 
-Forecast = Literal["reuse", "linear", "taylor", "fitted"]
+Forecast = Literal["reuse", "linear", "fitted"]
 Target = Literal["residual", "output"]
 Tensors = Sequence[torch.Tensor | None]
 

@@ -139,7 +139,7 @@ class TeaCacheState(BaseState):
         self.history = History(0, 1.0)
         """The results of the last computed steps."""
         if isinstance(config, TeaCacheConfig):
-            self.history = History(config.order, config.forecast_damping)
+            self.history = History(config.order, 1.0)
         self.rows = RowHistory()
         """The same by image, for the cache "auto"."""
         self.reset()

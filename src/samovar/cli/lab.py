@@ -92,7 +92,7 @@ def _compare(options: argparse.Namespace) -> int:
     examples:
       samovar compare --cache auto --cache '{"rel_l1_thresh": 0.2}' --num-prompts 4
       samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
-      samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache forecast
+      samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache auto
     """
     from ..lab.compare import compare, contact_sheet, figures, page
     from ..lab.methods import cached, quantised
@@ -100,7 +100,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
     check_quantisations(options, settings)
-    methods = [*map(quantised, settings), *methods_of(options)] or [cached("auto", {}), cached("forecast", {})]
+    methods = [*map(quantised, settings), *methods_of(options)] or [cached("auto", {}), cached("tea_cache", {})]
     tasks = tasks_of(options)
     # Images of methods are in folders by number, so other methods are another run.
     with experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:

@@ -280,8 +280,8 @@ def attach(
     Args:
         pipe: A diffusers pipeline, any object that holds denoisers, or a denoiser. With several ranks, each of them
             calls this with a copy of the pipeline.
-        cache: Skips denoising steps. "auto", "tea_cache", "forecast", "cache_dit" or a registered backend; an
-            `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "forecast",
+        cache: Skips denoising steps. "auto", "tea_cache", "cache_dit" or a registered backend; an
+            `AutoConfig` or a `TeaCacheConfig`; a mapping such as {"tolerance": 0.03} or {"backend": "tea_cache",
             "rel_l1_thresh": 0.3}; a file saved by `samovar tune`. True is "auto". None looks at the environment
             variable DIFFUSION_CACHE_BACKEND; "none" is no cache.
         tolerance: How much the cache "auto" may lose: "exact", "high", "fast", or a number. It means cache="auto".

@@ -29,11 +29,10 @@ CONFIDENCE = 0.9
 THRESHOLDS: Mapping[str, Sequence[Mapping[str, float]]] = {
     "auto": [{"tolerance": value} for value in (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)],
     "tea_cache": [{"rel_l1_thresh": value} for value in (0.05, 0.1, 0.2, 0.4)],
-    "forecast": [{"rel_l1_thresh": value} for value in (0.1, 0.2, 0.4, 0.8, 1.6)],
 }
 """Tolerances and thresholds to try, by cache; each loses more than the one before."""
 INTERVALS = (2, 3, 4, 5)
-"""Taylor forecasts in a fixed rhythm: of this number of steps, one is computed."""
+"""Forecasts in a fixed rhythm: of this number of steps, one is computed."""
 
 
 @dataclass(frozen=True)
@@ -298,10 +297,10 @@ class _Search:
             self._descend([cached(backend, of) for of in settings])
 
     def try_rhythms(self) -> None:
-        """What TaylorSeer does: a curve through the last computed outputs, which come in a fixed rhythm."""
-        fixed = {"forecast": "taylor", "forecast_of": "output", "forecast_order": 1}
+        """A line through the last two computed outputs, which come in a fixed rhythm."""
+        fixed = {"forecast": "linear", "forecast_of": "output"}
         masks = dict.fromkeys(rhythm(self._steps, interval) for interval in INTERVALS)
-        self._descend([cached("tea_cache", fixed | {"schedule": mask}, family="samovar taylor") for mask in masks])
+        self._descend([cached("tea_cache", fixed | {"schedule": mask}, family="samovar linear") for mask in masks])
 
     def try_plain(self) -> None:
         """As many plain steps as the best setting computes, and fewer as long as these are the best."""
