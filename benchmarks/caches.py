@@ -174,7 +174,6 @@ def all_methods(
     methods = [
         *(plain(max(1, round(share * runner.steps))) for share in PLAIN_SHARES),
         *(cached("auto", {"tolerance": tolerance}) for tolerance in TOLERANCES),
-        *(cached("forecast", {"rel_l1_thresh": threshold}) for threshold in (0.2, 0.4, 0.8)),
         *(cached("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)),
         *extra,
         *peers(runner, runner.batches(tuning.tasks)[0]),

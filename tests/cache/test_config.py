@@ -262,13 +262,6 @@ def test_schedules_and_weights_are_found_by_branch() -> None:
     assert without.weights_for("other", 2) is None
 
 
-def test_who_decides_for_a_branch() -> None:
-    assert not TeaCacheConfig().is_by_branch
-    assert not TeaCacheConfig(schedule="#.").is_by_branch, "the first branch decides for all"
-    assert TeaCacheConfig(schedule={"cond": "#.", "uncond": "##"}).is_by_branch
-    assert TeaCacheConfig.read(FITTED).is_by_branch
-
-
 def test_which_settings_never_skip() -> None:
     assert TeaCacheConfig(rel_l1_thresh=0).never_skips
     assert TeaCacheConfig(schedule="###").never_skips

@@ -93,7 +93,7 @@ def _check_skips(case: zoo.Case, loop: Stepped, hook: TeaCacheHook, exact: Any, 
     if case.model not in BLIND:
         assert not zoo.equal(moved, skipped), "a skipped step sees its own input"
     (state,) = hook.state_manager.states().values()
-    for residual in state.history.newest:
+    for residual in state.residuals:
         if residual is not None:
             residual.zero_()
     assert difference(run(case, loop, 1), moved) > 1e-3, "what the blocks did is in what is stored"

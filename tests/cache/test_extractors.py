@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from driving import stepped
+from driving import Plain, loop, stepped
 
 from samovar.cache import (
     EXTRACTOR_REGISTRY,
@@ -148,11 +148,10 @@ def test_a_run_that_skips_nothing_gives_the_bits_of_the_bare_model(
 
 
 @ROADS
-@pytest.mark.parametrize("forecast_of", ["residual", "output"])
 def test_a_skipped_step_of_the_same_input_gives_the_same_output_and_no_work(
-    extractor: Callable[..., CacheContext], forecast_of: str
+    extractor: Callable[..., CacheContext],
 ) -> None:
-    model, hook, calls = hooked(extractor, forecast_of=forecast_of)
+    model, hook, calls = hooked(extractor)
     computed, skipped = run(model, 0, 0)
     assert (mask(hook), len(calls)) == ("#.", 1)
     assert torch.equal(computed, run(Mixer(), 0)[0])
@@ -209,8 +208,7 @@ def test_a_branch_of_another_length_is_computed() -> None:
     assert torch.equal(found, Mixer()(sample[:, :3], time, text)[0])
 
 
-@pytest.mark.parametrize("forecast_of", ["residual", "output"])
-def test_a_model_that_works_in_place_is_not_silently_wrong(forecast_of: str) -> None:
+def test_a_model_that_works_in_place_is_not_silently_wrong() -> None:
     """The hidden states that the extractor named are overwritten by the expensive part."""
 
     def in_place(module: Mixer, *args: torch.Tensor) -> CacheContext:
@@ -223,7 +221,7 @@ def test_a_model_that_works_in_place_is_not_silently_wrong(forecast_of: str) -> 
         context.run_transformer_blocks = work
         return context
 
-    model, _, _ = hooked(in_place, forecast_of=forecast_of)
+    model, _, _ = hooked(in_place)
     computed, again = run(model, 0, 0)
     assert torch.equal(computed, run(Mixer(), 0)[0])
     assert torch.allclose(again, computed, atol=1e-5)
@@ -234,7 +232,7 @@ def test_no_more_is_stored_than_a_skipped_step_needs(extractor: Callable[..., Ca
     model, hook, _ = hooked(extractor)
     run(model, 0)
     (state,) = hook.state_manager.states().values()
-    assert sum(part is not None for part in state.history.newest) == 1, "the encoder's states end with the blocks"
+    assert sum(part is not None for part in state.residuals) == 1, "the encoder's states end with the blocks"
 
 
 # ------------------------------------------------------------------------------------------------ which extractor
@@ -303,3 +301,41 @@ def test_by_a_backend_on_the_bare_model() -> None:
     handle.detach()
     assert type(model) is Mixer
     assert torch.equal(run(model, 1)[0], run(Mixer(), 1)[0])
+
+
+# ------------------------------------------------------------------------------------------------ the signal alone
+
+
+def modulated(module: Plain, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+    (block, *_) = module.blocks
+    found: torch.Tensor = block.norm(hidden_states) * (1 + temb)  # type: ignore[operator]
+    return found
+
+
+def still(module: Plain, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+    return torch.ones(2)
+
+
+def test_an_extractor_of_the_modulated_input_leaves_the_blocks_to_the_cache() -> None:
+    settings = {"rel_l1_thresh": 0.3, "max_skips": None, "min_steps": 0, "last_steps": 0}
+    found = {}
+    for name, extractor in {"found": None, "extracted": modulated, "still": still}.items():
+        model = Plain()
+        if extractor is not None:
+            register_extractor("Plain", extractor)
+        hook = apply_teacache_hook(model, settings)
+        found[name] = loop(model), hook.stats().branches["only"].mask
+        assert hook.extractor_fn is extractor
+        assert (f"the modulated input from {name}" in hook.stats().signal) is (name == "still")
+        hook.detach()
+    assert found["extracted"][1] == found["found"][1], "it is the one that is found without it"
+    assert "." in found["found"][1]
+    assert all(map(torch.equal, found["extracted"][0], found["found"][0]))
+    assert found["still"][1] == "#" + 11 * "."
+
+
+def test_the_extractor_of_another_class_is_used_if_that_is_asked_for() -> None:
+    register_extractor("Another", still)
+    hook = apply_teacache_hook(Plain(), {"transformer_type": "Another", "rel_l1_thresh": 0.3})
+    assert hook.extractor_fn is still
+    hook.detach()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
-import weakref
 from typing import Any
 
 import pytest
@@ -26,10 +24,8 @@ from driving import (
 )
 
 from samovar.cache import TeaCacheHook, apply_teacache_hook
-from samovar.core import nested
 from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context
-from samovar.trace.passes import Rehearsal
 
 SKIPPING = {**UNGUARDED, "rel_l1_thresh": INFINITE}
 
@@ -370,24 +366,3 @@ def test_blocks_of_a_form_that_is_not_known_turn_the_cache_off(
         assert differing(loop(model), exact) == []
     assert hook.stats().problem is not None
     assert len(caplog.records) == 1
-
-
-def test_tensors_of_the_first_step_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[weakref.ref[torch.Tensor]] = []
-    rehearse = Rehearsal.rehearse
-
-    def noting(self: Rehearsal, *args: Any) -> Any:
-        kept.extend(weakref.ref(tensor) for tensor in nested.tensors((self._residuals, self._given)))
-        return rehearse(self, *args)
-
-    monkeypatch.setattr(Rehearsal, "rehearse", noting)
-    model = Oddity()
-    apply_teacache_hook(model)
-    gc.collect()
-    gc.disable()
-    try:
-        turn(model, 0)
-        assert kept
-        assert not [reference for reference in kept if reference() is not None]
-    finally:
-        gc.enable()

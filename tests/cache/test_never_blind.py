@@ -18,7 +18,7 @@ from samovar import attach, find_anatomy
 
 ALL = {**UNGUARDED, "rel_l1_thresh": 1e9}
 """Whatever can be skipped is."""
-both = pytest.mark.parametrize("name", ["tea_cache", "forecast"])
+both = pytest.mark.parametrize("name", ["tea_cache"])
 
 
 # ------------------------------------------------------------------------------------------------ self-checks that fail

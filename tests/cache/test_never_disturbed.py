@@ -19,7 +19,7 @@ from samovar import attach
 from samovar.cache import make_cache_backend
 from samovar.hooks import call_context
 
-both = pytest.mark.parametrize("name", ["tea_cache", "forecast"])
+both = pytest.mark.parametrize("name", ["tea_cache"])
 
 
 # ------------------------------------------------------------------------------------------------ blocks in place

@@ -539,14 +539,14 @@ def test_what_is_kept_during_a_run(name: str) -> None:
     def count(_: Any) -> None:
         for hook in hooks_of(tiny, pipe):
             for state in hook.state_manager.states().values():
-                trace = next(iter(hook._model._forms.values())).trace  # type: ignore[union-attr]
+                trace = next(iter(hook._steps.model._forms.values())).trace  # type: ignore[union-attr]
                 tokens = trace.leader.returned
                 form = tokens if isinstance(tokens, torch.Tensor) else tokens[trace.stream]
-                if not len(state.history):  # Of the last step nothing is kept.
+                if state.residuals is None:  # Of the last step nothing is kept.
                     continue
-                kept = [t for t in state.history.newest if t is not None]
+                kept = [t for t in state.residuals if t is not None]
                 signal = [] if state.signal is None else [state.signal.value, state.signal.size]
-                held = tensors_in(state.history, state.signal)
+                held = tensors_in(state.residuals, state.signal)
                 assert len(held) == len(kept) + len(signal), "and nothing else"
                 assert len(kept) <= len(trace.segments)
                 assert max(t.untyped_storage().nbytes() for t in held) <= 2 * form.numel() * form.element_size()

@@ -13,7 +13,7 @@ from driving import COND, UNCOND, Plain, at, cached, recorded
 import zoo
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook
-from samovar.cache.forecast import History, find_outliers
+from samovar.cache.outputs import Output, combined, find_outliers
 from samovar.core.errors import SettingError
 from samovar.hooks import call_context
 from samovar.lab.fitting import OUTLIER_SHARE, Products, fit_outliers, fit_schedule, outlier_step
@@ -123,11 +123,8 @@ def test_without_the_branch_that_is_compared_the_usual_schedule_stays() -> None:
 
 def test_where_nothing_can_be_compared_all_are_outliers() -> None:
     weights = {0: -1.0, 1: 2.0}
-    history = History(2, 1.0)
-    assert find_outliers(history.weighted(weights), torch.ones(2, 3), 0.5) == (True,)
-    for step in (0, 1):
-        history.push(step, [torch.ones(2, 3)], step)
-    outlook = history.weighted(weights)
+    assert find_outliers(combined({}, weights), torch.ones(2, 3), 0.5) == (True,)
+    outlook = combined({step: Output(step, [torch.ones(2, 3)]) for step in (0, 1)}, weights)
     assert find_outliers(outlook, torch.ones(2, 3), 0.5) == (False, False)
     assert find_outliers(outlook, torch.tensor([[1.0, 1.0, 1.0], [1.0, torch.nan, 1.0]]), 0.5) == (False, True)
     assert find_outliers(outlook, "no tensor", 0.5) == (True,)
@@ -135,10 +132,7 @@ def test_where_nothing_can_be_compared_all_are_outliers() -> None:
 
 def test_outputs_without_a_row_for_each_image_count_as_one_image() -> None:
     weights = {0: -1.0, 1: 2.0}
-    history = History(2, 1.0)
-    for step in (0, 1):
-        history.push(step, [torch.ones(2, 3), torch.ones(4)], step)
-    outlook = history.weighted(weights)
+    outlook = combined({step: Output(step, [torch.ones(2, 3), torch.ones(4)]) for step in (0, 1)}, weights)
     assert find_outliers(outlook, (torch.ones(2, 3), torch.ones(4)), 0.5) == (False,)
     assert find_outliers(outlook, (torch.ones(2, 3), 9 * torch.ones(4)), 0.5) == (True,)
 

@@ -28,14 +28,6 @@ def test_a_branch_counts_its_steps() -> None:
     assert (BranchStats(()).computed, BranchStats(()).skipped, BranchStats(()).mask) == (0, 0, "")
 
 
-def test_a_batch_says_what_was_computed_for_each_image() -> None:
-    steps = (StepRecord(0, True, ""), StepRecord(1, True, "", images=(True, False)), StepRecord(2, False, ""))
-    assert "  only  2 computed, 1 skipped        ##.\n        computed by image: 2, 1\n" in str(
-        CacheStats("Model", "", "", {"only": BranchStats(steps)})
-    )
-    assert "by image" not in str(STATS)
-
-
 def test_a_model_adds_up_its_branches() -> None:
     assert (STATS.computed, STATS.skipped) == (3, 3)
     assert STATS.expected_speedup == pytest.approx(6 / (3 + 3 * 0.01))
@@ -107,28 +99,6 @@ def test_they_are_json_whatever_was_measured(distance: float) -> None:
     stats = CacheStats("Model", "", "", {"only": BranchStats((StepRecord(1, True, "", distance, distance),))})
     (step,) = json.loads(json.dumps(stats.to_dict(), allow_nan=False))["branches"]["only"]["steps"]
     assert (step["distance"], step["accumulated"]) == (None, None)
-
-
-def test_images_of_a_batch_have_their_own() -> None:
-    records = (
-        StepRecord(0, True, "first_steps", None, 0.0, errors=(0.0, 0.0, 0.0)),
-        StepRecord(1, True, "the tolerance is reached", 0.1, 0.3, images=(True, False, False), errors=(0.3, 0.2, 0.1)),
-        StepRecord(2, False, "within the tolerance", None, 0.4, errors=(0.3, 0.4, math.inf)),
-    )
-    stats = CacheStats("Model", "", "", {"cond": BranchStats(records)}, judges_error=True)
-    assert stats.errors == (0.3, 0.4, math.inf)
-    assert stats.to_dict()["errors"] == [0.3, 0.4, None]
-    first, second, both = (stats.of_images(which, 3) for which in ([0], [1], [0, 1]))
-    assert [each.branches["cond"].mask for each in (first, second, both)] == ["##.", "#..", "##."]
-    assert [each.error for each in (first, second, both)] == [0.3, 0.4, 0.4]
-    assert second.branches["cond"].steps[1].reason == "within the tolerance"
-    assert "errors" not in first.to_dict()
-    assert both.to_dict()["errors"] == [0.3, 0.4]
-    assert both.branches["cond"].computed_by_image() == [2, 1]
-    assert [records[1].is_computed_for(which) for which in ([0], [1], [1, 2], [0, 2], [7])] == [
-        True, False, False, True, True,
-    ]  # fmt: skip
-    assert stats.of_images([0], 4) is stats, "it is not known which they are"
 
 
 def test_the_summary_lines_up() -> None:

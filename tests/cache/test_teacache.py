@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoo
 from pipelines import PIPELINES, TinyPipeline
 from samovar.cache import TeaCacheHook, apply_teacache_hook
-from samovar.cache import step as step_module
-from samovar.cache.decision import known_coefficients
+from samovar.cache import threshold as under_test
+from samovar.cache.signal import known_coefficients
 from samovar.core.errors import HookConflictError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context, running
 
@@ -230,13 +230,13 @@ def reads(pipe: Any) -> Iterator[list[int]]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every read of the device for a decision."""
     found: list[Any] = []
-    real = step_module.measure
+    real = under_test.measure
 
     def measure(*args: Any, **how: Any) -> Any:
         found.append(args)
         return real(*args, **how)
 
-    monkeypatch.setattr(step_module, "measure", measure)
+    monkeypatch.setattr(under_test, "measure", measure)
     return found
 
 

@@ -43,7 +43,7 @@ ALIASED: dict[str, Any] = {
 }  # fmt: skip
 TUNED: dict[str, Any] = {
     "origin": "samovar tune", "num_inference_steps": 4,
-    "cache": {"backend": "forecast", "schedule": "##.#", "forecast_weights": {"cond": {"2": {"1": 1.9, "0": -0.9}}}},
+    "cache": {"backend": "tea_cache", "schedule": "##.#", "forecast_weights": {"cond": {"2": {"1": 1.9, "0": -0.9}}}},
 }  # fmt: skip
 BODY: dict[str, Any] = {
     "prompt": "a cat", "n": 1, "size": "16x16", "seed": 3, "num_inference_steps": 2, "guidance_scale": 3.5,

@@ -15,7 +15,7 @@ from driving import COND, UNCOND, Plain, at, cached, recorded
 
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook
-from samovar.cache.forecast import History
+from samovar.cache.error_control import polynomial
 from samovar.core.errors import SettingError
 from samovar.hooks import call_context, current_context
 from samovar.lab import fitting
@@ -129,14 +129,10 @@ def test_fitted_weights_drift_less_than_a_line() -> None:
     plan = fit_weights(watched(outputs), {"cond": mask, "uncond": mask})
     line: dict[str, dict[int, dict[int, float]]] = {name: {} for name in outputs}
     for name in outputs:
-        history, units = History(1, 0.9), torch.eye(16)
-        for step, sign in enumerate(mask):
-            if sign == "#":
-                history.push(float(step), [units[step]])
-            else:
-                found = history.forecast(float(step)).value(0)
-                assert found is not None
-                line[name][step] = {old: float(weight) for old, weight in enumerate(found) if weight}
+        for step in (step for step, sign in enumerate(mask) if sign == "."):
+            known = [old for old in range(step) if mask[old] == "#"][:-3:-1]
+            weights = [0.9 * weight for weight in polynomial(list(map(float, known)), float(step))]
+            line[name][step] = dict(zip(known, [weights[0] + 0.1, *weights[1:]], strict=True))
     assert cost(outputs, plan) < 0.8 * cost(outputs, FittedPlan(plan.schedules, line, 0.0))
 
 
@@ -328,7 +324,7 @@ def test_where_a_run_begins_half_way_steps_without_what_they_rest_on_are_compute
     hook = apply_teacache_hook(tiny, SAVED)
     with torch.no_grad(), call_context(branch="cond"):
         tiny(*at(0, 8), COND)
-        hook.state_manager.states()[current_context()].history.clear()
+        hook.state_manager.states()[current_context()].outputs.clear()
         outputs = [tiny(*at(step, 8), COND) for step in range(1, 8)]
     assert hook.stats().branches["cond"].mask == "####.#.."
     assert "a step that its forecast needs is not stored" in reasons(hook, "cond")

@@ -26,7 +26,7 @@ def test_forms_of_a_setting(tmp_path: Path) -> None:
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(SettingError, match=r"rel_l1_tresh.*'rel_l1_thresh'"):
         read_method({"rel_l1_tresh": 0.2})
-    with pytest.raises(SettingError, match=r"'tea_cach'.*'forecast'"):
+    with pytest.raises(SettingError, match=r"'tea_cach'.*'tea_cache'"):
         read_method({"backend": "tea_cach"})
     with pytest.raises(SettingError, match="'none' means no cache"):
         read_method("none")

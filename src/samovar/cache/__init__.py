@@ -1,4 +1,4 @@
-"""May this step be skipped, and with what?"""
+"""Skips denoising steps: `auto`, TeaCache, saved schedules, and other backends by name."""
 
 from .auto import tolerating
 from .backend import (

@@ -1,43 +1,38 @@
-"""Which steps are skipped, if all that is said is how much may be lost? Those that the run itself shows to be easy.
+"""The cache `auto`: error-controlled skipping of whole forwards, on a real model.
 
-A skipped step is left out whole: what the model would have returned is forecast from what it returned before. After
-each computed step the error of the forecast in its place is known (`drift`), and sets how many steps are skipped next
-(`pace`). So nothing needs to be known about the model, its sampler or its guidance, and nothing is measured at a
-skipped step.
+`ErrorControl` decides; here it gets the errors of its forecasts, and its weights become outputs. The worst image of a
+batch decides for all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
 
 import torch
 
-from ..arch import find_anatomy
-from ..core import nested
-from ..core.errors import ModelError
 from ..core.settings import read_tolerance
-from ..trace.passes import Outlook
+from .call import AGAIN, Call, Verdict
 from .config import AutoConfig
-from .decision import Agree, Verdict, measure
-from .forecast import take_apart
-from .inputs import Inputs, changes
-from .misses import Skipped
-from .model import About, CacheableModel, Forward, Instruction, Outcome, side_effect
-from .pace import LEAST_KNOWN, Judged, numbers_in
-from .rows import Tensors, chosen
-from .some_rows import SomeRows
+from .error_control import USUAL_STEPS, ErrorControl
+from .forecast_error import Rows, num_copies, paired_rows, products, worst_drifts
+from .outputs import combined, numbers_in
+from .signal import Agree, measure
+from .state import NOTHING_STORED, TeaCacheState
 from .stats import WITHIN, StepRecord
-from .step import AGAIN, Call, Plan, computed_alone, stray, times_on_device
+from .whole import NOT_STORED, WholeModel, WholeSteps
 
 _asked: ContextVar[float | None] = ContextVar("samovar_tolerance", default=None)
-_YOUNG = Verdict("compute", "first_steps")
-_DUE = Verdict("compute", "the tolerance is reached")
-_MOST_CHANGE = 0.5
+_DUE = "the tolerance is reached"
+_TIGHT = "skipping one step would exceed the tolerance"
+_JUMPED = "the sample was changed between steps"
+_MIN_STEPS = 8
+"""Shorter runs are computed whole."""
+_MAX_CHANGE = 0.5
 """Relative change of inputs other than sample, time and conditioning above which a step is computed."""
+_JUMP = 3.0
+"""So many times as far as in the last steps a sample only goes if somebody has changed it."""
 
 
 @contextlib.contextmanager
@@ -55,196 +50,160 @@ def asked_tolerance() -> float | None:
     return _asked.get()
 
 
-class WholeModel(CacheableModel):
-    """A model whose forward is left out as a whole."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._stacks = find_anatomy(model).stacks
-        self._checked: set[Any] = set()
-        super().__init__(model)
-
-    def _watched_modules(self) -> Iterator[torch.nn.Module]:
-        if not self._stacks:
-            return self._model.modules()
-        return (part for stack in self._stacks for part in stack.modules(self._model)[0].modules())
-
-    def about(self) -> About:
-        return About("the errors of its own forecasts", next(reversed(self._refused.values()), None))
-
-    def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        """Compute a step. The first of each form shows whether the model does anything else than return its output."""
-        signature = inputs.signature
-        if signature in self._refused or signature in self._checked:
-            return computed_alone(inputs, forward)
-        try:
-            before = inputs.copied()
-        except ModelError as error:
-            return self._refuse(signature, str(error), forward(inputs.args, inputs.kwargs))
-        buffers = [(buffer, nested.version(buffer)) for buffer in self._model.buffers()]
-        output = forward(inputs.args, inputs.kwargs)
-        problem = side_effect(inputs, before, output)
-        if any(nested.version(buffer) != version for buffer, version in buffers):
-            problem = "it keeps something from step to step in its buffers"
-        if problem is not None:
-            return self._refuse(signature, problem, output)
-        self._checked.add(signature)
-        return Outcome(output, computed=True)
-
-
-class AutoSteps(NamedTuple):
+class AutoSteps(WholeSteps):
     """Takes the steps of one denoiser within a tolerance."""
 
-    config: AutoConfig
-    model: CacheableModel
-    agree: Agree | None
-    whole_samples: Callable[[], list[torch.Tensor]]
-    """Those of the running call, before ranks split them."""
-    some_rows: SomeRows
+    def __init__(
+        self,
+        config: AutoConfig,
+        model: WholeModel,
+        agree: Agree | None,
+        whole_samples: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        """`whole_samples`: those of the running call, before ranks split them."""
+        super().__init__(model, agree, _MAX_CHANGE)
+        self._tolerance, self._whole_samples = config.number, whole_samples
 
     @property
     def tolerance(self) -> float:
         """That of the running request."""
         asked = asked_tolerance()
-        return self.config.number if asked is None else asked
+        return self._tolerance if asked is None else asked
 
-    def judge(self, call: Call) -> Plan:
-        """Whether the step is computed, and what is returned for images that are not due."""
-        clock, pace = call.clock, call.clock.pace
-        if self.tolerance == 0:
-            return Plan(Verdict("compute", "settings"))
-        if clock.is_again:
-            return Plan(Verdict("compute", AGAIN))
-        obstacle = self._obstacle(call)
-        verdict = clock.verdict or self._lead(call)
-        if obstacle is not None and call.context.branch == clock.leader:
-            pace.due = [True] * len(pace.images)
-        if verdict.action == "compute" and all(pace.due):
-            return Plan(verdict)
-        history, outlook = call.state.rows, None
-        if obstacle is None:
-            outlook = history.combined(pace.forecast(history, Skipped(clock.index, clock.place, clock.length)))
-            obstacle = None if outlook is not None else "a step that its forecast needs is not stored"
-        return Plan(verdict, outlook) if obstacle is None else Plan(Verdict("compute", obstacle))
+    def take(self, call: Call) -> tuple[StepRecord, object]:
+        run, step = call.run, call.step
+        if self.tolerance == 0 or (step.run_length is not None and step.run_length < _MIN_STEPS):
+            return StepRecord(step.index, True, "settings" if self.tolerance == 0 else "min_steps"), call.compute()
+        if call.tick.is_again:
+            return self._record(call, True, AGAIN), self.compute(call, None)
+        obstacle = self.obstacle(call)
+        leads = run.verdict is None
+        verdict = run.verdict or run.decide(self._lead(call, obstacle))
+        if verdict.action == "skip" and obstacle is None:
+            output = self.forecast(call, run.control.given)
+            if output is not None:
+                return self._record(call, False, verdict.reason), output[0]
+            obstacle = NOT_STORED
+        reason = verdict.reason if verdict.action == "compute" else obstacle or ""
+        return self._record(call, True, reason), self._computed(call, leads, verdict.action == "compute")
 
-    def _obstacle(self, call: Call) -> str | None:
-        """Why this step of this branch cannot be skipped, if it cannot."""
-        clock, state, inputs = call.clock, call.state, call.inputs
-        is_new, why = state.generation != self.model.generation(), None
-        if len(state.rows):
-            why = "weights or adapters changed" if is_new else self._changed(call)
-        if why is not None:
-            state.reset()
-            clock.pace.forget(call.context.branch)
-            return why
-        if clock.is_unclear:
-            return "the sample is the same as in the previous call"
-        obstacle = state.obstacle(inputs, asks=False) or self.model.problem(inputs)
-        return obstacle or (_YOUNG.reason if len(state.rows) < LEAST_KNOWN else None)
+    def _record(self, call: Call, is_computed: bool, reason: str) -> StepRecord:
+        control = call.run.control
+        return StepRecord(call.step.index, is_computed, reason, control.drift, control.error)
 
-    def _changed(self, call: Call) -> str | None:
-        """What other inputs than sample and time have changed too much, if any have."""
-        others = changes(call.inputs, call.state.watched)
-        if not others:
-            return None
-        measured = measure(others[0], others[1:], (), self.agree, within_branch=True)
-        largest = max(measured.signal, measured.others)
-        if largest == math.inf:
-            return "conditioning changed"
-        return "another input changed" if largest >= _MOST_CHANGE else None
+    # ------------------------------------------------------------------------------------------ decide
 
-    def _lead(self, call: Call) -> Verdict:
+    def _lead(self, call: Call, obstacle: str | None) -> Verdict:
         """The decision for all branches of a step."""
-        clock, pace, history = call.clock, call.clock.pace, call.state.rows
-        pace.due, pace.drift = [True] * len(pace.images), None
-        times = times_on_device(call)
-        largest = torch.stack([time.max().float() for time in times]) if times else None
-        is_known, judged = len(history) >= LEAST_KNOWN and not clock.is_last, None
-        if is_known and pace.is_open:
-            summed = None if self.agree is None else self.agree.within_branch
-            judged = pace.judge(history, self._samples(call), clock.step.total, summed)
-        # Read behind that, so that the device is waited for once.
-        reason = stray(call, () if largest is None else largest.tolist())
-        if reason is not None:
-            return Verdict("compute", reason)
-        if not is_known:
-            return Verdict("compute", "last_steps") if clock.is_last else _YOUNG
-        if judged is not None:
-            pace.set_gaps(history, self._agreed(judged, call), self.tolerance, clock.step.total)
-        pace.due = [clock.index >= image.due for image in pace.images]
-        return _DUE if any(pace.due) else Verdict("skip", WITHIN)
+        run, step = call.run, call.step
+        control, outputs = run.control, call.state.outputs
+        if any(known.index not in outputs for known in control.computed):
+            run.restart()
+        control.drift = None
+        reason = self._look(call)
+        if obstacle not in (None, NOTHING_STORED):
+            reason = obstacle
+        if reason is None:
+            reason = self._due(control, call)
+        if reason is None:
+            control.begin_skipped(step)
+            return Verdict("skip", WITHIN)
+        control.begin_computed(step)
+        return Verdict("compute", reason)
+
+    @staticmethod
+    def _due(control: ErrorControl, call: Call) -> str | None:
+        """Why the running step is computed by the counts, if it is."""
+        if call.step.is_last or control.is_young:
+            return "last_steps" if call.step.is_last else "first_steps"
+        if call.step.index < control.next_computed:
+            return None
+        return _DUE if control.gap > 1 else _TIGHT
+
+    def _look(self, call: Call) -> str | None:
+        """Judge the last computed step, now that its effect is seen; why nothing that is known counts any more, if so.
+        This waits for the device at most once."""
+        run, control, step = call.run, call.run.control, call.step
+        samples = self._samples(call)
+        before, run.before = run.before, None
+        ratio, jump = run.path.move(samples), None
+        if control.is_young or step.is_last:
+            return None
+        if before is not None:
+            jump = self._judge(call, samples, before, ratio)
+        if jump is None and ratio is not None and step.index < control.next_computed:
+            jump = measure([ratio, torch.ones_like(ratio)], (), self.agree).signal
+        if jump is None or jump <= _JUMP:
+            return None
+        run.restart()
+        return _JUMPED
+
+    def _judge(self, call: Call, samples: list[torch.Tensor], before: Rows, ratio: torch.Tensor | None) -> float | None:
+        """Set the next gap by the errors of forecasts in place of the last computed step; the ratio, if it was read."""
+        control, num_steps = call.run.control, call.step.total or USUAL_STEPS
+        gram, sees_way = self._products(call, samples, before)
+        reads = [gram.flatten()] if self.agree is None else [self.agree.within_branch(gram.flatten())]
+        if self.agree is None and ratio is not None:
+            reads.append(ratio.reshape(1).to(gram.device))
+        numbers = torch.cat(reads).cpu().numpy()
+        curves, forecasts = zip(*control.rivals(), strict=True)
+        drifts = worst_drifts(
+            numbers[: gram.numel()].reshape(gram.shape),
+            [step.index for step in control.computed],
+            control.given,
+            control.given_before,
+            forecasts,
+            None if sees_way else 1 / num_steps,
+        )
+        drift, order = self._agreed(*control.choose(curves, drifts), call)
+        control.set_gap(drift, order, self.tolerance, num_steps)
+        return float(numbers[-1]) if len(reads) > 1 else None
+
+    @staticmethod
+    def _products(call: Call, samples: list[torch.Tensor], before: Rows) -> tuple[torch.Tensor, bool]:
+        """Scalar products of the sample, its way and the outputs; and whether its way was seen."""
+        run, lists = call.run, call.inputs.lists_samples
+        indices = [step.index for step in run.control.computed]
+        now, newest = paired_rows(samples, _numbers(call.state, indices[0]), lists)
+        sees_way = [one.shape for one in now] == [other.shape for other in before] != []
+        if not sees_way:
+            before, now = newest, tuple(2 * rows for rows in newest)
+        if run.copies is None:
+            run.copies = num_copies(before) if sees_way else 1
+        known = [state for state in run.branches.values() if all(index in state.outputs for index in indices)]
+        branches = [[paired_rows(samples, _numbers(of, index), lists)[1] for index in indices] for of in known]
+        alike = [of for of in branches if [rows.shape for rows in of[0]] == [rows.shape for rows in newest]]
+        return products(before, now, alike, run.copies), sees_way
+
+    def _agreed(self, drift: float, order: float, call: Call) -> tuple[float, float]:
+        """On several ranks, each of which may know one branch only, all go the way of the first rank."""
+        if self.agree is None:
+            return drift, order
+        pairs = [torch.tensor([value, 1.0], device=call.inputs.device).unbind() for value in (drift, order)]
+        return measure(pairs[0], pairs[1:], self.agree)
 
     def _samples(self, call: Call) -> list[torch.Tensor]:
         """The samples of a call. Ranks split them before this, but some gather their outputs inside."""
-        given = call.inputs.samples
-        if self.agree is None or not len(call.state.rows):
+        given, newest = call.inputs.samples, max(call.state.outputs, default=None)
+        if self.agree is None or newest is None:
             return given
-        numbers = numbers_in(call.state.rows.newest)
-        return given if [one.shape for one in given] == [one.shape for one in numbers] else self.whole_samples()
+        shapes = [one.shape for one in _numbers(call.state, newest)]
+        return given if [one.shape for one in given] == shapes else self._whole_samples()
 
-    def _agreed(self, judged: list[Judged | None], call: Call) -> list[Judged | None]:
-        """On several ranks, each of which may know one branch only, all images go the way of the first rank's worst."""
-        if self.agree is None:
-            return judged
-        worst = max(found for found in judged if found is not None)
-        drift, order = (torch.tensor([part, 1.0], device=call.inputs.device).unbind() for part in worst)
-        measured = measure(drift, [order], (), self.agree)
-        return [Judged(measured.signal, measured.others)] * len(judged)
+    # ------------------------------------------------------------------------------------------ compute
 
-    def take(self, call: Call, plan: Plan) -> tuple[StepRecord, Outcome]:
-        """Compute the step, or leave it out."""
-        is_computed, images = plan.verdict.action == "compute", call.clock.pace.images
-        errors = tuple(image.error for image in images)
-        record = StepRecord(
-            call.clock.index, is_computed, plan.verdict.reason, call.clock.pace.drift, max(errors, default=0.0),
-            errors=errors if len(errors) > 1 else (),
-        )  # fmt: skip
-        if not is_computed:
-            return record, Outcome(None, computed=False)
-        some = self._some(call, plan)
-        if some is not None and call.state.form is not None:
-            return record, Outcome(call.state.form.rebuild(Outlook([1.0], [some])), computed=True)
-        return record, self.model.run(call.inputs, Instruction("compute"), call.forward)
+    def _computed(self, call: Call, leads: bool, is_planned: bool) -> object:
+        """The output of a computed step, less what the forecasts before it have missed."""
+        run, state, control = call.run, call.state, call.run.control
+        output = self.compute(call, {known.index for known in control.computed})
+        if leads and call.step.index in state.outputs:
+            numbers = _numbers(state, call.step.index)
+            run.before, _ = paired_rows(self._samples(call), numbers, call.inputs.lists_samples)
+        tensors = combined(state.outputs, control.given) if is_planned and len(control.given) > 1 else None
+        if call.step.is_last:
+            state.outputs.clear()
+        return output if tensors is None or state.form is None else state.form.rebuild(tensors)
 
-    def _some(self, call: Call, plan: Plan) -> Tensors | None:
-        """What a step gives of which some images are not due, if it can be computed for the others alone."""
-        if plan.outlook is None or self.agree is not None:  # Ranks compute the same images.
-            return None
-        pace, history = call.clock.pace, call.state.rows
-        return self.some_rows.compute(call.inputs, call.forward, history, plan.outlook, pace.due)
 
-    def record(self, call: Call, plan: Plan, record: StepRecord, outcome: Outcome) -> tuple[StepRecord, Any]:
-        """Store what later steps are made from; return the record and the output."""
-        inputs, clock, state, pace = call.inputs, call.clock, call.state, call.clock.pace
-        leads = call.context.branch == clock.leader
-        if leads:
-            clock.verdict = plan.verdict
-        if not outcome.computed:
-            assert plan.outlook is not None
-            state.skipped(inputs, None, 0.0, others_changed=True)
-            return record, state.forecast_output(plan.outlook)
-        state.computed(inputs, None, self.model.generation())
-        if record.reason == AGAIN or outcome.problem is not None:
-            state.rows.clear()
-            return record, outcome.output
-        state.form, found = take_apart(outcome.output)
-        history, numbers = state.rows, numbers_in(found or ())
-        if leads and numbers and pace.begins(len(history)):
-            pace.begin(self._samples(call), found or ())
-        count = len(pace.images)
-        if found is None or not numbers or not count or any(count > 1 and len(rows) % count for rows in numbers):
-            history.clear()
-            return record, outcome.output
-        due = pace.due if plan.outlook is not None else [True] * count
-        history.push(clock.place, clock.index, found, due)
-        samples = self._samples(call) if leads else None
-        weights = pace.computed(call.context.branch, history, samples, due, clock.length)
-        own = None if all(due) and max(map(len, weights)) == 1 else history.combined(weights)
-        if clock.is_last:
-            history.clear()
-        if own is None:
-            return record, outcome.output
-        if plan.outlook is None or all(due):
-            return record, state.form.rebuild(own)
-        each = range(len(found))
-        mixed = chosen(due, [own.value(index) for index in each], [plan.outlook.value(index) for index in each])
-        return record._replace(images=tuple(due)), state.form.rebuild(Outlook([1.0], [mixed]))
+def _numbers(state: TeaCacheState, index: int) -> list[torch.Tensor]:
+    return numbers_in(state.outputs[index].tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -22,8 +22,8 @@ from ..core.files import is_file_name, naming, read_settings
 from ..hooks import Handle, PipelineHook, Run, current_run, hook_pipeline
 from ..hooks.handle import for_now
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
-from .decision import Agree
-from .extractors import extractor_for
+from .extractors import extractor_for, takes_blocks
+from .signal import Agree
 from .stats import CacheStats
 from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 from .tuned import TunedFor
@@ -64,10 +64,6 @@ class PipelineStats:
     @property
     def skipped(self) -> int:
         return sum(stats.skipped for stats in self.denoisers.values())
-
-    def of_images(self, which: Sequence[int], count: int) -> PipelineStats:
-        """The same for some images of a batch of `count` alone."""
-        return PipelineStats({name: stats.of_images(which, count) for name, stats in self.denoisers.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -171,19 +167,23 @@ class _RunWatch(PipelineHook):
 
 def _denoisers(pipeline: Any, config: CacheConfig) -> dict[str, torch.nn.Module]:
     """The denoisers of a pipeline, if all of them can be cached."""
-    if isinstance(config, AutoConfig):  # It looks at nothing inside of a denoiser.
+    if isinstance(config, AutoConfig) or config.forecast_of == "output":  # They look at nothing inside of a denoiser.
         return find_denoisers(pipeline)
-    if isinstance(pipeline, torch.nn.Module) and extractor_for(unwrapped(pipeline)) is not None:
+    if isinstance(pipeline, torch.nn.Module) and not _takes_blocks(unwrapped(pipeline), config):
         return {type(unwrapped(pipeline)).__name__: pipeline}
     denoisers = find_denoisers(pipeline)
     for name, module in denoisers.items():
         bare = unwrapped(module)
-        if extractor_for(bare) is None and not find_anatomy(bare).stacks:
+        if _takes_blocks(bare, config) and not find_anatomy(bare).stacks:
             raise ModelError(
                 f"{name!r}, a {type(module).__name__}, has no stack of blocks, so its steps cannot be cached. Declare "
                 "one (samovar.register_declaration), or register an extractor (samovar.cache.register_extractor)."
             )
     return denoisers
+
+
+def _takes_blocks(module: torch.nn.Module, config: TeaCacheConfig) -> bool:
+    return takes_blocks(extractor_for(module, config.transformer_type))
 
 
 # ------------------------------------------------------------------------------------------------ by name
@@ -231,29 +231,30 @@ class CacheChoice:
         """The choice that a setting stands for; None for no cache."""
         if isinstance(cache, (AutoConfig, TeaCacheConfig)):
             return cls(AUTO if isinstance(cache, AutoConfig) else TEA_CACHE, cache)
-        named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
-        if cache is None:
-            cache, source = {"backend": named}, ENVIRONMENT_VARIABLE
-        if isinstance(cache, bool):
-            cache = AUTO if cache else "none"
         if is_file_name(cache):
             with naming(cache):
                 choice = cls.read(read_settings(cache, "cache"))  # type: ignore[arg-type]
             return None if choice is None else replace(choice, tuned_for=TunedFor.read(cache))
-        if isinstance(cache, str):
-            cache = {"backend": cache}
-        if not isinstance(cache, Mapping):
+        named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
+        if cache is None:
+            cache, source = named, ENVIRONMENT_VARIABLE
+        if isinstance(cache, bool):
+            cache = AUTO if cache else "none"
+        given = {"backend": cache} if isinstance(cache, str) else cache
+        if not isinstance(given, Mapping):
             raise SettingError(
                 f"cache={cache!r}; expected a name such as 'tea_cache', a TeaCacheConfig, a mapping such as "
                 "{'rel_l1_thresh': 0.2} or a file with one.",
                 param="cache",
             )
-        settings = {name: value for name, value in cache.items() if name != "backend"}
-        backend = cache.get("backend")
-        if backend is None and "tolerance" in settings:
-            backend = AUTO
-        elif backend is None:
-            backend = TEA_CACHE if named == "none" else named
+        settings = {name: value for name, value in given.items() if name != "backend"}
+        backend = given.get("backend")
+        if backend is None:
+            backend = AUTO if "tolerance" in settings else TEA_CACHE if named == "none" else named
+        return cls._named(backend, settings, source)
+
+    @classmethod
+    def _named(cls, backend: Any, settings: Mapping[str, Any], source: str) -> CacheChoice | None:
         if backend == "none":
             if settings:
                 raise SettingError(
@@ -268,7 +269,7 @@ class CacheChoice:
         if backend == TEA_CACHE:
             return cls(backend, TeaCacheConfig.read(settings))
         if backend not in CACHE_BACKENDS:
-            hint = nearest(str(backend), [*cache_names(), "none"])
+            hint = nearest(backend, [*cache_names(), "none"])
             raise SettingError(f"{source}={backend!r} is not a cache backend. {hint}", param="cache")
         return cls(backend, settings)
 

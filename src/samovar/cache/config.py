@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..core.errors import SettingError
 from ..core.settings import (
@@ -24,11 +24,12 @@ from ..core.settings import (
     setting,
     settings_of,
 )
-from .forecast import Forecast, Target
 
 EVERY_BRANCH = "*"
 """Stands for every branch that is not named."""
 Mask = tuple[bool, ...]
+Forecast = Literal["reuse", "linear", "fitted"]
+Target = Literal["residual", "output"]
 Weights = Mapping[str, Mapping[int, Mapping[int, float]]]
 """By branch and skipped step, the weights of computed steps."""
 
@@ -146,6 +147,12 @@ class TeaCacheConfig(Settings, param="cache"):
         "Polynomial that turns the change of the modulated input into that of the output: five numbers, highest power "
         "first. By default the known ones of the model's class; a model without any takes the change as it is.",
     )
+    transformer_type: str | None = setting(
+        None,
+        TEXT,
+        "The class of transformer whose coefficients and extractor are used, by name; by default the model's own.",
+        optional=True,
+    )
     first_steps: int = setting(1, count(1), "Number of steps computed at the start; the very first always is.")
     last_steps: int = setting(1, count(0), "Number of steps computed at the end, where the number of steps is known.")
     max_skips: int | None = setting(
@@ -205,11 +212,6 @@ class TeaCacheConfig(Settings, param="cache"):
     def scheduled_steps(self) -> int | None:
         """Number of steps in the schedule."""
         return next((len(mask) for mask in self.masks.values()), None)
-
-    @functools.cached_property
-    def is_by_branch(self) -> bool:
-        """Whether each branch follows its own schedule, whatever the first one does."""
-        return isinstance(self.schedule, Mapping) or self.forecast == "fitted"
 
     def weights_for(self, branch: str | None, step: int) -> Mapping[int, float] | None:
         """The fitted weights for a skipped step of a branch, if there are any."""
@@ -302,7 +304,11 @@ def _written(config: TeaCacheConfig) -> str:
 
 def _check_forecast(config: TeaCacheConfig) -> None:
     """A signal decides by the blocks, and reuses what they added; only a schedule can do without the whole forward."""
-    if config.schedule is None and (config.forecast == "linear" or config.forecast_of == "output"):
+    if (
+        config.schedule is None
+        and config.forecast != "fitted"
+        and (config.forecast, config.forecast_of) != ("reuse", "residual")
+    ):
         raise SettingError(
             f"forecast={config.forecast!r} and forecast_of={config.forecast_of!r} without a schedule; expected "
             "'reuse' of the 'residual'. Give a schedule as well, or use cache='auto', which forecasts outputs.",

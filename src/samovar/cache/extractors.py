@@ -1,11 +1,13 @@
-"""How is a model cached that is not built of blocks? Its author takes its forward apart.
+"""Extractors: a model's forward taken apart by its author, or the modulated input that decides for its blocks.
 
-An extractor is called in place of the model's forward, with its arguments. It does what comes before the expensive
-part, and returns a `CacheContext` with the signal and the way to go on.
+An extractor of a whole forward is called in place of it, with its arguments. It does what comes before the expensive
+part, and returns a `CacheContext` with the signal and the way to go on. An extractor of `(module, hidden_states, temb)`
+returns the modulated input alone; what is skipped are the model's blocks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +19,10 @@ from ..core.errors import SettingError
 from ..trace.forward import Tensors, added
 from ..trace.passes import tolerance
 from ..trace.shadow import TrialFailed, shadow_of, trial
-from .decision import Signal
+from .blocks import BlockModel, Instruction, Outcome, SkippableModel
 from .inputs import Inputs
-from .model import About, CacheableModel, Forward, Instruction, Outcome
+from .model import About, Forward
+from .signal import Signal
 
 
 @dataclass
@@ -42,52 +45,67 @@ class CacheContext:
     """For the author's use."""
 
 
-Extractor = Callable[..., CacheContext]
+Extractor = Callable[..., CacheContext | torch.Tensor]
 
 EXTRACTOR_REGISTRY: dict[str, Extractor] = {}
 """By the class name of the model."""
 
 
 def register_extractor(class_name: str, extractor: Extractor) -> None:
-    """Take the forward of a model class apart by hand: `extractor(module, *args, **kwargs) -> CacheContext`."""
+    """Take the forward of a model class apart by hand: `extractor(module, *args, **kwargs) -> CacheContext`; or only
+    read its modulated input: `extractor(module, hidden_states, temb) -> Tensor`."""
     if not isinstance(class_name, str) or not callable(extractor):
         message = f"register_extractor takes a class name and a function, not {class_name!r} and {extractor!r}."
         raise SettingError(message, param="extractor" if isinstance(class_name, str) else "class_name")
     EXTRACTOR_REGISTRY[class_name] = extractor
 
 
-def extractor_for(module: torch.nn.Module) -> Extractor | None:
-    """The extractor of a model's class or the nearest of its bases."""
-    names = (cls.__name__ for cls in type(module).__mro__)
+def extractor_for(module: torch.nn.Module, class_name: str | None = None) -> Extractor | None:
+    """The extractor of a class by name, or of a model's class or the nearest of its bases."""
+    names = [class_name] if class_name else [cls.__name__ for cls in type(module).__mro__]
     return next((EXTRACTOR_REGISTRY[name] for name in names if name in EXTRACTOR_REGISTRY), None)
 
 
-class ExtractorModel(CacheableModel):
+def takes_blocks(extractor: Extractor | None) -> bool:
+    """Whether the model's blocks are skipped: there is no extractor, or it only reads the modulated input."""
+    if extractor is None:
+        return True
+    try:
+        return list(inspect.signature(extractor).parameters)[1:] == ["hidden_states", "temb"]
+    except (TypeError, ValueError):  # Of code in C nothing can be read.
+        return False
+
+
+def skippable(module: torch.nn.Module, extractor: Extractor | None, hook_name: str) -> SkippableModel:
+    """The model as its extractor, or else its structure, says."""
+    if extractor is None or takes_blocks(extractor):
+        return BlockModel(module, hook_name, extractor)  # type: ignore[arg-type]
+    return ExtractorModel(module, extractor)
+
+
+class ExtractorModel(SkippableModel):
     """A model whose forward its author took apart. For each form of inputs, the extractor's result is first compared
     with the model's own output."""
 
-    def __init__(self, model: torch.nn.Module, extractor: Extractor) -> None:
+    def __init__(self, model: torch.nn.Module, extractor: Callable[..., Any]) -> None:
         super().__init__(model)
         self._extractor = extractor
         self._name = str(getattr(extractor, "__name__", "its extractor"))
         self._checked: set[Hashable] = set()
 
     def about(self) -> About:
-        problem = next(iter(self._refused.values()), None)
-        return About(f"the modulated input from {self._name}", problem)
+        return About(f"the modulated input from {self._name}", next(iter(self._refused.values()), None))
 
-    def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        if inputs.signature in self._refused:
-            return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
+    def _run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         if inputs.signature not in self._checked:
             return self._first(inputs, wanted, forward)
         context = self._extractor(self._model, *inputs.args, **inputs.kwargs)
         signal = Signal(context.modulated_input) if wanted.decide is not None else None
         if wanted.mode == "skip" or (wanted.decide is not None and signal is not None and wanted.decide(signal)):
-            hidden_states = None if wanted.outlook is None else wanted.outlook.added_to(context.hidden_states, 0)
-            return Outcome(None if hidden_states is None else context.postprocess(hidden_states), False, None, signal)
-        output, parts = _run_blocks(context, keeps=wanted.keeps)
-        return Outcome(output, True, parts, signal)
+            assert wanted.residuals is not None
+            hidden_states = context.hidden_states + wanted.residuals[0]
+            return Outcome(context.postprocess(hidden_states), False, None, signal)
+        return Outcome(*_run_blocks(context), signal)
 
     def _first(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Compute a step with the model itself, and compare the extractor's result on the model's shadow."""
@@ -97,20 +115,21 @@ class ExtractorModel(CacheableModel):
             with trial((before.args, before.kwargs)):
                 context = self._extractor(shadow_of(self._model), *before.args, **before.kwargs)
                 signal = Signal(context.modulated_input)
-                found, parts = _run_blocks(context, keeps=True)
+                found, _, residuals = _run_blocks(context)
                 difference = nested.difference(found, output)
         except TrialFailed as error:
-            return self._refuse(inputs.signature, f"{self._name} cannot be tried ({error})", output)
+            self._refuse(inputs.signature, f"{self._name} cannot be tried ({error})")
+            return Outcome(output, computed=True)
         if not difference <= tolerance(output):
-            problem = f"{self._name} differs from the model itself by {difference:.1e}"
-            return self._refuse(inputs.signature, problem, output)
+            self._refuse(inputs.signature, f"{self._name} differs from the model itself by {difference:.1e}")
+            return Outcome(output, computed=True)
         self._checked.add(inputs.signature)
-        return Outcome(output, True, parts if wanted.keeps else None, signal if wanted.decide is not None else None)
+        return Outcome(output, True, residuals, signal if wanted.decide is not None else None)
 
 
-def _run_blocks(context: CacheContext, *, keeps: bool) -> tuple[Any, Tensors | None]:
-    """The output, and what the expensive part added to the hidden states, if that is kept."""
-    before = context.hidden_states.clone() if keeps else None  # The blocks may work in place.
+def _run_blocks(context: CacheContext) -> tuple[Any, bool, Tensors]:
+    """The output of a computed step, and what the expensive part added to the hidden states."""
+    before = context.hidden_states.clone()  # The blocks may work in place.
     returned = context.run_transformer_blocks()
     hidden_states = returned[0] if isinstance(returned, (tuple, list)) else returned
-    return context.postprocess(hidden_states), None if before is None else added([before], [hidden_states])
+    return context.postprocess(hidden_states), True, added([before], [hidden_states])

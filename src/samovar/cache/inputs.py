@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ..core import nested
-from ..hooks import Roles
+from ..hooks import Role, Roles
 from ..hooks.roles import Leaves, leaves_of, named_arguments, positional_names
 
-_MOST_COMPARED = 16384
+MAX_COMPARED = 16384
 """Number of elements compared to see how much a tensor has changed."""
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -45,6 +45,8 @@ class Inputs:
         """Tensors other than sample and time: path, tensor, and whether it is conditioning."""
         self.samples: list[torch.Tensor] = []
         """The sample, or its parts."""
+        self.lists_samples = False
+        """Whether the samples are in a list: each is an image then."""
         self.time: torch.Tensor | float | None = None
         """The timestep as given. Of several numbers the largest counts: frames that are given are at time 0."""
         self.objects: list[Any] = []
@@ -52,25 +54,23 @@ class Inputs:
         self._form: list[Any] = []
         self.numbers: tuple[float, ...] = ()
         """Floats among the arguments other than the time: a change of one changes what the blocks do."""
-        role_of, form = roles.by_path, self._form
         for path, leaf in (leaves_of(names, args, kwargs) if leaves is None else leaves).items():
-            form.append(path)
-            if not isinstance(leaf, torch.Tensor):
-                self._read(path, leaf)
-                continue
-            self.tensors.append(leaf)
-            role = role_of[path]
-            form.append(None if role == "time" else nested.signature(leaf))
-            if role == "time":
-                self.time = leaf if self.time is None else self.time
-            elif role == "sample":
-                self.samples.append(leaf)
-            elif leaf.numel():
-                self.watched.append((path, leaf, role == "conditioning"))
+            self._form.append(path)
+            (self._take if isinstance(leaf, torch.Tensor) else self._read)(path, leaf, roles.by_path[path])
 
-    def _read(self, path: str, leaf: Any) -> None:
+    def _take(self, path: str, tensor: torch.Tensor, role: Role) -> None:
+        self.tensors.append(tensor)
+        self._form.append(None if role == "time" else nested.signature(tensor))
+        if role == "time":
+            self.time = tensor if self.time is None else self.time
+        elif role == "sample":
+            self.samples.append(tensor)
+            self.lists_samples = path.rpartition(".")[2].isdigit()
+        elif tensor.numel():
+            self.watched.append((path, tensor, role == "conditioning"))
+
+    def _read(self, path: str, leaf: Any, role: Role) -> None:
         """Anything but a tensor."""
-        role = self.roles.by_path[path]
         if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
             leaf = leaf.item()
         self._form.append(None if role == "time" or leaf is None else nested.signature(leaf))
@@ -99,11 +99,6 @@ class Inputs:
         """Device of the tensors."""
         return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
-    @functools.cached_property
-    def host_time(self) -> float | None:
-        """The time, where it can be read without waiting for a device."""
-        return on_host(self.time)
-
     def copied(self) -> Inputs:
         """The same with tensors and containers that nobody else writes into."""
         args, kwargs = nested.map_tensors(torch.clone, (self.args, self.kwargs))
@@ -119,17 +114,17 @@ class Inputs:
     def at_another_step(self, output: Any, with_time: bool = True) -> tuple[Any, Any]:
         """Arguments with another sample, and at another time. Where no argument is known to be the sample, it is what
         has the form of the output, or else everything but the time."""
-        of = self.roles.of
+        of, shapes = self.roles.of, {nested.shape(tensor) for tensor in nested.tensors(output)}
         given = named_arguments(self._names, self.args, self.kwargs)
-        leaves = [leaf for name, value in given for leaf in nested.leaves(value, name)]
-        tensors = [(of(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shapes = {nested.shape(tensor) for tensor in nested.tensors(output)}
-        sample = {id(leaf) for role, leaf in tensors if role == "residual"} | (
-            {id(leaf) for role, leaf in tensors if role == "sample"}
-            or {id(leaf) for _, leaf in tensors if nested.shape(leaf) in shapes}
-            or {id(leaf) for role, leaf in tensors if role != "time"}
-        )
-        time = {id(leaf) for role, leaf in tensors if with_time and role == "time"}
+        leaves = [(of(path), leaf) for name, value in given for path, leaf in nested.leaves(value, name)]
+        tensors = [(role, leaf) for role, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def those(*roles: Role) -> set[int]:
+            return {id(leaf) for role, leaf in tensors if role in roles}
+
+        alike = {id(leaf) for _, leaf in tensors if nested.shape(leaf) in shapes}
+        sample = those("residual") | (those("sample") or alike or those("conditioning", "residual"))
+        time = those("time") if with_time else set()
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
             return _later(tensor) if id(tensor) in time else _moved(tensor) if id(tensor) in sample else tensor
@@ -144,18 +139,16 @@ class Inputs:
         return args, {name: moved(name, value) for name, value in self.kwargs.items()}
 
 
-def is_on_host(time: torch.Tensor) -> bool:
-    """Whether a time can be read without waiting for a device."""
-    return time.device.type == "cpu" or not time.numel()
-
-
 def on_host(time: torch.Tensor | float | None) -> float | None:
     """A time, where it can be read without waiting for a device."""
-    if isinstance(time, torch.Tensor):
-        if not is_on_host(time) or not time.numel():
-            return None
-        return float(time.item() if time.numel() == 1 else time.max())
-    return time
+    return None if isinstance(time, torch.Tensor) and time.device.type != "cpu" else read_time(time)
+
+
+def read_time(time: torch.Tensor | float | None) -> float | None:
+    """A time as a number; of several the largest."""
+    if not isinstance(time, torch.Tensor):
+        return time
+    return float(time.item() if time.numel() == 1 else time.max()) if time.numel() else None
 
 
 class Sample:
@@ -253,7 +246,7 @@ def some(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
     """Elements spread over a tensor: few enough to keep (as a copy, if it may be overwritten) and enough to show a
     change."""
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
-    apart = -(-flat.numel() // _MOST_COMPARED) | 1  # Odd: else the same few channels would be compared in every row.
+    apart = -(-flat.numel() // MAX_COMPARED) | 1  # Odd: else the same few channels would be compared in every row.
     return flat[::apart].to(torch.float32, copy=copy)
 
 

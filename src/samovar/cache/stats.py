@@ -1,11 +1,11 @@
-"""Which steps were computed and which skipped, and why?"""
+"""Statistics of a run: which steps were computed, which skipped, and why."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..arch import Coverage
@@ -30,32 +30,10 @@ class StepRecord(NamedTuple):
     skipped steps so far may have taken the sample off its way."""
     outliers: tuple[bool, ...] = ()
     """For each image whether it is an outlier, at the step that shows it."""
-    images: tuple[bool, ...] = ()
-    """For each image whether it was computed, where some of a batch were and some were not."""
-    errors: tuple[float, ...] = ()
-    """What `accumulated` is the largest of, where it is known for each image of a batch."""
-
-    def is_computed_for(self, which: Sequence[int]) -> bool:
-        """Whether the step was computed for one of some images of a batch."""
-        is_known = bool(self.images) and max(which) < len(self.images)
-        return any(self.images[number] for number in which) if is_known else self.computed
-
-    def of_images(self, which: Sequence[int]) -> StepRecord:
-        """The same for some images of a batch alone."""
-        images, outliers = ([each[number] for number in which if each] for each in (self.images, self.outliers))
-        errors = tuple(self.errors[number] for number in which if self.errors)
-        differ = tuple(images) if len({*images}) > 1 else ()
-        record = self._replace(errors=errors, outliers=tuple(outliers), images=differ)
-        if errors:  # How far one step would have gone is that of the worst of all.
-            record = record._replace(accumulated=max(errors), distance=None)
-        if images and not any(images):
-            record = record._replace(computed=False, reason=WITHIN)
-        return record
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, where None stands for infinity and NaN."""
-        values = self._asdict() | {"outliers": list(self.outliers), "images": list(self.images)}
-        del values["errors"]
+        values = self._asdict() | {"outliers": list(self.outliers)}
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
         return {name: value for name, value in finite.items() if value != []}
 
@@ -87,12 +65,6 @@ class BranchStats:
     def reasons(self) -> Counter[str]:
         """Why steps were computed, and how often."""
         return Counter(record.reason for record in self.steps if record.computed and record.reason)
-
-    def computed_by_image(self) -> list[int]:
-        """For each image of a batch, how many steps were computed for it; none if they were the same for all."""
-        count = max((len(record.images) for record in self.steps), default=0)
-        every = [record.images or (record.computed,) * count for record in self.steps]
-        return [sum(of) for of in zip(*every, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -128,21 +100,6 @@ class CacheStats:
         return max((error for error in sums if error is not None), default=0.0)
 
     @property
-    def errors(self) -> tuple[float, ...]:
-        """The same for each image of a batch; empty for one alone."""
-        last = [record.errors for branch in self.branches.values() for record in branch.steps[-1:] if record.errors]
-        return tuple(map(max, zip(*last, strict=True)))
-
-    def of_images(self, which: Sequence[int], count: int) -> CacheStats:
-        """The same for some images of a batch alone; for all where it is not known for each of `count`."""
-        steps = [record for branch in self.branches.values() for record in branch.steps]
-        lengths = {len(each) for record in steps for each in (record.images, record.errors, record.outliers)}
-        if len(which) == count or not lengths <= {0, count}:
-            return self
-        own = {name: BranchStats([one.of_images(which) for one in of.steps]) for name, of in self.branches.items()}
-        return replace(self, branches=own)
-
-    @property
     def computed(self) -> int:
         """Computed forwards of all branches."""
         return sum(branch.computed for branch in self.branches.values())
@@ -175,7 +132,6 @@ class CacheStats:
             "covered": None if self.coverage is None else round(self.coverage.share, 4),
             "expected_speedup": round(self.expected_speedup, 3),
             **({} if self.error is None else {"error": _in_json(self.error)}),
-            **({"errors": list(map(_in_json, self.errors))} if len(self.errors) > 1 else {}),
             "branches": {name: branch.to_dict() for name, branch in self.branches.items()},
         }
 
@@ -189,8 +145,6 @@ class CacheStats:
         for name, branch in self.branches.items():
             counts = f"{branch.computed} computed, {branch.skipped} skipped"
             lines.append(f"  {name:<{width}}  {counts:<28} {branch.mask}")
-            if branch.computed_by_image():  # A step of the batch is computed if it is for any image.
-                lines.append(f"  {'':<{width}}  computed by image: {', '.join(map(str, branch.computed_by_image()))}")
         if why := self._why():
             lines.append(f"  why steps were computed: {why}")
         distances = [r.distance for b in self.branches.values() for r in b.steps if r.distance is not None]
@@ -199,7 +153,7 @@ class CacheStats:
             of = "error of a forecast step" if self.judges_error else "change per step"
             lines.append(f"  {of}: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
         if self.error is not None:
-            lines.append(f"  all skipped steps together may have moved the sample by {self.error:.3f} of its size")
+            lines.append(f"  estimated error of all skipped steps: {self.error:.3f} of the sample's size")
         if self.outliers:
             lines.append(f"  outliers: {sum(self.outliers)} of {len(self.outliers)} images")
         if self.branches:

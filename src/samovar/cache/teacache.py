@@ -1,8 +1,7 @@
-"""Is this denoising step skipped, and with what? TeaCache, for any model that is built of blocks.
+"""The cache on a denoiser: each call is computed, or skipped with what is known from earlier steps.
 
-A step is skipped while the summed changes of the modulated input since the last computed step stay below a threshold.
-The first branch of a run decides for those called after it in a step; each branch stores what its own skipped steps are
-made from. The hook finds the run and the step of a call (`clock`), and takes the step (`step`).
+The hook finds the run, the branch and the step of a call, and takes the step: by the errors of forecasts (`auto`), by a
+saved schedule of outputs (`whole`), or with the model's blocks skipped (`threshold`).
 """
 
 from __future__ import annotations
@@ -19,27 +18,29 @@ from ..core.errors import ModelError, SettingError
 from ..core.settings import count, read_as
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
-from .auto import AutoSteps, WholeModel, asked_tolerance
+from .auto import AutoSteps, asked_tolerance
+from .call import CachedRun, Call
+from .clock import Clock
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
-from .decision import Agree, coefficients_for, rescaling
-from .extractors import Extractor, ExtractorModel, extractor_for
+from .extractors import Extractor, extractor_for, skippable
 from .inputs import Inputs
-from .model import About, BlockModel, CacheableModel
-from .some_rows import SomeRows
-from .state import Clock, TeaCacheState
+from .model import About
+from .signal import Agree, coefficients_for, rescaling
+from .state import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
-from .step import NEVER, NEW_RUN, Call, Steps
+from .threshold import BlockSteps
+from .whole import ScheduledSteps, WholeModel
 
 HOOK_NAME = "teacache"
 BRANCH_HOOK_NAME = "branches"
 UNKNOWN = "unknown"
 """The branch of calls whose branch is unknown."""
 _UNKNOWN_STEP = StepRecord(-1, True, "its branch is unknown")
-_MOST_BRANCHES = 8
+_MAX_BRANCHES = 8
 """Number of branches of a run whose state is retained."""
-_MOST_OPEN_RUNS = 16
+_MAX_OPEN_RUNS = 16
 """Number of unfinished runs whose state is retained."""
-_MOST_RUNS = 16
+_MAX_RUNS = 16
 """Number of runs whose stats are retained."""
 _logger = logging.getLogger(__name__)
 
@@ -54,19 +55,18 @@ class TeaCacheHook(ModelHook, Handle):
         self.config: CacheConfig = config or TeaCacheConfig()
         self.rescale_func = rescaling(None)
         self.extractor_fn: Extractor | None = None
-        self.state_manager: StateManager[TeaCacheState] = StateManager(TeaCacheState, self.config)
+        self.state_manager: StateManager[TeaCacheState] = StateManager(TeaCacheState)
         self.is_paused = False
         """Compute every call as if there were no cache."""
         self.branches = BranchHook()
         """Recognises branches, and the role of each argument."""
         self._agree = agree
-        self._model: CacheableModel | None = None
-        self._steps: Steps | AutoSteps | None = None
+        self._steps: AutoSteps | ScheduledSteps | BlockSteps | None = None
         self._model_name = ""
         self._names: tuple[str, ...] = ()
         self._judged_by = ""
         self._announced: int | None = None
-        self._clocks: OrderedDict[Hashable, Clock] = OrderedDict()
+        self._runs: OrderedDict[Hashable, CachedRun] = OrderedDict()
         self._records: OrderedDict[Hashable, dict[str, list[StepRecord]]] = OrderedDict()
         self._about = About("")
         """Facts about the model once the hook is detached."""
@@ -90,42 +90,40 @@ class TeaCacheHook(ModelHook, Handle):
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self._model_name = type(module).__name__
         self._names = parameter_names(module)
-        if isinstance(self.config, AutoConfig):
-            self._model = WholeModel(module)
-            self._steps = AutoSteps(self.config, self._model, self._agree, lambda: self.branches.samples(), SomeRows())
-        else:
-            self._prepare(module, self.config)
+        self._steps = self._prepare(module)
         return module
 
-    def _prepare(self, module: torch.nn.Module, config: TeaCacheConfig) -> None:
-        """Find out how the steps of a model are judged by their signal."""
-        known = coefficients_for(module, config.coefficients)
+    def _prepare(self, module: torch.nn.Module) -> AutoSteps | ScheduledSteps | BlockSteps:
+        """Find out how the steps of a model are taken."""
+        config = self.config
+        if isinstance(config, AutoConfig):
+            return AutoSteps(config, WholeModel(module), self._agree, lambda: self.branches.samples())
+        if config.forecast_of == "output":
+            return ScheduledSteps(config, WholeModel(module), self._agree)
+        known = coefficients_for(config.transformer_type or self._model_name, config.coefficients)
         self.rescale_func = rescaling(known)
+        self.extractor_fn = extractor_for(module, config.transformer_type)
+        model = skippable(module, self.extractor_fn, HOOK_NAME)
         self._judged_by = f", rescaled by the coefficients of {known.origin}" if known else ", not rescaled"
-        self.extractor_fn = extractor_for(module)
-        if self.extractor_fn is not None:
-            self._model = ExtractorModel(module, self.extractor_fn)
-        else:
-            self._model = BlockModel(module, HOOK_NAME)
-        self._steps = Steps(config, self._model, self.rescale_func, self._agree)
         if known is None and config.schedule is None:
             text = "No TeaCache coefficients are known for %s; changes of its signal are used without rescaling."
             _logger.info(text, self._model_name)
+        return BlockSteps(config, model, self.rescale_func, self._agree)
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self.reset_state(module)
-        if self._model is not None:
-            self._about = self._model.about()
-            self._model.detach()
-            self._model = self._steps = None
+        if self._steps is not None:
+            self._about = self._steps.model.about()
+            self._steps.model.detach()
+            self._steps = None
         return module
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Forget everything stored; the next call begins a run."""
         self.state_manager.reset()
-        self._clocks.clear()
-        if self._model is not None:
-            self._model.forget()
+        self._runs.clear()
+        if self._steps is not None:
+            self._steps.model.forget()
         return module
 
     def refresh(self, module: torch.nn.Module, num_inference_steps: int | None = None) -> None:
@@ -148,95 +146,82 @@ class TeaCacheHook(ModelHook, Handle):
     def end_run(self, module: torch.nn.Module, request: Hashable) -> None:
         """Forget a run that has ended. Its stats stay."""
         self.state_manager.drop(request)
-        self._clocks.pop(request, None)
+        self._runs.pop(request, None)
         self.branches.drop(request)
-        if not self._clocks and self._model is not None:
-            self._model.forget()
+        if not self._runs and self._steps is not None:
+            self._steps.model.forget()
 
     # ------------------------------------------------------------------------------------------ a step
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context = self.state_manager.context
         if self.is_paused:
             return self.call_original(module, *args, **kwargs)
+        context, run = self.state_manager.context, run_around(module)
+        if run is not None and context.request is None:  # A pipeline without our hook.
+            context = context._replace(request=run.request)
         if context.branch is None:  # Nothing may be reused.
             self._records.setdefault(context.request, {}).setdefault(UNKNOWN, []).append(_UNKNOWN_STEP)
             return self.call_original(module, *args, **kwargs)
         _refuse_training(module)
-        assert self._steps is not None
-        call = self._begin(module, args, kwargs, context)
-        if call.inputs.device.type == "meta":  # Shapes without values decide nothing.
+        inputs = Inputs(args, kwargs, self._names, self.branches.roles, self.branches.leaves(args, kwargs))
+        if inputs.device.type == "meta":  # Shapes without values decide nothing.
             return self.call_original(module, *args, **kwargs)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.inputs.tensors):
+        call = self._begin(module, inputs, context, context.branch, run)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors):
             call.state.reset()  # A skipped step has no gradients of its blocks.
-            self._note(call, StepRecord(call.clock.index, True, "gradients are recorded"))
-            return self.call_original(module, *args, **kwargs)
-        plan = self._steps.judge(call)
-        if plan.verdict.reason in NEVER:
-            self._note(call, StepRecord(call.clock.index, True, plan.verdict.reason))
-            return self.call_original(module, *args, **kwargs)
-        record, outcome = self._steps.take(call, plan)
-        if record.reason == NEW_RUN:
-            call = call._replace(clock=self._restart(call.context, None, call.inputs))
-            record = record._replace(step=call.clock.index)
-        record, output = self._steps.record(call, plan, record, outcome)
-        self._note(call, record)
+            record, output = StepRecord(call.step.index, True, "gradients are recorded"), call.compute()
+        else:
+            assert self._steps is not None
+            record, output = self._steps.take(call)
+        self._records.setdefault(context.request, {}).setdefault(context.branch, []).append(record)
         return output
 
-    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any, context: CallContext) -> Call:
+    def _begin(
+        self, module: torch.nn.Module, inputs: Inputs, context: CallContext, branch: str, run: Run | None
+    ) -> Call:
         """Find the step that a call belongs to."""
-        run = run_around(module)
-        inputs = Inputs(args, kwargs, self._names, self.branches.roles, self.branches.leaves(args, kwargs))
-        if run is not None and context.request is None:  # A pipeline without our hook.
-            context = context._replace(request=run.request)
-        clock = self._clocks.get(context.request) or self._new_clock(context.request)
-        if not clock.advance(context.branch, run, inputs):
-            clock = self._restart(context, run, inputs)
-        self._clocks.move_to_end(context.request)
-        self._bound(clock, context)
-        state = self.state_manager.state_of(context)
-        if clock.has_gap or clock.is_again:
-            state.reset()
-        return Call(lambda args, kwargs: self.call_original(module, *args, **kwargs), inputs, context, clock, state)
-
-    def _restart(self, context: CallContext, run: Run | None, inputs: Inputs) -> Clock:
-        """Begin a new run of a request."""
-        for known, state in self.state_manager.states().items():
-            if known.request == context.request:
+        own = self._runs.get(context.request) or self._new_run(context.request)
+        tick = own.clock.advance(branch, run, inputs)
+        if tick is None:  # A new run of the same request.
+            for state in own.branches.values():
                 state.reset()
-        clock = self._new_clock(context.request)
-        clock.advance(context.branch, run, inputs)
-        return clock
+            own = self._new_run(context.request)
+            tick = own.clock.advance(branch, run, inputs)
+            assert tick is not None
+        self._runs.move_to_end(context.request)
+        state = own.branches[branch] = self.state_manager.state_of(context)
+        self._bound(own, context)
+        if tick.has_gap or tick.is_again:
+            state.reset()
+        return Call(lambda args, kwargs: self.call_original(module, *args, **kwargs), inputs, branch, own, tick, state)
 
-    def _new_clock(self, request: Hashable) -> Clock:
+    def _new_run(self, request: Hashable) -> CachedRun:
         self._records[request] = {}
         self._records.move_to_end(request)
-        if len(self._records) > _MOST_RUNS:
+        if len(self._records) > _MAX_RUNS:
             self._records.popitem(last=False)
-        clock = self._clocks[request] = Clock(self._announced)
-        return clock
+        waits = not isinstance(self.config, TeaCacheConfig) or self.config.schedule is None
+        run = self._runs[request] = CachedRun(Clock(self._announced, waits))
+        return run
 
-    def _bound(self, clock: Clock, context: CallContext) -> None:
+    def _bound(self, run: CachedRun, context: CallContext) -> None:
         """Drop what was used longest ago, where pipelines never end their runs."""
-        if len(clock.recent) > _MOST_BRANCHES:
-            branch, _ = clock.recent.popitem(last=False)
+        if len(run.clock.recent) > _MAX_BRANCHES:
+            branch, _ = run.clock.recent.popitem(last=False)
+            run.branches.pop(branch, None)
             self.state_manager.drop_branch(CallContext(context.request, str(branch)))
-        if len(self._clocks) > _MOST_OPEN_RUNS:
-            request, _ = self._clocks.popitem(last=False)
+        if len(self._runs) > _MAX_OPEN_RUNS:
+            request, _ = self._runs.popitem(last=False)
             self.state_manager.drop(request)
 
     # ------------------------------------------------------------------------------------------ what was done
-
-    def _note(self, call: Call, record: StepRecord) -> None:
-        run = self._records.setdefault(call.context.request, {})
-        run.setdefault(call.context.branch or "", []).append(record)
 
     def stats(self, request: Hashable = None) -> CacheStats:
         """What was computed and skipped in a run; by default the most recent one."""
         if request is None and self._records:
             request = next(reversed(self._records))
         branches: Mapping[str, list[StepRecord]] = self._records.get(request, {})
-        about = self._model.about() if self._model is not None else self._about
+        about = self._steps.model.about() if self._steps is not None else self._about
         config, asked = self.config, asked_tolerance()
         if isinstance(config, AutoConfig) and asked is not None:
             config = AutoConfig(tolerance=asked)

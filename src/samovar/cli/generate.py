@@ -59,7 +59,7 @@ def _generate(options: argparse.Namespace) -> int:
     examples:
       samovar generate "a grinning cat, 3d style" -o cat.png
       samovar generate "rocket, flat style" --seed 7 -n 4 -o rocket.png      (rocket-1.png, rocket-2.png ...)
-      samovar generate "pizza, noto style" --steps 50 --cache forecast
+      samovar generate "pizza, noto style" --steps 50 --cache auto
       samovar generate "rocket flying up" --model motion -o rocket.mp4
       samovar generate "a samovar" ./flux --gpu-memory 12GiB
       samovar generate "at night" ./flux --task img2img --image day.png --strength 0.6

@@ -27,7 +27,7 @@ from ..engine.quantize import Quantization
 from ..engine.request import OmniDiffusionSamplingParams, Request
 from ..engine.settings import OmniDiffusionConfig
 from ..hooks.handle import for_now
-from .methods import FORWARDS, OUTLIERS, Method
+from .methods import OUTLIERS, Method
 
 SHIPPED = ("testing", "tuning")
 """Lists of captions for the built-in model. No emoji is in both."""
@@ -194,7 +194,7 @@ class ImageRunner:
                 before, started = count(), self._now()
                 images = self._call(tasks, method.steps or self.steps)
                 seconds, noted = self._now() - started, notes()
-                made = Batch(images, seconds, _forwards(noted, count() - before), noted)
+                made = Batch(images, seconds, count() - before, noted)
                 kinds = _split_by_kind(made, len(tasks))
                 return _join([(places, make([tasks[i] for i in places])) for places in kinds]) if kinds else made
 
@@ -270,12 +270,6 @@ class ImageRunner:
             for model in self.denoisers.values():
                 undo.enter_context(_counting(model, add))
             yield lambda: count
-
-
-def _forwards(notes: Any, counted: int) -> float:
-    """Computed forwards for an image on average: those that a method says, if they are not the same for all."""
-    by_image = notes.get(FORWARDS, []) if isinstance(notes, dict) else []
-    return sum(by_image) / len(by_image) if by_image else counted
 
 
 def _split_by_kind(made: Batch, count: int) -> list[list[int]]:

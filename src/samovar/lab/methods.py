@@ -21,8 +21,6 @@ Notes = Callable[[], Any]
 """Returns a method's notes on the last run, as plain JSON values."""
 OUTLIERS = "outliers"
 """The cache setting for outliers, and the key in a cache's notes that tells which images were outliers."""
-FORWARDS = "forwards"
-"""The key in a cache's notes for the computed forwards of each image, where a batch computes other steps for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +105,7 @@ def _notes(stats: Any) -> dict[str, Any] | None:
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
     masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
     outliers = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
-    by_image = [branch.computed_by_image() for branches in found.values() for branch in branches.values()]
-    forwards = [sum(of) for of in zip(*by_image, strict=False)] if any(map(len, by_image)) else []
-    return masks | ({OUTLIERS: list(outliers)} if outliers else {}) | ({FORWARDS: forwards} if forwards else {})
+    return masks | ({OUTLIERS: list(outliers)} if outliers else {})
 
 
 def read_method(cache: str | Path | Mapping[str, Any]) -> Method:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from samovar.cache.drift import Drifts, num_copies, products, rows_of
+from samovar.cache.error_control import Weights
+from samovar.cache.forecast_error import num_copies, paired_rows, products, worst_drifts
 
 IMAGES, SIZE = 3, 65536
+INDICES = [7, 5, 4, 2]
+"""Of the computed steps, the newest first."""
 Way = Callable[[torch.Tensor, list[torch.Tensor], list[torch.Tensor]], torch.Tensor]
 """From the sample and the guided outputs of this step and the one before to the next sample."""
 
@@ -54,12 +57,23 @@ def outputs(seed: int) -> list[list[torch.Tensor]]:
     return branches
 
 
+def by_step(weights: Sequence[float], indices: Sequence[int] = INDICES) -> Weights:
+    return dict(zip(indices, weights, strict=False))
+
+
 def drifts(
-    found: torch.Tensor, num_branches: int, weights: list[float], given: tuple[float, ...] = (1.0,)
+    sample: torch.Tensor,
+    after: torch.Tensor,
+    branches: list[list[torch.Tensor]],
+    weights: list[float],
+    given: tuple[float, ...] = (1.0,),
 ) -> list[float]:
-    """Of each image, where the step before was computed."""
-    read = Drifts(found.numpy(), num_branches, [(given, [1.0])])
-    return [read.of([weights], image)[0] for image in range(IMAGES)]
+    """Of each image on its own, where the step before was computed."""
+    gram = products((sample,), (after,), [[(step,) for step in of] for of in branches], 1).numpy()
+    forecast, before = by_step(weights, INDICES[1:]), by_step([1.0], INDICES[1:])
+    each = [worst_drifts(one[None], INDICES, by_step(given), before, [forecast])[0] for one in gram]
+    assert worst_drifts(gram, INDICES, by_step(given), before, [forecast]) == [max(each)]
+    return each
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -68,7 +82,7 @@ def test_the_drift_is_that_of_the_sampler(name: str, weights: list[float]) -> No
     branches = outputs(0)
     sample = torch.randn(IMAGES, SIZE) * torch.tensor([[1.0], [2.0], [0.5]])
     after = SAMPLERS[name](sample, [of[0] for of in branches], [of[1] for of in branches])
-    found = drifts(products(sample, after, branches), 2, weights)
+    found = drifts(sample, after, branches, weights)
     errors = [sum(w * old for w, old in zip(weights, of[1:], strict=False)) - of[0] for of in branches]
     drift = sum(answer * error for answer, error in zip(ANSWERS[name], errors, strict=True))
     expected = drift.norm(dim=1) / sample.norm(dim=1)
@@ -82,10 +96,10 @@ def test_what_the_sampler_was_given_may_be_corrected() -> None:
         of[1:] = [step - 0.5 * number * of[0] for number, step in enumerate(of[1:], 1)]
     sample = torch.randn(IMAGES, SIZE)
     corrected = [sum(w * step for w, step in zip(given, of, strict=False)) for of in branches]
-    found = products(sample, sample - 0.04 * guided(corrected, 4.5), branches)
-    exact = drifts(products(sample, sample - 0.04 * guided([of[0] for of in branches], 4.5), branches), 2, [1.0])
-    assert drifts(found, 2, [1.0], given) == pytest.approx(exact, rel=0.01)
-    assert drifts(found, 2, [1.0]) != pytest.approx(exact, rel=0.1)
+    after = sample - 0.04 * guided(corrected, 4.5)
+    exact = drifts(sample, sample - 0.04 * guided([of[0] for of in branches], 4.5), branches, [1.0])
+    assert drifts(sample, after, branches, [1.0], given) == pytest.approx(exact, rel=0.01)
+    assert drifts(sample, after, branches, [1.0]) != pytest.approx(exact, rel=0.1)
 
 
 def test_the_second_call_of_a_step_answers_to_the_change() -> None:
@@ -93,7 +107,7 @@ def test_the_second_call_of_a_step_answers_to_the_change() -> None:
     branches = outputs(1)[:1]
     sample = torch.randn(IMAGES, SIZE)
     after = sample - 0.02 * (branches[0][0] - branches[0][1])
-    (found, *_) = drifts(products(sample, after, branches), 1, [1.0])
+    (found, *_) = drifts(sample, after, branches, [1.0])
     error = branches[0][1][0] - branches[0][0][0]
     assert found == pytest.approx(float(0.02 * error.norm() / sample[0].norm()), rel=0.01)
 
@@ -103,11 +117,11 @@ def test_what_is_only_read_does_not_count() -> None:
     branches = outputs(2)
     sample = torch.randn(IMAGES, SIZE)
     after = sample - 0.04 * guided([of[0] for of in branches], 2.0)
-    alone = drifts(products(sample, after, branches), 2, [1.0])
+    alone = drifts(sample, after, branches, [1.0])
     picture, junk = 9 * torch.randn(IMAGES, SIZE), 99 * torch.randn(IMAGES, 4, SIZE)
     with_junk = [[torch.cat([step, junk[:, i]], 1) for i, step in enumerate(of)] for of in branches]
-    both = products(torch.cat([sample, picture], 1), torch.cat([after, picture], 1), with_junk)
-    assert drifts(both, 2, [1.0]) == pytest.approx(alone, rel=1e-3)
+    both = torch.cat([sample, picture], 1), torch.cat([after, picture], 1)
+    assert drifts(*both, with_junk, [1.0]) == pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -116,21 +130,21 @@ def test_what_is_no_number_is_an_infinite_drift(number: float) -> None:
     sample = torch.randn(IMAGES, SIZE)
     after = sample - 0.04 * branches[0][0]
     branches[0][0][1, 7] = number
-    found = drifts(products(sample, after, branches), 2, [1.0])
+    found = drifts(sample, after, branches, [1.0])
     assert found[1] == math.inf
     assert all(0 < drift < 1 for drift in (found[0], found[2]))
 
 
 def test_a_sample_that_does_not_move_is_an_infinite_drift() -> None:
     branches, sample = outputs(4), torch.randn(IMAGES, SIZE)
-    assert drifts(products(sample, sample, branches), 2, [1.0]) == [math.inf] * IMAGES
+    assert drifts(sample, sample, branches, [1.0]) == [math.inf] * IMAGES
 
 
 def test_without_samples_the_error_is_relative_to_the_output() -> None:
     branches = outputs(5)[:1]
     newest, before = branches[0][:2]
-    read = Drifts(products(newest, 2 * newest, branches).numpy(), 1, response=1 / 28)
-    found = [read.of([[1.0]], image)[0] for image in range(IMAGES)]
+    gram = products((newest,), (2 * newest,), [[(step,) for step in branches[0]]], 1).numpy()
+    found = [worst_drifts(one[None], INDICES, {7: 1.0}, {5: 1.0}, [{5: 1.0}], 1 / 28)[0] for one in gram]
     expected = (before - newest).norm(dim=1) / newest.norm(dim=1) / 28
     assert found == pytest.approx(expected.tolist(), rel=1e-3)
 
@@ -140,46 +154,50 @@ def test_without_samples_the_error_is_relative_to_the_output() -> None:
 
 def test_rows_are_images() -> None:
     sample, output = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
-    (samples,), (found,) = rows_of([sample], [output], by_image=True)
+    (samples,), (found,) = paired_rows([sample], [output])
     assert torch.equal(samples, sample.flatten(1)[:, : samples.shape[1]])
     assert found.shape == (2, 256)
 
 
 def test_channels_that_are_only_read_or_tell_a_variance_are_left_out() -> None:
     sample, output = torch.randn(2, 9, 8, 8), torch.randn(2, 4, 8, 8)
-    (samples,), (found,) = rows_of([sample], [output], by_image=True)
+    (samples,), (found,) = paired_rows([sample], [output])
     assert torch.equal(samples, sample[:, :4].flatten(1))
     assert torch.equal(found, output.flatten(1))
-    (samples,), (found,) = rows_of([output], [sample], by_image=True)
+    (samples,), (found,) = paired_rows([output], [sample])
     assert torch.equal(found, sample[:, :4].flatten(1))
 
 
 def test_parts_are_paired_and_taken_as_one_image_each() -> None:
     parts = [torch.randn(16, 1, 4, 4), torch.randn(16, 1, 8, 4)]
-    samples, found = rows_of(parts, [2 * part for part in parts], by_image=True)
+    samples, found = paired_rows(parts, [2 * part for part in parts])
     assert [rows.shape for rows in samples] == [(1, 256), (1, 512)]
     assert all(torch.equal(2 * one, other) for one, other in zip(samples, found, strict=True))
 
 
-def test_a_batch_as_a_whole_is_one_row() -> None:
-    (samples,), (found,) = rows_of([torch.randn(2, 4, 8, 8)], [torch.randn(2, 4, 8, 8)], by_image=False)
-    assert samples.shape == found.shape == (1, 512)
+def test_samples_of_a_list_are_images() -> None:
+    """Their channels are not, as they would be if such a sample were a batch."""
+    listed = [torch.randn(16, 1, 4, 4) for _ in range(2)]
+    (samples,), (found,) = paired_rows(listed, listed, are_images=True)
+    assert samples.shape == found.shape == (2, 256)
+    (alone,), _ = paired_rows(listed[:1], listed[:1], are_images=True)
+    assert alone.shape == (1, 256)
 
 
 def test_a_sample_of_another_form_is_no_sample() -> None:
-    assert rows_of([torch.randn(2, 4, 8, 8)], [torch.randn(2, 64, 4)], by_image=True)[0] == ()
-    assert rows_of([], [torch.randn(2, 64, 4)], by_image=True)[0] == ()
+    assert paired_rows([torch.randn(2, 4, 8, 8)], [torch.randn(2, 64, 4)])[0] == ()
+    assert paired_rows([], [torch.randn(2, 64, 4)])[0] == ()
 
 
 def test_large_samples_are_looked_at_in_part() -> None:
-    (samples,), (found,) = rows_of([torch.randn(2, 5, 1000, 1000)], [torch.randn(2, 5, 1000, 1000)], by_image=True)
+    (samples,), (found,) = paired_rows([torch.randn(2, 5, 1000, 1000)], [torch.randn(2, 5, 1000, 1000)])
     assert samples.shape == found.shape
     assert samples.shape[1] <= 2**18
 
 
 def test_rows_are_copies() -> None:
     sample = torch.randn(2, 64)
-    (samples,), _ = rows_of([sample], [torch.randn(2, 64)], by_image=True)
+    (samples,), _ = paired_rows([sample], [torch.randn(2, 64)])
     kept = samples.clone()
     sample.zero_()
     assert torch.equal(samples, kept)
@@ -187,4 +205,4 @@ def test_rows_are_copies() -> None:
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 def test_a_batch_that_repeats_its_samples_for_guidance(copies: int) -> None:
-    assert num_copies(torch.cat([torch.randn(2, 16)] * copies)) == copies
+    assert num_copies((torch.cat([torch.randn(2, 16)] * copies),)) == copies

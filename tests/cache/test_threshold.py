@@ -13,18 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook
-from samovar.cache.decision import (
-    Coefficients,
-    Measured,
-    Signal,
-    Step,
-    Verdict,
-    coefficients_for,
-    judge,
-    known_coefficients,
-    measure,
-    rescaling,
-)
+from samovar.cache.call import Verdict
+from samovar.cache.clock import Step
+from samovar.cache.signal import Coefficients, Measured, Signal, known_coefficients, measure, rescaling
+from samovar.cache.threshold import judge
 from samovar.core.errors import SettingError
 
 UNGUARDED: dict[str, Any] = {"last_steps": 0, "max_skips": None, "min_steps": 0}
@@ -33,12 +25,12 @@ ASK = Verdict("ask", "")
 
 def verdict(settings: dict[str, Any], step: Step, skipped_in_a_row: int = 0) -> Verdict:
     """What one guard alone says."""
-    return judge(TeaCacheConfig.read(UNGUARDED | settings), step, skipped_in_a_row)
+    return judge(TeaCacheConfig.read(UNGUARDED | settings), step, skipped_in_a_row, "cond")
 
 
 def whole(number: int, total: int | None) -> Step:
     """A step of a run that goes through all of them."""
-    return Step(number, total, total)
+    return Step(number, total=total, run_length=total)
 
 
 @pytest.mark.parametrize("total", [1, 10, None])
@@ -93,7 +85,7 @@ def test_the_guards_that_are_on_by_default() -> None:
     def mask(total: int, **settings: Any) -> str:
         config, skipped, signs = TeaCacheConfig(**settings), 0, ""
         for number in range(total):
-            is_computed = judge(config, whole(number, total), skipped).action == "compute"
+            is_computed = judge(config, whole(number, total), skipped, "cond").action == "compute"
             skipped = 0 if is_computed else skipped + 1
             signs += "#" if is_computed else "."
         return signs
@@ -107,13 +99,15 @@ def test_the_guards_that_are_on_by_default() -> None:
 
 def test_a_run_that_starts_half_way_has_first_steps_too() -> None:
     """Image to image: the scheduler has ten steps, and the run takes the last six of them."""
-    computed = [number for number in range(4, 10) if verdict({"first_steps": 2}, Step(number, 10, 6)) != ASK]
+    computed = [
+        number for number in range(4, 10) if verdict({"first_steps": 2}, Step(number, total=10, run_length=6)) != ASK
+    ]
     assert computed == [4, 5]
 
 
 def test_the_length_of_the_run_and_not_of_the_scheduler_is_what_may_be_too_short() -> None:
-    assert verdict({"min_steps": 8}, Step(15, 20, 7)) == Verdict("compute", "min_steps")
-    assert verdict({"min_steps": 8}, Step(15, 20, 8)) == ASK
+    assert verdict({"min_steps": 8}, Step(15, total=20, run_length=7)) == Verdict("compute", "min_steps")
+    assert verdict({"min_steps": 8}, Step(15, total=20, run_length=8)) == ASK
 
 
 def test_settings_that_never_skip_come_first() -> None:
@@ -127,7 +121,7 @@ def test_settings_that_never_skip_come_first() -> None:
 @pytest.mark.parametrize("total", [4, None])
 def test_a_schedule_is_followed_whatever_the_guards_say(total: int | None) -> None:
     config = TeaCacheConfig(schedule="#..#", max_skips=1, min_steps=8, last_steps=2, first_steps=3, end=0.0)
-    found = [judge(config, whole(number, total), skipped_in_a_row=3) for number in range(4)]
+    found = [judge(config, whole(number, total), 3, "cond") for number in range(4)]
     assert found == [Verdict(action, "schedule") for action in ("compute", "skip", "skip", "compute")]
 
 
@@ -143,21 +137,21 @@ def test_a_schedule_is_followed_whatever_the_guards_say(total: int | None) -> No
 )
 def test_a_schedule_of_another_length_is_refused(step: Step, says: str) -> None:
     with pytest.raises(SettingError, match=says):
-        judge(TeaCacheConfig(schedule="#..#"), step, 0)
+        judge(TeaCacheConfig(schedule="#..#"), step, 0, "cond")
 
 
 def test_a_schedule_of_another_length_is_refused_even_if_it_skips_nothing() -> None:
     with pytest.raises(SettingError, match="for 4 steps, and this run has 5 steps"):
-        judge(TeaCacheConfig(schedule="####"), whole(0, 5), 0)
+        judge(TeaCacheConfig(schedule="####"), whole(0, 5), 0, "cond")
 
 
 def test_each_branch_has_its_own_schedule() -> None:
     config = TeaCacheConfig(schedule={"cond": "#.#.", "uncond": "##.."})
     found = {
         branch: "".join("#" if judge(config, whole(n, 4), 0, branch).action == "compute" else "." for n in range(4))
-        for branch in ("cond", "uncond", "other", None)
+        for branch in ("cond", "uncond", "other")
     }
-    assert found == {"cond": "#.#.", "uncond": "##..", "other": "####", None: "####"}
+    assert found == {"cond": "#.#.", "uncond": "##..", "other": "####"}
     assert judge(config, whole(1, 4), 0, "other") == Verdict("compute", "no schedule for this branch")
     others = TeaCacheConfig(schedule={"cond": "#.#.", "*": "#..."})
     assert [judge(others, whole(2, 4), 0, branch).action for branch in ("cond", "other")] == ["compute", "skip"]
@@ -192,22 +186,6 @@ def test_what_is_known_has_five_finite_numbers_and_an_origin_and_is_a_class_of_d
         assert hasattr(diffusers, name)
 
 
-def test_given_ones_come_first_then_the_models_own_and_else_there_are_none() -> None:
-    flux, other = model("flux"), model("flux2-klein")
-    assert coefficients_for(flux, GIVEN) == Coefficients(GIVEN, "the settings")
-    assert coefficients_for(flux, None) == known_coefficients()[FLUX]
-    assert coefficients_for(other, None) is None
-    assert coefficients_for(other, list(GIVEN)) == Coefficients(GIVEN, "the settings")
-
-
-def test_a_model_that_is_only_like_a_known_one_does_not_borrow() -> None:
-    class MyFluxTransformer2DModel(diffusers.FluxTransformer2DModel):
-        pass
-
-    own = MyFluxTransformer2DModel(num_layers=0, num_single_layers=0, num_attention_heads=1, attention_head_dim=8)
-    assert coefficients_for(own, None) is None
-
-
 @pytest.mark.parametrize("distance", [0.0, 0.01, 0.1, 0.3])
 def test_the_polynomial_has_its_highest_power_first_and_is_never_negative(distance: float) -> None:
     a, b, c, d, e = GIVEN
@@ -231,20 +209,29 @@ def test_what_is_not_a_number_is_not_below_any_threshold() -> None:
             assert not rescaling(coefficients)(math.nan) < threshold
 
 
+class MyFluxTransformer2DModel(diffusers.FluxTransformer2DModel):
+    """Only like a known one."""
+
+
 @pytest.mark.parametrize(
-    ("name", "settings", "says"),
+    ("name", "settings", "says", "values"),
     [
-        ("flux", {}, "rescaled by the coefficients of FLUX.1-dev"),
-        ("flux", {"coefficients": GIVEN}, "rescaled by the coefficients of the settings"),
-        ("flux2-klein", {}, "not rescaled"),
+        ("flux", {}, "rescaled by the coefficients of FLUX.1-dev", known_coefficients()[FLUX].values),
+        ("flux", {"coefficients": GIVEN}, "rescaled by the coefficients of the settings", GIVEN),
+        ("flux2-klein", {}, "not rescaled", None),
+        ("flux2-klein", {"transformer_type": FLUX}, "of FLUX.1-dev", known_coefficients()[FLUX].values),
+        ("mine", {}, "not rescaled", None),
     ],
 )
-def test_a_hook_says_what_it_uses(name: str, settings: dict[str, object], says: str) -> None:
-    transformer = model(name)
-    hook = apply_teacache_hook(transformer, settings)
+def test_coefficients_are_those_given_else_of_the_models_own_class_else_none(
+    name: str, settings: dict[str, Any], says: str, values: tuple[float, ...] | None
+) -> None:
+    own = MyFluxTransformer2DModel(num_layers=1, num_single_layers=0, num_attention_heads=1, attention_head_dim=8,
+                                   axes_dims_rope=(2, 2, 4)) if name == "mine" else model(name)  # fmt: skip
+    hook = apply_teacache_hook(own, settings)
     assert says in hook.stats().signal
-    known = coefficients_for(transformer, settings.get("coefficients"))  # type: ignore[arg-type]
-    assert hook.rescale_func(0.07) == rescaling(known)(0.07)
+    expected = rescaling(None if values is None else Coefficients(values, ""))
+    assert hook.rescale_func(0.07) == expected(0.07)
     hook.detach()
 
 
@@ -273,7 +260,7 @@ def test_the_change_of_a_signal_is_its_relative_l1_distance() -> None:
     found = Signal(before).change(Signal(now))
     assert found is not None
     expected = (now - before).abs().mean() / before.abs().mean()
-    assert measure(found, (), (), None).signal == pytest.approx(expected.item(), rel=1e-6)
+    assert measure(found, (), None).signal == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -281,7 +268,7 @@ def test_sums_of_half_precision_do_not_overflow_or_stall(dtype: torch.dtype) -> 
     before = torch.full((1, 1000, 1000), 3.0, dtype=dtype)
     found = Signal(before).change(Signal(before * 1.25))
     assert found is not None
-    assert measure(found, (), (), None).signal == pytest.approx(0.25, rel=1e-3)
+    assert measure(found, (), None).signal == pytest.approx(0.25, rel=1e-3)
 
 
 def test_signals_of_another_form_or_place_cannot_be_compared() -> None:
@@ -298,8 +285,8 @@ def test_a_signal_keeps_no_graph() -> None:
 
 def test_all_that_changed_is_read_at_once() -> None:
     with Reads() as reads:
-        found = measure(pair(1.0, 4.0), [pair(0.0, 0.0), pair(1.0, 2.0)], [torch.tensor(750)], None)
-    assert found == Measured(0.25, 0.5, (750.0,))
+        found = measure(pair(1.0, 4.0), [pair(0.0, 0.0), pair(1.0, 2.0)], None)
+    assert found == Measured(0.25, 0.5)
     assert reads.count == 1
 
 
@@ -309,15 +296,15 @@ def test_all_that_changed_is_read_at_once() -> None:
 def test_what_was_nothing_and_is_something_has_changed_beyond_measure(
     change: float, size: float, relative: float
 ) -> None:
-    assert measure(pair(change, size), (), (), None).signal == relative
-    assert measure(pair(0.0, 1.0), [pair(change, size)], (), None).others == relative
+    assert measure(pair(change, size), (), None).signal == relative
+    assert measure(pair(0.0, 1.0), [pair(change, size)], None).others == relative
 
 
 def test_what_is_no_number_is_never_small() -> None:
     nan = float("nan")
-    assert not measure(pair(nan, 1.0), (), (), None).signal < 1e9
-    assert not measure(pair(0.0, 1.0), [pair(nan, 1.0)], (), None).others < 1e9
-    assert not measure(pair(0.0, 1.0), [pair(0.0, 1.0), pair(nan, 1.0)], (), None).others < 1e9
+    assert not measure(pair(nan, 1.0), (), None).signal < 1e9
+    assert not measure(pair(0.0, 1.0), [pair(nan, 1.0)], None).others < 1e9
+    assert not measure(pair(0.0, 1.0), [pair(0.0, 1.0), pair(nan, 1.0)], None).others < 1e9
 
 
 class Two:
@@ -340,24 +327,24 @@ class Two:
 def test_ranks_agree_on_as_many_sums_whatever_changed(others: list[tuple[float, float]]) -> None:
     """Another rank has changes of its own; time is the same for all."""
     agree = Two(torch.tensor([3.0, 4.0, 0.5, 1.0]))
-    found = measure(pair(1.0, 4.0), [pair(*other) for other in others], [torch.tensor(0.25)], agree)
+    found = measure(pair(1.0, 4.0), [pair(*other) for other in others], agree)
     largest = max((change / size for change, size in others if change), default=0.0)
     assert agree.asked == [("all", [1.0, 4.0, largest, 1.0])]
-    assert found == Measured(0.5, (largest + 0.5) / 2, (0.25,))
+    assert found == Measured(0.5, (largest + 0.5) / 2)
 
 
 def test_a_rank_without_a_signal_makes_all_of_them_compute() -> None:
-    found = measure(None, (), (), Two(torch.tensor([0.1, 1.0, 0.0, 1.0])), torch.device("cpu"))
+    found = measure(None, (), Two(torch.tensor([0.1, 1.0, 0.0, 1.0])), torch.device("cpu"))
     assert found.signal == float("inf")
-    assert measure(None, (), (), None).signal == float("inf")
+    assert measure(None, (), None).signal == float("inf")
 
 
 def test_a_branch_may_decide_for_itself() -> None:
     agree = Two(torch.tensor([1.0, 4.0, 0.0, 1.0]))
-    assert measure(pair(1.0, 4.0), (), (), agree, within_branch=True).signal == 0.25
+    assert measure(pair(1.0, 4.0), (), agree, within_branch=True).signal == 0.25
     assert [kind for kind, _ in agree.asked] == ["branch"]
 
 
 def test_conditioning_that_changed_on_one_rank_has_changed_on_all() -> None:
     agree = Two(torch.tensor([0.0, 1.0, 0.0, 1.0]))
-    assert measure(pair(0.0, 1.0), [pair(1.0, 0.0)], (), agree).others == float("inf")
+    assert measure(pair(0.0, 1.0), [pair(1.0, 0.0)], agree).others == float("inf")

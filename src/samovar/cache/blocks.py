@@ -1,0 +1,314 @@
+"""A step of a model that is built of blocks, computed or with its blocks skipped.
+
+The model's own forward always runs to its end: gates at its blocks let them compute, or answer for them. The first time
+a form of inputs is seen, the step is computed, watched, and tried again on the model's shadow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..arch import coverage, find_anatomy
+from ..arch.modules import unwrapped
+from ..core.errors import ModelError
+from ..core.interop import is_compiled
+from ..trace.forward import Given, Tensors, Trace, Tracer
+from ..trace.model_state import ModelState, own
+from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
+from ..trace.shadow import TrialFailed
+from ..trace.signal import ModulatedInput
+from ..trace.watch import Gates
+from .inputs import Inputs
+from .model import MAX_FORMS, About, CacheableModel, Forward, side_effect
+from .signal import Signal
+
+_MAX_TRACES = 3
+"""How often a form is traced before its blocks count as called at random."""
+_logger = logging.getLogger(__name__)
+
+SimpleExtractor = Callable[[torch.nn.Module, torch.Tensor, Any], torch.Tensor]
+"""Makes the modulated input of the model, its embedded sample and its embedded time."""
+
+
+class Instruction(NamedTuple):
+    """How to take a step."""
+
+    mode: Mode
+    """`ask` leaves it to `decide`."""
+    residuals: Tensors | None = None
+    """What the blocks of a skipped step are expected to add."""
+    decide: Callable[[Signal], bool] | None = None
+    """Records the signal; returns True to skip. Without it, no signal is read."""
+
+
+class Outcome(NamedTuple):
+    """The result of a step."""
+
+    output: Any
+    computed: bool
+    residuals: Tensors | None = None
+    """What the blocks added, if the step was computed and that is known."""
+    signal: Signal | None = None
+    problem: str | None = None
+    """Why a step that should have been skipped was computed."""
+
+
+class SkippableModel(CacheableModel):
+    """A denoiser that computes a step with its expensive part skipped."""
+
+    def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+        """Take a step."""
+        if inputs.signature in self._refused:
+            return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
+        return self._run(inputs, wanted, forward)
+
+    def _run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class _TracedForm:
+    """A form of inputs that was traced."""
+
+    trace: Trace
+    extractor: SimpleExtractor | None = None
+    reader: ModulatedInput | None = None
+    found: ModulatedInput.Known | None = None
+    """What a new reader can use."""
+    generation: int = 0
+    """How often the reader had to be replaced."""
+    is_blind: bool = False
+    """Whether the modulated input cannot be read without running the block."""
+    time: int | str | None = None
+    """Which argument of the leading block is the embedded time, for an extractor."""
+    replay: tuple[Replay, ModelState] | None = None
+
+    def read(self, model: torch.nn.Module, given: Given, other: Given | None = None) -> Signal:
+        """The signal, from the arguments of the leading block; `other` are those at another time."""
+        stream = self._stream(given)
+        if self.extractor is not None:
+            self.time = _embedded_time(given, other, stream) if self.time is None else self.time
+            where = given.kwargs if isinstance(self.time, str) else given.args
+            return Signal(self.extractor(model, stream, None if self.time is None else where[self.time]))
+        if self.is_blind:
+            return Signal(stream)
+        if self.reader is None or not self.reader.is_current():
+            self.generation += self.reader is not None
+            pair = None if other is None else (other, self._stream(other))
+            self.reader = ModulatedInput(given, stream, other=pair, known=self.found)
+            self.found = self.reader.known
+        return Signal(self.reader(given, stream), (self.reader.path, self.generation))
+
+    def _stream(self, given: Given) -> torch.Tensor:
+        """The sample among the arguments of the leading block."""
+        found: torch.Tensor = self.trace.leader.read(given.args, given.kwargs)[self.trace.stream]
+        return found
+
+    def close(self) -> None:
+        """Free the shadows."""
+        if self.reader is not None:
+            self.reader.close()
+        if self.replay is not None:
+            self.replay[0].close()
+        self.reader = self.replay = None
+
+
+def _embedded_time(given: Given, other: Given | None, stream: torch.Tensor) -> int | str | None:
+    """The place of the embedded time among a block's arguments: the one called so, else the one that time changes."""
+    places: dict[int | str, Any] = {**dict(enumerate(given.args)), **given.kwargs}
+    if "temb" in places or other is None:
+        return "temb" if "temb" in places else None
+    later: dict[int | str, Any] = {**dict(enumerate(other.args)), **other.kwargs}
+    for place, value in places.items():
+        is_other = isinstance(value, torch.Tensor) and value.shape != stream.shape
+        if is_other and not torch.equal(value, later[place]):
+            return place
+    return None
+
+
+class BlockModel(SkippableModel):
+    """A model that is built of blocks."""
+
+    def __init__(self, model: torch.nn.Module, hook_name: str, extractor: SimpleExtractor | None = None) -> None:
+        self._structure = find_anatomy(unwrapped(model))
+        if not self._structure.stacks:
+            raise ModelError(
+                f"{self._structure.model_class} has no stack of blocks, so its steps cannot be cached. Declare one "
+                "(samovar.register_declaration), or register an extractor (samovar.cache.register_extractor)."
+            )
+        self._extractor = extractor
+        self._forms: dict[Hashable, _TracedForm] = {}
+        self._attempts: dict[Hashable, int] = {}
+        super().__init__(unwrapped(model))
+        blocks = (block for stack in self._structure.stacks for block in stack.modules(self._model))
+        self._inside = {part for block in blocks for part in block.modules()}
+        self._gates = Gates(self._model, self._structure, hook_name)
+
+    def detach(self) -> None:
+        self._gates.detach()
+
+    def _watched_modules(self) -> Iterator[torch.nn.Module]:
+        """The first block of each stack: whoever changes blocks usually changes all of them."""
+        return (part for stack in self._structure.stacks for part in stack.modules(self._model)[0].modules())
+
+    def forget(self) -> None:
+        for form in self._forms.values():
+            form.close()
+
+    def about(self) -> About:
+        problem = next(reversed(self._refused.values()), None)
+        forms = list(self._forms.values())
+        if not forms:
+            return About("the modulated input of the first block", problem)
+        judged = next((form for form in reversed(forms) if form.found is not None), forms[-1])
+        gate, found = judged.trace.leader.gate, judged.found
+        inner = f".{found.path}" if found is not None and found.path and not judged.is_blind else ""
+        covered = replace(self._structure, stacks=tuple(segment.stack for segment in forms[-1].trace.segments))
+        signal = f"the input of {gate.path}.{gate.index}{inner}"
+        if self._extractor is not None:
+            signal = f"the modulated input from {getattr(self._extractor, '__name__', 'its extractor')}"
+        return About(signal, problem, coverage(self._model, covered))
+
+    def _run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+        form = self._forms.get(inputs.signature)
+        if form is None:
+            return self._first(inputs, wanted, forward)
+        # Blocks before the leader need not run to read the signal, where the step is then skipped.
+        is_ahead = wanted.mode == "ask" and form.trace.early_segments
+        return (self._ask_ahead if is_ahead else self._next)(form, inputs, wanted, forward)
+
+    # -------------------------------------------------------------------------------------- the first time
+
+    def _first(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+        """Compute a step of a form that was not seen before, and learn from it."""
+        try:
+            before = inputs.copied()
+        except ModelError as error:
+            self._refuse(inputs.signature, str(error))
+            return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
+        tracer = Tracer(self._model, self._structure)
+        with self._gates.asking(tracer):
+            output = forward(inputs.args, inputs.kwargs)
+        try:
+            problem = side_effect(inputs, before, output)
+            if problem is not None:
+                raise ModelError(problem)
+            watched = tracer.finish()
+            rehearsal = Rehearsal(self._model, self._gates.by_module, watched, before.args, before.kwargs)
+            rehearsed = rehearsal.rehearse(output, lambda with_time: before.at_another_step(output, with_time))
+        except (ModelError, TrialFailed) as error:
+            self._refuse(inputs.signature, str(error))
+            return Outcome(output, computed=True)
+        form = self._forms[inputs.signature] = _TracedForm(watched.trace, self._extractor)
+        if len(self._forms) > MAX_FORMS:
+            self._forms.pop(next(iter(self._forms))).close()
+        signal = form.read(self._model, *rehearsed) if wanted.decide is not None else None
+        idle = watched.trace.idle_slots
+        residuals = [None if slot in idle else part for slot, part in enumerate(watched.residuals)]
+        return Outcome(output, True, residuals, signal)
+
+    # -------------------------------------------------------------------------------------- all other times
+
+    def _next(self, form: _TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+        decide, signal = wanted.decide, None
+        with contextlib.ExitStack() as checks:
+
+            def choose(given: Given) -> Mode:
+                nonlocal signal
+                signal = form.read(self._model, given)
+                assert decide is not None
+                if wanted.mode == "ask" and decide(signal):
+                    return "skip"
+                checks.enter_context(self._checked(form, given, signal))
+                return "compute"
+
+            step = StepPass(form.trace, wanted.mode, _expected(wanted), None if decide is None else choose)
+            spare = (inputs.args, inputs.kwargs) if wanted.mode == "compute" else inputs.spare()
+            output = self._forward(step, (inputs.args, inputs.kwargs), forward)
+        if step.lost is None:
+            is_computed = step.mode != "skip"
+            return Outcome(output, is_computed, step.residuals if is_computed else None, signal)
+        self._lose(inputs.signature, step.lost)
+        if step.mode == "skip":
+            output = forward(*spare)
+        return Outcome(output, True, None, signal, "the blocks were called in another way than in the traced forward")
+
+    def _ask_ahead(self, form: _TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+        """Read the signal from the model's shadow, so that the model itself is called once either way."""
+        signal, skips = None, False
+
+        def choose(given: Given) -> Mode:
+            nonlocal signal, skips
+            signal = form.read(self._model, given)
+            assert wanted.decide is not None
+            skips = wanted.decide(signal)
+            return "skip"
+
+        step = StepPass(form.trace, "skip", _expected(wanted), choose)
+        try:
+            self._replay(form).skip(step, inputs.args, inputs.kwargs)
+        except TrialFailed as error:
+            step.lost = str(error)
+        mode: Mode = "skip" if skips and step.lost is None else "compute"
+        taken = self._next(form, inputs, wanted._replace(mode=mode, decide=None), forward)
+        return taken._replace(signal=signal, problem=step.lost or taken.problem)
+
+    def _replay(self, form: _TracedForm) -> Replay:
+        if form.replay is None or not form.replay[1].holds():
+            around = [module for module in self._model.modules() if module not in self._inside]
+            form.replay = Replay(self._model, self._gates.by_module, form.trace), ModelState(around)
+        return form.replay[0]
+
+    def _forward(self, step: StepPass, given: tuple[Any, Any], forward: Forward) -> Any:
+        try:
+            with self._gates.asking(step):
+                output = forward(*given)
+        except BaseException as error:
+            if step.lost is None or step.mode != "skip" or not isinstance(error, Exception):
+                raise
+            return None  # Blocks ran with inputs that were not meant for them; the step is computed again.
+        step.finish()
+        return output
+
+    def _lose(self, signature: Hashable, why: str) -> None:
+        """Trace the next step of this form again, unless that was done often enough."""
+        form = self._forms.pop(signature, None)
+        if form is not None:
+            form.close()
+        self._attempts[signature] = self._attempts.get(signature, 0) + 1
+        if self._attempts[signature] >= _MAX_TRACES:
+            self._refuse(signature, f"its blocks are not called in the same order each time: {why}")
+
+    @contextlib.contextmanager
+    def _checked(self, form: _TracedForm, given: Given, signal: Signal) -> Iterator[None]:
+        """Check once whether the block's real attention gets what its shadow's got."""
+        reader, block = form.reader, given.module
+        if reader is None or reader.is_checked or reader.attention is None or is_compiled(block):
+            yield
+            return
+        running = self._gates.running
+
+        def compare(attention: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if self._gates.running is not running or reader.is_checked:  # Another thread's forward.
+                return
+            reader.is_checked = True
+            if not reader.agrees_with(signal.value, args, kwargs):
+                form.is_blind = True
+                _logger.warning(
+                    "The modulated input of %s cannot be read without running it; its steps are judged by the block's "
+                    "own input.", type(block).__name__,
+                )  # fmt: skip
+
+        own(compare)
+        with reader.attention.register_forward_pre_hook(compare, with_kwargs=True):
+            yield
+
+
+def _expected(wanted: Instruction) -> Outlook | None:
+    return None if wanted.residuals is None else Outlook([1], [wanted.residuals])

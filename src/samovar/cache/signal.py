@@ -1,0 +1,131 @@
+"""TeaCache's signal: how much the modulated input has changed, and by how much that changes the output.
+
+A decision by the signal waits for the device once: it reads the relative change of the signal together with those of
+whatever else changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Hashable, Sequence
+from importlib import resources
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .inputs import Pair, size
+
+Rescale = Callable[[float], float]
+
+
+class Coefficients(NamedTuple):
+    """The polynomial that turns a change of a model's signal into one of its output, highest power first."""
+
+    values: tuple[float, ...]
+    origin: str
+
+
+@functools.cache
+def known_coefficients() -> dict[str, Coefficients]:
+    """Those of coefficients.json, by the class name of the model."""
+    text = resources.files(__package__).joinpath("coefficients.json").read_text(encoding="utf-8")
+    return {name: Coefficients(tuple(of["coefficients"]), of["origin"]) for name, of in json.loads(text).items()}
+
+
+def coefficients_for(model_class: str, given: Sequence[float] | None) -> Coefficients | None:
+    """The given ones, else those of the model's own class, else none: no model borrows another's."""
+    return known_coefficients().get(model_class) if given is None else Coefficients(tuple(given), "the settings")
+
+
+def rescaling(coefficients: Coefficients | None) -> Rescale:
+    """The polynomial as a function; without coefficients a change is taken as it is.
+
+    Outside the range it was fitted for, a polynomial may fall below zero. There, too, a change is taken as it is, so
+    that the largest changes never count as none.
+    """
+    if coefficients is None:
+        return lambda distance: distance
+
+    def rescale(distance: float) -> float:
+        total = functools.reduce(lambda sum_, value: sum_ * distance + value, coefficients.values, 0.0)
+        return total if total > 0 else distance
+
+    return rescale
+
+
+class Agree(Protocol):
+    """Sums this rank's pairs of change and size over the group, so that all ranks decide alike. Every rank calls it
+    once in a step that is left to the signal, with equally many numbers."""
+
+    def __call__(self, figures: torch.Tensor) -> torch.Tensor: ...
+
+    def within_branch(self, figures: torch.Tensor) -> torch.Tensor:
+        """The same for a decision that each branch makes alone."""
+
+
+class Signal:
+    """The value that decides at one step of a branch."""
+
+    def __init__(self, value: torch.Tensor, source: Hashable = None) -> None:
+        self.value = value.detach()
+        self.source = source
+        """Where it was read; signals of two sources cannot be compared."""
+
+    @functools.cached_property
+    def size(self) -> torch.Tensor:
+        return size(self.value)
+
+    def change(self, now: Signal) -> Pair | None:
+        """How much a later one differs, and how large this one is; None if they cannot be compared."""
+        if (self.source, self.value.shape, self.value.device) != (now.source, now.value.shape, now.value.device):
+            return None
+        return [size(now.value - self.value), self.size]
+
+
+class Measured(NamedTuple):
+    """Relative changes, read from the device."""
+
+    signal: float
+    others: float
+    """Largest of anything else; infinite if conditioning changed."""
+
+
+def measure(
+    signal: Pair | None,
+    others: Sequence[Pair],
+    agree: Agree | None,
+    device: torch.device | None = None,
+    *,
+    within_branch: bool = False,
+) -> Measured:
+    """Relative changes from pairs of change and size, in one wait for the device. No signal is an infinite change."""
+    signal = torch.tensor([torch.inf, 1.0], device=device).unbind() if signal is None else signal
+    pairs = torch.stack([part.to(signal[0].device, torch.float32) for pair in (signal, *others) for part in pair])
+    if agree is not None:
+        pairs = (agree.within_branch if within_branch else agree)(_signal_and_worst_other(pairs))
+    numbers = pairs.tolist()
+    first, *rest = (_relative(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True))
+    return Measured(first, max(rest, default=0.0))
+
+
+_LARGEST = 1e30
+"""Stands for an infinite change between ranks: sums of infinities would be NaN."""
+_HUGE = 1e20
+"""The least that is left of it when it is averaged over ranks."""
+
+
+def _relative(changed: float, size: float) -> float:
+    """A change in proportion to what changed. NaN is never small."""
+    relative = 0.0 if changed == 0 else changed / size if size > 0 else math.inf
+    return math.inf if math.isnan(relative) or relative >= _HUGE else relative
+
+
+def _signal_and_worst_other(pairs: torch.Tensor) -> torch.Tensor:
+    """The signal's pair, and one for the largest of the others: ranks exchange equally many numbers."""
+    change_of_others, size_of_others = pairs[2::2], pairs[3::2]
+    largest = pairs.new_zeros(1)
+    if len(change_of_others):
+        largest = (change_of_others / size_of_others.clamp_min(1 / _LARGEST)).amax().clamp_max(_LARGEST).reshape(1)
+    return torch.cat([pairs[:2], largest, pairs.new_ones(1)])
