@@ -39,7 +39,6 @@ from samovar.engine import (
 from samovar.engine.messages import Cancel, Fatal, Finished, Run
 from samovar.engine.replica import silence_limit
 from samovar.engine.worker import Usage
-from samovar.offload.truth import can_watch
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +125,6 @@ def test_priorities_deadlines_and_cancellation_hold_for_one_queue(twins: Supervi
     cancel(twins, both[1])
 
 
-@pytest.mark.skipif(not can_watch(os.getpid()), reason="the kernel does not show written pages quickly")
 def test_offloaded_weights_are_in_memory_once(twins: Supervisor) -> None:
     def mapped(process_id: int) -> set[str]:
         with open(f"/proc/{process_id}/maps", encoding="utf-8") as file:

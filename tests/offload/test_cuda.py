@@ -10,8 +10,8 @@ from samovar.core.errors import SettingError
 from samovar.hooks import running
 from samovar.offload import OffloadConfig, apply_offload
 from samovar.offload.cuda import CudaStage
+from samovar.offload.files import Source, Unpinned
 from samovar.offload.host import new_chunk
-from samovar.offload.truth import Bounced, Truth
 from samovar.offload.weights import LEAST_PIECE
 
 CASES = {case.id: case for case in zoo.load()}
@@ -92,18 +92,18 @@ def test_what_is_not_pinned_passes_through_buffers_in_order_with_what_is() -> No
     buffers = [new_chunk(2**20) for _ in range(3)]
     for buffer in buffers:
         assert stage.register(buffer.data_ptr(), buffer.numel()) is None
-    stage.bounce_through(buffers)
+    stage.pass_through(buffers)
     contents = [torch.randint(256, (5 * 2**20 + 7,), dtype=torch.uint8) for _ in range(6)]
     memory = stage.allocate(sum(content.numel() for content in contents))
     offset = 0
     for index, content in enumerate(contents):
-        source = content.pin_memory() if index % 2 else Bounced(content.numel(), ((0, Truth(content)),))
+        source = content.pin_memory() if index % 2 else Unpinned(content.numel(), ((0, Source(content)),))
         stage.send(memory, offset, source)
         offset += content.numel()
     stage.compute_waits(stage.mark_copied())
     assert torch.equal(memory.flat[:offset].cpu(), torch.cat(contents))
     stage.free(memory)
-    stage.bounce_through(())
+    stage.pass_through(())
     stage.synchronize()
     for buffer in buffers:
         stage.unregister(buffer.data_ptr())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,9 @@ from samovar import attach
 from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import running
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
-from samovar.offload.truth import can_see_writes
 
 from .holding import CASES, Holder
 from .test_apply import draw
-
-pytestmark = pytest.mark.skipif(not can_see_writes(os.getpid()), reason="the kernel does not show written pages")
-
 
 LEAST = 4 * 4096
 """Room for three buffers and for a few buffers of the text encoders, which are in no file."""
@@ -67,17 +62,16 @@ def test_the_same_bits_from_pinned_memory_from_disk_and_from_both(folder: Path, 
     places = [p.data_ptr() for p in pipe.transformer.parameters()]
     whole = sum(p.numel() * p.element_size() for p in pipe.transformer.parameters())
     seen = []
-    for budget in (None, 2 * whole // 3, LEAST):
+    for budget in (LEAST, 2 * whole // 3, None):
         offloaded = offload(pipe, lazy=lazy, mode=mode, host_memory=budget)
         for _ in range(2):
             assert torch.equal(draw(pipe), expected)
         seen.append(tiers_of(offloaded))
         assert (budget is None) or offloaded.tiers.held_bytes <= budget
-        assert places == [p.data_ptr() for p in pipe.transformer.parameters()] or mode == "model"
         offloaded.detach()
+        assert places == [p.data_ptr() for p in pipe.transformer.parameters()] or budget != LEAST
         assert torch.equal(draw(pipe), expected)
-    assert seen == [{"pinned"}, {"pinned", "disk"}, {"disk"}]
-    assert places == [p.data_ptr() for p in pipe.transformer.parameters()], "the weights never left their file"
+    assert seen == [{"disk"}, {"pinned", "disk"}, {"pinned"}]
 
 
 @pytest.mark.parametrize("tier", ["pinned", "disk"])
@@ -117,41 +111,15 @@ def test_a_cache_beside_both_budgets_gives_the_bits_of_the_cache_alone(folder: P
         assert "in its file on disk, sent in every forward" in str(attached.explain())
 
 
-def test_weights_in_no_file_are_refused_or_spilled(folder: Path, tmp_path: Path) -> None:
+def test_weights_in_no_file_are_refused(folder: Path) -> None:
     pipe = loaded(folder)
     pipe.transformer.to(torch.float64).to(torch.float32)  # Now they are in memory alone.
     expected = draw(pipe)
     places = [p.data_ptr() for p in pipe.transformer.parameters()]
-    with pytest.raises(SettingError, match=r"host_memory=16.00 KiB is not enough.*in no file.*spill_folder"):
+    with pytest.raises(SettingError, match=r"host_memory=16.00 KiB is not enough.*in no file.*dtype of its files"):
         offload(pipe, host_memory=LEAST)
     assert places == [p.data_ptr() for p in pipe.transformer.parameters()]
-    offloaded = offload(pipe, host_memory=LEAST, spill_folder=tmp_path)
-    assert "disk" in tiers_of(offloaded)
-    assert offloaded.tiers.spilled
     assert torch.equal(draw(pipe), expected)
-    pipe.transformer.proj_out.weight.data.mul_(2.0)
-    changed = draw(pipe)
-    assert not torch.equal(changed, expected)
-    offloaded.detach()
-    assert torch.equal(draw(pipe), changed)
-    assert not list(tmp_path.iterdir()), "a spilled file has no name"
-
-
-def test_a_full_disk_while_spilling_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    pipe = loaded(folder)
-    pipe.transformer.to(torch.float64).to(torch.float32)
-    expected = draw(pipe)
-    places = [p.data_ptr() for p in pipe.transformer.parameters()]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
-    try:
-        with pytest.raises(SettingError, match=r"could not be written to spill_folder=.*They are where they were"):
-            offload(pipe, host_memory=LEAST, spill_folder=tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert places == [p.data_ptr() for p in pipe.transformer.parameters()]
-    assert torch.equal(draw(pipe), expected)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tier", ["pinned", "disk"])
@@ -214,10 +182,15 @@ def test_every_class_of_the_zoo_streams_from_its_file(tmp_path: Path) -> None:
 def test_a_new_plan_moves_weights_between_tiers(folder: Path) -> None:
     pipe = loaded(folder)
     expected = draw(pipe)
-    offloaded = offload(pipe)
-    for budget, tiers in ((LEAST, {"disk"}), (None, {"pinned"}), (LEAST, {"disk"})):
-        offloaded.replan(host_memory=budget)
-        assert tiers_of(offloaded) == tiers
+    offloaded = offload(pipe, host_memory=LEAST)
+    assert tiers_of(offloaded) == {"disk"}
+    for budget, tiers in ((2**20, {"pinned"}), (LEAST, None), (None, {"pinned"})):
+        if tiers is None:
+            with pytest.raises(SettingError, match="in memory and in no file"):
+                offloaded.replan(host_memory=budget)
+        else:
+            offloaded.replan(host_memory=budget)
+            assert tiers_of(offloaded) == tiers
         assert torch.equal(draw(pipe), expected)
     offloaded.detach()
     assert not offloaded.stage.registered  # type: ignore[attr-defined]

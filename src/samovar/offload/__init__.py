@@ -10,13 +10,12 @@ from .sizes import BlockSize, ComponentSize, format_bytes, read_parts, read_size
 from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing
-from .tiers import HostSpeeds, TierPlan, WeightUse, plan_tiers, uses_of
+from .tiers import TierPlan, WeightUse, plan_tiers, uses_of
 
 __all__ = [
     "BlockSize",
     "ComponentPlan",
     "ComponentSize",
-    "HostSpeeds",
     "HostStage",
     "Measured",
     "OffloadConfig",

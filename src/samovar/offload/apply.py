@@ -39,7 +39,7 @@ from .sizes import Component, ComponentSize, find_components, measure_components
 from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing
-from .tiers import ASSUMED_COPY, TIME_LAYERS, HostSpeeds, TierPlan, plan_tiers, uses_of
+from .tiers import TIME_LAYERS, TierPlan, plan_tiers, uses_of
 from .time_layers import TimeLayers
 from .weights import check_movable
 
@@ -213,17 +213,14 @@ class Offloaded(Handle, PipelineHook):
     def _tiers_for(self, config: OffloadConfig, plan: OffloadPlan) -> TierPlan:
         with self._host.adopting():
             uses = uses_of(self._sizes, plan, lambda key: self._components[key[0]].anonymous_bytes(key[1]))
-        budget, can_spill = parse_bytes(config.host_memory, "host_memory"), config.spill_folder is not None
-        speeds = HostSpeeds(plan.bus_bytes_s, min(plan.bus_bytes_s, ASSUMED_COPY))
-        tiers = plan_tiers(uses, budget, speeds, host_bytes=host_limit(), can_spill=can_spill)
-        measured = self._host.disk_speed() if tiers.bytes_in("disk") else None
-        return replace(tiers, speeds=replace(speeds, disk=measured, is_disk_measured=True)) if measured else tiers
+        budget = parse_bytes(config.host_memory, "host_memory")
+        return plan_tiers(uses, budget, host_bytes=host_limit())
 
     def _follow(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         self._undo_plan()
         cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
-            self._host.follow(tiers, self.config.spill_folder, shares=bool(self.config.share))
+            self._host.follow(tiers, shares=bool(self.config.share))
             for name, component in self._components.items():
                 component.follow(plan.component(name), tiers, cache=cache)
             self._install(plan, tiers)

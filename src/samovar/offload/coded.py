@@ -30,9 +30,9 @@ from ..core.errors import ModelError
 from ..core.nested import version
 from ..hooks import current_run
 from .coding import Coded, Form
-from .host import flat_bytes, new_chunk
+from .host import new_chunk
 from .staging import Stage
-from .weights import LEAST_PIECE, Piece
+from .weights import LEAST_PIECE, Piece, flat_bytes
 
 _FEW, _MORE = 32, 256
 """Bytes of a weight that are looked at each time, and once a run. Those of a file that is mapped are read for it."""

@@ -83,12 +83,7 @@ class OffloadConfig(Settings, param="offload"):
         None,
         SIZE,
         "Budget of host memory for weights, pinned or not. What is over it is read from the model's files again. By "
-        "default, 85 % of the memory may be pinned.",
-    )
-    spill_folder: str | Path | None = setting(
-        None,
-        _FOLDER,
-        "Where to write weights that are over `host_memory` and in no file. Without it they are refused.",
+        "default, 85 % of the memory may be pinned. Weights that are in no file must fit.",
     )
     share: bool | None = setting(
         None,

@@ -128,13 +128,13 @@ class CudaStage(Stage):
     def mark_computed(self) -> Mark:
         return self._computing().record_event()
 
-    def _compute_waits(self, mark: Mark) -> None:
+    def compute_waits(self, mark: Mark) -> None:
         self._computing().wait_event(mark)
 
     def _copies_wait(self, mark: Mark) -> None:
         self._arriving.wait_event(mark)
 
-    def _host_waits(self, mark: Mark) -> None:
+    def host_waits(self, mark: Mark) -> None:
         mark.synchronize()
 
     def expand_segments(self) -> None:

@@ -13,29 +13,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from .files import READERS, SLICE, Files, ModelFile, Unpinned
 from .shared import shared_copy
 from .sizes import format_bytes
-from .spill import spill
 from .staging import Stage
-from .tiers import BOUNCE_BUFFERS, PINNABLE, Tier, TierPlan
-from .truth import READERS, Bounced, Files, ModelFile, Truth, Truths, can_watch, disk_speed
-from .weights import LEAST_PIECE, LINE, Piece, Span, spans_of
+from .tiers import NUM_BUFFERS, PINNABLE, Tier, TierPlan
+from .weights import LEAST_PIECE, LINE, Piece, Span, flat_bytes, spans_of
 
 _PAGE = mmap.PAGESIZE
 _THREADS = 4
-_SAMPLES = 64
-"""Bytes of each piece that are looked at for changes that torch does not count."""
 _TRIM_BYTES = 2**28
 """After moving this many bytes, malloc is asked to return the old memory to the system."""
 _chunks: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
@@ -69,19 +64,12 @@ class HostMemory:
         """At most `limit_bytes` are pinned; by default, most of the host's memory."""
         whole = host_limit()
         self.limit_bytes = limit_bytes if limit_bytes is not None or whole is None else int(whole * PINNABLE)
-        self._stage = stage
-        self._untrimmed_bytes = 0
-        self.spill_folder: str | Path | None = None
-        """Where weights that are over the budget and in no file are written to."""
         self.shares = False
         """Whether copies of what is in files are shared with other processes."""
+        self._stage = stage
+        self._untrimmed_bytes = 0
         self._buffers: list[torch.Tensor] = []
-        self._buffer_bytes = 0
         self._files = Files()
-        self._derived: weakref.WeakKeyDictionary[mmap.mmap, list[Truth]] = weakref.WeakKeyDictionary()
-        """For chunks that hold copies of what is in files, where they come from."""
-        self._copies: weakref.WeakValueDictionary[Any, mmap.mmap] = weakref.WeakValueDictionary()
-        """The same chunks by the addresses of what they are copies of."""
         self._pinned: dict[int, torch.UntypedStorage] = {}
         """Pinned chunks by address. They must not be freed before they are unpinned."""
         self._finalizer = weakref.finalize(self, _close, stage, self._pinned)
@@ -91,68 +79,72 @@ class HostMemory:
         """Around the adoption of many weights, so that it is quick."""
         return self._files.reading_once()
 
-    def truths(self, pieces: Sequence[Piece]) -> list[list[tuple[int, Truth]]]:
-        """For each piece, its spans as they are in memory or in files, each with its offset."""
-        found = iter(self._files.find([(span, flat_bytes(span)) for piece in pieces for span, _ in piece.spans]))
-        return [[(offset - piece.start, next(found)) for _, offset in piece.spans] for piece in pieces]
+    def in_place(self, piece: Piece) -> Unpinned:
+        """The host bytes of a piece where they are."""
+        parts = [(offset - piece.start, self._files.find(span)) for span, offset in piece.spans]
+        return Unpinned(parts[-1][0] + parts[-1][1].num_bytes, tuple(parts))
 
-    def adopt(self, pieces: Sequence[Piece], *, pinned: bool, tier: Tier = "pinned") -> list[torch.Tensor | Bounced]:
-        """The host bytes of each piece.
-
-        What is in files stays there and is copied into new chunks. Other small spans, and other spans that cannot be
-        pinned in place, move into new chunks. In other tiers than "pinned", everything stays where it is.
-        """
-        sources: list[torch.Tensor | Bounced] = []
-        truths = self.truths(pieces)
+    def adopt(self, piece: Piece, tier: Tier = "pinned", *, pinned: bool) -> torch.Tensor | Unpinned:
+        """The host bytes of a piece, which is to be pinned. Small spans, and others that cannot be pinned in place,
+        move into new chunks. In other tiers than "pinned", everything stays where it is."""
         if tier != "pinned" and self._buffers:
-            return [Bounced(_length(piece), tuple(parts)) for piece, parts in zip(pieces, truths, strict=True)]
-        for (num_bytes, _, spans), parts in zip(pieces, truths, strict=True):
-            span = spans[0][0]
-            if pinned and can_watch(os.getpid()) and all(truth.is_clean() for _, truth in parts):
-                sources.append(self._derive(parts))
-            elif span.num_bytes < LEAST_PIECE:
-                memory = new_chunk(num_bytes)[:num_bytes]
-                for small, offset in spans:
-                    self._move(small, memory[offset:])
-                sources.append(memory)
-            elif not pinned or span.tensors[0].untyped_storage().data_ptr() in _chunks or _is_pinned(flat_bytes(span)):
-                sources.append(flat_bytes(span))
-            else:
-                memory = new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes]
-                self._move(span, memory)
-                sources.append(memory)
-        if self._untrimmed_bytes >= _TRIM_BYTES:
-            self._untrimmed_bytes = 0
-            trim_heap()
-        return sources
+            return self.in_place(piece)
+        num_bytes, _, spans = piece
+        span = spans[0][0]
+        if span.num_bytes < LEAST_PIECE:
+            memory = new_chunk(num_bytes)[:num_bytes]
+            for small, offset in spans:
+                self._move(small, memory[offset:])
+            return memory
+        if pinned and span.tensors[0].untyped_storage().data_ptr() not in _chunks and not _is_pinned(flat_bytes(span)):
+            self._move(span, new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes])
+            if self._untrimmed_bytes >= _TRIM_BYTES:
+                self._untrimmed_bytes = 0
+                trim_heap()
+            span = spans_of(span.tensors)[0]
+        return flat_bytes(span)
 
-    def _derive(self, parts: Sequence[tuple[int, Truth]]) -> torch.Tensor:
-        """A chunk with a copy of what is in files."""
-        num_bytes = parts[-1][0] + parts[-1][1].num_bytes
-        key = tuple((offset, truth.memory.data_ptr(), truth.num_bytes) for offset, truth in parts)
-        known = self._copies.get(key)
-        if known is not None:
-            return _whole(known)[:num_bytes]
-        copied = sum(truth.num_bytes for _, truth in parts)
+    def share(self, source: Unpinned) -> torch.Tensor | None:
+        """A copy of what is in files that other processes may use too. None if there is none, or if the weights are
+        not what the files hold."""
+        files = [(at, part.file, part.offset, part.num_bytes) for at, part in source.parts if part.file is not None]
+        if not self.shares or len(files) < len(source.parts) or not source.num_bytes:
+            return None
 
         def fill(memory: torch.Tensor) -> None:
+            view = memoryview(memory.numpy().data)
             with ThreadPoolExecutor(READERS) as threads:
-                Bounced(num_bytes, tuple(parts)).read(0, memory, threads)
-            self._stage.stats.copied_bytes += copied
+                for at, file, offset, num_bytes in files:
+                    starts = range(0, num_bytes, SLICE)
+                    slices = [(view[at : at + num_bytes][start : start + SLICE], offset + start) for start in starts]
+                    list(threads.map(lambda part: file.read(*part), slices))  # noqa: B023
+            self._stage.stats.copied_bytes += source.num_bytes
 
-        shared = shared_copy(parts, num_bytes, fill) if self.shares and num_bytes else None
-        memory = new_chunk(num_bytes) if shared is None else _whole(shared)
-        if shared is not None:
-            _chunks[memory.data_ptr()] = shared
-            self._stage.stats.shared_bytes += copied
-        else:
-            fill(memory[:num_bytes])
-        if num_bytes:
-            chunk = self._copies[key] = _chunks[memory.data_ptr()]
-            self._derived[chunk] = [truth for _, truth in parts]
-        return memory[:num_bytes]
+        identity = [(at, offset, num_bytes, *file.identity) for at, file, offset, num_bytes in files]
+        shared = shared_copy(identity, source.num_bytes, fill)
+        if shared is None:
+            return None
+        copy = _whole(shared)[: source.num_bytes]
+        for at, part in source.parts:
+            if part.file is not None:
+                part.file.check()
+            if not torch.equal(copy[at : at + part.num_bytes], part.memory):
+                return None
+        _chunks[copy.data_ptr()] = shared
+        self._stage.stats.shared_bytes += source.num_bytes
+        return copy
 
-    def release(self, sources: Iterable[torch.Tensor | Bounced], used: Iterable[torch.Tensor | Bounced] = ()) -> None:
+    def files_of(self, spans: Iterable[Span]) -> list[ModelFile]:
+        """The files that some spans are mapped from."""
+        found = [source.file for span in spans if (source := self._files.find(span)).file is not None]
+        return list({id(file): file for file in found if file is not None}.values())
+
+    def anonymous_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of these tensors that are in memory alone, and in no file."""
+        sources = map(self._files.find, spans_of(tensors))
+        return sum(source.num_bytes for source in sources if source.file is None)
+
+    def release(self, sources: Iterable[torch.Tensor | Unpinned], used: Iterable[torch.Tensor | Unpinned] = ()) -> None:
         """Unpin the chunks that hold these bytes, which nobody needs any more, but for those that are `used`."""
         chunks = {id(chunk): chunk for source in sources if (chunk := _chunk_of(source)) is not None}
         for source in used:
@@ -162,65 +154,28 @@ class HostMemory:
             self._stage.stats.pinned_bytes -= sum(self._pinned[start].nbytes() for start in starts)
             _unpin(self._stage, {start: self._pinned.pop(start) for start in starts})
 
-    def copied_from(self, sources: Iterable[torch.Tensor | Bounced]) -> Truths:
-        """What these are copies of, as far as that is in files."""
-        chunks = [chunk for source in sources if (chunk := _chunk_of(source)) is not None]
-        return Truths([truth for chunk in chunks for truth in self._derived.get(chunk, ())])
-
-    def fingerprint(self, source: torch.Tensor | Bounced) -> Any:
-        """What a source holds, as far as a quick look tells. What is in files is not looked at: nobody wrote to it."""
-        truths = (
-            [truth for _, truth in source.parts] if isinstance(source, Bounced) else self.copied_from([source]).truths
-        )
-        memories = [truth.memory for truth in truths if not truth.is_clean()]
-        if isinstance(source, torch.Tensor) and not truths:
-            memories = [source]
-        return [memory[:: max(memory.numel() // _SAMPLES, 1) | 1].numpy().tobytes() for memory in memories]
-
-    def anonymous_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of these tensors that are in memory alone, and in no file."""
-        truths = self._files.find((span, flat_bytes(span)) for span in spans_of(tensors))
-        return sum(truth.anonymous_bytes for truth in truths)
-
-    def spill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move what is in memory alone into a file."""
-        spans = [(span, flat_bytes(span)) for span in spans_of(tensors)]
-        truths = self._files.find(spans)
-        anonymous = [pair for pair, truth in zip(spans, truths, strict=True) if truth.anonymous_bytes]
-        if anonymous and self.spill_folder is not None:
-            descriptor, copies = spill(anonymous, self.spill_folder)
-            self._files.add(copies[0], ModelFile(f"A file in {self.spill_folder}", descriptor))
-            for (span, _), copy in zip(anonymous, copies, strict=True):
-                _point_at(span, copy)
-
-    def disk_speed(self) -> float | None:
-        """Measured bytes per second of reading the largest file; None if there is none that tells."""
-        file = max(self._files, key=lambda file: file.stat.st_size, default=None)
-        return None if file is None else disk_speed(file)
-
-    def follow(self, tiers: TierPlan, spill_folder: str | Path | None, *, shares: bool) -> None:
+    def follow(self, tiers: TierPlan, *, shares: bool) -> None:
         """Provide the buffers that what is not pinned passes through."""
-        self.spill_folder, self.shares = spill_folder, shares
+        self.shares = shares
         num_bytes = tiers.buffer_bytes
-        if num_bytes == self._buffer_bytes:
-            return
-        self._stage.bounce_through(())
-        self.release(self._buffers, ())
-        self._buffers = [new_chunk(num_bytes)[:num_bytes] for _ in range(BOUNCE_BUFFERS if num_bytes else 0)]
-        self._buffer_bytes = num_bytes
-        self.pin(self._buffers)
-        self._stage.bounce_through(self._buffers)
+        if num_bytes != sum(buffer.numel() for buffer in self._buffers[:1]):
+            self._stage.pass_through(())
+            self.release(self._buffers)
+            self._buffers = [new_chunk(num_bytes)[:num_bytes] for _ in range(NUM_BUFFERS if num_bytes else 0)]
+            self.pin(self._buffers)
+            self._stage.pass_through(self._buffers)
 
     def _move(self, span: Span, target: torch.Tensor) -> None:
+        for file in self.files_of([span]):
+            file.check()
         move(span, _own_storage(target[: span.num_bytes]) if span.num_bytes else target[:0])
         self._untrimmed_bytes += span.num_bytes
         self._stage.stats.copied_bytes += span.num_bytes
 
-    def pin(self, sources: Iterable[torch.Tensor | Bounced]) -> None:
+    def pin(self, sources: Iterable[torch.Tensor | Unpinned]) -> None:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
-        memories = [source for source in sources if isinstance(source, torch.Tensor)]
-        starts = {memory.untyped_storage().data_ptr() for memory in memories if not _is_pinned(memory)}
-        found = [_whole(_chunks[start]) for start in starts if start in _chunks]
+        memories = [source for source in sources if isinstance(source, torch.Tensor) and not _is_pinned(source)]
+        found = [_whole(held) for memory in memories if (held := _chunk_of(memory)) is not None]
         chunks = {chunk.data_ptr(): chunk.untyped_storage() for chunk in found}
         wanted = [chunk for start, chunk in chunks.items() if start not in self._pinned]
         left = float("inf")
@@ -254,7 +209,7 @@ class HostMemory:
 
 
 def _close(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
-    stage.bounce_through(())
+    stage.pass_through(())
     _unpin(stage, pinned)
 
 
@@ -266,15 +221,9 @@ def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
     pinned.clear()
 
 
-def _chunk_of(source: torch.Tensor | Bounced) -> mmap.mmap | None:
+def _chunk_of(source: torch.Tensor | Unpinned) -> mmap.mmap | None:
     """The chunk that a source is in, if any."""
-    return None if isinstance(source, Bounced) else _chunks.get(source.untyped_storage().data_ptr())
-
-
-def _length(piece: Piece) -> int:
-    """Bytes of a piece from the start of its first span to the end of its last."""
-    span, offset = piece.spans[-1]
-    return offset - piece.start + span.num_bytes
+    return None if isinstance(source, Unpinned) else _chunks.get(source.untyped_storage().data_ptr())
 
 
 def _is_pinned(source: torch.Tensor) -> bool:
@@ -323,22 +272,7 @@ def move_to_host(span: Span, phase: int) -> None:
 def move(span: Span, target: torch.Tensor) -> None:
     """Move the tensors of a span into other memory, with the same distances between them."""
     target.copy_(flat_bytes(span))
-    _point_at(span, target)
-
-
-def _point_at(span: Span, target: torch.Tensor) -> None:
-    """Have the tensors of a span use other memory that holds the same bytes."""
     for tensor, offset in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
         start = (target.storage_offset() + offset) // tensor.element_size()
         empty = torch.empty(0, dtype=tensor.dtype, device=target.device)
         tensor.data = empty.set_(target.untyped_storage(), start, tensor.shape, tensor.stride())
-
-
-def flat_bytes(span: Span) -> torch.Tensor:
-    """The bytes of a span, in place."""
-    first = span.tensors[0].data
-    flat = torch.empty(0, dtype=torch.uint8, device=first.device)
-    if not span.num_bytes:
-        return flat
-    storage = first.untyped_storage()
-    return flat.set_(storage, first.data_ptr() - storage.data_ptr(), (span.num_bytes,), (1,))

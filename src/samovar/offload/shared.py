@@ -21,13 +21,12 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from .sizes import format_bytes
-from .truth import Truth
 
 FOLDER = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE
@@ -41,14 +40,14 @@ _one_at_a_time = threading.RLock()
 """Locks on files are a process' own, not a thread's."""
 
 
-def shared_copy(
-    parts: Sequence[tuple[int, Truth]], num_bytes: int, fill: Callable[[torch.Tensor], None]
-) -> mmap.mmap | None:
-    """Memory that holds these parts of files, which `fill` has filled here or elsewhere; None if it cannot be shared.
+def shared_copy(identity: object, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> mmap.mmap | None:
+    """Memory that holds some bytes of files, as identified, which `fill` has filled here or elsewhere. None if it
+    cannot be shared.
 
     It is removed when the last process lets go of it.
     """
-    name, print_ = _name_of(parts, num_bytes)
+    print_ = hashlib.blake2b(repr((num_bytes, identity)).encode(), digest_size=32).digest()
+    name = f"samovar-{os.getuid()}-{int.from_bytes(print_[:8], 'big') >> 2:016x}"
     with _one_at_a_time:
         known = _here.get(name)
         if known is not None:
@@ -68,16 +67,6 @@ def shared_copy(
         _users[name] += 1
         weakref.finalize(memory, _leave, name, os.getpid())
         return memory
-
-
-def _name_of(parts: Sequence[tuple[int, Truth]], num_bytes: int) -> tuple[str, bytes]:
-    """The name of a copy, and all of what the name is short for."""
-    described = [
-        (offset, truth.offset, truth.num_bytes, *(truth.file.identity if truth.file is not None else ()))
-        for offset, truth in parts
-    ]
-    print_ = hashlib.blake2b(repr(("raw", num_bytes, described)).encode(), digest_size=32).digest()
-    return f"samovar-{os.getuid()}-{int.from_bytes(print_[:8], 'big') >> 2:016x}", print_
 
 
 def _joined(name: str, print_: bytes, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> mmap.mmap:

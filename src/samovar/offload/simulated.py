@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -34,8 +33,7 @@ class HostStage(Stage):
         self.registered: dict[int, int] = {}
         """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
-        self._lock = threading.RLock()  # The thread that reads takes part.
-        self._buffers: dict[int, int] = {}
+        self._allocated: dict[int, int] = {}
         """Address and length of allocated memory."""
         self._due: deque[Callable[[], object]] = deque()
         self._done = 0
@@ -48,11 +46,11 @@ class HostStage(Stage):
         flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
         flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
         memory = flat.untyped_storage()
-        self._buffers[memory.data_ptr()] = memory.nbytes()
+        self._allocated[memory.data_ptr()] = memory.nbytes()
         return flat
 
     def _free(self, flat: torch.Tensor) -> None:
-        del self._buffers[flat.untyped_storage().data_ptr()]
+        del self._allocated[flat.untyped_storage().data_ptr()]
         flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -69,37 +67,34 @@ class HostStage(Stage):
             self._put(functools.partial(_pass_on, target, room, form))
 
     def _put(self, copy: Callable[[], object]) -> None:
-        with self._lock:
-            self._due.append(copy)
-            if not self._lazy:
-                self._run_until(self._done + 1)
+        self._due.append(copy)
+        if not self._lazy:
+            self._run_until(self._done + 1)
 
     def _mark_copied(self) -> Mark:
-        with self._lock:
-            return self.timeline.mark_copied(), self._done + len(self._due)
+        return self.timeline.mark_copied(), self._done + len(self._due)
 
     def mark_computed(self) -> Mark:
         return self.timeline.mark_computed(), 0
 
-    def _compute_waits(self, mark: Mark) -> None:
+    def compute_waits(self, mark: Mark) -> None:
         self.timeline.compute_waits(mark[0])
         self._run_until(mark[1])
 
     def _run_until(self, count: int) -> None:
-        with self._lock:
-            while self._done < count:
-                self._due.popleft()()
-                self._done += 1
+        while self._done < count:
+            self._due.popleft()()
+            self._done += 1
 
     def _copies_wait(self, mark: Mark) -> None:
         self.timeline.copies_wait(mark[0])
 
-    def _host_waits(self, mark: Mark) -> None:
+    def host_waits(self, mark: Mark) -> None:
         self._run_until(mark[1])
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        return any(start <= address < start + num_bytes for start, num_bytes in self._buffers.items())
+        return any(start <= address < start + num_bytes for start, num_bytes in self._allocated.items())
 
     def register(self, address: int, num_bytes: int) -> str | None:
         self.registered[address] = num_bytes
@@ -109,7 +104,7 @@ class HostStage(Stage):
         del self.registered[address]
 
     def synchronize(self) -> None:
-        self._host_waits(self._mark_sent())
+        self.host_waits(self.mark_copied())
 
     def measure_bus(self) -> float:
         return self.timeline.bus_bytes_s

@@ -15,22 +15,20 @@ which keeps the bus busier.
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..core.errors import SettingError
-from .bounce import CopyQueue
 from .coding import Coded, Form, encode
+from .files import READERS, Unpinned
 from .ring import DeviceQueues, Mark, RingSpace
 from .stats import OffloadStats
-from .truth import Bounced
 from .weights import ALIGNMENT
 
 _MOST_RANGES = 4096
@@ -44,7 +42,6 @@ class Buffer:
         self._storage = flat.untyped_storage()
         self._start = int(flat.storage_offset())
         self._ranges: dict[tuple[int, int], torch.Tensor] = {}
-        self.is_freed = False
 
     def range(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Some of its bytes. The same ones are asked for again and again, and looking them up is quicker."""
@@ -117,13 +114,13 @@ class Stage(DeviceQueues):
         self._group: list[Passage] = []
         """What will go through the area next, together."""
         self._group_bytes = 0
-        self._queue: CopyQueue | None = None
+        self._buffers: deque[tuple[torch.Tensor, Mark]] = deque()
+        """Pinned memory that unpinned bytes pass through, each with when the device has read it."""
 
-    def bounce_through(self, buffers: Sequence[torch.Tensor]) -> None:
+    def pass_through(self, buffers: Sequence[torch.Tensor]) -> None:
         """Use these buffers for bytes that are not in pinned memory; with none, no more."""
-        if self._queue is not None:
-            self._queue.close()
-        self._queue = CopyQueue(buffers, self._send, self._mark_copied, self._host_waits) if buffers else None
+        self.synchronize()
+        self._buffers = deque((buffer, None) for buffer in buffers)
 
     def allocate(self, num_bytes: int) -> Buffer:
         """Memory to copy into. Raises torch.OutOfMemoryError, and changes nothing, if there is not enough."""
@@ -135,19 +132,15 @@ class Stage(DeviceQueues):
         return buffer
 
     def free(self, memory: Buffer) -> None:
-        memory.is_freed = True
-        self._drain()
-        self._compute_waits(self._mark_sent())
+        self.compute_waits(self.mark_copied())
         self.stats.held_bytes -= memory.flat.numel()
         self._free(memory.flat)
 
-    def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Bounced, form: Form | None = None) -> None:
+    def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Unpinned, form: Form | None = None) -> None:
         """Copy bytes from the host, at the latest after `flush` or a mark. With a form they are coded, and decoded when
         they are there."""
-        if isinstance(source, Bounced):
-            assert self._queue is not None, "there are buffers for what is not pinned"
-            self.stats.sent_bytes += source.num_bytes
-            self._queue.send(buffer, offset, source)
+        if isinstance(source, Unpinned):
+            self._send_unpinned(buffer, offset, source)
             return
         num_bytes = source.numel() if form is None else form.raw_bytes
         target = buffer.range(offset, num_bytes)
@@ -158,7 +151,24 @@ class Stage(DeviceQueues):
             if self._area is None or source.numel() > self._area.largest:  # It has grown since.
                 self.close_area()
                 self.open_area(source.numel())
-        self._in_order(functools.partial(self._send_now, target, source, form))
+        self._send_now(target, source, form)
+
+    def _send_unpinned(self, memory: Buffer, offset: int, source: Unpinned) -> None:
+        """Read bytes and copy them to the device, a buffer at a time: while the device takes one, the host fills the
+        next."""
+        self._send_group()
+        self.stats.sent_bytes += source.num_bytes
+        room = self._buffers[0][0].numel()
+        with ThreadPoolExecutor(READERS) as threads:
+            for start in range(0, source.num_bytes, room):
+                buffer, mark = self._buffers[0]
+                if mark is not None:
+                    self.host_waits(mark)
+                filled = buffer[: min(room, source.num_bytes - start)]
+                source.read(start, filled, threads)
+                self._send(memory.flat[offset + start : offset + start + filled.numel()], filled)
+                self._buffers[0] = buffer, self.mark_copied()
+                self._buffers.rotate(-1)
 
     def _send_now(self, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
         area, num_bytes = self._area, source.numel()
@@ -187,56 +197,26 @@ class Stage(DeviceQueues):
             self._area.leaves(len(group), self._mark_copied())
 
     def flush(self) -> None:
-        if self._group or (self._queue is not None and not self._queue.is_idle):
-            self._in_order(self._send_group)
+        self._send_group()
 
-    def _mark_sent(self) -> Mark:
+    def mark_copied(self) -> Mark:
         self._send_group()
         return self._mark_copied()
 
-    def _in_order(self, job: Callable[[], None]) -> None:
-        """Put something in the queue of copies behind what is still being read."""
-        if self._queue is None or self._queue.is_idle:
-            job()
-        else:
-            self._queue.put(job)
-
-    def _drain(self) -> None:
-        """Wait until everything that is being read is in the queue of copies."""
-        if self._queue is not None:
-            self._queue.drain()
-
-    def mark_copied(self) -> Mark:
-        if self._queue is None or self._queue.is_idle:
-            return self._mark_sent()
-        return self._queue.put(self._mark_sent)
-
-    def compute_waits(self, mark: Mark) -> None:
-        # The host waits until the bytes are read: the device cannot wait for a mark that is not there yet.
-        reached = mark.result() if isinstance(mark, Future) else mark
-        if self._queue is not None:
-            self._queue.check()
-        self._compute_waits(reached)
-
-    def host_waits(self, mark: Mark) -> None:
-        self._host_waits(mark.result() if isinstance(mark, Future) else mark)
-
     def copies_wait(self, mark: Mark) -> None:
-        self.flush()
-        self._in_order(functools.partial(self._copies_wait, mark))
+        self._send_group()
+        self._copies_wait(mark)
 
     def open_area(self, largest: int) -> None:
         """Allocate the staging area for coded weights of up to `largest` bytes; none if that is 0."""
         if largest:
             memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
-            self._drain()
             self._send_group()
             self._open_area()
             self._area = _Area(memory)
 
     def close_area(self) -> None:
         """Free the staging area, if there is one."""
-        self._drain()
         self._send_group()
         area, self._area = self._area, None
         if area is not None:
@@ -268,13 +248,7 @@ class Stage(DeviceQueues):
     def _mark_copied(self) -> Mark: ...
 
     @abstractmethod
-    def _compute_waits(self, mark: Mark) -> None: ...
-
-    @abstractmethod
     def _copies_wait(self, mark: Mark) -> None: ...
-
-    @abstractmethod
-    def _host_waits(self, mark: Mark) -> None: ...
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor: ...

@@ -7,13 +7,12 @@ holds weights, pinned or not. The page cache of files is not counted: the system
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..core.errors import SettingError
 from .planner import OffloadPlan
-from .ring import ASSUMED_BUS
 from .sizes import ComponentSize, format_bytes
 
 Tier = Literal["pinned", "pageable", "disk"]
@@ -27,12 +26,12 @@ Key = tuple[str, str]
 PINNABLE = 0.85
 """The share of the host's memory that may be pinned by default."""
 ASSUMED_DISK = 2e9
-"""Bytes per second of a disk that nobody measured."""
+"""Bytes per second of a disk: what a plan expects."""
 ASSUMED_COPY = 10e9
-"""Bytes per second of copies on the host, likewise."""
-BOUNCE_BUFFERS, BOUNCE_BYTES = 3, 2**26
+"""Bytes per second of copies on the host."""
+NUM_BUFFERS, MAX_BUFFER = 3, 2**26
 """Pinned buffers that everything else passes through, and the most that each holds."""
-_LEAST_BUFFER = 2**12
+_MIN_BUFFER = 2**12
 
 
 class WeightUse(NamedTuple):
@@ -43,7 +42,6 @@ class WeightUse(NamedTuple):
     crossing: Crossing
     anonymous_bytes: int = 0
     """Bytes of it that are in memory alone; the rest is mapped from files."""
-
     coded_bytes: int = 0
     """Bytes of its pinned copy, if that is compressed; the weights themselves stay where they are."""
 
@@ -55,21 +53,17 @@ class WeightUse(NamedTuple):
     def pinned_bytes(self) -> int:
         return self.coded_bytes or self.num_bytes
 
-    def cost(self, can_spill: bool) -> int:
+    @property
+    def cost(self) -> int:
         """Memory that it takes to pin it, beside weights that are in memory wherever they go."""
-        if self.coded_bytes:
-            return self.coded_bytes + (self.anonymous_bytes if can_spill else 0)
-        return self.num_bytes if can_spill else self.file_bytes
+        return self.coded_bytes or self.file_bytes
 
-
-@dataclass(frozen=True)
-class HostSpeeds:
-    """Measured or assumed bytes per second."""
-
-    bus: float = ASSUMED_BUS
-    pageable: float = ASSUMED_COPY
-    disk: float = ASSUMED_DISK
-    is_disk_measured: bool = False
+    def place(self, room: float, pinnable: float) -> Tier:
+        """Its tier, if there is so much room for copies and so much may be pinned."""
+        is_sent_often = self.crossing in ("forward", "run")
+        if is_sent_often and self.cost <= max(room, 0) and self.pinned_bytes <= pinnable:
+            return "pinned"
+        return "disk" if self.file_bytes else "pageable"
 
 
 @dataclass(frozen=True)
@@ -85,9 +79,7 @@ class Part:
     """Bytes of the pinned copies that are compressed."""
 
     def __str__(self) -> str:
-        often = {"forward": "in every forward", "run": "once in a run", "once": "once", "ahead": "ahead of the steps"}[
-            self.crossing
-        ]
+        often = {"forward": "in every forward", "run": "once in a run", "once": "once", "ahead": "ahead of the steps"}
         where = {"pinned": "pinned", "pageable": "in pageable memory", "disk": "in its file on disk"}[self.tier]
         why = {"pinned": "", "pageable": ": no more may be pinned", "disk": ": host_memory holds no more"}[self.tier]
         if self.coded_bytes:
@@ -95,7 +87,7 @@ class Part:
         if self.crossing in ("once", "ahead"):
             why = ", and the device keeps it" if self.crossing == "once" else ", and then not needed"
         groups = f"{self.num_groups} groups, " if self.num_groups > 1 else ""
-        return f"{self.component}: {groups}{format_bytes(self.num_bytes)} {where}, sent {often}{why}"
+        return f"{self.component}: {groups}{format_bytes(self.num_bytes)} {where}, sent {often[self.crossing]}{why}"
 
 
 @dataclass(frozen=True)
@@ -108,10 +100,7 @@ class TierPlan:
     """Expected host memory that holds weights, pinned or not, with the buffers."""
     budget_bytes: int | None
     buffer_bytes: int
-    """Bytes of each bounce buffer; 0 if none is needed."""
-    spilled: frozenset[Key]
-    """Groups whose weights must be written to a file first."""
-    speeds: HostSpeeds
+    """Bytes of each buffer that unpinned weights pass through; 0 if none is needed."""
     plain: frozenset[Key] = frozenset()
     """Groups for whose compressed copies there is no room: they are pinned as they are."""
     may_pin_all: bool = False
@@ -124,9 +113,8 @@ class TierPlan:
         return sum(p.num_bytes for p in self.parts if p.tier == tier and (not crossings or p.crossing in crossings))
 
     def read_seconds(self, crossing: Crossing) -> float:
-        """Seconds that reading through the buffers takes, in a forward or in a run."""
-        disk, memory = self.bytes_in("disk", crossing), self.bytes_in("pageable", crossing)
-        return disk / self.speeds.disk + memory / self.speeds.pageable
+        """Expected seconds of reading through the buffers, in a forward or in a run."""
+        return self.bytes_in("disk", crossing) / ASSUMED_DISK + self.bytes_in("pageable", crossing) / ASSUMED_COPY
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""
@@ -142,18 +130,15 @@ class TierPlan:
 
     def __str__(self) -> str:
         budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
-        buffers = BOUNCE_BUFFERS * self.buffer_bytes
+        buffers = NUM_BUFFERS * self.buffer_bytes
         through = f", {format_bytes(buffers)} of it as buffers" if buffers else ""
         lines = [f"Host memory: {format_bytes(self.held_bytes)}{budget}{through}.", *(f"  {p}" for p in self.parts)]
-        how = "measured" if self.speeds.is_disk_measured else "assumed"
         in_a_run = ("run", "ahead") if self.budget_bytes is not None else ("run",)  # Else the page cache has room.
         for often, crossings in (("in every forward", ("forward",)), ("once in a run", in_a_run)):
             num_bytes = self.bytes_in("disk", *crossings)
             if num_bytes:
-                speed, seconds = f"{self.speeds.disk / 1e9:.1f} GB/s ({how})", num_bytes / self.speeds.disk
+                speed, seconds = f"{ASSUMED_DISK / 1e9:.1f} GB/s (assumed)", num_bytes / ASSUMED_DISK
                 lines.append(f"{format_bytes(num_bytes)} are read from disk {often}: about {seconds:.3g} s at {speed}.")
-        if self.spilled:
-            lines.append(f"{len(self.spilled)} groups are written to spill_folder first: no file holds them.")
         return "\n".join(lines)
 
 
@@ -164,148 +149,99 @@ def uses_of(
 ) -> list[WeightUse]:
     """The groups that a plan lets leave the device. By default, files hold all weights."""
     uses = []
+
+    def use(key: Key, num_bytes: int, crossing: Crossing, coded_bytes: int = 0) -> None:
+        held = min(anonymous(key), num_bytes) if anonymous else 0
+        uses.append(WeightUse(key, num_bytes, crossing, held, coded_bytes))
+
     for size in sizes:
         placed = plan.component(size.name)
-        if placed.ahead_bytes and size.ahead is not None:
-            size = size.ahead
-        stays = placed.placement == "streams" and not plan.take_turns
-        every: Crossing = "forward" if size.role == "denoiser" else "run"
-        groups = {"": size.rest_bytes, **{block.path: block.num_bytes for block in size.blocks}}
-        sent = {block.path: block.sent for block in size.blocks}
-        for path, num_bytes in groups.items() if placed.placement != "resident" else ():
-            crossing: Crossing = every if path in placed.streamed else "once" if stays else "run"
-            held = min(anonymous((size.name, path)), num_bytes) if anonymous else 0
-            coded = sum(sent[path]) if placed.is_coded and path in placed.streamed else 0
-            uses.append(WeightUse((size.name, path), num_bytes, crossing, held, coded))
         if placed.ahead_bytes:
-            held = min(anonymous((size.name, TIME_LAYERS)), placed.ahead_bytes) if anonymous else 0
-            uses.append(WeightUse((size.name, TIME_LAYERS), placed.ahead_bytes, "ahead", held))
+            use((size.name, TIME_LAYERS), placed.ahead_bytes, "ahead")
+            size = size.ahead or size
+        if placed.placement == "resident":
+            continue
+        kept: Crossing = "once" if placed.placement == "streams" and not plan.take_turns else "run"
+        use((size.name, ""), size.rest_bytes, kept)
+        for block in size.blocks:
+            is_streamed = block.path in placed.streamed
+            every: Crossing = "forward" if size.role == "denoiser" else "run"
+            coded = sum(block.sent) if placed.is_coded and is_streamed else 0
+            use((size.name, block.path), block.num_bytes, every if is_streamed else kept, coded)
     return uses
 
 
-def plan_tiers(
-    groups: Sequence[WeightUse],
-    host_memory: int | None,
-    speeds: HostSpeeds | None = None,
-    *,
-    host_bytes: int | None = None,
-    can_spill: bool = False,
-) -> TierPlan:
+def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_bytes: int | None = None) -> TierPlan:
     """Pin what is sent most often, as far as the budget goes; read the rest from where it is.
 
     Without a budget, most of the host's memory (`host_bytes`) may be pinned and nothing is refused. With one, weights
-    that no file holds must fit, unless they may be written to one (`can_spill`).
+    that no file holds must fit.
     """
-    most_pinned = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
-    budget = most_pinned if host_memory is None else float(host_memory)
+    pinnable = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
+    budget = pinnable if host_memory is None else float(host_memory)
+    anonymous = sum(group.anonymous_bytes for group in groups)
+    ahead = [group for group in groups if group.crossing == "ahead"]
+    whole = anonymous + sum(group.cost for group in groups if group not in ahead)
+    limit = min(budget, pinnable)
+    fits = whole <= limit
+    buffer = _buffer_bytes(groups, budget) if ahead or not fits else 0
+    buffers = NUM_BUFFERS * buffer
+    room = budget - buffers - anonymous
+    if not fits and room < 0 and host_memory is not None:
+        raise SettingError(
+            f"host_memory={format_bytes(host_memory)} is not enough: at least {format_bytes(buffers + anonymous)} is "
+            f"needed, {format_bytes(anonymous)} for weights that are in memory and in no file, and "
+            f"{format_bytes(buffers)} for buffers. Allow more, or load the model in the dtype of its files, so that "
+            "its weights can be read from them again.",
+            param="host_memory",
+        )
+    pinnable -= buffers
     tiers: dict[Key, Tier] = {}
-    whole = sum(g.anonymous_bytes + (g.cost(False) if g.crossing != "ahead" else 0) for g in groups)
-    if whole <= min(budget, most_pinned):
-        for group in groups:
-            unpinned: Tier = "disk" if group.file_bytes else "pageable"
-            tiers[group.key] = unpinned if group.crossing == "ahead" else "pinned"
-        buffer = _buffer_bytes(groups, budget) if any(group.crossing == "ahead" for group in groups) else 0
-        ahead = sum(group.cost(False) for group in groups if group.crossing == "ahead")
-        made = _made(groups, tiers, host_memory, buffer, speeds, can_spill=False)
-        return replace(made, may_pin_all=whole + ahead + BOUNCE_BUFFERS * buffer <= min(budget, most_pinned))
-    buffer = _buffer_bytes(groups, budget)
-    room = budget - BOUNCE_BUFFERS * buffer
-    if not can_spill:
-        room -= sum(group.anonymous_bytes for group in groups)
-    if room < 0 and host_memory is not None:
-        _refuse(groups, host_memory, buffer, can_spill)
     plain: dict[Key, WeightUse] = {}
-    pinnable = most_pinned - BOUNCE_BUFFERS * buffer
     # Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
     kinds = [(crossing, has_file) for crossing in get_args(Crossing) for has_file in (False, True)]
     for kind in kinds:
-        some = [group for group in groups if (group.crossing, group.file_bytes > 0) == kind]
-        for group in _evenly(some, room, can_spill):
-            tier, cost = _place(group, room, pinnable, can_spill)
-            if tier == "pageable" and group.coded_bytes and not can_spill:  # There is no room for a second copy.
+        for group in _evenly([g for g in groups if (g.crossing, g.file_bytes > 0) == kind], room):
+            tier = "pinned" if fits and group not in ahead else group.place(room, pinnable)
+            if tier == "pageable" and group.coded_bytes:  # There is no room for a second copy.
                 group = plain[group.key] = group._replace(coded_bytes=0)
-                tier, cost = _place(group, room, pinnable, can_spill)
+                tier = group.place(room, pinnable)
             tiers[group.key] = tier
-            room -= cost
+            room -= group.cost if tier == "pinned" else 0
             pinnable -= group.pinned_bytes if tier == "pinned" else 0
     groups = [plain.get(group.key, group) for group in groups]
-    made = _made(groups, tiers, host_memory, buffer, speeds, can_spill)
-    return replace(made, plain=frozenset(plain))
-
-
-def _place(group: WeightUse, room: float, pinnable: float, can_spill: bool) -> tuple[Tier, int]:
-    """The tier of a group and the room that it takes."""
-    cost = group.cost(can_spill)
-    if group.crossing in ("forward", "run") and (not cost or cost <= room) and group.pinned_bytes <= pinnable:
-        return "pinned", cost
-    if group.file_bytes or (can_spill and cost > room):
-        return "disk", 0
-    return "pageable", group.num_bytes if can_spill else 0
+    held = anonymous + buffers + sum(group.cost for group in groups if tiers[group.key] == "pinned")
+    may_pin_all = fits and held + sum(group.cost for group in ahead) <= limit
+    return TierPlan(tiers, _parts(groups, tiers), held, host_memory, buffer, frozenset(plain), may_pin_all)
 
 
 def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
-    """Bytes of a bounce buffer: a small part of a small budget, and no more than there is to read."""
+    """Bytes of a buffer: a small part of a small budget, and no more than there is to read."""
     largest = max(group.num_bytes for group in groups)
-    most = min(BOUNCE_BYTES, largest, int(min(budget, 2**62)) // 16)
-    return max(most // _LEAST_BUFFER, 1) * _LEAST_BUFFER
+    most = min(MAX_BUFFER, largest, int(min(budget, 2**62)) // 16)
+    return max(most // _MIN_BUFFER, 1) * _MIN_BUFFER
 
 
-def _evenly(groups: Sequence[WeightUse], room: float, can_spill: bool) -> Iterable[WeightUse]:
+def _evenly(groups: Sequence[WeightUse], room: float) -> Sequence[WeightUse]:
     """Groups in the order in which to pin them: those left out are spread evenly, so that reading never pauses."""
-    costs = [group.cost(can_spill) for group in groups]
-    whole = sum(costs)
+    whole = sum(group.cost for group in groups)
     share = 1.0 if whole <= max(room, 0) else max(room, 0) / whole
-    chosen, left, passed, used = [], [], 0, 0
-    for group, cost in zip(groups, costs, strict=True):
-        passed += cost
-        if used + cost <= passed * share + 1e-6:
-            used += cost
-            chosen.append(group)
-        else:
-            left.append(group)
+    chosen: list[WeightUse] = []
+    left: list[WeightUse] = []
+    passed = used = 0
+    for group in groups:
+        passed += group.cost
+        is_due = used + group.cost <= passed * share + 1e-6
+        used += group.cost if is_due else 0
+        (chosen if is_due else left).append(group)
     return [*chosen, *left]
 
 
-def _made(
-    groups: Sequence[WeightUse],
-    tiers: Mapping[Key, Tier],
-    host_memory: int | None,
-    buffer: int,
-    speeds: HostSpeeds | None,
-    can_spill: bool,
-) -> TierPlan:
-    held = BOUNCE_BUFFERS * buffer
+def _parts(groups: Sequence[WeightUse], tiers: Mapping[Key, Tier]) -> tuple[Part, ...]:
     found: dict[tuple[str, Tier, Crossing], list[WeightUse]] = {}
-    spilled = set()
     for group in groups:
-        tier = tiers[group.key]
-        is_spilled = tier == "disk" and can_spill and group.anonymous_bytes > 0
-        if is_spilled:
-            spilled.add(group.key)
-        if tier == "pinned":
-            held += group.coded_bytes + group.anonymous_bytes if group.coded_bytes else group.num_bytes
-        else:
-            held += 0 if is_spilled else group.anonymous_bytes
-        found.setdefault((group.key[0], tier, group.crossing), []).append(group)
-    parts = [
+        found.setdefault((group.key[0], tiers[group.key], group.crossing), []).append(group)
+    return tuple(
         Part(*key, len(some), sum(g.num_bytes for g in some), sum(g.coded_bytes for g in some if key[1] == "pinned"))
         for key, some in found.items()
-    ]
-    return TierPlan(tiers, tuple(parts), held, host_memory, buffer, frozenset(spilled), speeds or HostSpeeds())
-
-
-def _refuse(groups: Sequence[WeightUse], host_memory: int, buffer: int, can_spill: bool) -> NoReturn:
-    buffers = BOUNCE_BUFFERS * buffer
-    anonymous = 0 if can_spill else sum(group.anonymous_bytes for group in groups)
-    remedy = "Allow more."
-    if anonymous:
-        remedy = (
-            "Allow more; load the model in the dtype of its files, so that it can be read from them again; or name a "
-            'folder on disk that these weights may be written to: OffloadConfig(spill_folder="...").'
-        )
-    raise SettingError(
-        f"host_memory={format_bytes(host_memory)} is not enough: at least {format_bytes(buffers + anonymous)} is "
-        f"needed, {format_bytes(anonymous)} for weights that are in memory and in no file, and {format_bytes(buffers)} "
-        f"for buffers. {remedy}",
-        param="host_memory",
     )

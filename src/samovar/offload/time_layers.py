@@ -275,7 +275,7 @@ class TimeLayers:
     def _adopt(self, tier: Tier) -> None:
         with self._host.adopting():
             for group in self._groups.values():
-                group.is_pinned, group.tier = tier == "pinned", tier
+                group.tier = tier
                 group.adopt()
         if tier == "pinned":
             self._host.pin(wire for group in self._groups.values() for wire in group.wires)

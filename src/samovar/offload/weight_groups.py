@@ -23,15 +23,18 @@ import torch
 
 from ..core.tensor_parts import Wrapper, bits, plainly, take_apart
 from .coded import CodedCopy, CodedFile, checksum, code, version_of
+from .coding import Form
+from .files import ModelFile, Unpinned
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
 from .tiers import Tier
-from .truth import Bounced, Truths
 from .weights import LINE, Piece, Span, lay_out, spans_of
 
 _MOST_VIEWS = 16
 """Places in the ring for which views are kept: making them takes the host longer than all else that it does."""
 _THREADS = 4
+_SAMPLES = 64
+"""Bytes of each piece that are looked at for changes that torch does not count."""
 
 
 class _Entry(NamedTuple):
@@ -61,19 +64,17 @@ class WeightGroup:
         self.name = name
         self.keeps_host = True
         """Whether there is a host copy while it is loaded. Resident weights have none."""
-        self.is_pinned = True
-        """Whether that copy is to be pinned."""
         self.tier: Tier = "pinned"
         """Where it is."""
         self.is_coded = False
         """Whether pieces cross the bus coded if that gains enough. Then the copy that is pinned is the coded one."""
         self.pieces: Sequence[int] = ()
-        self.sources: list[torch.Tensor | Bounced] = []
+        self.sources: list[torch.Tensor | Unpinned] = []
         """The host bytes of each piece."""
         self.file: CodedFile | None = None
         """Where coded copies are looked for, and kept."""
-        self.copies: list[CodedCopy | None] = []
-        """The coded copy of each piece that has one."""
+        self.copies: list[CodedCopy | SharedCopy | None] = []
+        """The coded or shared copy of each piece that has one."""
         self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
         self._cast: Collection[int] = ()
         self._entries: list[_Entry] = []
@@ -87,8 +88,8 @@ class WeightGroup:
         """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
         self._lent_edits = 0
         """`edits` before the call."""
-        self._copied_from = Truths(())
-        """What is in files and pinned as a copy."""
+        self._files: list[ModelFile] = []
+        """Those that its weights are read from."""
         self._was: tuple[bool, Tier] = (False, "pinned")
         """Whether it was coded, and its tier, when it was adopted."""
         self._starts: Sequence[int] = ()
@@ -112,15 +113,18 @@ class WeightGroup:
         found = self._find()
         tensors, self._wrappers, _ = take_apart(found)
         self._return_to_host(tensors)
-        if self.keeps_host and self.tier == "disk":
-            self._host.spill(tensors)
-        pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
+        spans = spans_of(tensors)
+        pieces = lay_out(spans, in_phase=self._stage.keeps_phase)
         before = self.wires
-        self._code(pieces)
-        self.sources = [
-            self._host.adopt([piece], pinned=self.keeps_host and self.is_pinned and copy is None, tier=self.tier)[0]
-            for piece, copy in zip(pieces, self.copies, strict=True)
-        ]
+        with self._host.adopting():
+            self._copy(pieces)
+            self.sources = [
+                self._host.adopt(piece, self.tier, pinned=self.keeps_host)
+                if copy is None
+                else self._host.in_place(piece)
+                for piece, copy in zip(pieces, self.copies, strict=True)
+            ]
+            self._files = self._host.files_of(spans_of(tensors)) if self.keeps_host else []
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
             _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - start, (offset, span.num_bytes))
@@ -137,13 +141,12 @@ class WeightGroup:
         self.forget_views()
         self._remember()
         self._host.release(before, self.wires)
-        self._copied_from = self._host.copied_from(self.sources)
 
-    def _code(self, pieces: Sequence[Piece]) -> None:
-        """Code what gains by it, but for what is coded already."""
-        known = {copy.address: copy for copy in self.copies if copy is not None}
+    def _copy(self, pieces: Sequence[Piece]) -> None:
+        """Code what gains by it, but for what is coded already; share other copies, if that is asked for."""
+        known = {copy.address: copy for copy in self.copies if isinstance(copy, CodedCopy)}
         self._was = self.is_coded, self.tier
-        if not (self.is_coded and self.keeps_host and self.tier == "pinned"):
+        if not (self.keeps_host and self.tier == "pinned"):
             self.copies = [None] * len(pieces)
             return
 
@@ -151,23 +154,34 @@ class WeightGroup:
             with torch.inference_mode(False):  # It is a state of the thread.
                 return code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
 
+        if not self.is_coded:
+            self.copies = [self._shared(piece) for piece in pieces]
+            return
+
         # Most of the time goes into copies between host and device, and into new pages.
         with ThreadPoolExecutor(1 if self._stage.device.type == "cpu" else _THREADS) as threads:
             self.copies = list(threads.map(coded, pieces))
 
+    def _shared(self, piece: Piece) -> SharedCopy | None:
+        source = self._host.in_place(piece)
+        data = self._host.share(source)
+        return None if data is None else SharedCopy(source, [t for span, _ in piece.spans for t in span.tensors], data)
+
     @property
-    def wires(self) -> list[torch.Tensor | Bounced]:
+    def wires(self) -> list[torch.Tensor | Unpinned]:
         """The host bytes of each piece as they cross the bus."""
         both = zip(self.sources, self.copies, strict=True)
         return [source if copy is None else copy.data for source, copy in both]
 
     def prepare(self) -> None:
         """Make sure that what is about to be sent is what the model holds."""
-        if self.update() and self.keeps_host and self.is_pinned:
+        if self.update() and self.keeps_host and self.tier == "pinned":
             self._host.pin(self.wires)
 
     def update(self) -> bool:
         """Take over what the model holds now, if that is not what we left it with, and say whether."""
+        for file in self._files:
+            file.check()
         if not self._is_in_place():
             self.adopt()
         elif not self._is_fresh():
@@ -182,7 +196,7 @@ class WeightGroup:
 
     @plainly
     def _is_in_place(self) -> bool:
-        if (self.is_coded, self.tier) != self._was or not self._copied_from.is_clean():
+        if (self.is_coded, self.tier) != self._was:
             return False
         found, left = self._find(), self._left
         if found is self._found and self._entries and self._buffer is None:  # The usual case, quickly.
@@ -204,9 +218,12 @@ class WeightGroup:
     def _code_again(self) -> None:
         """Code the weights that have changed where they are."""
         before = self.copies
-        self.copies = [copy and (copy if copy.is_fresh() else copy.renewed(self._stage)) for copy in before]
-        if [copy is None for copy in before] != [copy is None for copy in self.copies]:
-            self.adopt()  # One gains nothing any more, and is to be pinned as it is.
+        self.copies = [
+            copy.renewed(self._stage) if isinstance(copy, CodedCopy) and not copy.is_fresh() else copy
+            for copy in before
+        ]
+        if not self._is_fresh() or [copy is None for copy in before] != [copy is None for copy in self.copies]:
+            self.adopt()  # One gains nothing any more, or is no longer what its file holds: it is pinned as it is.
         self._host.release(copy.data for copy in before if copy is not None and copy not in self.copies)
 
     @plainly
@@ -221,7 +238,7 @@ class WeightGroup:
     @plainly
     def fingerprint(self) -> Any:
         """What the model holds, as far as a quick look tells; equal as long as nobody changes it."""
-        samples = [self._host.fingerprint(source) for source in self.sources]
+        samples = list(map(_samples, self.sources))
         plain = take_apart(self._find()).plain
         return [(id(tensor), _place(tensor), version_of(tensor)) for tensor in plain], self._edits(), samples
 
@@ -257,7 +274,7 @@ class WeightGroup:
         for span in spans_of(ours):
             if span.phase != self._phase_before(span):
                 move_to_host(span, self._phase_before(span))
-        self.sources, self.copies, self._left, self._phases = [], [], {}, {}
+        self.sources, self.copies, self._left, self._phases, self._files = [], [], {}, {}, []
         self._entries, self._tensors, self._hosts = [], [], []
         self._found, self._wrappers = [], []
 
@@ -369,6 +386,31 @@ class WeightGroup:
         self._left = {id(entry.tensor): _place(entry.host) for entry in self._entries}  # Not what others have set.
         buffer, self._buffer = self._buffer, None
         self._stage.free(buffer)
+
+
+class SharedCopy:
+    """What crosses the bus in place of a piece whose files several processes read."""
+
+    form: Form | None = None
+
+    def __init__(self, source: Unpinned, tensors: list[torch.Tensor], data: torch.Tensor) -> None:
+        self.data = data
+        self._source, self._tensors = source, tensors
+        self._seen = _samples(source), _versions(tensors)
+
+    def is_fresh(self) -> bool:
+        """Whether the weights are as they were, as far as a quick look tells."""
+        return self._seen == (_samples(self._source), _versions(self._tensors))
+
+    def expire(self) -> None:
+        """The weights have changed."""
+        self._seen = [], []
+
+
+def _samples(source: torch.Tensor | Unpinned) -> list[bytes]:
+    """Some bytes of each weight."""
+    memories = [source] if isinstance(source, torch.Tensor) else [part.memory for _, part in source.parts]
+    return [memory[:: max(memory.numel() // _SAMPLES, 1) | 1].numpy().tobytes() for memory in memories]
 
 
 _dtype = attrgetter("dtype")

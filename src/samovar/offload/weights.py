@@ -153,6 +153,16 @@ def spans_of(tensors: Iterable[torch.Tensor]) -> list[Span]:
     return spans
 
 
+def flat_bytes(span: Span) -> torch.Tensor:
+    """The bytes of a span, in place."""
+    first = span.tensors[0].data
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device)
+    if not span.num_bytes:
+        return flat
+    storage = first.untyped_storage()
+    return flat.set_(storage, first.data_ptr() - storage.data_ptr(), (span.num_bytes,), (1,))
+
+
 class Piece(NamedTuple):
     """Spans that are copied to the device as one."""
 
