@@ -12,6 +12,7 @@ from samovar import OffloadConfig, SequenceParallelConfig, TeaCacheConfig
 from samovar.cache import CACHE_BACKENDS, AutoConfig, TeaCacheBackend, register_cache_backend
 from samovar.compose.config import AttachConfig, skipped_share
 from samovar.core.errors import SettingError
+from samovar.trace.rehearse import RequestSize
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cache": "tee_cache"}, r"cache='tee_cache' is not a cache backend. Did you mean 'tea_cache'\?", "cache"),
@@ -153,12 +154,22 @@ def test_a_tolerance_alone_means_the_cache_auto(monkeypatch: pytest.MonkeyPatch)
         assert (choice.backend, choice.settings) == ("auto", AutoConfig("fast"))
 
 
+def test_the_size_that_a_budget_is_planned_for() -> None:
+    config = AttachConfig.read(gpu_memory="2GiB", height=480, width=832, num_frames=81, batch=2).offload
+    assert config is not None
+    assert config.size == RequestSize(480, 832, 81, 2)
+    with pytest.raises(SettingError, match=r"height=512 is for offload, and there is none"):
+        AttachConfig.read(height=512)
+    with pytest.raises(SettingError, match=r"width=512 contradicts width=256 in offload"):
+        AttachConfig.read(offload={"width": 256}, width=512)
+
+
 def test_components_that_are_left_out() -> None:
     for exclude in ("vae, text_encoder", ["vae", "text_encoder"], ("vae", "text_encoder")):
         config = AttachConfig.read(gpu_memory="2GiB", exclude=exclude).offload
         assert config is not None
         assert (config.gpu_memory, config.exclude) == ("2GiB", ("vae", "text_encoder"))
-    with pytest.raises(SettingError, match=r"exclude='vae' names components that offload leaves alone, and"):
+    with pytest.raises(SettingError, match=r"exclude='vae' is for offload, and there is none"):
         AttachConfig.read(exclude="vae")
     with pytest.raises(SettingError, match=r"exclude=\('vae',\) contradicts exclude=\('unet',\) in offload"):
         AttachConfig.read(offload={"exclude": "unet"}, exclude="vae")

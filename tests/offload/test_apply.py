@@ -345,7 +345,7 @@ def test_activations_are_counted_at_the_size_that_is_said() -> None:
     offloaded.detach()
 
 
-def test_what_cannot_be_counted_is_assumed_and_the_reason_is_said() -> None:
+def test_what_cannot_be_counted_is_measured_and_the_reason_is_said() -> None:
     pipe = tiny_flux_pipeline()
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -353,9 +353,10 @@ def test_what_cannot_be_counted_is_assumed_and_the_reason_is_said() -> None:
 
     pipe.vae.decoder.forward = fail
     offloaded = offload(pipe, "auto", gpu_memory="4GiB", height=16, width=24)
-    assert offloaded.plan.component("vae").activation_bytes == 2**30
+    vae = offloaded.plan.component("vae")
+    assert (vae.is_measured, vae.beside_bytes, vae.placement) == (False, 0, "turns")
     assert offloaded.plan.component("transformer").activation_bytes < 2**26
-    assert offloaded.plan.notes[1] == "activations are assumed to be 1.00 GiB for vae (RuntimeError: no such luck)"
+    assert "what vae needs beside its weights is not known (RuntimeError: no such luck)" in offloaded.plan.notes[1]
     offloaded.detach()
 
 
@@ -377,10 +378,11 @@ def test_the_denoiser_has_left_when_the_vae_decodes() -> None:
     assert (plans("transformer").placement, plans("vae").placement) == ("streams", "resident")
     held: list[int] = []
     released: list[int] = []
-    stage.release_unused = lambda: released.append(stage.stats.held_bytes)  # type: ignore[method-assign]
+    offloaded.stage.release_unused = lambda: released.append(stage.stats.held_bytes)  # type: ignore[method-assign]
     pipe.vae.decoder.register_forward_hook(lambda *_: held.append(stage.stats.held_bytes))
     for _ in range(2):
         assert torch.equal(draw(pipe), expected)
-    assert held == released == [plans("vae").device_bytes] * 2
+    assert held == [plans("vae").device_bytes] * 2
+    assert released.count(held[0]) >= 2, "and torch has given back what it held in reserve"
     offloaded.detach()
     assert torch.equal(draw(pipe), expected)

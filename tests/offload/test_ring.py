@@ -16,11 +16,14 @@ class Block:
     def __init__(self, name: str, pieces: list[int], log: list[tuple[str, int, int]]) -> None:
         self.name, self.pieces, self._log = name, pieces, log
         self.prepared = 0
+        self.is_interrupted = False
 
     def prepare(self) -> None:
         self.prepared += 1
 
     def send(self, piece: int, memory: object, offset: int) -> None:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
         self._log.append((self.name, piece, offset))
 
     def forget_views(self) -> None:
@@ -176,6 +179,21 @@ def test_a_ring_grows_for_a_block_that_has_grown() -> None:
     call(ring, [block])
     assert asked == [16]
     assert log[-1] == ("a", 1, 4)
+
+
+def test_interrupts_between_taking_room_and_using_it_leave_all_of_it() -> None:
+    ring, blocks, log = ring_of([[3, 3], [3, 3], [3, 3]], 9)
+    for _ in range(4):
+        blocks[1].is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            call(ring, blocks)
+        ring.drop()  # As the hooks do.
+        blocks[1].is_interrupted = False
+        log.clear()
+        call(ring, blocks)
+        assert {name for name, _, _ in log} == {"a", "b", "c"}
+    ring.drop()
+    assert ring._space.take(9) == 0, "nothing is taken"
 
 
 def test_blocks_inside_one_another_are_a_mistake() -> None:

@@ -270,6 +270,10 @@ def attach(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     exclude: str | Sequence[str] | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    batch: int | None = None,
     replace: bool = False,
     **aliases: Any,
 ) -> Attached:
@@ -300,6 +304,11 @@ def attach(
         gpu_memory: The budget for GPU memory, such as "12GiB". Alone, it means offload="auto".
         host_memory: Likewise for host memory that holds weights; the rest is read from the model's files.
         exclude: Names of components that offload leaves where they are, as a list or with commas.
+        height: Pixels of the largest request that `gpu_memory` is planned for; by default the pipeline's own size. A
+            larger one is planned again when it comes, or refused before it starts.
+        width: Likewise.
+        num_frames: Likewise, for videos.
+        batch: Likewise, images or videos per request.
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
     """

@@ -57,6 +57,10 @@ class AttachConfig:
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        batch: int | None = None,
         device: torch.device | None = None,
         tolerance: float | str | None = None,
         is_alone: bool = True,
@@ -64,7 +68,8 @@ class AttachConfig:
         """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
         say. Unless `is_alone`, other processes load the same model."""
         choice, degrees = _read_cache(cache, tolerance), _read_parallel(parallel)
-        moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory}, exclude)
+        size = {"height": height, "width": width, "frames": num_frames, "batch": batch}
+        moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory}, size, exclude)
         if moves is not None:
             shares = degrees.num_ranks > 1 or not is_alone if moves.share is None else moves.share
             skipped = moves.skipped or skipped_share(choice) or 0.0
@@ -171,21 +176,24 @@ def _is_off(value: Any) -> bool:
 
 
 def _read_offload(
-    offload: OffloadSetting, budgets: Mapping[str, str | int | None], exclude: str | Sequence[str] | None
+    offload: OffloadSetting,
+    budgets: Mapping[str, str | int | None],
+    size: Mapping[str, int | None],
+    exclude: str | Sequence[str] | None,
 ) -> OffloadConfig | None:
     given: dict[str, Any] = {name: budget for name, budget in budgets.items() if budget is not None}
+    of_offload = {name: value for name, value in size.items() if value is not None}
     if _is_off(offload):
         if not given:
-            if exclude:
+            for name, value in (*of_offload.items(), *([("exclude", exclude)] if exclude else ())):
                 raise SettingError(
-                    f"exclude={exclude!r} names components that offload leaves alone, and there is no offload. Give "
-                    "offload or gpu_memory too.",
-                    param="exclude",
+                    f"{name}={value!r} is for offload, and there is none. Give offload or gpu_memory too.", param=name
                 )
             return None
         offload = None
     if exclude:
         given["exclude"] = OffloadConfig(exclude=exclude).exclude  # type: ignore[arg-type]
+    given |= of_offload
     config = OffloadConfig.read(offload)
     for name, budget in given.items():
         other = getattr(config, name)

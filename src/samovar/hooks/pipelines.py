@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,12 +92,12 @@ class _RunHook(ModelHook):
         self._thread.open.pop().close()
 
 
-def _run_of(pipeline: Any) -> contextlib.AbstractContextManager[Any]:
+def _run_of(pipeline: Any, arguments: Mapping[str, Any] | None = None) -> contextlib.AbstractContextManager[Any]:
     """The run that a call of a pipeline is: a new one, unless the pipeline calls itself. One that was made as
     type(pipe)(...) from a hooked pipeline has no hooks."""
     run = current_run()
     is_new = pipeline_hooks(pipeline) and (run is None or run.pipeline is not pipeline)
-    return running(pipeline) if is_new else contextlib.nullcontext()
+    return running(pipeline, arguments) if is_new else contextlib.nullcontext()
 
 
 # ------------------------------------------------------------------------------------------------ hooked classes
@@ -123,9 +124,11 @@ def _bracketed(bare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(bare)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = self.__class__.__call__  # Others may have put another one on the class since.
-        with _run_of(self):
+        names = list(signature.parameters)[1:]
+        with _run_of(self, dict(zip(names, args, strict=False)) | kwargs):
             return own(self, *args, **kwargs)
 
+    signature = inspect.signature(bare)
     return call
 
 

@@ -58,8 +58,12 @@ def pipeline_hooks(pipeline: Any) -> dict[str, PipelineHook]:
 class Run:
     """One call of a pipeline. It does not keep the pipeline alive."""
 
-    def __init__(self, pipeline: Any, request: Hashable, outer: Run | None = None) -> None:
+    def __init__(
+        self, pipeline: Any, request: Hashable, outer: Run | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self._pipeline = weakref.ref(pipeline)
+        self.arguments = arguments or {}
+        """What the pipeline was called with, by name."""
         self.request = request
         self.outer = outer
         """The run in which this one takes place, if there is one."""
@@ -148,10 +152,10 @@ def current_step() -> int | None:
 
 
 @contextlib.contextmanager
-def running(pipeline: Any) -> Iterator[Run]:
+def running(pipeline: Any, arguments: Mapping[str, Any] | None = None) -> Iterator[Run]:
     """A run of a pipeline: around each call of a hooked one, and for callers that drive a pipeline step by step."""
     outer = current_run()
-    run = Run(pipeline, _request_of_a_run(outer), outer)
+    run = Run(pipeline, _request_of_a_run(outer), outer, arguments)
     with call_context(request=run.request), contextlib.ExitStack() as stack:
         stack.callback(_run.reset, _run.set(run))
         stack.callback(run.end)

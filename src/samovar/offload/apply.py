@@ -1,4 +1,4 @@
-"""How is a pipeline offloaded, and how does it come back? `apply_offload(pipeline, OffloadConfig(...))`.
+"""Offload on a pipeline, and off again: `apply_offload(pipeline, OffloadConfig(...))`.
 
 Everything is checked and planned before anything moves, and a failure half-way is undone.
 """
@@ -9,6 +9,7 @@ import contextlib
 import copy
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..core.tensor_parts import num_bytes_of
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..hooks.registry import install_hook
 from ..trace.activations import Activations, activations_of
-from ..trace.rehearse import RequestSize
+from ..trace.rehearse import BATCHES, RequestSize
 from ..trace.time_only import is_autocast
 from .ahead import choose_layers, find_time_layers, may_have_time_layers, with_time_layers
 from .config import OffloadConfig
@@ -33,17 +34,20 @@ from .cuda import CudaStage
 from .host import HostMemory, host_limit
 from .measure import Measured
 from .moving import HOOK, OffloadedComponent, hooks_for
-from .planner import OffloadPlan, plan_offload
+from .planner import PHASES, OffloadPlan, plan_offload
 from .simulated import HostStage
-from .sizes import Component, ComponentSize, find_components, measure_components
+from .sizes import Component, ComponentSize, find_components, format_bytes, measure_components
 from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing
 from .tiers import TIME_LAYERS, TierPlan, plan_tiers, uses_of
 from .time_layers import TimeLayers
-from .weights import check_movable
+from .weights import check_movable, tensors_of
 
 _UNLIMITED = 2**62
+_SHRINK = 0.8
+"""What is left of a budget within which a call ran out of memory."""
+_SIZE_ARGUMENTS = {"height": "height", "width": "width", "frames": "num_frames"}
 
 
 def apply_offload(pipeline: Any, config: OffloadConfig | None = None, *, stage: Stage | None = None) -> Offloaded:
@@ -89,6 +93,9 @@ class Offloaded(Handle, PipelineHook):
         self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
         """By component: the layers that are computed ahead."""
+        self._needs: dict[str, int] = {}
+        """Bytes beside their weights that components were seen to need, where no plan could know."""
+        self._num_runs = 0
         self.not_ahead: dict[str, str] = {}
         """By component: which layers stay what they are though they see time alone, and why."""
         is_wanted = config.precompute is not False
@@ -166,23 +173,74 @@ class Offloaded(Handle, PipelineHook):
             self._host.close()
 
     def start_run(self, run: Run) -> None:
-        """Weights may have changed since the last run."""
+        """Weights may have changed since the last run, and this one may need more memory than was planned for."""
         with self._lock:
+            problems = {name: layers.problem for name, layers in self.time_layers.items() if layers.problem}
+            self.not_ahead |= problems
+            for name in problems:
+                self._follow(*self._with_time_layers(name, {}))
+            if not self._num_runs:  # Else weights would leave in the middle of another run.
+                self._replan_for(run)
+            self._num_runs += 1
             for component in self._components.values():
                 component.refresh()
-            for name, problem in [(name, layers.problem) for name, layers in self.time_layers.items()]:
-                if problem:
-                    self.not_ahead[name] = problem
-                    self._follow(*self._with_time_layers(name, {}))
 
     def end_run(self, run: Run) -> None:
-        """Unload components that take turns: between runs, the one true copy is on the host."""
+        """Compare what layers were given that were computed ahead."""
         with self._lock:
-            for component in self._components.values():
-                if component.others:
-                    component.unload()
+            self._num_runs = max(self._num_runs - 1, 0)
             for layers in self.time_layers.values():
                 layers.settle()
+
+    def _replan_for(self, run: Run) -> None:
+        """Plan again if this run needs more memory than was planned for, or if its need is known by now. A run for
+        which no plan is enough is refused."""
+        if any(not part.is_measured and part.name in self._needs for part in self.plan.components):
+            self.replan()
+        elif self.config.gpu_memory is not None and not self._needs and self._activations_for(self.config) is not None:
+            planned = self._rehearsed(self.config.size)
+            known, asked = _said(planned.size or self.config.size), _said(asked_size(run.arguments))
+            larger = RequestSize(**known | asked)
+            is_larger = any(value > known.get(name, 0) for name, value in asked.items())
+            needs = self._needs_at(larger) if is_larger and planned.by_name else {}
+            if any(needs[name] > planned.by_name.get(name, 0) for name in needs):
+                self.replan(**vars(larger))
+
+    def _needs_at(self, size: RequestSize) -> Mapping[str, int]:
+        """What components need at a size; nothing for one that the pipeline does not take, which it will say itself."""
+        try:
+            return self._rehearsed(size).by_name
+        except SettingError:
+            return {}
+
+    def note_need(self, name: str, num_bytes: int) -> None:
+        """A component was seen to need so much beside its weights."""
+        self._needs[name] = max(num_bytes, self._needs.get(name, 0))
+
+    def shrink(self, name: str, problem: str) -> None:
+        """Follow a plan for less memory, since there was too little although the plan said otherwise."""
+        with self._lock:
+            before, planned = self.plan.budget_bytes or 0, self.plan.component(name).peak_bytes
+            self._undo_plan()
+            self.stage.release_unused()
+            free = self.stage.free_bytes()
+            budget = int(before * _SHRINK) if free is None else min(int(before * _SHRINK), free)
+            try:
+                plan = self._plan_for(replace(self.config, gpu_memory=budget))
+            except SettingError as refused:
+                self._follow(self.plan, self.tiers)
+                there = "an unknown amount" if free is None else format_bytes(free)
+                raise torch.OutOfMemoryError(
+                    f"{name} was planned to need {format_bytes(planned)} of {format_bytes(before)}, and had less: "
+                    f"{there} is free with all our weights off the device. {refused} ({problem})"
+                ) from None
+            self.config = replace(self.config, gpu_memory=budget)
+            self._follow(plan, self._tiers_for(self.config, plan))
+            warnings.warn(
+                f"{name} ran out of memory within gpu_memory={format_bytes(before)}. It runs again within "
+                f"{format_bytes(budget)}, and so do later calls until replan(gpu_memory=...).",
+                stacklevel=2,
+            )
 
     def _measure(self, components: Sequence[Component]) -> tuple[ComponentSize, ...]:
         coded = self.config.compress == "lossless" or (self.config.compress == "auto" and self.stage.decodes_fast)
@@ -196,6 +254,11 @@ class Offloaded(Handle, PipelineHook):
             budget = _UNLIMITED if free is None else free + num_bytes_of(filter(self.stage.is_here, tensors))
         timing = config.timing or Timing(self.stage.measure_bus())
         known = self._activations_for(config) if budget not in (None, _UNLIMITED) else None
+        if budget == _UNLIMITED:
+            known = Activations(dict.fromkeys(self._components, 0), "")
+        elif self._needs:
+            known = known or Activations({}, "")
+            known = replace(known, by_name={**self._needs, **known.by_name})
         return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing), known)
 
     def _activations_for(self, config: OffloadConfig) -> Activations | None:
@@ -221,6 +284,7 @@ class Offloaded(Handle, PipelineHook):
         cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
             self._host.follow(tiers, shares=bool(self.config.share))
+            self.stage.release_unused()
             for name, component in self._components.items():
                 component.follow(plan.component(name), tiers, cache=cache)
             self._install(plan, tiers)
@@ -230,17 +294,7 @@ class Offloaded(Handle, PipelineHook):
         self.plan, self.tiers = plan, tiers
 
     def _install(self, plan: OffloadPlan, tiers: TierPlan) -> None:
-        active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
-        denoisers = [component for component in active if component.whole.role == "denoiser"]
-        may_leave = active if len(active) > 1 or any(c.whole.role == "vae" for c in self._components.values()) else []
-        for name, component in self._components.items():
-            is_active = component in active
-            component.others = [other for other in active if is_active and other is not component]
-            component.displaced = denoisers if component.whole.role == "vae" and not is_active else ()
-            component.may_leave = component in may_leave
-            if is_active or component.displaced:
-                for module, hook in hooks_for(component, plan.component(name)):
-                    install_hook(self._hooks, module, HOOK, hook)
+        self._link(plan)
         if all(component.component.module is not self._pipeline for component in self._components.values()):
             # A lone model is called once a step, so its calls are not runs.
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
@@ -251,9 +305,26 @@ class Offloaded(Handle, PipelineHook):
                 how = self.stage, self._host, self._lock, tiers.tier((name, TIME_LAYERS)), tiers.may_pin_all
                 layers = self.time_layers[name] = TimeLayers(component.whole, *how)
                 layers.install(self._hooks)
-        for component in self._components.values():
-            if not component.others:
+        for name, component in self._components.items():
+            if not component.others or plan.component(name).placement == "resident":
                 component.load()
+
+    def _link(self, plan: OffloadPlan) -> None:
+        """Put hooks on those that come and go and on those that need their room, and tell each of the others."""
+        active = [c for name, c in self._components.items() if plan.component(name).placement != "resident"]
+        linked = [c for c in self._components.values() if active and (c in active or c.whole.role in PHASES)]
+        order = list(PHASES)
+        for component in linked:
+            # Those of the phase before are needed last, those of the next one first.
+            own = order.index(component.whole.role) + 1
+            others = [(order.index(other.whole.role), other) for other in active if other is not component]
+            component.others = [other for _, other in sorted(others, key=lambda pair: -((pair[0] - own) % len(order)))]
+            component.has_neighbours = len(linked) > 1
+            for module, hook in hooks_for(component, plan.component(component.whole.name)):
+                install_hook(self._hooks, module, HOOK, hook)
+            if plan.budget_bytes is not None:
+                for module in entries_of(component.component):
+                    install_hook(self._hooks, module, f"{HOOK}_entry", _EntryHook(self, component.whole.name))
 
     def learn(self, name: str, args: Any, kwargs: Any) -> bool:
         """Look for time-only layers in the first call of a denoiser. If there are any, plan again and say so."""
@@ -282,6 +353,57 @@ class Offloaded(Handle, PipelineHook):
         self.time_layers = {}
         for component in self._components.values():
             component.unload()
+            component.others, component.has_neighbours = (), False
+
+
+class _EntryHook(ModelHook):
+    """Runs a call again, once and in less room, if it ran out of memory; and sees what it needs if nobody knows."""
+
+    order = HookOrder.OUTERMOST
+
+    def __init__(self, offloaded: Offloaded, name: str) -> None:
+        self._offloaded, self._name = offloaded, name
+        self._is_inside = False
+
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return NOT_BYPASSED
+        offloaded, name = self._offloaded, self._name
+        self._is_inside = True
+        try:
+            is_known = offloaded.plan.component(name).is_measured
+            before = 0 if is_known else offloaded.stage.used_bytes()
+            output = module(*args, **kwargs)
+            if not is_known:
+                offloaded.note_need(name, offloaded.stage.peak_bytes() - before)
+            return output
+        except torch.OutOfMemoryError as error:
+            problem = str(error)  # The error itself keeps alive what the call had computed.
+        finally:
+            self._is_inside = False
+        offloaded.shrink(name, problem)
+        return module(*args, **kwargs)
+
+
+def entries_of(component: Component) -> list[torch.nn.Module]:
+    """The modules by which a component is entered: itself, and the halves of a VAE."""
+    module = component.module
+    children = module.children() if component.role == "vae" else ()
+    return [module, *(child for child in children if tensors_of(child, component.skip))]
+
+
+def _said(size: RequestSize) -> dict[str, int]:
+    """What a size says."""
+    return {name: value for name, value in vars(size).items() if value is not None}
+
+
+def asked_size(arguments: Mapping[str, Any]) -> RequestSize:
+    """The size that a pipeline is called for, as far as its arguments say."""
+    found = {name: arguments.get(given) for name, given in _SIZE_ARGUMENTS.items()}
+    each = next((arguments[name] for name in BATCHES if isinstance(arguments.get(name), int)), 1)
+    prompt = arguments.get("prompt")
+    found["batch"] = each * len(prompt) if isinstance(prompt, (list, tuple)) else each
+    return RequestSize(**{name: value if type(value) is int and value > 0 else None for name, value in found.items()})
 
 
 class _FormHook(ModelHook):

@@ -27,7 +27,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..core.errors import ModelError
-from ..core.nested import version
 from ..hooks import current_run
 from .coding import Coded, Form
 from .host import new_chunk
@@ -36,14 +35,17 @@ from .weights import LEAST_PIECE, Piece, flat_bytes
 
 _FEW, _MORE = 32, 256
 """Bytes of a weight that are looked at each time, and once a run. Those of a file that is mapped are read for it."""
-_RESIDUES = 262_147
+_RESIDUES = 1_048_573
 """Checksums tell words apart by their position modulo this: a prime, so that rows that are swapped show."""
 _OURS = {"format": "samovar coded weights"}
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed, as far as torch counts; not at all for one that was made in inference mode."""
-    return version(tensor) or 0
+    try:
+        return tensor._version
+    except RuntimeError:  # `is_inference` does not tell of a buffer that only took such data.
+        return 0
 
 
 class Samples:
@@ -61,24 +63,27 @@ class Samples:
         return [part.tobytes() for part in self._looked_at[is_new_run]] == self._seen[is_new_run]
 
 
-class CodedCopy:
-    """What crosses the bus in place of a piece."""
+class Copy:
+    """What crosses the bus in place of a piece: coded, or without a form as it is, shared with other processes."""
 
-    def __init__(self, truth: torch.Tensor, tensors: tuple[torch.Tensor, ...], coded: Coded) -> None:
-        self.form, self.data = coded
-        self._truth, self._tensors = truth, tensors
-        self._samples = Samples([truth], _MORE)
+    def __init__(
+        self, memories: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], form: Form | None, data: torch.Tensor
+    ) -> None:
+        """`memories`: the bytes that it is a copy of."""
+        self.form, self.data = form, data
+        self._memories, self._tensors = memories, tensors
+        self._samples = Samples(memories, _MORE)
         self._versions: list[int] | None = list(map(version_of, tensors))
         self._last_run: weakref.ref[Any] | None = None
 
     @property
     def address(self) -> int:
         """Where the weight is."""
-        return self._truth.data_ptr()
+        return self._memories[0].data_ptr()
 
     def is_of(self, truth: torch.Tensor) -> bool:
         """Whether it is a copy of these bytes, as they are now."""
-        return self.address == truth.data_ptr() and self._truth.numel() == truth.numel() and self.is_fresh()
+        return self.address == truth.data_ptr() and self._memories[0].numel() == truth.numel() and self.is_fresh()
 
     def is_fresh(self) -> bool:
         """Whether the weight is as it was, as far as counts and samples tell."""
@@ -90,17 +95,12 @@ class CodedCopy:
             self.expire()
         return self._versions == list(map(version_of, self._tensors))
 
-    def renewed(self, stage: Stage) -> CodedCopy | None:
-        """A copy of the weight as it is now; None if coding gains too little."""
-        coded = _coded(self._truth, stage)
-        return None if coded is None else CodedCopy(self._truth, self._tensors, coded)
-
     def expire(self) -> None:
         """The weight has changed."""
         self._versions = None
 
 
-def code(piece: Piece, stage: Stage, known: CodedCopy | None, file: CodedFile | None) -> CodedCopy | None:
+def code(piece: Piece, stage: Stage, known: Copy | None, file: CodedFile | None) -> Copy | None:
     """The coded copy of a piece: the known one, if it still is that, or the file's. None if coding gains too little."""
     span = piece.spans[0][0]
     truth = flat_bytes(span)
@@ -115,7 +115,7 @@ def code(piece: Piece, stage: Stage, known: CodedCopy | None, file: CodedFile | 
         coded = _coded(truth, stage)
         if coded is not None and file is not None:
             file.put(key, coded.data)
-    return None if coded is None else CodedCopy(truth, span.tensors, coded)
+    return None if coded is None else Copy([truth], span.tensors, *coded)
 
 
 def _coded(truth: torch.Tensor, stage: Stage) -> Coded | None:
@@ -139,7 +139,7 @@ def hash_of(data: torch.Tensor) -> str:
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """A number on the same device that tells whether bytes have changed.
+    """A number on the same device that tells whether bytes have changed. It takes 24 MiB beside them at most.
 
     Words have half the bits of the sum, so that each bit of them counts: the highest bit of a sum is the same after any
     two changes of it.
@@ -147,12 +147,10 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     if data.storage_offset() % 4 or data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     words = data.view(torch.int32)
-    columns = max(min(words.numel(), _RESIDUES), 1)
-    rows = words.numel() // columns
-    sums = words[: rows * columns].view(rows, columns).sum(0, dtype=torch.int64)
-    rest = words[rows * columns :]
-    sums[: rest.numel()] += rest
-    weights = torch.arange(1, 2 * columns, 2, device=words.device) * -7046029254386353131
+    sums = torch.zeros(max(min(words.numel(), _RESIDUES), 1), dtype=torch.int64, device=data.device)
+    for part in torch.split(words, sums.numel()):  # To sum them at once, torch would make a copy twice as large.
+        sums[: part.numel()] += part
+    weights = torch.arange(1, 2 * sums.numel(), 2, device=words.device) * -7046029254386353131
     return (sums * weights).sum()
 
 

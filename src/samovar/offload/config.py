@@ -41,9 +41,11 @@ def _read_device(device: Any) -> Any:
 
 
 def _read_activations(value: Any) -> Any:
-    for size in value.values() if isinstance(value, Mapping) else [value]:
-        parse_bytes(size, "activations")
-    return value
+    if not isinstance(value, Mapping):
+        return parse_bytes(value, "activations")
+    # Measured ones may be a few bytes, which are no slip of the pen.
+    return {name: size if type(size) is int and size >= 0 else parse_bytes(size, "activations")
+            for name, size in value.items()}  # fmt: skip
 
 
 _FOLDER = FOLDER._replace(expected="a folder. Make it, on a disk with room for the weights")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from .files import READERS, SLICE, Files, ModelFile, Unpinned
+from .files import READERS, SLICE, Files, Unpinned
 from .shared import shared_copy
 from .sizes import format_bytes
 from .staging import Stage
@@ -134,15 +134,11 @@ class HostMemory:
         self._stage.stats.shared_bytes += source.num_bytes
         return copy
 
-    def files_of(self, spans: Iterable[Span]) -> list[ModelFile]:
-        """The files that some spans are mapped from."""
-        found = [source.file for span in spans if (source := self._files.find(span)).file is not None]
-        return list({id(file): file for file in found if file is not None}.values())
-
     def anonymous_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of these tensors that are in memory alone, and in no file."""
-        sources = map(self._files.find, spans_of(tensors))
-        return sum(source.num_bytes for source in sources if source.file is None)
+        """Bytes of these tensors that are in memory alone, and in no file; more than there are if all of them are."""
+        sources = list(map(self._files.find, spans_of(tensors)))
+        is_in_files = any(source.file is not None for source in sources)
+        return sum(source.num_bytes for source in sources if source.file is None) if is_in_files else sys.maxsize
 
     def release(self, sources: Iterable[torch.Tensor | Unpinned], used: Iterable[torch.Tensor | Unpinned] = ()) -> None:
         """Unpin the chunks that hold these bytes, which nobody needs any more, but for those that are `used`."""
@@ -151,8 +147,9 @@ class HostMemory:
             chunks.pop(id(_chunk_of(source)), None)
         starts = [start for chunk in chunks.values() if (start := _whole(chunk).data_ptr()) in self._pinned]
         if starts:
-            self._stage.stats.pinned_bytes -= sum(self._pinned[start].nbytes() for start in starts)
-            _unpin(self._stage, {start: self._pinned.pop(start) for start in starts})
+            gone = {start: self._pinned.pop(start) for start in starts}
+            self._stage.stats.pinned_bytes -= _sum(gone.values())
+            _unpin(self._stage, gone)
 
     def follow(self, tiers: TierPlan, *, shares: bool) -> None:
         """Provide the buffers that what is not pinned passes through."""
@@ -166,7 +163,8 @@ class HostMemory:
             self._stage.pass_through(self._buffers)
 
     def _move(self, span: Span, target: torch.Tensor) -> None:
-        for file in self.files_of([span]):
+        file = self._files.find(span).file
+        if file is not None:
             file.check()
         move(span, _own_storage(target[: span.num_bytes]) if span.num_bytes else target[:0])
         self._untrimmed_bytes += span.num_bytes
@@ -176,13 +174,10 @@ class HostMemory:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
         memories = [source for source in sources if isinstance(source, torch.Tensor) and not _is_pinned(source)]
         found = [_whole(held) for memory in memories if (held := _chunk_of(memory)) is not None]
-        chunks = {chunk.data_ptr(): chunk.untyped_storage() for chunk in found}
-        wanted = [chunk for start, chunk in chunks.items() if start not in self._pinned]
-        left = float("inf")
-        if self.limit_bytes is not None:
-            left = self.limit_bytes - sum(chunk.nbytes() for chunk in self._pinned.values())
+        wanted = {chunk.data_ptr(): chunk.untyped_storage() for chunk in found if chunk.data_ptr() not in self._pinned}
+        left = float("inf") if self.limit_bytes is None else self.limit_bytes - _sum(self._pinned.values())
         allowed = []
-        for chunk in wanted:
+        for chunk in wanted.values():
             if chunk.nbytes() <= left:
                 allowed.append(chunk)
                 left -= chunk.nbytes()
@@ -190,9 +185,8 @@ class HostMemory:
             problems = list(threads.map(lambda c: self._stage.register(c.data_ptr(), c.nbytes()), allowed))
         done = {c.data_ptr(): c for c, problem in zip(allowed, problems, strict=True) if problem is None}
         self._pinned.update(done)
-        pinned_bytes = sum(chunk.nbytes() for chunk in done.values())
-        pageable_bytes = sum(chunk.nbytes() for chunk in wanted) - pinned_bytes
-        self._stage.stats.pinned_bytes += pinned_bytes
+        pageable_bytes = _sum(wanted.values()) - _sum(done.values())
+        self._stage.stats.pinned_bytes += _sum(done.values())
         self._stage.stats.pageable_bytes += pageable_bytes
         if pageable_bytes:
             problem = next((problem for problem in problems if problem), None)
@@ -219,6 +213,10 @@ def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
     for start in pinned:
         stage.unregister(start)
     pinned.clear()
+
+
+def _sum(chunks: Iterable[torch.UntypedStorage]) -> int:
+    return sum(chunk.nbytes() for chunk in chunks)
 
 
 def _chunk_of(source: torch.Tensor | Unpinned) -> mmap.mmap | None:

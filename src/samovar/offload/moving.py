@@ -1,8 +1,9 @@
-"""When do a component's weights come and go? Hooks load them when it is called.
+"""Weights that come and go: hooks load them when a component is called, and make room for it.
 
 A component has many entry points: `forward`, but also `decode`, `encode`, `get_text_features` or `generate`, and a
 pipeline may even call one of its layers. So there are hooks on the component, on each of its blocks, and on every other
-module in it that holds weights. The first one called loads the component, and unloads those that take turns with it.
+module in it that holds weights. The first one called begins the component's phase: others leave as far as it needs
+room, and what is missing of it is loaded.
 
 The hook of a streamed block brings its weights in for the call. Between calls they are on the host, so `state_dict`,
 adapters and everything else that looks at them outside a call sees the one true copy. A block that is bypassed, by a
@@ -47,15 +48,18 @@ class OffloadedComponent:
         self.whole = self.component = component
         """`component` is without its time-only layers, if they are computed ahead."""
         self.stage, self.lock = stage, lock
-        self._has_copies = self.is_loaded = self._is_pinned = self._is_coded = self._in_groups = False
         self.ring: Ring | None = None
         self.others: Sequence[OffloadedComponent] = ()
-        """Components that are unloaded before this one is loaded."""
-        self.displaced: Sequence[OffloadedComponent] = ()
-        """Components that are unloaded when this one is called, although it stays on the device: a VAE needs their
-        room to decode."""
-        self.may_leave = False
-        """Whether it may be unloaded when one of its parts is called."""
+        """Components that leave when this one needs room, the one that is needed last first."""
+        self.has_neighbours = False
+        """Whether one of its parts may be called while it is not loaded, or has no room."""
+        self.held_bytes = 0
+        """Device memory of its weights, if they have a host copy."""
+        self.is_loaded = False
+        self._is_moving = False
+        """Whether weights are coming or going, or an interrupt cut that off."""
+        self._is_pinned = self._is_coded = self._in_groups = False
+        self._beside_bytes = 0
         self._host = host
         self._last_run: weakref.ref[Run] | None = None
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
@@ -72,8 +76,6 @@ class OffloadedComponent:
         }
         self._groups = [rest, *self.blocks.values()]
         self._kept: list[WeightGroup] = []
-        self._checksums: torch.Tensor | None = None
-        """Of what is kept, as it was loaded."""
 
     def _skipped(self) -> frozenset[int]:
         return self.component.skip
@@ -87,8 +89,8 @@ class OffloadedComponent:
     def follow(self, plan: ComponentPlan, tiers: TierPlan, *, cache: Path | None = None) -> None:
         """Decide what stays while the component is loaded and what streams, and pin it unless it is resident or in
         another tier. `cache` is a folder that keeps what was coded."""
-        assert not self.is_loaded
-        self._is_coded, self._in_groups = plan.is_coded, plan.in_groups
+        assert not self.held_bytes
+        self._is_coded, self._in_groups, self._beside_bytes = plan.is_coded, plan.in_groups, plan.beside_bytes
         file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         if plan.placement != "resident":
@@ -114,68 +116,105 @@ class OffloadedComponent:
             has_next_pass = lambda: is_repeated and current_run() is not None  # noqa: E731
             self.ring = Ring(self.stage, plan.ring_bytes, streamed, has_next_pass=has_next_pass)
 
-    def make_room(self) -> None:
-        """Have those leave that are in the way of this one, and torch's allocator give their memory back: which
-        kernels compute a convolution depends on how much is free."""
-        away = [other for other in self.displaced if other.is_loaded]
-        for other in away:
-            other.unload()
-        if away:
+    def enter(self) -> None:
+        """It is called: have others leave that are in its way, and load what is missing.
+
+        What torch's allocator holds in reserve for those that leave is given back: which kernels compute a convolution
+        depends on how much is free.
+        """
+        excess = sum(other.held_bytes for other in self.others) - self._beside_bytes
+        if excess > 0:
+            for other in self.others:
+                excess -= other.shrink(max(excess, 0))
             self.stage.release_unused()
+        if not self.is_loaded:
+            for other in self.others if self.ring is not None else ():
+                other.close_ring()  # There is one area where compressed weights arrive.
+            self.load()
 
     def load(self) -> None:
-        """Bring in what stays while it is loaded, and allocate the ring. If that fails, everything is off again."""
+        """Bring in what is missing of what stays while it is loaded, and allocate the ring. If that fails, everything
+        is off again."""
         if self.is_loaded:
             return
-        for other in (self, *self.others):  # Itself, if an interrupt came when it was unloaded.
-            other.unload()
-        self._has_copies = True
+        if self._is_moving:
+            self.unload()
+        self._is_moving = True
         try:
-            for group in self._kept:
+            missing = [group for group in self._kept if not group.is_loaded]
+            for group in missing:
                 group.prepare()
             copies = [copy.data.numel() for group in self._groups for copy in group.copies if copy is not None]
-            self.stage.open_area(max(copies, default=0))
-            self.stage.in_groups = self._in_groups
-            for group in self._kept:
+            if self.ring is not None and self.ring.memory is None:
+                if self._is_coded:
+                    self.stage.open_area(max(copies, default=0))
+                self.stage.in_groups = self._in_groups
+            for group in missing:
                 group.load()
             if self.ring is not None:
                 self.ring.open()
             self.stage.compute_waits(self.stage.mark_copied())
-            self._checksums = self._read_checksums()
+            for group in missing if self._is_pinned else ():
+                group.note_loaded()
         except BaseException:
-            self._drop_copies()
+            self.unload()
             raise
-        self.is_loaded = True
+        self._count_held()
+        self._is_moving, self.is_loaded = False, True
         if self._is_pinned:
-            self.stage.stats.component_loads[self.component.name] += 1
+            self.stage.stats.component_loads[self.component.name] += bool(missing)
+
+    def _count_held(self) -> None:
+        ring = 0 if self.ring is None or self.ring.memory is None else self.ring.memory.flat.numel()
+        kept = sum(group.held_bytes for group in self._kept) if self._is_pinned else 0
+        self.held_bytes = kept + ring + (self.stage.area_bytes if ring and self._is_coded else 0)
 
     def unload(self) -> None:
         """Drop the device copies. Nothing is copied back but what was changed on the device."""
-        if self.is_loaded:
-            before, now = self._checksums, self._read_checksums()
-            if before is not None and now is not None:
-                for group, is_changed in zip(self._kept, (before != now).tolist(), strict=True):
-                    if is_changed:
-                        group.keep_changes()
-            self.is_loaded = False
-        if self._has_copies:
-            self._drop_copies()
+        self.shrink(None)
 
-    def _read_checksums(self) -> torch.Tensor | None:
-        kept = self._kept if self._is_pinned else ()
-        return torch.stack([group.checksum() for group in kept]) if kept else None
-
-    def _drop_copies(self) -> None:
-        for group in self._groups:
-            group.use_host()  # If its call is not over.
-            group.forget_views()
-        if self.ring is not None:
-            self.ring.close()
-        for group in self._kept:
+    def shrink(self, num_bytes: int | None) -> int:
+        """Drop the ring and as many device copies, from the last one on, as free so many bytes; None for all. How many
+        bytes that has freed."""
+        loaded = [group for group in self._kept if group.is_loaded]
+        leaving, left = [], num_bytes
+        ring = 0 if self.ring is None or self.ring.memory is None else self.ring.memory.flat.numel()
+        for group in reversed(loaded):
+            if left is None or left > ring:
+                leaving.append(group)
+                left = None if left is None else left - group.held_bytes
+        before = self.held_bytes
+        self.close_ring()
+        self._keep_changes(leaving)
+        self._is_moving, self.is_loaded = True, False
+        for group in leaving:
             group.unload()
-        if self._is_coded:
-            self.stage.close_area()
-        self._has_copies = False
+        self._count_held()
+        self._is_moving = False
+        return before - self.held_bytes
+
+    def close_ring(self) -> None:
+        """Free the ring and the area where compressed weights arrive."""
+        if self.ring is not None:
+            self.is_loaded = False
+            for group in self._groups:
+                group.use_host()  # If its call is not over.
+                group.forget_views()
+            has_area = self._is_coded and self.ring.memory is not None
+            self.ring.close()
+            if has_area:
+                self.stage.close_area()
+            self._count_held()
+
+    def _keep_changes(self, groups: Sequence[WeightGroup]) -> None:
+        """Copy back what was changed on the device, in one wait for all."""
+        known = [(group, group.loaded_sum) for group in groups if group.loaded_sum is not None]
+        if known:
+            before = torch.stack([loaded_sum for _, loaded_sum in known])
+            is_changed = before != torch.stack([group.checksum() for group, _ in known])
+            for (group, _), is_other in zip(known, is_changed.tolist(), strict=True):
+                if is_other:
+                    group.keep_changes()
 
     def restore(self) -> None:
         """Put the weights where they were before."""
@@ -193,9 +232,11 @@ class OffloadedComponent:
 
     def refresh(self) -> None:
         """Reload weights that stay on the device if an adapter, or anybody else, has changed them."""
-        if self.is_loaded and not all(group.is_current() for group in self._kept):
+        if not all(group.is_current() for group in self._kept if group.is_loaded):
+            was_loaded = self.is_loaded
             self.unload()
-            self.load()
+            if was_loaded:
+                self.load()
 
     def begin_pass(self) -> None:
         """The component is called. Weights sent ahead in another run may be out of date."""
@@ -235,9 +276,7 @@ class LoadHook(ModelHook):
                     "was about to call it. Wait for running calls to end before you do so."
                 )
             self._stage.begin_call()
-            self._component.make_room()
-            if not self._component.is_loaded:
-                self._component.load()
+            self._component.enter()
             return self._begin(args, kwargs)
         except BaseException:
             try:
@@ -311,7 +350,7 @@ class StreamHook(LoadHook):
 def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tuple[torch.nn.Module, ModelHook]]:
     """The hooks of a component, with the modules that they go on."""
     component = offloaded.component
-    parts_load = offloaded.may_leave or offloaded.displaced
+    parts_load = offloaded.has_neighbours
     yield component.module, PassHook(offloaded)
     for path, block in component.blocks.items():
         if path in plan.streamed and offloaded.ring is not None:

@@ -1,7 +1,10 @@
-"""Which components stay on the device, which take turns, and which stream? Decided from sizes alone.
+"""Phases of a run, each within the whole budget: what stays on the device, what leaves in between, what streams.
 
-Nothing is moved and no device is used: sizes, memory, bus speed and compute times go in, a plan with its expected peak
-and time comes out.
+Nothing is moved and no device is used: sizes, memory, bus speed and compute times go in, a plan with its expected peaks
+and times comes out.
+
+Encoding, denoising and decoding come one after the other, so each has the whole budget. What is loaded for one phase
+leaves in the next as far as that one needs room, and no further.
 """
 
 from __future__ import annotations
@@ -19,14 +22,17 @@ from .sizes import ComponentSize, format_bytes
 from .streaming import Streaming, Timing, choose_streaming, least_bytes
 
 Placement = Literal["resident", "turns", "streams"]
+PHASES = {"encoder": "encode", "denoiser": "denoise", "vae": "decode"}
+"""By role, in the order of a run. Anything else is used all the time."""
 
 _WORTH_CODING = 0.97
 """Weights are compressed if that takes a forward below this share of its time: it takes seconds to set up."""
 _BUSY_BUS, _BUSY_BUS_LATE = 0.95, 0.5
 """Or if the bus were busy for more than this share of it; the second where the host has no time to spare, so that
 copies begin late."""
-ASSUMED_ACTIVATIONS = 2**30
-"""Bytes that a component is assumed to need beside its weights until they are measured."""
+_WORKSPACE = 1.0
+"""What the convolutions of a VAE take beside its activations if they may choose freely, as a share of these: cuDNN took
+1.7 GiB beside 1.9 GiB for FLUX.1 at 1024 px."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class ComponentPlan:
     device_bytes: int
     """Device memory it takes while loaded, including its ring."""
     activation_bytes: int
+    """What it needs beside its weights while it is called; 0 if that is unknown."""
     num_blocks: int
     streamed: frozenset[str]
     """Paths of the blocks that stream."""
@@ -60,6 +67,14 @@ class ComponentPlan:
     """Memory of its graphs, where its forwards are recorded; always taken."""
     in_groups: bool = False
     """Whether compressed weights are sent several at a time, because the host has no time to spare."""
+    is_measured: bool = True
+    """Whether it is known what it needs beside its weights; if not, the first run shows it."""
+    beside_bytes: int = 0
+    """Device memory that others which are not resident may keep while it is called."""
+    peak_bytes: int = 0
+    """Expected peak of device memory while it is called."""
+    note: str = ""
+    """What its phase does otherwise than on an empty card."""
 
     def _row(self) -> tuple[str, ...]:
         how = {"resident": "stays", "turns": "is loaded when it is called"}.get(self.placement) or (
@@ -72,6 +87,20 @@ class ComponentPlan:
         if self.graph_bytes:
             how += f"; {format_bytes(self.graph_bytes)} more for graphs"
         return self.name, self.class_name, format_bytes(self.num_bytes), format_bytes(self.device_bytes), how
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run that has the whole budget."""
+
+    name: str
+    components: tuple[str, ...]
+    peak_bytes: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.name}: {', '.join(self.components)}, at most {format_bytes(self.peak_bytes)}{note}"
 
 
 @dataclass(frozen=True)
@@ -93,8 +122,25 @@ class OffloadPlan:
 
     @property
     def take_turns(self) -> bool:
-        """Whether components that are not resident unload each other."""
+        """Whether components that are not resident may be in one another's way."""
         return sum(component.placement != "resident" for component in self.components) > 1
+
+    @property
+    def other_kernels(self) -> bool:
+        """Whether a VAE has less room than it takes on an empty card."""
+        return any(component.note for component in self.components)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of a run, each with its peak."""
+        found = []
+        for role, name in PHASES.items():
+            parts = [component for component in self.components if component.role == role]
+            if parts:
+                notes = dict.fromkeys(part.note for part in parts if part.note)
+                peak = max(part.peak_bytes for part in parts)
+                found.append(Phase(name, tuple(part.name for part in parts), peak, "; ".join(notes)))
+        return tuple(found)
 
     @property
     def slow_down(self) -> float | None:
@@ -114,13 +160,15 @@ class OffloadPlan:
         for component in plain["components"]:
             component["streamed"] = sorted(component["streamed"])
         derived = ("take_turns", "slow_down", "offloads_anything")
-        return plain | {name: getattr(self, name) for name in derived}
+        phases = [asdict(phase) for phase in self.phases]
+        return plain | {name: getattr(self, name) for name in derived} | {"phases": phases}
 
     def __str__(self) -> str:
         rows = [("component", "class", "weights", "on the device", "how"), *(c._row() for c in self.components)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", self._summary(), *(f"Note: {note}." for note in self.notes)])
+        phases = [f"  {phase}" for phase in self.phases] if len(self.phases) > 1 else []
+        return "\n".join([*lines, "", self._summary(), *phases, *(f"Note: {note}." for note in self.notes)])
 
     def _summary(self) -> str:
         budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
@@ -142,7 +190,7 @@ class OffloadPlan:
 def plan_offload(
     sizes: Sequence[ComponentSize], config: OffloadConfig, activations: Activations | None = None
 ) -> OffloadPlan:
-    """Place each component so that everything stays within the budget and takes the least time.
+    """Place each component so that every phase stays within the budget and takes the least time.
 
     "auto" offloads as little as it must. "model" lets denoisers and encoders take turns; "layerwise" streams their
     blocks, or with a budget as few of them as it allows. `activations`: those that `config` does not give.
@@ -165,125 +213,132 @@ class _Planner:
     """The choices for some sizes and a budget."""
 
     def __init__(self, sizes: tuple[ComponentSize, ...], config: OffloadConfig, known: Activations | None) -> None:
-        self.sizes, self.config, self._known = sizes, config, known
-        self._ahead = tuple(size.ahead or size for size in sizes)
+        self.sizes, self.config = sizes, config
         self.timing = config.timing or Timing()
         self.budget = parse_bytes(config.gpu_memory, "gpu_memory")
-        self.activations = self._read_activations()
-        self._use(sizes)
+        self.notes: tuple[str, ...] = ()
+        self.unknown: frozenset[str] = frozenset()
+        """Components of which nobody knows what they need beside their weights."""
+        self.activations = self._read_activations(known or Activations({}, ""))
 
-    def _use(self, sizes: tuple[ComponentSize, ...]) -> None:
-        self.sizes = sizes
-        movers = [size for size in sizes if size.role in ("denoiser", "encoder") and size.num_bytes]
-        everyone = [*movers, *(size for size in sizes if size.role == "vae" and size.num_bytes)]
-        self.movers, self.everyone = movers, everyone
-        for size in sizes:
-            self.activations[size.name] = max(self.activations[size.name], size.ahead_room if self.budget else 0)
-
-    def _read_activations(self) -> dict[str, int]:
+    def _read_activations(self, seen: Activations) -> dict[str, int]:
         given, names = self.config.activations, [size.name for size in self.sizes]
         by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
         check_names(by_name, names, "a component of this pipeline (in activations)", param="activations")
-        computing = [size.name for size in self.sizes if size.role != "resident"]
-        needs = dict.fromkeys(names, 0) | {n: parse_bytes(by_name.get(n), "activations") or 0 for n in computing}
-        unknown = [n for n in computing if by_name.get(n) is None and self.budget is not None]
-        known = self._known.by_name if self._known is not None else {}
-        assumed = [name for name in unknown if name not in known]
-        self._notes = (self._known.note,) if self._known is not None and len(assumed) < len(unknown) else ()
-        if assumed:
-            which = "per component" if len(assumed) == len(computing) else f"for {', '.join(assumed)}"
-            why = f" ({self._known.problem})" if self._known is not None and self._known.problem else ""
-            note = f"activations are assumed to be {format_bytes(ASSUMED_ACTIVATIONS)} {which}{why}"
-            self._notes = (*self._notes, note)
-        stay = {n: known[n] for n in names if n in known and n not in computing and self.budget is not None}
-        return needs | stay | {name: known.get(name, ASSUMED_ACTIVATIONS) for name in unknown}
+        said = {name: int(size) for name, size in by_name.items() if size is not None}
+        if self.budget is None:
+            return said
+        seen_of = {name: num_bytes for name, num_bytes in seen.by_name.items() if name in names}
+        self.unknown = frozenset(size.name for size in self.sizes if size.role in PHASES) - {*seen_of, *said}
+        self.notes = (seen.note,) if seen.note and seen_of.keys() - said.keys() else ()
+        if self.unknown:
+            why = f" ({seen.problem})" if seen.problem else ""
+            what = f"what {', '.join(n for n in names if n in self.unknown)} needs beside its weights is not known"
+            note = f"{what}{why}: the first run measures it, and keeps as little else on the device as it can"
+            self.notes = (*self.notes, note)
+        return seen_of | said
 
     def plan(self) -> OffloadPlan:
-        mode = self.config.mode
-        choices = {True: [self._ahead], False: [self.sizes], None: [self.sizes, self._ahead]}
-        for sizes in choices[self.config.precompute]:
+        whole, config = self.sizes, self.config
+        ahead = tuple(size.ahead or size for size in whole)
+        choices = {True: [ahead], False: [whole], None: [whole, ahead]}[config.precompute]
+        fitting = []
+        for sizes in choices:
             self._use(sizes)
-            resident = self._try([], {}) if self.budget is not None else None
-            if resident is not None:
+            resident = self._made((), {})
+            if self.budget is not None and not self.unknown and resident.peak_bytes <= self.budget:
+                fitting.append(resident)
+        for resident in fitting:
+            if not resident.other_kernels:
                 return resident
-        if mode == "auto" and self.budget is None:
+        if config.mode == "auto" and self.budget is None:
             raise SettingError('mode="auto" needs a budget, such as gpu_memory="12GiB".', param="gpu_memory")
         self._check_mode()
-        if mode == "layerwise" and self.budget is None:
-            streams = {s.name: choice for s in self.movers if (choice := self._choose(s, None))}
-            plan = self._try(self.movers, streams)
-            assert plan is not None, "nothing is refused without a budget"
-            return plan
-        for takers in (self.movers, self.everyone):
-            whole = self._try(takers, {}) if len(takers) > 1 else None
-            if whole is not None:
-                return whole
-        return self._stream() if mode != "model" else self._refuse(lambda size: size.num_bytes)
+        if self.budget is not None:
+            streams = {taker.name: choice for taker in self.takers if (choice := self._fitted(taker))}
+            plan = self._made(self.takers, streams)
+            return fitting[0] if fitting and plan.other_kernels else plan
+        return self._unlimited()
+
+    def _unlimited(self) -> OffloadPlan:
+        """As much off the device as the mode says."""
+        movers = [size for size in self.takers if size.role != "vae"]
+        if self.config.mode == "layerwise":
+            return self._made(movers, {s.name: choice for s in movers if (choice := self._choose(s, None))})
+        return self._made(movers if len(movers) > 1 else self.takers, {})
+
+    def _use(self, sizes: tuple[ComponentSize, ...]) -> None:
+        self.sizes = sizes
+        self.takers = [size for size in sizes if size.role in PHASES and size.num_bytes]
+        self.always = sum(size.num_bytes for size in sizes if size not in self.takers)
+        self.graphs = sum(self._graph_bytes(size) for size in sizes)
+        for size in sizes if self.budget is not None else ():
+            if size.ahead_room and size.name not in self.unknown:
+                self.activations[size.name] = max(self.activations.get(size.name, 0), size.ahead_room)
+        # What is used all the time runs beside the others, and may need more than they do.
+        self.least = max((self.activations.get(size.name, 0) for size in sizes if size.role not in PHASES), default=0)
 
     def _check_mode(self) -> None:
         found = ", ".join(f"{size.name} ({size.role}, {size.class_name})" for size in self.sizes)
-        if self.config.mode == "model" and len(self.everyone) < 2:
+        if self.config.mode == "model" and len(self.takers) < 2:
             raise ModelError(
                 f"Nothing can take turns on the device: a denoiser and an encoder are needed, and {found} was found. "
                 'Stream its blocks instead: mode="layerwise".'
             )
-        if self.config.mode == "layerwise" and not any(size.blocks for size in self.movers):
+        if self.config.mode == "layerwise" and not any(size.blocks for size in self.takers):
             raise ModelError(
                 f"No blocks to stream were found in {found}. Denoisers and encoders need lists of repeated blocks with "
                 'attention. Declare yours with register_declaration, or use mode="model".'
             )
 
-    def _stream(self) -> OffloadPlan:
-        """Stream the components that do not fit alone."""
-        found = []
-        for takers in (self.movers, self.everyone):
-            rooms = {taker.name: self._room(taker, takers) for taker in takers}
-            streams = {
-                taker.name: choice
-                for taker in takers
-                if taker.num_bytes > rooms[taker.name] and (choice := self._choose(taker, rooms[taker.name]))
-            }
-            plan = self._try(takers, streams)
-            if plan is not None:
-                found.append((self._seconds(streams), len(takers), plan))
-        return min(found, key=lambda item: item[:2])[2] if found else self._refuse(least_bytes)
+    def _need(self, size: ComponentSize) -> int:
+        return max(self.activations.get(size.name, 0), self.least)
+
+    def _fitted(self, taker: ComponentSize) -> Streaming | None:
+        """How a component streams in the room that its phase has; None if it fits as a whole."""
+        room = (self.budget or 0) - self.always - self.graphs - self._need(taker)
+        may_stream = self.config.mode != "model" and bool(taker.blocks)
+        if taker.name in self.unknown and may_stream:
+            room = min(room, least_bytes(taker))
+        if taker.num_bytes <= room:
+            return None
+        choice = self._choose(taker, room) if may_stream else None
+        return choice or self._refuse(least_bytes if self.config.mode != "model" else lambda size: size.num_bytes)
 
     def _choose(self, size: ComponentSize, room: int | None) -> Streaming | None:
         """The best way to stream a component, with compressed weights if that saves time."""
-        plain = choose_streaming(size.uncoded(), room, self.timing) if self.config.compress != "lossless" else None
+        plain = choose_streaming(size.uncoded(), room, self.timing)
         coded = choose_streaming(size, room, self.timing) if self.config.compress != "none" else None
-        if plain is None or coded is None:
-            return plain or coded
+        if plain is None or coded is None or self.config.compress == "lossless":
+            return coded or plain
         bus_s = sum(block.num_bytes for block in size.blocks if block.path in plain.streamed) / self.timing.bus_bytes_s
         busy = _BUSY_BUS_LATE if self.timing.is_host_bound(size) else _BUSY_BUS
         is_worth_it = coded.forward_s < _WORTH_CODING * plain.forward_s or bus_s > busy * plain.forward_s
         return coded if is_worth_it else plain
 
-    def _seconds(self, streams: Mapping[str, Streaming]) -> float:
-        """Time of the streaming components, each weighted by how often it computes."""
-        denoisers = {size.name for size in self.sizes if size.role == "denoiser"}
-        computed = 1 - self.config.skipped
-        return sum(s.forward_s * (computed if name in denoisers else 1) for name, s in streams.items())
+    def _made(self, takers: Sequence[ComponentSize], streams: Mapping[str, Streaming]) -> OffloadPlan:
+        """The plan in which `takers` come and go, and some of them stream."""
+        placed = [self._place(size, size in takers, streams.get(size.name)) for size in self.sizes]
+        staying = self.graphs + sum(plan.device_bytes for plan in placed if plan.placement == "resident")
+        moving = sum(plan.device_bytes for plan in placed if plan.placement != "resident")
+        components = tuple(self._with_peak(plan, staying, moving) for plan in placed)
+        peak = max(plan.peak_bytes for plan in components)
+        return OffloadPlan(components, peak, self.budget, self.timing.bus_bytes_s, self.notes, self.config.skipped)
 
-    def _room(self, taker: ComponentSize, takers: Sequence[ComponentSize]) -> int:
-        """Device memory for a component that takes turns; a VAE that stays may run while it is still loaded."""
-        staying = [size for size in self.sizes if size not in takers]
-        beside = max(self.activations[size.name] for size in (taker, *staying))
-        return (self.budget or 0) - sum(size.num_bytes for size in staying) - beside
-
-    def _try(self, takers: Sequence[ComponentSize], streams: Mapping[str, Streaming]) -> OffloadPlan | None:
-        """The plan in which `takers` take turns and some of them stream; None if it is over the budget."""
-        plans = tuple(self._place(size, size in takers, streams.get(size.name)) for size in self.sizes)
-        staying = [plan for plan in plans if plan.placement == "resident"]
-        moving = [plan for plan in plans if plan.placement != "resident"]
-        largest = max((plan.device_bytes for plan in moving), default=0)
-        peaks = [plan.device_bytes + plan.activation_bytes for plan in moving]
-        peaks += [largest + plan.activation_bytes for plan in staying]
-        peak = sum(plan.device_bytes for plan in staying) + max(peaks, default=0)
-        peak += sum(plan.graph_bytes for plan in plans)
-        if self.budget is not None and peak > self.budget:
-            return None
-        return OffloadPlan(plans, peak, self.budget, self.timing.bus_bytes_s, self._notes, self.config.skipped)
+    def _with_peak(self, plan: ComponentPlan, staying: int, moving: int) -> ComponentPlan:
+        """A component with what may stay beside it, and what is on the device then."""
+        own = 0 if plan.placement == "resident" else plan.device_bytes
+        need, others = max(plan.activation_bytes, self.least), moving - own
+        if self.budget is None:
+            others, room = (0 if plan.role in PHASES else moving), 0
+        else:
+            room = self.budget - staying - own - need
+        spare = int(need * _WORKSPACE) if plan.role == "vae" else 0
+        beside = max(min(others, room - spare), 0) if plan.name not in self.unknown else 0
+        note = "the VAE decodes with other kernels, so images may differ from those of an empty card by rounding"
+        is_tight = self.budget is not None and room < spare
+        peak = staying + own + need + (beside if self.budget is not None else others)
+        return replace(plan, beside_bytes=beside, peak_bytes=peak, note=note if is_tight else "")
 
     def _place(self, size: ComponentSize, takes_turns: bool, streaming: Streaming | None) -> ComponentPlan:
         resident_s = self.timing.forward_s(size)
@@ -296,7 +351,7 @@ class _Planner:
             placement="streams" if streaming else "turns" if takes_turns else "resident",
             num_bytes=size.num_bytes + size.ahead_bytes,
             device_bytes=choice.num_bytes,
-            activation_bytes=self.activations[size.name],
+            activation_bytes=self.activations.get(size.name, 0),
             num_blocks=len(size.blocks),
             streamed=choice.streamed,
             streamed_bytes=sum(sum(block.sent) for block in streamed if block.path in choice.streamed),
@@ -307,20 +362,21 @@ class _Planner:
             is_coded=choice.area_bytes > 0,
             graph_bytes=self._graph_bytes(size) if streaming is None else 0,
             in_groups=self.timing.is_host_bound(size),
+            is_measured=size.name not in self.unknown,
         )
 
     def _graph_bytes(self, size: ComponentSize) -> int:
         """A graph computes in memory of its own, and all graphs in the same."""
-        return self.activations[size.name] if self.config.graphs and size.role == "denoiser" else 0
+        return self.activations.get(size.name, 0) if self.config.graphs and size.role == "denoiser" else 0
 
     def _refuse(self, least: Callable[[ComponentSize], int]) -> NoReturn:
-        always = sum(size.num_bytes for size in self.sizes if size.role == "resident")
-        needs = {size.name: always + least(size) + self.activations[size.name] for size in self.everyone}
-        most = max(needs, key=lambda name: needs[name])
-        weights = format_bytes(needs[most] - always - self.activations[most])
+        fixed = self.always + self.graphs
+        needs = {size.name: fixed + least(size) + self._need(size) for size in self.takers}
+        most = max(self.takers, key=lambda size: needs[size.name])
         raise SettingError(
-            f"gpu_memory={format_bytes(self.budget or 0)} is not enough: at least {format_bytes(needs[most])} is "
-            f"needed, because of {most} ({weights} of weights at a time, {format_bytes(self.activations[most])} of "
-            f"activations, {format_bytes(always)} that stays). Allow more, or generate smaller images.",
+            f"gpu_memory={format_bytes(self.budget or 0)} is not enough: at least "
+            f"{format_bytes(needs[most.name], up=True)} is needed, because of {most.name} "
+            f"({format_bytes(least(most))} of weights at a time, {format_bytes(self._need(most))} of activations, "
+            f"{format_bytes(fixed)} that stays). Allow more, or generate smaller images.",
             param="gpu_memory",
         )

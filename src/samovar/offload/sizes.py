@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,11 +21,11 @@ from .coding import expected_share
 from .weights import LEAST_PIECE, Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Bytes for people."""
+def format_bytes(num_bytes: float, *, up: bool = False) -> str:
+    """Bytes for people, to the nearest hundredth or rounded up."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size * 0.995:
-            return f"{num_bytes / size:.2f} {unit}"
+            return f"{math.ceil(num_bytes / size * 100) / 100 if up else num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} B"
 
 

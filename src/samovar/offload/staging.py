@@ -215,6 +215,10 @@ class Stage(DeviceQueues):
             self._open_area()
             self._area = _Area(memory)
 
+    @property
+    def area_bytes(self) -> int:
+        return 0 if self._area is None else self._area.memory.flat.numel()
+
     def close_area(self) -> None:
         """Free the staging area, if there is one."""
         self._send_group()
@@ -289,6 +293,11 @@ class Stage(DeviceQueues):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Peak memory in use since the last call, by anyone; our own copies on a simulated device."""
+
+    def used_bytes(self) -> int:
+        """Memory in use now, of which the next peak is counted."""
+        self.peak_bytes()
+        return self.peak_bytes()
 
     @abstractmethod
     def free_bytes(self) -> int | None:

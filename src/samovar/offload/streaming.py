@@ -83,7 +83,8 @@ class Streaming:
 
 def least_bytes(component: ComponentSize) -> int:
     """The least memory that a component can run in."""
-    return component.rest_bytes + max((least_capacity(block.pieces) for block in component.blocks), default=0)
+    streaming = component.rest_bytes + max((least_capacity(block.pieces) for block in component.blocks), default=0)
+    return min(streaming, component.num_bytes)
 
 
 def area_bytes(blocks: Iterable[BlockSize]) -> int:

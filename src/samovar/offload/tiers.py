@@ -179,15 +179,19 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
     """
     pinnable = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
     budget = pinnable if host_memory is None else float(host_memory)
-    anonymous = sum(group.anonymous_bytes for group in groups)
-    ahead = [group for group in groups if group.crossing == "ahead"]
-    whole = anonymous + sum(group.cost for group in groups if group not in ahead)
     limit = min(budget, pinnable)
+    anonymous = sum(group.anonymous_bytes for group in groups)
+    ahead = sum(group.cost for group in groups if group.crossing == "ahead")
+    whole = anonymous + sum(group.cost for group in groups) - ahead
     fits = whole <= limit
-    buffer = _buffer_bytes(groups, budget) if ahead or not fits else 0
+    is_buffered = not fits or any(group.crossing == "ahead" for group in groups)
+    buffer = _buffer_bytes(groups, budget) if is_buffered else 0
     buffers = NUM_BUFFERS * buffer
     room = budget - buffers - anonymous
-    if not fits and room < 0 and host_memory is not None:
+    if fits:
+        tiers = {use.key: use.place(0, 0) if use.crossing == "ahead" else "pinned" for use in groups}
+        used = list(groups)
+    elif room < 0 and host_memory is not None:
         raise SettingError(
             f"host_memory={format_bytes(host_memory)} is not enough: at least {format_bytes(buffers + anonymous)} is "
             f"needed, {format_bytes(anonymous)} for weights that are in memory and in no file, and "
@@ -195,24 +199,29 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
             "its weights can be read from them again.",
             param="host_memory",
         )
-    pinnable -= buffers
+    else:
+        tiers, used = _placed(groups, room, pinnable - buffers)
+    plain = frozenset(one.key for one, other in zip(groups, used, strict=True) if one.coded_bytes > other.coded_bytes)
+    held = anonymous + buffers + sum(use.cost for use in used if tiers[use.key] == "pinned")
+    return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, plain, fits and held + ahead <= limit)
+
+
+def _placed(groups: Sequence[WeightUse], room: float, pinnable: float) -> tuple[dict[Key, Tier], list[WeightUse]]:
+    """The tier of each group within some room, and the groups, some of which cannot be compressed there."""
     tiers: dict[Key, Tier] = {}
-    plain: dict[Key, WeightUse] = {}
+    used = {group.key: group for group in groups}
     # Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
     kinds = [(crossing, has_file) for crossing in get_args(Crossing) for has_file in (False, True)]
     for kind in kinds:
         for group in _evenly([g for g in groups if (g.crossing, g.file_bytes > 0) == kind], room):
-            tier = "pinned" if fits and group not in ahead else group.place(room, pinnable)
+            tier = group.place(room, pinnable)
             if tier == "pageable" and group.coded_bytes:  # There is no room for a second copy.
-                group = plain[group.key] = group._replace(coded_bytes=0)
+                group = used[group.key] = group._replace(coded_bytes=0)
                 tier = group.place(room, pinnable)
             tiers[group.key] = tier
             room -= group.cost if tier == "pinned" else 0
             pinnable -= group.pinned_bytes if tier == "pinned" else 0
-    groups = [plain.get(group.key, group) for group in groups]
-    held = anonymous + buffers + sum(group.cost for group in groups if tiers[group.key] == "pinned")
-    may_pin_all = fits and held + sum(group.cost for group in ahead) <= limit
-    return TierPlan(tiers, _parts(groups, tiers), held, host_memory, buffer, frozenset(plain), may_pin_all)
+    return tiers, list(used.values())
 
 
 def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:

@@ -418,6 +418,8 @@ class TimeLayers:
     def _check_model(self, is_new_run: bool) -> Hashable:
         """Drop what depends on weights or parts of the model that have changed. What depends on how its adapters are
         switched, which is returned, has a form of its own, and is there again when they are switched back."""
+        for group in self._groups.values():
+            group.check_files()
         loaded = loaded_adapters(self._model)
         parts = list(self._model.modules()) if is_new_run or loaded != self._loaded else self._parts
         if loaded != self._loaded or len(parts) != len(self._parts) or any(map(is_not, parts, self._parts)):

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.tensor_parts import Wrapper, bits, plainly, take_apart
-from .coded import CodedCopy, CodedFile, checksum, code, version_of
-from .coding import Form
+from .coded import CodedFile, Copy, checksum, code, version_of
 from .files import ModelFile, Unpinned
 from .host import HostMemory, move_to_host
 from .staging import Buffer, Stage
@@ -73,7 +72,7 @@ class WeightGroup:
         """The host bytes of each piece."""
         self.file: CodedFile | None = None
         """Where coded copies are looked for, and kept."""
-        self.copies: list[CodedCopy | SharedCopy | None] = []
+        self.copies: list[Copy | None] = []
         """The coded or shared copy of each piece that has one."""
         self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
         self._cast: Collection[int] = ()
@@ -84,10 +83,8 @@ class WeightGroup:
         self._wrappers: list[Wrapper] = []
         self._left: dict[int, _Place] = {}
         """By tensor id, where its data is as we left it."""
-        self._lent: list[tuple[torch.Tensor, int]] = []
-        """While a streamed block is called: each tensor's data on the device, and its count of changes before."""
-        self._lent_edits = 0
-        """`edits` before the call."""
+        self._lent: tuple[list[torch.Tensor], list[int]] | None = None
+        """While a streamed block is called: its data on the device, and the counts of changes before."""
         self._files: list[ModelFile] = []
         """Those that its weights are read from."""
         self._was: tuple[bool, Tier] = (False, "pinned")
@@ -98,6 +95,8 @@ class WeightGroup:
         """By tensor id, where in a cache line its data began before we moved it."""
         self._buffer: Buffer | None = None
         """Its own device memory, if it is loaded."""
+        self.loaded_sum: torch.Tensor | None = None
+        """The checksum of its device memory as it was loaded, on the device."""
         self._found: list[torch.Tensor] = []
         """What `find` returned when it was adopted."""
         self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -113,8 +112,7 @@ class WeightGroup:
         found = self._find()
         tensors, self._wrappers, _ = take_apart(found)
         self._return_to_host(tensors)
-        spans = spans_of(tensors)
-        pieces = lay_out(spans, in_phase=self._stage.keeps_phase)
+        pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
         before = self.wires
         with self._host.adopting():
             self._copy(pieces)
@@ -124,7 +122,8 @@ class WeightGroup:
                 else self._host.in_place(piece)
                 for piece, copy in zip(pieces, self.copies, strict=True)
             ]
-            self._files = self._host.files_of(spans_of(tensors)) if self.keeps_host else []
+        read = [source for source in self.sources if isinstance(source, Unpinned)]
+        self._files = list({part.file for source in read for _, part in source.parts if part.file is not None})
         # Tensors that were copied have new addresses, but the same order and distances.
         self._entries = [
             _Entry(tensor, tensor.data, index, offset + tensor.data_ptr() - start, (offset, span.num_bytes))
@@ -139,18 +138,20 @@ class WeightGroup:
         self._found, self._cast = found, self._find_cast()
         self._tell_wrappers()
         self.forget_views()
-        self._remember()
+        self._left = {id(tensor): _place(tensor) for tensor in self._tensors}
         self._host.release(before, self.wires)
 
     def _copy(self, pieces: Sequence[Piece]) -> None:
         """Code what gains by it, but for what is coded already; share other copies, if that is asked for."""
-        known = {copy.address: copy for copy in self.copies if isinstance(copy, CodedCopy)}
+        # Looked at here: a thread knows of no run, and looks less closely.
+        fresh = [copy for copy in self.copies if copy is not None and copy.form is not None and copy.is_fresh()]
+        known = {copy.address: copy for copy in fresh}
         self._was = self.is_coded, self.tier
         if not (self.keeps_host and self.tier == "pinned"):
             self.copies = [None] * len(pieces)
             return
 
-        def coded(piece: Piece) -> CodedCopy | None:
+        def coded(piece: Piece) -> Copy | None:
             with torch.inference_mode(False):  # It is a state of the thread.
                 return code(piece, self._stage, known.get(piece.spans[0][0].start), self.file)
 
@@ -162,10 +163,11 @@ class WeightGroup:
         with ThreadPoolExecutor(1 if self._stage.device.type == "cpu" else _THREADS) as threads:
             self.copies = list(threads.map(coded, pieces))
 
-    def _shared(self, piece: Piece) -> SharedCopy | None:
+    def _shared(self, piece: Piece) -> Copy | None:
         source = self._host.in_place(piece)
         data = self._host.share(source)
-        return None if data is None else SharedCopy(source, [t for span, _ in piece.spans for t in span.tensors], data)
+        tensors = [tensor for span, _ in piece.spans for tensor in span.tensors]
+        return None if data is None else Copy([part.memory for _, part in source.parts], tensors, None, data)
 
     @property
     def wires(self) -> list[torch.Tensor | Unpinned]:
@@ -180,19 +182,20 @@ class WeightGroup:
 
     def update(self) -> bool:
         """Take over what the model holds now, if that is not what we left it with, and say whether."""
+        is_current = self.is_current()
+        if not is_current:
+            self.adopt()
+        return not is_current
+
+    def check_files(self) -> None:
+        """Refuse files that have changed, before their pages are touched."""
         for file in self._files:
             file.check()
-        if not self._is_in_place():
-            self.adopt()
-        elif not self._is_fresh():
-            self._code_again()
-        else:
-            return False
-        return True
 
     def is_current(self) -> bool:
         """Whether the model holds what we left it with."""
-        return self._is_in_place() and self._is_fresh()
+        self.check_files()
+        return self._is_in_place() and all(copy is None or copy.is_fresh() for copy in self.copies)
 
     @plainly
     def _is_in_place(self) -> bool:
@@ -205,9 +208,6 @@ class WeightGroup:
         tensors = take_apart(found).plain
         return len(tensors) == len(left) and all(left.get(id(tensor)) == _place(tensor) for tensor in tensors)
 
-    def _is_fresh(self) -> bool:
-        return all(copy is None or copy.is_fresh() for copy in self.copies)
-
     @plainly
     def anonymous_bytes(self) -> int:
         """Bytes of it that are in memory alone, and in no file."""
@@ -215,32 +215,28 @@ class WeightGroup:
         return self._host.anonymous_bytes(ours.get(id(tensor), tensor) for tensor in take_apart(self._find()).plain)
 
     @plainly
-    def _code_again(self) -> None:
-        """Code the weights that have changed where they are."""
-        before = self.copies
-        self.copies = [
-            copy.renewed(self._stage) if isinstance(copy, CodedCopy) and not copy.is_fresh() else copy
-            for copy in before
-        ]
-        if not self._is_fresh() or [copy is None for copy in before] != [copy is None for copy in self.copies]:
-            self.adopt()  # One gains nothing any more, or is no longer what its file holds: it is pinned as it is.
-        self._host.release(copy.data for copy in before if copy is not None and copy not in self.copies)
-
-    @plainly
     def edits(self) -> int:
         """A number that changes when torch counts a change of one of the tensors."""
-        return self._edits()
+        return sum(self._versions())
 
-    def _edits(self) -> int:
-        # A change of a wrapper is counted there, and not of what it is made of.
-        return sum(_versions(self._tensors)) + sum(_versions([wrapper.tensor for wrapper in self._wrappers]))
+    def _versions(self) -> list[int]:
+        """How often each tensor was changed, as far as torch counts. A change of a wrapper is counted there, and not of
+        what it is made of."""
+        tensors = [*self._tensors, *(wrapper.tensor for wrapper in self._wrappers)]
+        try:
+            return list(map(_version, tensors))
+        except RuntimeError:  # One was made in inference mode.
+            return list(map(version_of, tensors))
 
-    @plainly
     def fingerprint(self) -> Any:
         """What the model holds, as far as a quick look tells; equal as long as nobody changes it."""
-        samples = list(map(_samples, self.sources))
-        plain = take_apart(self._find()).plain
-        return [(id(tensor), _place(tensor), version_of(tensor)) for tensor in plain], self._edits(), samples
+        memories = [
+            memory
+            for source in self.sources
+            for memory in ([source] if isinstance(source, torch.Tensor) else [part.memory for _, part in source.parts])
+        ]
+        samples = [memory[:: max(memory.numel() // _SAMPLES, 1) | 1].numpy().tobytes() for memory in memories]
+        return self._is_in_place(), self.edits(), samples
 
     def _return_to_host(self, tensors: list[torch.Tensor]) -> None:
         """Point our tensors back at the host copy; copy replaced ones to the host."""
@@ -260,9 +256,6 @@ class WeightGroup:
     def _tell_wrappers(self) -> None:
         for wrapper in self._wrappers:
             wrapper.follow()
-
-    def _remember(self) -> None:
-        self._left = {id(entry.tensor): _place(entry.tensor) for entry in self._entries}
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         return self._left.get(id(tensor)) == _place(tensor)
@@ -303,8 +296,7 @@ class WeightGroup:
             views = [memory.view(host, offsets[piece] + offset) for _, host, piece, offset, _ in self._entries]
             self._views[tuple(offsets)] = views
         # Noted before it is done: whatever interrupts this, `use_host` finds the way back.
-        self._lent_edits = self._edits()
-        self._lent = list(zip(views, _versions(self._tensors), strict=True))
+        self._lent = views, self._versions()
         _set_data(self._tensors, views)
         self._tell_wrappers()
 
@@ -315,12 +307,15 @@ class WeightGroup:
     @plainly
     def use_host(self) -> None:
         """Point the tensors at the host copy, if they are lent. What the call has changed is copied back."""
-        lent = list(zip(self._entries, self._lent, strict=False))
-        is_counted = bool(lent) and self._edits() != self._lent_edits
-        if not is_counted and all(map(torch.Tensor.is_set_to, self._tensors, (view for view, _ in self._lent))):
-            _set_data(self._tensors if lent else (), self._hosts)  # The usual case, quickly.
+        if self._lent is None:
+            return
+        views, versions = self._lent
+        is_counted = self._versions() != versions
+        lent = list(zip(self._entries, views, versions, strict=False))
+        if not is_counted and all(map(torch.Tensor.is_set_to, self._tensors, views)):
+            _set_data(self._tensors, self._hosts)  # The usual case, quickly.
             lent = []
-        for (tensor, host, piece, *_), (view, version) in lent:
+        for (tensor, host, piece, *_), view, version in lent:
             if tensor.is_set_to(host):
                 continue  # An interrupt came before it was lent, or after it was given back.
             is_set = not tensor.is_set_to(view)
@@ -337,7 +332,7 @@ class WeightGroup:
                     copy.expire()
             tensor.data = host
         self._tell_wrappers()
-        self._lent = []
+        self._lent = None
 
     @plainly
     def load(self) -> None:
@@ -360,6 +355,19 @@ class WeightGroup:
             self.sources, self.copies = [], []
             self._entries, self._tensors, self._hosts = [], [], []
 
+    @property
+    def is_loaded(self) -> bool:
+        return self._buffer is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its own device memory."""
+        return 0 if self._buffer is None else self._buffer.flat.numel()
+
+    def note_loaded(self) -> None:
+        """Everything has been sent: what differs from now on was changed on the device."""
+        self.loaded_sum = self.checksum()
+
     def checksum(self) -> torch.Tensor:
         """A number on the device that tells whether its weights were changed there: torch's count of changes, and a sum
         of the device memory, as torch does not count all. This does not wait for the device."""
@@ -378,6 +386,7 @@ class WeightGroup:
         """Drop the device copy. Weights without a host copy are copied back."""
         if self._buffer is None:
             return
+        self.loaded_sum = None
         if not self.keeps_host:
             for span in spans_of(filter(self._stage.is_here, take_apart(self._find()).plain)):
                 move_to_host(span, self._phase_before(span))
@@ -388,41 +397,8 @@ class WeightGroup:
         self._stage.free(buffer)
 
 
-class SharedCopy:
-    """What crosses the bus in place of a piece whose files several processes read."""
-
-    form: Form | None = None
-
-    def __init__(self, source: Unpinned, tensors: list[torch.Tensor], data: torch.Tensor) -> None:
-        self.data = data
-        self._source, self._tensors = source, tensors
-        self._seen = _samples(source), _versions(tensors)
-
-    def is_fresh(self) -> bool:
-        """Whether the weights are as they were, as far as a quick look tells."""
-        return self._seen == (_samples(self._source), _versions(self._tensors))
-
-    def expire(self) -> None:
-        """The weights have changed."""
-        self._seen = [], []
-
-
-def _samples(source: torch.Tensor | Unpinned) -> list[bytes]:
-    """Some bytes of each weight."""
-    memories = [source] if isinstance(source, torch.Tensor) else [part.memory for _, part in source.parts]
-    return [memory[:: max(memory.numel() // _SAMPLES, 1) | 1].numpy().tobytes() for memory in memories]
-
-
 _dtype = attrgetter("dtype")
 _version = attrgetter("_version")
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each was changed, as far as torch counts."""
-    try:
-        return list(map(_version, tensors))
-    except RuntimeError:  # One was made in inference mode.
-        return list(map(version_of, tensors))
 
 
 def _set_data(tensors: Iterable[torch.Tensor], data: Iterable[torch.Tensor]) -> None:

@@ -40,6 +40,8 @@ class Activations:
     """Why some are missing."""
     calls: Mapping[str, CallForm] = field(default_factory=dict)
     """How components are called, as far as it was seen."""
+    size: RequestSize | None = None
+    """What the pipeline made."""
 
 
 def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activations:
@@ -73,7 +75,7 @@ def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
     note = (
         f"activations are {note or f'those of {seen.size or size}'}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
     )
-    return Activations(by_name, note, problem, calls)
+    return Activations(by_name, note, problem, calls, seen.size)
 
 
 def _estimated(part: Part, size: RequestSize) -> tuple[int, str] | None:

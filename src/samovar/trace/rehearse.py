@@ -34,7 +34,7 @@ _PROMPT, _LONG_PROMPT = "tea", "tea " * 600
 _STEPS = 2
 """Schedulers that look back, and pipelines whose denoisers follow one another, need a second step."""
 _MOST_SECONDS = 30.0
-_BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
 _SIDE = 512
 """Pixels of an image that is given where the size is not."""
@@ -125,7 +125,7 @@ def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
     needed = [name for name in images if takes[name].default is inspect.Parameter.empty]
     blank = _blank(size.width or size.height or _SIDE, size.height or size.width or _SIDE)
     for prompt in (_LONG_PROMPT, _PROMPT):
-        if size.batch is not None and not any(name in asked for name in _BATCHES):
+        if size.batch is not None and not any(name in asked for name in BATCHES):
             prompt = [prompt] * size.batch  # type: ignore[assignment]
         words = {name: value for name, value in (fixed | {"prompt": prompt}).items() if name in takes}
         for chosen in dict.fromkeys((tuple(images), tuple(images[:1]), tuple(needed))):
@@ -134,7 +134,7 @@ def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
 
 def _asked(pipeline: str, takes: Mapping[str, Any], size: RequestSize) -> dict[str, int]:
     """The size in the words of the pipeline."""
-    batch = next((name for name in _BATCHES if name in takes), None)
+    batch = next((name for name in BATCHES if name in takes), None)
     words = {"height": "height", "width": "width", "frames": "num_frames"} | ({"batch": batch} if batch else {})
     given = {name: value for name, value in vars(size).items() if value is not None and name in words}
     for name, value in given.items():

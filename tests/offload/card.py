@@ -1,0 +1,87 @@
+"""A card with so much memory and no more: counts what weights and activations take, and refuses what is over it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samovar.core import nested
+from samovar.offload import HostStage
+
+
+class Card(HostStage):
+    """A simulated device on which activations count too, while the card is entered."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(lazy=True)
+        self.capacity = capacity
+        self.most = 0
+        """The most that was ever taken."""
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._is_own = False
+        self._mode = _Counting(self)
+
+    def __enter__(self) -> Card:
+        self._live.clear()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._mode.__exit__(kind, error, at)
+        self._live.clear()
+
+    @property
+    def activations(self) -> int:
+        gone = [key for key, (storage, _) in self._live.items() if storage.expired()]
+        for key in gone:
+            del self._live[key]
+        return sum(num_bytes for _, num_bytes in self._live.values())
+
+    def take(self, num_bytes: int) -> None:
+        taken = self.stats.held_bytes + self.activations + num_bytes
+        if taken > self.capacity:
+            raise torch.OutOfMemoryError(f"{taken} of {self.capacity} bytes")
+        self.most = max(self.most, taken)
+
+    def made(self, output: Any) -> None:
+        """Count what an operation has made."""
+        for tensor in [] if self._is_own else nested.tensors(output):
+            storage = tensor.untyped_storage()
+            if not self.is_here(tensor) and storage._cdata not in self._live and storage.nbytes():
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.take(0)
+
+    def send(self, *args: Any) -> None:
+        self._own(super().send, *args)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        self.take(num_bytes)
+        made: torch.Tensor = self._own(super()._allocate, num_bytes)
+        return made
+
+    def _own(self, call: Any, *args: Any) -> Any:
+        before, self._is_own = self._is_own, True
+        try:
+            return call(*args)
+        finally:
+            self._is_own = before
+
+    def free_bytes(self) -> int | None:
+        return self.capacity - self.stats.held_bytes - self.activations
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self._card = card
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        returned = {result.alias_info is None for result in function._schema.returns}
+        if returned == {True}:
+            self._card.made(output)
+        return output
