@@ -125,6 +125,8 @@ KINDS: dict[str, Kind] = {
                               lambda h: h[1]["a"], lambda h: h[0].update(a=3.0)),
     "a tensor in a table": Kind("seen", lambda: {"a": torch.ones(1)}, lambda h: h["a"],
                                 lambda h: h.update(a=torch.full((1,), 3.0))),
+    "the memory of a tensor": Kind("seen", lambda: {"a": torch.ones(1)}, lambda h: h["a"],
+                                   lambda h: setattr(h["a"], "data", torch.full((1,), 3.0))),
     "an object": Kind("seen", Settings, lambda h: h.gain, lambda h: setattr(h, "gain", 3.0)),
     "a list in an object": Kind("seen", Settings, lambda h: h.table["gains"][0],
                                 lambda h: h.table["gains"].__setitem__(0, 3.0)),

@@ -50,13 +50,17 @@ class Guard:
         self._tables, self._copies = found.tables, found.copies
         self._empty = [*found.hooks, *global_hooks()]
         self._tensors = found.tensors
+        self._addresses = self._where()
         self._code = list(
             map(_functions, {torch.nn.functional.__name__, *(cls.__module__ for cls in found.classes.values())})
         )
 
     def is_in_place(self) -> bool:
-        """Whether modules and weights are where they were: a replay may not run otherwise."""
-        return self.state.is_in_place()
+        """Whether modules, weights and other tensors are where they were: a replay may not run otherwise."""
+        return self.state.is_in_place() and self._where() == self._addresses
+
+    def _where(self) -> list[int]:
+        return [tensor.data_ptr() for *_, tensor in self._tensors]
 
     def change(self) -> str | None:
         """The first thing that is not as it was, in words; None if a forward would do the same."""
