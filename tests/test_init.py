@@ -14,10 +14,10 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_exported_names_are_sorted_and_there() -> None:
-    assert samovar.__all__ == sorted(samovar.__all__)
+def test_exported_names_are_there() -> None:
+    assert len(set(samovar.__all__)) == len(samovar.__all__)
     for name in samovar.__all__:
-        assert getattr(samovar, name).__name__ == name
+        assert getattr(getattr(samovar, name), "__name__", name) == name
     assert set(samovar.__all__) <= set(dir(samovar))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = samovar.nothing

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import json
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+import samovar
 from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES
 from samovar import AttachConfig, Attached, SequenceParallelConfig, attach, detach
 from samovar.cache import CACHE_BACKENDS, TeaCacheBackend
+from samovar.core.aliases import ALIASES, AliasArguments
 from samovar.core.errors import HookConflictError, ModelError, SamovarError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage
@@ -95,11 +103,59 @@ def test_a_copy_of_what_is_attached_to_is_bare(pipe: Any) -> None:
             assert pipe.transformer.transformer_blocks[0]._compiled_call_impl is not None
 
 
-def test_nothing_wished_for_is_nothing_done(pipe: Any) -> None:
+def test_nothing_asked_for_is_nothing_done_and_said(pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     before = footprint(pipe)
     attached = attach(pipe)
     assert footprint(pipe) == before
     assert attached.stats() == type(attached.stats())()
+    assert repr(attached) == "<Attached to FluxPipeline: nothing>"
+    (record,) = caplog.records
+    assert record.message.startswith("attach() was asked for nothing, so nothing is on this FluxPipeline. Say what")
+    attach(pipe, False)
+    attach(pipe, "none", gpu_memory=None)
+    assert len(caplog.records) == 1, "who says that it is off knows"
+
+
+@pytest.mark.parametrize(("name", "what"), [("vae", "a VAE"), ("text_encoder", "an encoder")])
+@pytest.mark.parametrize("cache", ["auto", "tea_cache"])
+def test_a_cache_on_what_has_no_steps_is_refused(pipe: Any, name: str, what: str, cache: str) -> None:
+    module = getattr(pipe, name)
+    before = type(module), set(vars(module))
+    with pytest.raises(SettingError, match=f"is {what}, which has no steps that a cache could skip. Attach to the pip"):
+        attach(module, cache)
+    assert (type(module), set(vars(module))) == before
+
+
+def test_stats_are_plain_data(pipe: Any) -> None:
+    with attach(pipe, **ALL) as attached:
+        FLUX.run(pipe, STEPS)
+        stats = attached.stats()
+    found = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
+    assert found.keys() == {"cache", "offload", "num_ranks"}
+    assert found["offload"]["sent_bytes"] == stats.offload.sent_bytes > 0
+    assert attach(pipe, False).stats().to_dict() == {"num_ranks": 1}
+
+
+def test_help_says_what_may_be_given_what_comes_back_and_what_is_raised() -> None:
+    text = pydoc.plain(pydoc.render_doc(attach))
+    assert "Literal['exact', 'high', 'fast']" in text
+    assert "Literal['graphs', 'inductor']" in text
+    assert "Returns:" in text
+    assert "Raises:" in text
+    names = list(inspect.signature(attach).parameters)[1:-1]
+    assert [name for name in names if f"    {name}: " not in text] == []
+    assert AliasArguments.__annotations__.keys() == ALIASES.keys(), "those that a type checker knows"
+
+
+@pytest.mark.slow
+def test_a_misspelt_keyword_is_seen_by_a_type_checker(tmp_path: Path) -> None:
+    call = tmp_path / "call.py"
+    call.write_text("import samovar\nsamovar.attach(0, ofload='model')\nsamovar.attach(0, cache_adapter='none')\n")
+    source = Path(samovar.__file__).parents[1]
+    command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--cache-dir", tmp_path, call]
+    found = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False).stdout
+    assert 'call.py:2: error: Unexpected keyword argument "ofload" for "attach"' in found
+    assert "call.py:3" not in found
 
 
 # ------------------------------------------------------------------------------------------------ refused
@@ -157,7 +213,7 @@ def test_a_failure_half_way_undoes_what_was_before(pipe: Any, monkeypatch: pytes
 
     monkeypatch.setattr(HostStage, "allocate", fail)
     with pytest.raises(MemoryError, match="none left"):
-        Attached(pipe, AttachConfig.read(**ALL, compile="eager"))
+        Attached(pipe, AttachConfig.of(**ALL, compile="eager"))
     monkeypatch.undo()
     assert (footprint(pipe), num_hooks(pipe)) == (before, 0)
     with attach(pipe, **ALL):
@@ -220,7 +276,7 @@ def test_stats_are_readable(pipe: Any) -> None:
     assert repr(attached.stats()) == str(attached.stats())
     assert str(attached.stats()) == text, "the figures stay when all is off"
     assert str(attached.explain()) == repr(attached.explain()) == "FluxPipeline: nothing is attached."
-    assert repr(attached) == "<Attached to FluxPipeline: cache, offload>"
+    assert repr(attached) == "<Attached to FluxPipeline: detached>"
     assert MASK in text
     assert "offload: " in text
     assert max(map(len, text.splitlines())) < 160

@@ -43,6 +43,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         r"compile='indctor' is not a backend of torch.compile. Did you mean 'inductor'\?",
         "compile",
     ),
+    ({"compile": "reduce-overhead"}, "is a mode of torch.compile.* Did you mean compile='graphs'", "compile"),
+    ({"compile": "max-autotune"}, "is a mode of torch.compile.* Did you mean True", "compile"),
+    ({"compile": {"backend": "graphs", "blocks": "indctor"}}, "'indctor' is not a backend", "compile"),
+    ({"vae_tiling": "yes"}, "vae_tiling='yes'; expected True or False", "vae_tiling"),
     ({"compile": 2}, "compile=2; expected True, False, 'graphs', or a backend of torch.compile", "compile"),
     ({"compile": "cudagraphs", "offload": "layerwise"}, "records the addresses of weights", "compile"),
 ]
@@ -53,7 +57,7 @@ def test_unusable_settings_are_refused_and_name_their_parameter(
     settings: dict[str, Any], message: str, param: str
 ) -> None:
     with pytest.raises(SettingError, match=message) as caught:
-        AttachConfig.read(**settings)
+        AttachConfig.of(**settings)
     assert caught.value.param == param
 
 
@@ -65,20 +69,20 @@ def test_every_setting_is_a_name_an_object_a_mapping_or_a_file(tmp_path: Path, m
     )
     cache, offload, parallel = TeaCacheConfig(0.3), OffloadConfig("model"), SequenceParallelConfig(ring_degree=2)
     for choice in (cache, {"rel_l1_thresh": 0.3}, {"backend": "tea_cache", "rel_l1_thresh": 0.3}, saved, str(saved)):
-        found = AttachConfig.read(cache=choice).cache
+        found = AttachConfig.of(cache=choice).cache
         assert found is not None
         assert (found.backend, found.settings) == ("tea_cache", cache)
     for wish in ("model", offload, {"mode": "model"}, saved, str(saved)):
-        assert AttachConfig.read(offload=wish).offload == replace(offload, share=False)  # There is one rank.
+        assert AttachConfig.of(offload=wish).offload == replace(offload, share=False)  # There is one rank.
     monkeypatch.setenv("WORLD_SIZE", "2")
     for ranks in ("ring", parallel, {"ring_degree": 2}, saved, str(saved)):
-        assert AttachConfig.read(parallel=ranks).parallel == parallel
+        assert AttachConfig.of(parallel=ranks).parallel == parallel
 
 
 def test_ranks_are_multiplied() -> None:
-    assert AttachConfig.read().num_ranks == 1
+    assert AttachConfig.of().num_ranks == 1
     parallel = SequenceParallelConfig(ulysses_degree=2, ring_degree=3, cfg_parallel_size=2)
-    assert AttachConfig.read(parallel=parallel).num_ranks == 12
+    assert AttachConfig.of(parallel=parallel).num_ranks == 12
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_ranks_are_multiplied() -> None:
     [({}, False, False), ({"gpu_memory": "1GiB"}, True, False), ({"compile": True}, False, True)],
 )
 def test_what_is_on(settings: dict[str, Any], offloads: bool, compiles: bool) -> None:
-    config = AttachConfig.read(**settings)
+    config = AttachConfig.of(**settings)
     assert (config.offload is not None, config.compiles) == (offloads, compiles)
 
 
@@ -96,10 +100,10 @@ def test_a_cache_that_cannot_ask_other_ranks_is_refused_on_several() -> None:
 
     register_cache_backend("alone", Alone)
     try:
-        assert AttachConfig.read("alone").num_ranks == 1
+        assert AttachConfig.of("alone").num_ranks == 1
         with pytest.raises(SettingError, match="'alone' cannot be used on 2 ranks"):
-            AttachConfig.read("alone", parallel={"cfg_parallel_size": 2})
-        assert AttachConfig.read("tea_cache", parallel={"cfg_parallel_size": 2}).num_ranks == 2
+            AttachConfig.of("alone", parallel={"cfg_parallel_size": 2})
+        assert AttachConfig.of("tea_cache", parallel={"cfg_parallel_size": 2}).num_ranks == 2
     finally:
         del CACHE_BACKENDS["alone"]
 
@@ -110,15 +114,15 @@ def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branc
     fitted = {"forecast": "fitted", "forecast_of": "output", "schedule": both, "forecast_weights": weights}
     hard: dict[str, Any] = {"branch": "cond", "step": 1, "weights": {"0": 1.0}, "error": 0.1}
     hard |= {"schedule": dict.fromkeys(both, "####"), "forecast_weights": {name: {} for name in both}}
-    assert AttachConfig.read(cache={"backend": "tea_cache", **fitted}, parallel={"cfg_parallel_size": 2}).num_ranks == 2
+    assert AttachConfig.of(cache={"backend": "tea_cache", **fitted}, parallel={"cfg_parallel_size": 2}).num_ranks == 2
     assert (
-        AttachConfig.read(
+        AttachConfig.of(
             cache={"backend": "tea_cache", **fitted | {"outliers": hard}}, parallel=SequenceParallelConfig(2)
         ).num_ranks
         == 2
     )
     with pytest.raises(SettingError, match=r"'outliers' looks at one branch .* cfg_parallel_size=2 .* Leave out"):
-        AttachConfig.read(cache=fitted | {"outliers": hard}, parallel={"cfg_parallel_size": 2})
+        AttachConfig.of(cache=fitted | {"outliers": hard}, parallel={"cfg_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branc
     ],
 )
 def test_what_the_planner_is_told_of_a_cache(settings: dict[str, Any], share: float | None) -> None:
-    config = AttachConfig.read(**settings, offload="model")
+    config = AttachConfig.of(**settings, offload="model")
     assert skipped_share(config.cache) == share
     assert config.offload is not None
     assert config.offload.skipped == (share or 0.0)
@@ -139,37 +143,37 @@ def test_what_the_planner_is_told_of_a_cache(settings: dict[str, Any], share: fl
 
 def test_either_budget_alone_means_auto_and_both_are_passed_on() -> None:
     for budgets in ({"host_memory": "3GiB"}, {"gpu_memory": "2GiB", "host_memory": "3GiB"}):
-        config = AttachConfig.read(**budgets).offload
+        config = AttachConfig.of(**budgets).offload
         assert config is not None
         assert (config.mode, config.gpu_memory, config.host_memory) == ("auto", budgets.get("gpu_memory"), "3GiB")
     with pytest.raises(SettingError, match=r"host_memory='3GiB' contradicts host_memory='4GiB' in offload"):
-        AttachConfig.read(offload={"host_memory": "4GiB"}, host_memory="3GiB")
+        AttachConfig.of(offload={"host_memory": "4GiB"}, host_memory="3GiB")
 
 
 def test_a_tolerance_alone_means_the_cache_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "tea_cache")  # What is said here counts more.
     for settings in ({}, {"cache": "auto"}, {"cache": True}, {"cache": {"tolerance": "high"}}):
-        choice = AttachConfig.read(tolerance="fast", **settings).cache
+        choice = AttachConfig.of(tolerance="fast", **settings).cache
         assert choice is not None
         assert (choice.backend, choice.settings) == ("auto", AutoConfig("fast"))
 
 
 def test_the_size_that_a_budget_is_planned_for() -> None:
-    config = AttachConfig.read(gpu_memory="2GiB", height=480, width=832, num_frames=81, batch=2).offload
+    config = AttachConfig.of(gpu_memory="2GiB", height=480, width=832, num_frames=81, batch=2).offload
     assert config is not None
     assert config.size == RequestSize(480, 832, 81, 2)
     with pytest.raises(SettingError, match=r"height=512 is for offload, and there is none"):
-        AttachConfig.read(height=512)
+        AttachConfig.of(height=512)
     with pytest.raises(SettingError, match=r"width=512 contradicts width=256 in offload"):
-        AttachConfig.read(offload={"width": 256}, width=512)
+        AttachConfig.of(offload={"width": 256}, width=512)
 
 
 def test_components_that_are_left_out() -> None:
     for exclude in ("vae, text_encoder", ["vae", "text_encoder"], ("vae", "text_encoder")):
-        config = AttachConfig.read(gpu_memory="2GiB", exclude=exclude).offload
+        config = AttachConfig.of(gpu_memory="2GiB", exclude=exclude).offload
         assert config is not None
         assert (config.gpu_memory, config.exclude) == ("2GiB", ("vae", "text_encoder"))
     with pytest.raises(SettingError, match=r"exclude='vae' is for offload, and there is none"):
-        AttachConfig.read(exclude="vae")
+        AttachConfig.of(exclude="vae")
     with pytest.raises(SettingError, match=r"exclude=\('vae',\) contradicts exclude=\('unet',\) in offload"):
-        AttachConfig.read(offload={"exclude": "unet"}, exclude="vae")
+        AttachConfig.of(offload={"exclude": "unet"}, exclude="vae")

@@ -40,9 +40,9 @@ def test_a_vae_that_decodes_in_tiles_alone_gets_them() -> None:
     from pipelines.recipes import RECIPES
 
     pipe = build(diffusers.AllegroPipeline, RECIPES["AllegroPipeline"])
-    assert tiled_if_needed(pipe, AttachConfig.read()).vae_tiling is True
-    assert tiled_if_needed(pipe, AttachConfig.read(vae_tiling=False)).vae_tiling is False, "unless that is refused"
-    assert tiled_if_needed(PIPELINES["flux"].build(0), AttachConfig.read()).vae_tiling is None
+    assert tiled_if_needed(pipe, AttachConfig.of()).vae_tiling is True
+    assert tiled_if_needed(pipe, AttachConfig.of(vae_tiling=False)).vae_tiling is False, "unless that is refused"
+    assert tiled_if_needed(PIPELINES["flux"].build(0), AttachConfig.of()).vae_tiling is None
     with Omni(pipe, progress=False) as omni:
         assert pipe.vae.use_tiling
         assert "vae_tiling" in str(omni.explain())

@@ -136,7 +136,7 @@ def image_of(omni: Omni) -> bytes:
 
 def test_what_is_not_here_is_left_out_with_the_reason(folder: Path) -> None:
     pytest.importorskip("torchao")
-    config, cpu = AttachConfig.read(gpu_memory="1GiB", device="cpu"), torch.device("cpu")
+    config, cpu = AttachConfig.of(gpu_memory="1GiB", device="cpu"), torch.device("cpu")
     taken, why = choose_quantization(folder, torch.float32, cpu, config, {"height": 16, "width": 32}, "int4")
     assert taken is None
     assert "'nf4' does not run on cpu" in why

@@ -76,8 +76,8 @@ def test_no_file_of_settings_gives_any_other_error(fuzz: Fuzz, tmp_path: Path) -
         with fuzz.trying(data, suffix):
             for read in (
                 lambda file=file: OmniDiffusionConfig.read({}, file).attach_config,
-                lambda file=file: AttachConfig.read(cache=file),
-                lambda file=file: AttachConfig.read(offload=file, parallel=file),
+                lambda file=file: AttachConfig.of(cache=file),
+                lambda file=file: AttachConfig.of(offload=file, parallel=file),
                 lambda file=file: read_method(file),
             ):
                 try:

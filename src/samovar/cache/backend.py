@@ -30,6 +30,8 @@ from .tuned import TunedFor
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"
 """Names the cache where no other is named, as in vllm-omni."""
+OLDER_VARIABLE = "DIFFUSION_CACHE_ADAPTER"
+"""Likewise, where that is not set."""
 CacheSetting = str | Path | CacheConfig | Mapping[str, Any] | bool | None
 Hooks = dict[str, tuple[torch.nn.Module, TeaCacheHook]]
 """The denoisers of a pipeline by name."""
@@ -235,7 +237,7 @@ class CacheChoice:
             with naming(cache):
                 choice = cls.read(read_settings(cache, "cache"))  # type: ignore[arg-type]
             return None if choice is None else replace(choice, tuned_for=TunedFor.read(cache))
-        named, source = os.environ.get(ENVIRONMENT_VARIABLE) or "none", "cache"
+        named, source = os.environ.get(ENVIRONMENT_VARIABLE) or os.environ.get(OLDER_VARIABLE) or "none", "cache"
         if cache is None:
             cache, source = named, ENVIRONMENT_VARIABLE
         if isinstance(cache, bool):

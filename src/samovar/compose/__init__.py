@@ -1,4 +1,4 @@
-"""How do a cache, offload, several ranks and a compiler go on one pipeline together? `attach(pipe, ...)`."""
+"""A cache, offload, several ranks and a compiler on one pipeline: `attach(pipe, ...)`."""
 
 from ..cache import CacheSetting
 from .attached import Attached, AttachedStats, attach, detach

@@ -1,4 +1,4 @@
-"""What is attached to a pipeline, and how does it come off? `attach(pipe, ...) -> Attached`.
+"""One `attach` for everything on a pipeline, and off again.
 
 Everything is checked before anything is changed, and a failure half-way is undone. What one feature must know about
 another is passed on here: a cache asks all ranks before it decides, and the offload planner knows what will be skipped.
@@ -7,21 +7,23 @@ another is passed on here: a cache asks all ranks before it decides, and the off
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 
 from ..arch import find_denoisers
+from ..arch.modules import unwrapped
 from ..cache import AutoConfig, CacheBackend, CacheSetting, TeaCacheBackend, tolerating
-from ..core.aliases import ALIASES, resolve
+from ..core.aliases import ALIASES, AliasArguments, resolve
 from ..core.errors import SettingError
 from ..core.files import check_names
 from ..graphs import GraphsHook, ReplayStats, apply_graphs
-from ..hooks import Handle
+from ..hooks import Handle, role_by_name
 from ..offload import OffloadConfig, Offloaded, OffloadStats, prepare_offload
 from ..parallel import (
     ParallelMesh,
@@ -41,6 +43,12 @@ from .vae import Way, divide_vaes, find_vaes
 _logger = logging.getLogger(__name__)
 _ENTRY = "_samovar_attached"
 """Where a pipeline keeps what `attach` put on it, so that `detach(pipe)` finds it."""
+NOTHING = (
+    "attach() was asked for nothing, so nothing is on this %s. Say what you want, such as tolerance='high' to skip "
+    "steps, gpu_memory='12GiB' to keep weights off the GPU, or compile='graphs'."
+)
+_INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
+"""What encoders are called with."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,19 @@ class AttachedStats:
         return "\n".join(lines) or "nothing to report"
 
     __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; without what is not attached."""
+        found = {"cache": self.cache, "offload": self.offload, "graphs": self.graphs, "sharding": self.sharding}
+        return {name: _plain(stats) for name, stats in found.items() if stats} | {"num_ranks": self.num_ranks}
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return {name: _plain(part) for name, part in value.items()} if isinstance(value, Mapping) else value
 
 
 class _Handles(list["Attached"]):
@@ -105,19 +126,18 @@ class Attached(Handle):
         """The parameters of `attach` that attached something."""
         config = self.config
         there = {
-            "cache": config.cache is not None,
-            "offload": config.offload is not None,
+            "cache": config.cache,
+            "offload": config.offload,
             "parallel": config.num_ranks > 1,
-            "compile": config.compiles or config.graphs is not None,
-            "attention": config.attention is not None,
-            "vae_tiling": self.way.tiling,
-            "vae_slicing": self.way.slicing,
-            "vae_channels_last": self.way.channels_last,
+            "compile": config.compiles or config.graphs,
+            "attention": config.attention,
+            **{f"vae_{name}": is_on for name, is_on in self.way._asdict().items()},
         }
-        return tuple(name for name, is_there in there.items() if is_there)
+        return tuple(name for name, value in there.items() if value is not None and value is not False)
 
     def __repr__(self) -> str:
-        return f"<Attached to {type(self.pipe).__name__}: {', '.join(self.features) or 'nothing'}>"
+        features = "detached" if self.is_detached else ", ".join(self.features) or "nothing"
+        return f"<Attached to {type(self.pipe).__name__}: {features}>"
 
     def _check(self) -> None:
         """All checks and decisions that change nothing."""
@@ -125,8 +145,10 @@ class Attached(Handle):
         _check_twice(self.pipe, self.features)
         if any(self.way):
             self.vaes = find_vaes(self.pipe, self.way)
-        if set(self.features) - {"offload", "vae_tiling", "vae_slicing", "vae_channels_last"}:
+        if any(name != "offload" and not name.startswith("vae_") for name in self.features):
             self.denoisers = find_denoisers(self.pipe)
+            for denoiser in self.denoisers.values() if config.cache is not None else ():
+                _check_denoiser(denoiser)
             self.peers = check_peers(self.denoisers, config)
         if config.num_ranks > 1:
             self.mesh = make_mesh(config.parallel)
@@ -141,21 +163,22 @@ class Attached(Handle):
 
     def _planned(self, offload: OffloadConfig) -> Offloaded:
         """An offload; where no plan is within the budget, one for VAEs that decode in parts, if they may."""
+        refused = None
         for way in self.way.smaller(self.config.vae_tiling, self.config.vae_slicing):
             try:
                 vaes = find_vaes(self.pipe, way)
                 with divide_vaes(vaes, way._replace(channels_last=False)):
                     planned = prepare_offload(self.pipe, offload)
             except SettingError as error:
-                if way is self.way:
-                    refused = error
+                refused = refused or error
                 if error.param not in ("gpu_memory", "vae_tiling", "vae_slicing"):
                     raise
-                continue
-            if way is not self.way:
-                self.way, self.vaes = way, vaes
-                _logger.warning("%s, since gpu_memory is not enough otherwise.", way.chosen)
-            return planned
+            else:
+                if way is not self.way:
+                    self.way, self.vaes = way, vaes
+                    _logger.warning("%s, since gpu_memory is not enough otherwise.", way.chosen)
+                return planned
+        assert refused is not None
         raise refused
 
     def _apply(self, undo: contextlib.ExitStack) -> None:
@@ -256,13 +279,13 @@ class Attached(Handle):
 
 def attach(
     pipe: Any,
-    cache: CacheSetting = None,
+    cache: Literal["auto", "tea_cache", "cache_dit", "none"] | CacheSetting = None,
     *,
-    tolerance: float | str | None = None,
-    offload: OffloadSetting = None,
-    parallel: ParallelSetting = None,
-    compile: CompileSetting = False,
-    attention: str | None = None,
+    tolerance: Literal["exact", "high", "fast"] | float | str | None = None,
+    offload: Literal["auto", "model", "layerwise", "none"] | OffloadSetting = None,
+    parallel: Literal["ulysses", "ring", "gathered", "none"] | ParallelSetting = None,
+    compile: Literal["graphs", "inductor"] | CompileSetting = False,
+    attention: Literal["cudnn", "flash", "flash3", "sage"] | str | None = None,
     compile_cache: str | Path | None = None,
     vae_tiling: bool | None = None,
     vae_slicing: bool | None = None,
@@ -275,7 +298,7 @@ def attach(
     num_frames: int | None = None,
     batch: int | None = None,
     replace: bool = False,
-    **aliases: Any,
+    **aliases: Unpack[AliasArguments],
 ) -> Attached:
     """Attach features to a pipeline, or to a single denoiser. Take them off with `detach()`, or use `with`.
 
@@ -311,18 +334,30 @@ def attach(
         batch: Likewise, images or videos per request.
         replace: Detach what an earlier `attach` put on this pipeline first, as one needs in a notebook.
         aliases: vllm-omni's spellings of the same settings, such as `cache_backend`.
+
+    Returns:
+        What is attached: `detach()` takes it off, `stats()` and `explain()` say what it does. It is a context manager.
+
+    Raises:
+        SettingError: A setting cannot be used, here or with another; `param` names it. Nothing was changed.
+        ModelError: The pipeline has no denoiser, or one that cannot do what was asked for.
+        HookConflictError: A hook of somebody else is in the way.
     """
     settings = {name: value for name, value in locals().items() if name not in ("pipe", "replace", "aliases")}
     check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
     given = {n: v for n, v in settings.items() if v is not None and (v is not False or n.startswith("vae_"))}
-    config = AttachConfig.read(**resolve({**given, **aliases}))
+    config = AttachConfig.of(**resolve({**given, **aliases}))
     if pipe is None or isinstance(pipe, (str, Path, int, type)):
         raise SettingError(
             f"pipe={pipe!r} is not a pipeline. Load one first, DiffusionPipeline.from_pretrained(...), or let "
             "samovar.Omni(model) do it.",
             param="pipe",
         )
-    return _replacing(pipe, config) if replace else Attached(pipe, config)
+    attached = _replacing(pipe, config) if replace else Attached(pipe, config)
+    is_off = cache is False or offload is False or parallel is False
+    if not (attached.features or aliases or is_off or any(value is not False for value in given.values())):
+        _logger.warning(NOTHING, type(pipe).__name__)
+    return attached
 
 
 def _replacing(pipe: Any, config: AttachConfig) -> Attached:
@@ -346,6 +381,19 @@ def detach(pipe: Any) -> None:
 def _handles(pipe: Any) -> list[Attached]:
     handles: list[Attached] = getattr(pipe, "__dict__", {}).get(_ENTRY, [])
     return handles
+
+
+def _check_denoiser(module: torch.nn.Module) -> None:
+    """Refuse a cache on what is not called once a step: a VAE or an encoder."""
+    bare = unwrapped(module)
+    names = inspect.signature(bare.forward).parameters
+    is_vae = all(callable(getattr(type(bare), name, None)) for name in ("encode", "decode"))
+    if (is_vae or not names.keys().isdisjoint(_INPUTS)) and all(role_by_name(name) != "time" for name in names):
+        raise SettingError(
+            f"A {type(bare).__name__} is {'a VAE' if is_vae else 'an encoder'}, which has no steps that a cache could "
+            "skip. Attach to the pipeline, or to its denoiser, such as pipe.transformer or pipe.unet.",
+            param="cache",
+        )
 
 
 def _check_twice(pipe: Any, features: tuple[str, ...]) -> None:

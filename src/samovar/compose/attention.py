@@ -1,4 +1,4 @@
-"""Which kernels compute attention? Those that were chosen, if one forward with them gives what the default gives.
+"""Other kernels for attention, if one forward with them gives what the default gives.
 
 diffusers knows many (its attention backends), each for some GPUs, dtypes and masks. Some round otherwise, and some fail
 only when they run, or leave out a mask. So the first forward is tried with both, on the model's shadow, and where they

@@ -1,10 +1,10 @@
-"""What may `attach` be asked for? Every setting, checked as far as possible without a pipeline."""
+"""The settings of `attach`, checked as far as possible without a pipeline."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 
 from ..cache import AutoConfig, CacheChoice, CacheSetting, TeaCacheConfig
 from ..core.errors import SettingError, nearest
+from ..core.settings import FLAG, Kind, Settings, kind, setting
 from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
@@ -21,39 +22,64 @@ OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False]
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
 CompileSetting = bool | str | GraphsConfig | Mapping[str, Any] | Callable[..., Any]
 GRAPHS = "graphs"
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""What torch.compile calls its modes."""
+
+
+def _read_by_us(cls: type) -> Kind:
+    return kind(f"a {cls.__name__}", lambda value: isinstance(value, cls))
+
+
+def _read_compile(value: Any) -> Any:
+    graphs = graphs_of(value)
+    backend = value if graphs is None else graphs.blocks
+    if isinstance(backend, str):
+        _check_backend(backend)
+    elif not isinstance(backend, bool) and not callable(backend):
+        raise ValueError
+    return value
+
+
+def _checked_attention(value: Any) -> Any:
+    read_attention(value)
+    return value
+
+
+_FOLDER = kind("a folder", lambda value: isinstance(value, (str, Path)))
+_COMPILE = Kind("True, False, 'graphs', or a backend of torch.compile such as 'inductor'", _read_compile)
 
 
 @dataclass(frozen=True)
-class AttachConfig:
+class AttachConfig(Settings, param="attach"):
     """The settings of `attach`, checked. The defaults attach nothing."""
 
-    cache: CacheChoice | None = None
-    offload: OffloadConfig | None = None
-    parallel: SequenceParallelConfig = field(default_factory=SequenceParallelConfig)
-    compile: CompileSetting = False
-    attention: str | None = None
-    """A backend of diffusers' attention, by our name or theirs."""
-    vae_tiling: bool | None = None
-    """Whether VAEs decode in tiles. None: if a budget of memory cannot be kept otherwise."""
-    vae_slicing: bool | None = None
-    """Whether VAEs decode the images of a batch one after the other. None: if a budget cannot be kept otherwise."""
-    vae_channels_last: bool = False
-    """Whether the weights of VAEs are laid out with their channels last."""
-    compile_cache: str | Path | None = None
-    """A folder that keeps compiled blocks for later processes."""
+    cache: CacheChoice | None = setting(None, _read_by_us(CacheChoice), "Skips denoising steps.")
+    offload: OffloadConfig | None = setting(
+        None, _read_by_us(OffloadConfig), "Keeps weights off the GPU until they are needed."
+    )
+    parallel: SequenceParallelConfig = setting(
+        SequenceParallelConfig, _read_by_us(SequenceParallelConfig), "Splits one image over several ranks."
+    )
+    compile: CompileSetting = setting(False, _COMPILE, "Replays forwards as graphs, or compiles blocks.")
+    attention: str | None = setting(
+        None, Kind("a backend", _checked_attention), "A backend of diffusers' attention, by our name or theirs."
+    )
+    vae_tiling: bool | None = setting(
+        None, FLAG, "Whether VAEs decode in tiles. By default if a budget of memory cannot be kept otherwise."
+    )
+    vae_slicing: bool | None = setting(
+        None, FLAG, "Whether VAEs decode the images of a batch one after the other. Likewise."
+    )
+    vae_channels_last: bool = setting(False, FLAG, "Whether the weights of VAEs are laid out with their channels last.")
+    compile_cache: str | Path | None = setting(None, _FOLDER, "A folder that keeps compiled blocks.")
 
     @classmethod
-    def read(
+    def of(
         cls,
         cache: CacheSetting = None,
         offload: OffloadSetting = None,
         parallel: ParallelSetting = None,
-        compile: CompileSetting = False,
-        attention: str | None = None,
-        vae_tiling: bool | None = None,
-        vae_slicing: bool | None = None,
-        vae_channels_last: bool = False,
-        compile_cache: str | Path | None = None,
+        tolerance: float | str | None = None,
         gpu_memory: str | int | None = None,
         host_memory: str | int | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -62,53 +88,62 @@ class AttachConfig:
         num_frames: int | None = None,
         batch: int | None = None,
         device: torch.device | None = None,
-        tolerance: float | str | None = None,
         is_alone: bool = True,
+        **others: Any,
     ) -> AttachConfig:
-        """Each setting as a name, an object, a mapping or a file. `device` is where to compute if `offload` does not
-        say. Unless `is_alone`, other processes load the same model."""
-        choice, degrees = _read_cache(cache, tolerance), _read_parallel(parallel)
+        """Each setting as a name, an object, a mapping or a file; `others` as they are. `device` is where to compute if
+        `offload` does not say. Unless `is_alone`, other processes load the same model."""
+        degrees = SequenceParallelConfig() if _is_off(parallel) else SequenceParallelConfig.read(parallel)
+        config = cls(_read_cache(cache, tolerance), None, degrees, **others)
+        budgets = {"gpu_memory": gpu_memory, "host_memory": host_memory}
         size = {"height": height, "width": width, "frames": num_frames, "batch": batch}
-        moves = _read_offload(offload, {"gpu_memory": gpu_memory, "host_memory": host_memory}, size, exclude)
-        if moves is not None:
-            shares = degrees.num_ranks > 1 or not is_alone if moves.share is None else moves.share
-            skipped = moves.skipped or skipped_share(choice) or 0.0
-            graphs = graphs_of(compile) is not None
-            moves = replace(moves, device=moves.device or device, skipped=skipped, share=shares, graphs=graphs)
-        return cls(
-            choice, moves, degrees, compile, attention, vae_tiling, vae_slicing, vae_channels_last, compile_cache
+        moves = _read_offload(offload, budgets, size, exclude)
+        if moves is None:
+            return config
+        return replace(
+            config,
+            offload=replace(
+                moves,
+                device=moves.device or device,
+                skipped=moves.skipped or skipped_share(config.cache) or 0.0,
+                share=degrees.num_ranks > 1 or not is_alone if moves.share is None else moves.share,
+                graphs=config.graphs is not None,
+            ),
         )
 
-    def __post_init__(self) -> None:
-        _check_compile(self.compile, offloads=self.offload is not None)
-        for name in ("vae_tiling", "vae_slicing", "vae_channels_last"):
-            if getattr(self, name) not in (None, True, False) or type(getattr(self, name)) is int:
-                raise SettingError(f"{name}={getattr(self, name)!r}; expected True or False.", param=name)
+    def check(self) -> None:
+        if self.offload is not None and self.compiler == "cudagraphs":
+            raise SettingError(
+                "compile='cudagraphs' records the addresses of weights, and offload changes them. Use "
+                "compile='graphs', which sees that, or no offload.",
+                param="compile",
+            )
         if self.compile_cache is not None and not self.compiles:
             raise SettingError(
                 f"compile_cache={str(self.compile_cache)!r} keeps compiled blocks, and nothing is compiled. Give "
                 "compile=True too, or leave it out.",
                 param="compile_cache",
             )
-        if self.attention is not None:
-            is_torchs, splits = read_attention(self.attention) in OF_TORCH, self.parallel.sequence_parallel_size > 1
-            if splits and (not is_torchs or self.parallel.ring_degree > 1):
-                raise SettingError(
-                    f"attention={self.attention!r} cannot be used by {self.parallel.sequence_parallel_size} ranks that "
-                    "share a sequence. Those take torch's own kernels ('cudnn', 'torch_flash', 'efficient', 'math'), "
-                    "with ulysses_degree or allgather_degree; a ring has its own. Or use cfg_parallel_size.",
-                    param="attention",
-                )
-        if self.cache is None or self.num_ranks == 1:
-            return
-        config = self.cache.settings
-        if not isinstance(config, (AutoConfig, TeaCacheConfig)):
+        splits = self.parallel.sequence_parallel_size > 1
+        is_torchs = self.attention is None or read_attention(self.attention) in OF_TORCH
+        if self.attention is not None and splits and (not is_torchs or self.parallel.ring_degree > 1):
             raise SettingError(
-                f"The cache {self.cache.backend!r} cannot be used on {self.num_ranks} ranks: each rank would decide "
+                f"attention={self.attention!r} cannot be used by {self.parallel.sequence_parallel_size} ranks that "
+                "share a sequence. Those take torch's own kernels ('cudnn', 'torch_flash', 'efficient', 'math'), "
+                "with ulysses_degree or allgather_degree; a ring has its own. Or use cfg_parallel_size.",
+                param="attention",
+            )
+        if self.cache is not None and self.num_ranks > 1:
+            self._check_ranks(self.cache)
+
+    def _check_ranks(self, cache: CacheChoice) -> None:
+        if not isinstance(cache.settings, (AutoConfig, TeaCacheConfig)):
+            raise SettingError(
+                f"The cache {cache.backend!r} cannot be used on {self.num_ranks} ranks: each rank would decide "
                 "for itself and wait for the others forever. Use the cache 'auto' or 'tea_cache', or one rank.",
                 param="cache",
             )
-        if self.parallel.cfg_parallel_size > 1 and getattr(config, "outliers", None) is not None:
+        if self.parallel.cfg_parallel_size > 1 and getattr(cache.settings, "outliers", None) is not None:
             raise SettingError(
                 "The cache's setting 'outliers' looks at one branch to decide for all, and cfg_parallel_size="
                 f"{self.parallel.cfg_parallel_size} puts the branches on different ranks. Leave out one of the two.",
@@ -195,17 +230,13 @@ def _read_offload(
         given["exclude"] = OffloadConfig(exclude=exclude).exclude  # type: ignore[arg-type]
     given |= of_offload
     config = OffloadConfig.read(offload)
-    for name, budget in given.items():
+    for name, value in given.items():
         other = getattr(config, name)
-        if other not in (None, (), budget):
+        if other not in (None, (), value):
             raise SettingError(
-                f"{name}={budget!r} contradicts {name}={other!r} in offload. Give one of them.", param=name
+                f"{name}={value!r} contradicts {name}={other!r} in offload. Give one of them.", param=name
             )
     return replace(config, **given)
-
-
-def _read_parallel(parallel: ParallelSetting) -> SequenceParallelConfig:
-    return SequenceParallelConfig() if _is_off(parallel) else SequenceParallelConfig.read(parallel)
 
 
 def graphs_of(value: CompileSetting) -> GraphsConfig | None:
@@ -223,28 +254,17 @@ def graphs_of(value: CompileSetting) -> GraphsConfig | None:
     return GraphsConfig.read(settings)
 
 
-def _check_compile(value: Any, *, offloads: bool) -> None:
-    graphs = graphs_of(value)
-    if graphs is not None:
-        if isinstance(graphs.blocks, str):
-            _check_compile(graphs.blocks, offloads=offloads)
-    elif isinstance(value, str) and value != GRAPHS:
-        known: Any = torch.compiler.list_backends  # type: ignore[no-untyped-call, unused-ignore]
-        names = known(exclude_tags=())
-        if value not in names:
-            raise SettingError(
-                f"compile={value!r} is not a backend of torch.compile. {nearest(value, [*names, GRAPHS])} All: "
-                "'graphs', and those of torch.compiler.list_backends().",
-                param="compile",
-            )
-        if value == "cudagraphs" and offloads:
-            raise SettingError(
-                "compile='cudagraphs' records the addresses of weights, and offload changes them. Use "
-                "compile='graphs', which sees that, or no offload.",
-                param="compile",
-            )
-    elif not isinstance(value, (bool, str)) and not callable(value):
+def _check_backend(name: str) -> None:
+    if name in MODES:
+        instead = "compile='graphs', which replays CUDA graphs with the model's bits" if "reduce" in name else "True"
         raise SettingError(
-            f"compile={value!r}; expected True, False, 'graphs', or a backend of torch.compile such as 'inductor'.",
+            f"compile={name!r} is a mode of torch.compile, and compile takes a backend. Did you mean {instead}?",
+            param="compile",
+        )
+    names = torch.compiler.list_backends(exclude_tags=())  # type: ignore[no-untyped-call, unused-ignore]
+    if name not in names:
+        raise SettingError(
+            f"compile={name!r} is not a backend of torch.compile. {nearest(name, [*names, GRAPHS])} All: "
+            "'graphs', and those of torch.compiler.list_backends().",
             param="compile",
         )

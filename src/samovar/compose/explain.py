@@ -1,4 +1,4 @@
-"""What is attached where, in which order, and why? Read from the pipeline itself, not from the settings."""
+"""What is attached where, in which order, and why: read from the pipeline itself, not from the settings."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from ..hooks import HookOrder, HookRegistry, pipeline_hooks
 from .config import skipped_share
 
 if TYPE_CHECKING:
+    from ..offload import Offloaded
     from .attached import Attached
 
 _QUANTIZATION = "quantization"
 _LITTLE = "skips steps that would change little"
+_FITS = "the budget holds everything"
 _WHY = {
     HookOrder.OUTERMOST: "identifies the branch of the call for the hooks inside",
     HookOrder.SHARD: "splits the work over ranks; it is outside the cache, so that all ranks decide alike",
@@ -122,18 +124,24 @@ def explain(attached: Attached) -> Explanation:
     )
 
 
-def _quantised(pipe: Any) -> Iterator[Feature]:
-    """What is quantised, whoever did it."""
-    kinds = {name: quantised_as(part.module) for name, part in loaded_parts(pipe).items() if part.module is not None}
-    found = {name: kind for name, kind in kinds.items() if kind}
-    if found:
-        settings = ", ".join(f"{name} as {kind}" for name, kind in found.items())
-        yield Feature(_QUANTIZATION, settings, "weights were quantised when they were loaded")
-
-
 def _features(attached: Attached) -> Iterator[Feature]:
-    yield from _quantised(attached.pipe)
-    parallel, cache, offloaded = attached.config.parallel, attached.cache, attached.offloaded
+    """What is there, outermost first: what was quantised, whoever did it; ours; and what others have attached."""
+    kinds = {name: quantised_as(part.module) for name, part in loaded_parts(attached.pipe).items() if part.module}
+    found = ", ".join(f"{name} as {kind}" for name, kind in kinds.items() if kind)
+    if found:
+        yield Feature(_QUANTIZATION, found, "weights were quantised when they were loaded")
+    yield from _parallel(attached)
+    if attached.cache is not None:
+        yield _cache(attached.cache, attached.denoisers)
+    yield from _compiled(attached)
+    if attached.offloaded is not None:
+        yield _offload(attached.offloaded)
+    for peer in attached.peers:
+        yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
+
+
+def _parallel(attached: Attached) -> Iterator[Feature]:
+    parallel = attached.config.parallel
     if parallel.sequence_parallel_size > 1:
         sources = [f"{name}: split by the plan {source}" for name, source in attached.stats().sharding.items()]
         unknown = "the plan is compared with the unsharded output at the first forward"
@@ -142,42 +150,39 @@ def _features(attached: Attached) -> Iterator[Feature]:
     if parallel.cfg_parallel_size > 1:
         why = "each rank computes its own branches; the first step runs on all ranks to count them"
         yield Feature("CFG parallel", f"{parallel.cfg_parallel_size} ranks", why)
-    if cache is not None:
-        yield _cache(cache, attached.denoisers)
+
+
+def _compiled(attached: Attached) -> Iterator[Feature]:
+    """What computes a forward, a decode or an attention in another way."""
+    config = attached.config
     if attached.regions:
-        classes = sorted({type(block).__name__ for block in attached.regions.values()})
-        compiler = attached.config.compiler or "torch's default compiler"
-        why = "blocks of a class share a graph; all hooks are outside it"
-        yield Feature("compile", f"{len(attached.regions)} blocks ({', '.join(classes)}) by {compiler}", why)
+        classes = ", ".join(sorted({type(block).__name__ for block in attached.regions.values()}))
+        compiler = config.compiler or "torch's default compiler"
+        settings = f"{len(attached.regions)} blocks ({classes}) by {compiler}"
+        yield Feature("compile", settings, "blocks of a class share a graph; all hooks are outside it")
     if attached.vaes:
-        ways, config = [name for name in attached.features if name.startswith("vae_")], attached.config
+        ways = [name for name in attached.features if name.startswith("vae_")]
+        by_plan = " and ".join(name for name in ways if getattr(config, name) is None)
+        why = f"gpu_memory is not enough without {by_plan}" if by_plan else "as the settings say"
         names = ", ".join(type(vae).__name__ for vae in attached.vaes)
-        by_plan = [name for name in ways if getattr(config, name) is None]
-        why = f"gpu_memory is not enough without {' and '.join(by_plan)}" if by_plan else "as the settings say"
         yield Feature("VAE", f"{', '.join(ways)}: {names}", why)
     if attached.attention:
-        states = "\n".join(f"{name}: {hook.state}" for name, hook in attached.attention.items())
-        yield Feature("attention", f"{attached.config.attention}\n{states}", "other kernels for the same attention")
-    yield from _graphs(attached)
-    if offloaded is not None:
-        where = f"{offloaded.config.mode}, computing on {offloaded.execution_device}"
-        done = offloaded.stats().ahead
-        ahead = [f"{name}: {done[name]}" for name in offloaded.time_layers if name in done]
-        ahead += [f"{name}: not computed ahead: {why}" for name, why in offloaded.not_ahead.items() if why]
-        tiers = [offloaded.tiers] * offloaded.plan.offloads_anything
-        settings = "\n".join(map(str, (where, offloaded.plan, *tiers, *ahead)))
-        why = "weights are on the device only when they are needed"
-        yield Feature("offload", settings, why if offloaded.plan.offloads_anything else "the budget holds everything")
-    for peer in attached.peers:
-        yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
-
-
-def _graphs(attached: Attached) -> Iterator[Feature]:
-    config = attached.config.graphs
-    if config is not None:
-        lines = [f"{name}: {hook.stats()}" for name, hook in attached.graphs.items()]
+        states = (f"{name}: {hook.state}" for name, hook in attached.attention.items())
+        yield Feature("attention", "\n".join((str(config.attention), *states)), "other kernels for the same attention")
+    if config.graphs is not None:
+        lines = (f"{name}: {hook.stats()}" for name, hook in attached.graphs.items())
         why = "computed forwards are replayed as CUDA graphs, with the bits of the model; skipped steps stay outside"
-        yield Feature("graphs", "\n".join((f"at most {config.max_graphs} of each denoiser", *lines)), why)
+        yield Feature("graphs", "\n".join((f"at most {config.graphs.max_graphs} of each denoiser", *lines)), why)
+
+
+def _offload(offloaded: Offloaded) -> Feature:
+    done, plan = offloaded.stats().ahead, offloaded.plan
+    lines: list[Any] = [f"{offloaded.config.mode}, computing on {offloaded.execution_device}", plan]
+    lines += [offloaded.tiers] * plan.offloads_anything
+    lines += [f"{name}: {done[name]}" for name in offloaded.time_layers if name in done]
+    lines += [f"{name}: not computed ahead: {why}" for name, why in offloaded.not_ahead.items() if why]
+    why = "weights are on the device only when they are needed"
+    return Feature("offload", "\n".join(map(str, lines)), why if plan.offloads_anything else _FITS)
 
 
 def _cache(cache: CacheBackend, denoisers: dict[str, torch.nn.Module]) -> Feature:
@@ -186,17 +191,11 @@ def _cache(cache: CacheBackend, denoisers: dict[str, torch.nn.Module]) -> Featur
     if isinstance(cache.config, AutoConfig):
         why = "leaves out whole forwards, as many as the error of its last forecast allows"
         return Feature("cache", f"auto {cache.config.summary()}", why)
-    settings = "\n".join((f"TeaCache {cache.config.summary()}", *_covered(denoisers)))
-    is_scheduled = cache.config.schedule is not None
-    return Feature("cache", settings, "skips the steps of its schedule" if is_scheduled else _LITTLE)
-
-
-def _covered(denoisers: dict[str, torch.nn.Module]) -> Iterator[str]:
-    """For each denoiser made of blocks, the share they hold: the rest also runs at skipped steps."""
-    for name, module in denoisers.items():
-        anatomy = find_anatomy(module)
-        if anatomy.stacks:
-            yield f"{name}: {coverage(module, anatomy)}"
+    # The rest of a denoiser that is made of blocks also runs at skipped steps.
+    anatomies = ((name, module, find_anatomy(module)) for name, module in denoisers.items())
+    covered = (f"{name}: {coverage(module, anatomy)}" for name, module, anatomy in anatomies if anatomy.stacks)
+    why = "skips the steps of its schedule" if cache.config.schedule is not None else _LITTLE
+    return Feature("cache", "\n".join((f"TeaCache {cache.config.summary()}", *covered)), why)
 
 
 def _interactions(attached: Attached) -> Iterator[str]:
@@ -207,8 +206,8 @@ def _interactions(attached: Attached) -> Iterator[str]:
         share = skipped_share(config.cache)
         skips = "no forwards, as their number is not known yet" if share is None else f"{share:.0%} of the forwards"
         yield f"the offload planner assumes that the cache skips {skips}"
-    if offloaded is not None and config.cache is not None and not isinstance(config.cache.settings, AutoConfig):
-        yield "the cache keeps its own copies of the few weights that it needs to decide, if their block is offloaded"
+        if not isinstance(config.cache.settings, AutoConfig):
+            yield "the cache has its own copies of the few weights that it needs to decide, if their block is offloaded"
     if offloaded is not None and not isinstance(attached.pipe, torch.nn.Module):
         yield f"the pipeline creates its latents on {offloaded.execution_device}, wherever its weights are"
     if attached.regions and config.num_ranks > 1:

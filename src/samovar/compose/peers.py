@@ -1,4 +1,4 @@
-"""What have other libraries attached to this pipeline, and which of our features conflict with it?
+"""Features of other libraries on a pipeline, and which of ours conflict with them.
 
 Their hooks replace `forward` and ours wrap `__call__`, so nearly everything works together. Conflicts are features that
 decide the same thing twice: two caches, two compilers, two ways to split a model over ranks. (Two that move the same
@@ -62,31 +62,35 @@ def check_peers(denoisers: Mapping[str, torch.nn.Module], config: AttachConfig) 
     """What other libraries have attached, if all of it works with this config; refused by name if not."""
     peers = find_peers(denoisers)
     for peer in peers:
-        there = f"{peer.name} is on {peer.where}"
-        if peer.kind == "cache" and config.cache is not None:
-            raise SettingError(
-                f"{there}, and a second cache was asked for: each cache would mistake the other's reused results for "
-                "computed ones. Take it off (model.disable_cache(), or cache_dit.disable_cache), or leave out cache.",
-                param="cache",
-            )
-        if peer.kind == "cache" and config.num_ranks > 1:
-            raise SettingError(
-                f"{there}, and {config.num_ranks} ranks were asked for: each rank would decide for itself what to skip "
-                "and wait for the others forever. Take it off first (model.disable_cache()) and use "
-                "cache='tea_cache', which asks all ranks.",
-                param="parallel",
-            )
-        if peer.kind == "parallel" and config.num_ranks > 1:
-            raise SettingError(
-                f"{there}, and {config.num_ranks} ranks were asked for: the sequence would be split twice. Load the "
-                "model again without enable_parallelism, or leave out parallel.",
-                param="parallel",
-            )
-        if peer.kind == "compiled" and (config.num_ranks > 1 or config.compiles):
-            feature = "parallel" if config.num_ranks > 1 else "compile"
-            raise SettingError(
-                f"{peer.where} is compiled as a whole, and {feature} needs its blocks, which are now one graph. Load "
-                "it again without compiling it, and let attach(pipe, ..., compile=True) compile its blocks.",
-                param=feature,
-            )
+        param, why = _conflict(peer, config)
+        if param:
+            raise SettingError(why, param=param)
     return peers
+
+
+def _conflict(peer: Peer, config: AttachConfig) -> tuple[str, str]:
+    """The setting that a feature of another library conflicts with, and why; nothing if there is none."""
+    there, ranks = f"{peer.name} is on {peer.where}", config.num_ranks
+    if peer.kind == "cache" and config.cache is not None:
+        return "cache", (
+            f"{there}, and a second cache was asked for: each cache would mistake the other's reused results for "
+            "computed ones. Take it off (model.disable_cache(), or cache_dit.disable_cache), or leave out cache."
+        )
+    if peer.kind == "cache" and ranks > 1:
+        return "parallel", (
+            f"{there}, and {ranks} ranks were asked for: each rank would decide for itself what to skip "
+            "and wait for the others forever. Take it off first (model.disable_cache()) and use "
+            "cache='tea_cache', which asks all ranks."
+        )
+    if peer.kind == "parallel" and ranks > 1:
+        return "parallel", (
+            f"{there}, and {ranks} ranks were asked for: the sequence would be split twice. Load the "
+            "model again without enable_parallelism, or leave out parallel."
+        )
+    if peer.kind == "compiled" and (ranks > 1 or config.compiles):
+        feature = "parallel" if ranks > 1 else "compile"
+        return feature, (
+            f"{peer.where} is compiled as a whole, and {feature} needs its blocks, which are now one graph. Load "
+            "it again without compiling it, and let attach(pipe, ..., compile=True) compile its blocks."
+        )
+    return "", ""

@@ -1,4 +1,4 @@
-"""How are the repeated blocks compiled, and restored?
+"""Compilation of the repeated blocks.
 
 Each block is compiled separately: the blocks of a class share one small graph, compiled once. All hooks are outside it,
 so a skipped block runs no graph, and an offloaded one finds its weights in place.

@@ -1,4 +1,4 @@
-"""How does a VAE decode? In tiles, which are blended, or one image of a batch after the other; with channels last."""
+"""How VAEs decode: in tiles, which are blended, one image of a batch after the other, or with channels last."""
 
 from __future__ import annotations
 

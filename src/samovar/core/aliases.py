@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from .errors import SettingError
 from .files import check_names, is_file_name, read_settings
@@ -24,6 +24,7 @@ class Alias(NamedTuple):
 
 ALIASES: Mapping[str, Alias] = {
     "cache_backend": Alias("cache", "name"),
+    "cache_adapter": Alias("cache", "name"),
     "cache_config": Alias("cache", "mapping or file"),
     "enable_cpu_offload": Alias("offload", "bool"),
     "enable_layerwise_offload": Alias("offload", "bool"),
@@ -34,6 +35,23 @@ ALIASES: Mapping[str, Alias] = {
     "cfg_parallel_size": Alias("parallel", "int"),
     "enforce_eager": Alias("compile", "bool"),
 }
+
+
+class AliasArguments(TypedDict, total=False):
+    """The same as keyword arguments, for type checkers."""
+
+    cache_backend: str
+    cache_adapter: str
+    cache_config: Any
+    enable_cpu_offload: bool
+    enable_layerwise_offload: bool
+    parallel_config: Any
+    ulysses_degree: int
+    ring_degree: int
+    allgather_degree: int
+    cfg_parallel_size: int
+    enforce_eager: bool
+
 
 SETTINGS = {name: alias.setting for name, alias in ALIASES.items()}
 DEGREES = frozenset(name for name, alias in ALIASES.items() if alias.kind == "int")
@@ -71,6 +89,14 @@ def accept_aliases(cls: type[Config]) -> type[Config]:
 
 def _cache(given: Mapping[str, Any]) -> Any:
     backend, config = given.get("cache_backend"), given.get("cache_config")
+    adapter = given.get("cache_adapter")  # The older name.
+    if adapter is not None:
+        if backend not in (None, adapter):
+            message = (
+                f"cache_adapter={adapter!r} and cache_backend={backend!r} contradict each other. Give one of them."
+            )
+            raise SettingError(message, param="cache_adapter")
+        backend = adapter
     if config is None or backend is None:
         return config if backend is None else backend
     if is_file_name(config):

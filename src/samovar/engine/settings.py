@@ -293,10 +293,10 @@ class OmniDiffusionConfig(Settings, param="settings"):
     @functools.cached_property
     def attach_config(self) -> AttachConfig:
         """The features to attach to the pipeline."""
-        taken = inspect.signature(AttachConfig.read).parameters
+        taken = {*inspect.signature(AttachConfig.of).parameters, *table(AttachConfig)}
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
         is_alone = (self.replicas or 1) == 1 and len(read_gpus(self.devices)) <= 1
-        return AttachConfig.read(**same | {"device": self.execution_device(), "is_alone": is_alone})
+        return AttachConfig.of(**same | {"device": self.execution_device(), "is_alone": is_alone})
 
     @functools.cached_property
     def gpus(self) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""How is a call intercepted, and which request, branch and run is it part of?"""
+"""Intercepted calls, and the request, branch and run that a call is part of."""
 
 from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context

@@ -1,4 +1,4 @@
-"""Which request and guidance branch is this call part of? And a state for each pair of them.
+"""The request and guidance branch of a call, and a state for each pair of them.
 
 A denoiser is called several times a step: once for each guidance branch, and for each request when requests are
 interleaved. What a hook remembers from one step to the next belongs to one of these call sequences. Which one it is

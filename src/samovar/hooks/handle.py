@@ -1,4 +1,4 @@
-"""How is something that was attached taken off again? `handle.detach()`, or leave the `with` block."""
+"""Handles of what was attached: `handle.detach()`, or leave the `with` block."""
 
 from __future__ import annotations
 

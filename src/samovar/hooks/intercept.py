@@ -1,4 +1,4 @@
-"""How does a call of a module reach its hooks?
+"""Interception of a module's calls by its hooks.
 
 A hooked module's type is swapped for a subclass of the same name whose `__call__` goes through the registry. So hooks
 are outside of everything that others put on the instance: accelerate's and diffusers' hooks replace `forward`,

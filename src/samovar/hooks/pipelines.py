@@ -1,4 +1,4 @@
-"""How are the calls of a whole pipeline intercepted?
+"""Interception of the calls of a whole pipeline.
 
 A pipeline is usually not a module, but its calls are intercepted the same way: its type is swapped for a subclass of
 the same name. Each call becomes a `Run` (see `runs`), which calls the pipeline's hooks when it starts and ends.

@@ -1,4 +1,4 @@
-"""Which hooks run around a module's call, and in which order?
+"""The hooks around a module's call, and their order.
 
 A call of a hooked module goes through its hooks in sorted order: every `pre_forward`, then the one hook that overrides
 `new_forward` or else the module itself, then every `post_forward` in reverse. A hook's `bypass` may answer before any
