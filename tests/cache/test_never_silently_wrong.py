@@ -128,9 +128,8 @@ def test_a_run_after_one_that_was_given_up_is_as_if_it_had_been_alone(name: str)
 
 def test_runs_of_another_pipeline_keep_no_more_states_than_a_loop_of_ones_own() -> None:
     pipe = flux.build(0)
-    other = other_of(pipe)
-    on(pipe, "tea_cache").enable(other)
-    hook = hook_on(pipe.transformer)
+    on(pipe, "tea_cache")
+    hook, other = hook_on(pipe.transformer), other_of(pipe)
     for seed in range(5):
         flux.run(other, 8, seed=seed)
         assert len(hook.state_manager.states()) == 2
