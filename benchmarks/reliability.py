@@ -87,7 +87,7 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     16: ("pickled weights, and code that comes with a model", by_tests(
         "tests/engine/test_models.py::test_pickled", "tests/engine/test_models.py::test_code_that_comes")),
     17: ("paths and URLs of clients", by_tests(
-        "tests/server/test_app.py::test_no_path", "tests/server/test_app_state.py::test_only_the_model",
+        "tests/server/test_app.py::test_no_path", "tests/server/test_state.py::test_only_the_model",
         "tests/server/test_images.py::test_bad_forms")),
     18: ("soak: replicas, batches, adapters and videos, random requests, 10 % cancelled", memory.soak),
     19: ("requests do not affect each other", by_tests("tests/engine/test_supervisor.py::test_requests_do_not_touch")),

@@ -36,7 +36,7 @@ BUDGETS = {
     "arch": 15_700,
     "builtin": 100,
     "cache": 27_000,
-    "cli": 10_500,
+    "cli": 9_200,
     "compose": 9_000,
     "core": 10_800,
     "engine": 40_500,
@@ -47,7 +47,7 @@ BUDGETS = {
     "offload": 45_100,
     "omni": 2_900,
     "parallel": 21_700,
-    "serve_ray": 1_200,
+    "serve_ray": 1_000,
     "server": 29_800,
     "trace": 26_200,
 }
@@ -57,14 +57,12 @@ MAX_COMPLEXITY = (20, 7)
 MORE_COMPLEX: dict[str, tuple[int, int]] = {
     "arch": (20, 10),
     "cache": (20, 9),
-    "cli": (20, 8),
     "compose": (17, 11),
     "engine": (26, 10),
     "graphs": (20, 8),
     "lab": (25, 9),
     "offload": (20, 8),
     "parallel": (17, 9),
-    "server": (27, 7),
     "trace": (27, 11),
 }
 """Rooms that are still more complex than that. May only shrink."""

@@ -55,7 +55,7 @@ def routes() -> set[str]:
 def check_settings(file: Path) -> ServerConfig:
     """A file of settings is read whole, by the engine and by the server."""
     OmniDiffusionConfig.read({"device": "cpu"}, file)
-    return ServerConfig.read({}, file)
+    return ServerConfig.read_over({}, file)
 
 
 def test_the_dockerfile_copies_what_is_there_and_starts_the_server() -> None:

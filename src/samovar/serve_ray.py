@@ -1,4 +1,4 @@
-"""How does one server become many? As a Ray Serve application, with the extra `ray`.
+"""One server as many: a Ray Serve application, with the extra `ray`.
 
     serve run samovar.serve_ray:build model=emoji num_replicas=2
     serve run samovar.serve_ray:build model=./flux num_gpus=1 min_replicas=2 max_replicas=16 gpu_memory=20GiB
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .core.aliases import ALIASES
 from .core.errors import SettingError
 from .core.files import check_names
+from .core.settings import Settings, count, number, setting, table
 from .engine import OmniDiffusionConfig
 from .omni import AsyncOmni
 from .server import AppState, ServerConfig, create_app
@@ -32,44 +33,33 @@ _OTHER_REQUESTS = 8
 
 
 @dataclass(frozen=True)
-class RayConfig:
+class RayConfig(Settings, param="ray"):
     """The number of replicas, and the share of a machine that each one takes."""
 
-    num_replicas: int | None = None
-    """A fixed number. None: as many as the load needs, between the next two."""
-    min_replicas: int = 1
-    max_replicas: int | None = None
-    num_gpus: float | None = None
-    """GPUs per replica. By default one for each rank of each of its workers, if they run on GPUs. With 0.5 two replicas
-    share one."""
-    num_cpus: float = 1.0
-    max_queued: int = 64
-    """Requests that wait at a proxy of Ray while all replicas are busy; more are refused."""
-    drain_s: float = 30.0
-    """How long running requests may take to finish when a replica is shut down."""
-    health_period_s: float = 10.0
+    num_replicas: int | None = setting(
+        None, count(1), "A fixed number. By default as many as the load needs, between the next two."
+    )
+    min_replicas: int = setting(1, count(), "Replicas at least.")
+    max_replicas: int | None = setting(None, count(1), "Replicas at most. By default there is no autoscaling.")
+    num_gpus: float | None = setting(
+        None, number(),
+        "GPUs per replica. By default one for each rank of each of its workers, if they run on GPUs. With 0.5 two "
+        "replicas share one.",
+    )  # fmt: skip
+    num_cpus: float = setting(1.0, number(), "Processor cores per replica.")
+    max_queued: int = setting(64, count(1), "Requests that wait at a proxy of Ray while all replicas are busy.")
+    drain_s: float = setting(30.0, number(), "Seconds for running requests to finish when a replica is shut down.")
+    health_period_s: float = setting(10.0, number(0, above=True), "Seconds between two looks at a replica's health.")
 
-    def __post_init__(self) -> None:
-        for name, least in (("num_replicas", 1), ("min_replicas", 0), ("max_replicas", 1), ("max_queued", 1)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise SettingError(f"{name} must be a whole number of at least {least}, not {value!r}.", param=name)
-        for name in ("num_gpus", "num_cpus", "drain_s", "health_period_s"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value < float("inf")):
-                raise SettingError(f"{name} must be a number of at least 0, not {value!r}.", param=name)
-        if not self.health_period_s:
-            raise SettingError("health_period_s must be above 0.", param="health_period_s")
-        if self.num_replicas is not None and self.max_replicas is not None:
-            raise SettingError(
-                "Give num_replicas (fixed) or max_replicas (autoscaling), not both.", param="max_replicas"
-            )
-        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
-            raise SettingError(
-                f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}.",
-                param="max_replicas",
-            )
+    def check(self) -> None:
+        if self.max_replicas is None:
+            return
+        if self.num_replicas is not None:
+            message = "Give num_replicas (fixed) or max_replicas (autoscaling), not both."
+            raise SettingError(message, param="max_replicas")
+        if self.max_replicas < self.min_replicas:
+            message = f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}."
+            raise SettingError(message, param="max_replicas")
 
     def options(self, engine: OmniDiffusionConfig) -> dict[str, Any]:
         """The same as options of a Ray deployment."""
@@ -138,17 +128,15 @@ def build(arguments: Mapping[str, Any] | None = None) -> serve.Application:
         name: yaml.safe_load(value) if isinstance(value, str) and name != "api_key" else value
         for name, value in (arguments or {}).items()
     }
-    ray_names = [field.name for field in fields(RayConfig)]
-    engine_names = [*(field.name for field in fields(OmniDiffusionConfig)), *ALIASES]
-    check_names(given, [*ray_names, *engine_names, "api_key", "config"], "a setting of this application")
-    config = RayConfig(**{name: value for name, value in given.items() if name in ray_names})
-    settings = {name: value for name, value in given.items() if name in engine_names}
-    engine = OmniDiffusionConfig.read(settings, given.get("config"))
+    engine_names = {field.name for field in fields(OmniDiffusionConfig)} | ALIASES.keys()
+    check_names(given, [*table(RayConfig), *engine_names, "api_key", "config"], "a setting of this application")
+    config = RayConfig(**{name: value for name, value in given.items() if name in table(RayConfig)})
+    file = given.get("config")
+    engine = OmniDiffusionConfig.read({name: value for name, value in given.items() if name in engine_names}, file)
     # Requests reach a replica through a proxy of Ray, under any host name.
-    settings = {"host": "0.0.0.0", "api_key": _key(given.get("api_key")), "shutdown_timeout_s": config.drain_s}
-    server = ServerConfig.read(
-        {name: value for name, value in settings.items() if value is not None}, given.get("config")
-    )
+    settings = {"host": "0.0.0.0", "shutdown_timeout_s": config.drain_s}
+    key = _key(given.get("api_key"))
+    server = ServerConfig.read_over(settings if key is None else {**settings, "api_key": key}, file)
     replica: Any = Replica
     application: serve.Application = replica.options(**config.options(engine)).bind(engine, server)
     return application

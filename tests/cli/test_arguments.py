@@ -49,8 +49,8 @@ def test_settings_are_names_files_or_json() -> None:
 
 
 def test_only_given_options_count() -> None:
-    options = argparse.Namespace(a=1, b=None)
-    assert given(options, ("a", "b", "c")) == {"a": 1}
+    options = argparse.Namespace(a=1, b=None, seed=0, scale=0.0, flag=False)
+    assert given(options, ("a", "b", "c", "seed", "scale", "flag")) == {"a": 1, "seed": 0, "scale": 0.0, "flag": False}
 
 
 def test_a_threshold_may_be_used_at_any_number_of_steps(tmp_path: Path) -> None:

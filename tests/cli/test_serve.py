@@ -16,18 +16,18 @@ from samovar import cli
     ("arguments", "message"),
     [
         (["emojis"], "Did you mean 'emoji'?"),
-        (["--port", "70000"], "port must be a number from 0 to 65535, not 70000"),
+        (["--port", "70000"], "--port 70000; expected a whole number from 0 to 65535"),
         (["emoji", "--model", "other"], "Two models are given: 'emoji' and --model 'other'"),
         (["--cache-config", "{"], "--cache-config '{' cannot be read"),
-        (["--cors-origin", "*"], "'*' is not an origin"),
+        (["--cors-origin", "*"], "--cors-origin ['*']; expected an origin such as https://example.com"),
         (["--api-key", ""], "must be printable ASCII"),
-        (["--allowed-host", "http://a"], "'http://a' is not a host name"),
-        (["--request-timeout", "0"], "--request-timeout must be a number of seconds"),
-        (["--max-pixels", "0"], "--max-pixels must be a whole number"),
+        (["--allowed-host", "http://a"], "--allowed-host ['http://a']; expected a host name such as example.com"),
+        (["--request-timeout", "0"], "--request-timeout 0; expected a number of seconds above 0"),
+        (["--max-pixels", "0"], "--max-pixels 0; expected a whole number"),
         (["--default-steps", "0"], "--default-steps must be at least 1, not 0"),
         (["--default-size", "huge"], "--default-size 'huge'; expected one such as 1024x1024"),
         (["--default-steps", "4", "--cache", '{"schedule": "#.#.#.#.#"}'], "--default-steps 4 is the default, but the"),
-        (["--served-model-name", ""], "'' is not a name for clients"),
+        (["--served-model-name", ""], "--served-model-name ['']; expected a name for clients"),
         (["--lora", "pixel"], "--lora 'pixel' has no name. Expected NAME=ADAPTER"),
         (["--lora", "pixel=./nowhere.bin"], "which is not a .safetensors file"),
         (
@@ -63,6 +63,16 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", "--device", "cpu", "--port", port]) == 2
     assert f"Cannot bind to 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "is_warned"), [([], True), (["--api-key", "k"], False)])
+def test_a_server_for_all_without_a_key_is_warned_of(
+    options: list[str], is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "--device", "cpu", "--host", "0.0.0.0", "--port", port, *options]) == 2
+    assert ("is open to all who can reach this machine: set SAMOVAR_API_KEY" in caplog.text) == is_warned
 
 
 @pytest.mark.slow

@@ -45,9 +45,10 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def server(folder: Path, lora: dict[str, str]) -> Iterator[RunningServer]:
+def server(folder: Path, lora: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """With a cache and adapters, and steps without end, so that a request can last."""
     options = ("--max-steps", "100000", "--cache-backend", "tea_cache", "--max-queue", "16")
+    options += ("--jobs", str(tmp_path_factory.mktemp("no jobs")))
     options += tuple(f"--lora={name}={source}" for name, source in lora.items())
     with running(folder, *options) as started:
         yield started

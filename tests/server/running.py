@@ -79,7 +79,7 @@ class RunningServer:
     def workers(self) -> list[psutil.Process]:
         """The children that hold a model; those that watch shared memory or read bodies are not among them."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        others = ("resource_tracker", "body_reader")
+        others = ("resource_tracker", "decode_worker")
         return [child for child in children if not any(other in " ".join(child.cmdline()) for other in others)]
 
     def resident_bytes(self) -> int:

@@ -24,7 +24,7 @@ from pipelines import tiny_flux_pipeline
 from .attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
 from .conftest import DEFAULTS
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
-from .test_body_reader import SMALL
+from .test_decode_worker import SMALL
 
 GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
 MIB = 2**20

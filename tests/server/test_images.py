@@ -26,8 +26,8 @@ from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar.engine import Job, OmniDiffusionSamplingParams
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
-from samovar.server.api_errors import ApiError
-from samovar.server.asking import unless_gone
+from samovar.server.errors import ApiError
+from samovar.server.request import unless_gone
 
 from .attacks import png_of
 from .conftest import KEY

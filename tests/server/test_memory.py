@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samovar.server.api_errors import ApiError
+from samovar.server.errors import ApiError
 from samovar.server.memory import Ledger
 
 

@@ -11,7 +11,7 @@ from samovar.engine import OutputKind, PipelineFacts
 from samovar.engine.facts import _plain_types
 from samovar.engine.input_media import find_inputs
 from samovar.server import Limits
-from samovar.server.api_errors import ApiError
+from samovar.server.errors import ApiError
 from samovar.server.options import check_options, find_options
 
 
@@ -60,14 +60,16 @@ def test_what_a_request_may_set(facts: PipelineFacts, has: dict[str, bool], has_
     [
         ("sigmas", [1.0] * 201, "sigmas has 201 steps; the limit is 200"),
         ("sigmas", [1.0, "a"], "takes a list of numbers"),
+        ("sigmas", 1, "takes a list of numbers, not 1"),
+        ("timesteps", "7", "takes a list of numbers, not '7'"),
         ("sigmas", [1.0, True], "takes a list of numbers"),
         ("sigmas", [1.0, float("inf")], "takes a list of numbers"),
-        ("guidance_2", [1.0], "takes a plain value; it is a list"),
-        ("guidance_2", {"a": 1}, "it is an object"),
-        ("guidance_2", float("nan"), "it is infinite"),
-        ("guidance_2", 2**63, "it is so large"),
+        ("guidance_2", [1.0], "takes a plain value, not [1.0]"),
+        ("guidance_2", {"a": 1}, "takes a plain value, not {'a': 1}"),
+        ("guidance_2", float("nan"), "takes a plain value, not nan"),
+        ("guidance_2", 2**63, "takes a plain value, not 9223372036854775808"),
         ("prompt_2", "x" * 32_001, "prompt_2 has 32001 characters; the limit is 32000"),
-        ("prompt_2", "a\ud800", "half a character"),
+        ("prompt_2", "a\ud800", "takes a plain value, not 'a"),
     ],
 )
 def test_values_have_limits(name: str, value: Any, message: str) -> None:

@@ -14,8 +14,8 @@ from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, Imag
 
 from samovar.engine import GenerationResult, OmniDiffusionSamplingParams, Preview, Progress, Started
 from samovar.server import Limits
-from samovar.server.bodies import GenerationBody, read_body
-from samovar.server.responses import completed_events, gathered, images_pieces, preview_event, step_event
+from samovar.server.respond import completed_events, gathered, images_pieces, preview_event, step_event
+from samovar.server.schemas import GenerationBody, read_body
 
 PICTURE = PIL.Image.effect_mandelbrot((40, 24), (-2, -1.5, 1, 1.5), 50).convert("RGB")
 RESULT = GenerationResult(
@@ -56,6 +56,16 @@ def test_images_come_in_the_format_asked_for(kind: str) -> None:
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (3, 8, 11)
     if kind == "png":
         assert picture.tobytes() == PICTURE.tobytes()
+
+
+def test_what_means_nothing_to_these_models_is_taken_with_a_note() -> None:
+    plain = asked(background="auto", moderation="auto", style=None)
+    openai = asked(style="vivid", input_fidelity="high", background="transparent", moderation="low", user="u1")
+    for body, noted in ((plain, []), (openai, ["user", "background", "moderation", "style", "input_fidelity"])):
+        whole = json.loads(b"".join(images_pieces(body, RESULT, {})))["samovar"]["notes"]
+        streamed = events_of(completed_events("image_generation", body, RESULT, {}))[0]["samovar"]["notes"]
+        assert whole == streamed
+        assert (whole[0], [note.partition("=")[0] for note in whole[1:]]) == ("a note", noted)
 
 
 def test_compression_is_obeyed() -> None:

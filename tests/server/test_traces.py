@@ -15,7 +15,7 @@ from samovar.engine import Done, Failed, GenerationResult, OmniDiffusionSampling
 from samovar.engine.lora import Adapter
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
-from samovar.server.guard import Guard
+from samovar.server.middleware import Middleware
 from samovar.server.traces import Traces, account_of, keep_account
 
 trace = pytest.importorskip("opentelemetry.trace")
@@ -81,7 +81,7 @@ def test_a_request_is_a_span_below_the_clients_with_its_parts() -> None:
         await send({"type": "http.response.start", "status": 503, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guard, recorder = Guard(app, ServerConfig(), lambda *_: None), Recorder()
+    guard, recorder = Middleware(app, ServerConfig(), lambda *_: None), Recorder()
     guard._traces._tracer = recorder
 
     async def ask() -> httpx.Response:
@@ -150,7 +150,7 @@ def test_the_sdk_gets_one_tree_for_a_request() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guard = Guard(app, ServerConfig(), lambda *_: None)
+    guard = Middleware(app, ServerConfig(), lambda *_: None)
     guard._traces._tracer = provider.get_tracer("samovar")
 
     async def ask() -> None:

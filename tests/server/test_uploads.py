@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from samovar.server.api_errors import ApiError
+from samovar.server.errors import ApiError
 from samovar.server.memory import Ledger
-from samovar.server.uploads import check_type, receive_body
+from samovar.server.request import check_type, receive_body
 
 
 def request(messages: Iterable[dict[str, Any]] = (), **headers: str) -> Request:
@@ -62,7 +62,7 @@ def test_who_leaves_is_forgotten() -> None:
 
 
 def test_who_stalls_gives_way_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samovar.server.uploads._STALL_S", 0.01)
+    monkeypatch.setattr("samovar.server.request._STALL_S", 0.01)
     with pytest.raises(ApiError) as refused:
         received(request([part(bytes(60))]), Ledger(200, "bodies"))
     assert (refused.value.status, refused.value.code) == (408, "body_stalled")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -56,6 +61,122 @@ def test_jobs_outlive_their_server(video_folder: Path, tmp_path: Path) -> None:
         assert [video["id"] for video in listed["data"]] == [done, runs, waits, stranger.id]
         assert look(second, stranger.id)["status"] == "queued", "it waits for a server of its model"
         assert str(tmp_path) in second.text
+
+
+LONGEST = "\U0001f600" * 32_000
+NUM_LONG = 40
+
+
+@pytest.fixture(scope="module")
+def crowded(video_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that found forty failed jobs of the longest prompts, and a damaged one; at most fifty are kept, and
+    clients may make it hold little."""
+    folder = tmp_path_factory.mktemp("crowded")
+    with closing(JobStore(folder)) as store:
+        for number in range(NUM_LONG):
+            values = {"prompt": LONGEST, "negative_prompt": LONGEST, "seed": number}
+            end = time.time() + 1000 + number
+            store.add(VideoJob("films", values, "48x32", 1.0, 0, status="failed", completed_at=1.0, expires_at=end))
+        store.add(VideoJob("films", {}, "48x32", 1.0, 0, id="video_bad"))
+        store._database.execute("UPDATE jobs SET record = 'garbage' WHERE id = 'video_bad'")
+    options = ("--jobs", str(folder), "--max-memory", "180MiB", "--max-pixels", "16384", "--max-jobs", "50")
+    with running(video_folder, *options, "--max-video-pixels", "65536", "--max-steps", str(LONG), "-q") as server:
+        yield server
+
+
+def all_ids(http: httpx.Client) -> list[str]:
+    """All videos, page by page."""
+    seen: list[str] = []
+    has_more = True
+    while has_more:
+        answer = http.get(VIDEOS, params={"limit": 100, **({"after": seen[-1]} if seen else {})})
+        assert len(answer.content) < 1.2 * 2**20
+        page = answer.json()
+        seen += [video["id"] for video in page["data"]]
+        has_more = page["has_more"]
+    assert len(set(seen)) == len(seen)
+    return seen
+
+
+def test_pages_of_long_prompts_are_short(crowded: RunningServer) -> None:
+    """All jobs are found all the same, without the damaged one, which can be deleted."""
+    with crowded.client() as http:
+        assert len(all_ids(http)) == NUM_LONG
+        assert http.get(f"{VIDEOS}/video_bad").status_code == 404
+        assert http.delete(f"{VIDEOS}/video_bad").status_code == 200
+        assert http.delete(f"{VIDEOS}/video_bad").status_code == 404
+    assert "the record of video_bad is damaged" in crowded.text
+
+
+def test_pages_that_nobody_reads_take_what_clients_may_take(crowded: RunningServer) -> None:
+    """180 MiB are 135 for answers, and as much again for connections and making pages. What the system takes at once is
+    no longer ours; above the rest the answer is 503."""
+    before, statuses = crowded.resident_bytes(), set()
+    host, port = crowded.address.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as opened:
+        for _ in range(200):
+            one = opened.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.settimeout(PATIENCE_S)
+            one.connect((host, int(port)))
+            one.sendall(b"GET /v1/videos?limit=100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            statuses.add(one.recv(12).split(b" ")[1])
+        grown = crowded.resident_bytes() - before
+        assert httpx.get(f"{crowded.address}/live", timeout=PATIENCE_S).status_code == 200
+    assert statuses <= {b"200", b"503"}
+    assert grown < 2 * 135 * 2**20
+    until(lambda: httpx.get(f"{crowded.address}{VIDEOS}", timeout=PATIENCE_S).status_code == 200, "room again")
+
+
+def test_no_more_jobs_are_kept_than_allowed_and_what_failed_goes_first(crowded: RunningServer) -> None:
+    with crowded.client() as http:
+        for _ in range(15):
+            ended(crowded, ask(crowded, deadline=0.001, num_inference_steps=LONG))
+        page = http.get(VIDEOS, params={"limit": 100, "order": "desc"}).json()["data"]
+        assert {video["error"]["code"] for video in page[:10]} == {"queue_timeout"}
+        assert len(all_ids(http)) == 50
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of three megabytes."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root alone")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_jobs_on_a_full_disk_end_or_wait(video_folder: Path, small_disk: Path) -> None:
+    """What runs fails, what waits is made when there is room again, and what is deleted is gone."""
+    options = ("--jobs", str(small_disk / "jobs"), "--max-steps", str(LONG))
+    with running(video_folder, *options) as server:
+        runs = ask(server, num_inference_steps=300)
+        until(lambda: look(server, runs)["status"] == "in_progress", "it runs")
+        goes, waits = ask(server), ask(server)
+        filling = small_disk / "filling"
+        with contextlib.suppress(OSError), open(filling, "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        refused = httpx.post(f"{server.address}{VIDEOS}", json={"prompt": PROMPT}, timeout=PATIENCE_S)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full")
+        assert httpx.delete(f"{server.address}{VIDEOS}/{goes}", timeout=PATIENCE_S).status_code == 200
+        failed = ended(server, runs)
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "disk_full")
+        assert look(server, waits)["status"] == "queued"
+        assert httpx.get(f"{server.address}/ready", timeout=PATIENCE_S).status_code == 200
+        filling.unlink()
+        assert ended(server, waits)["status"] == "completed"
+        assert look(server, goes)["error"]["code"] == "video_not_found"
+        assert server.end() == 0
+    with closing(JobStore(small_disk / "jobs")) as store:
+        assert {job.id: job.status for job in store.page(None, 9, "asc", 10**6)[0]} == {
+            runs: "failed",
+            waits: "completed",
+        }
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from pipelines import PIPELINES
 from samovar.engine import OutputKind
 from samovar.media import read_video
 from samovar.server import AppState, ServerConfig
-from samovar.server.api_errors import ApiError
+from samovar.server.errors import ApiError
 from samovar.server.videos import Videos
 
 from .conftest import VIDEO_DEFAULTS

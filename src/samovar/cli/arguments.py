@@ -1,4 +1,4 @@
-"""Which options do several commands share, and how are their values read?"""
+"""Options of commands: declared as lines of text or made from tables of settings, and read in one way."""
 
 from __future__ import annotations
 
@@ -14,9 +14,69 @@ from typing import Any
 from ..core.aliases import ALIASES
 from ..core.errors import SettingError
 from ..core.files import brief, is_file_name, read_mapping, read_settings
-from ..core.settings import parse_name_or_json
+from ..core.settings import Setting, Settings, parse_name_or_json, table
 
+_LINE = re.compile(
+    r"(?P<names>(?:-\S+ )+)(?:(?P<metavar>[^\s:]+?)(?P<more>\.\.\.)?)?(?: ?:(?P<dest>\w+))?\s\s+(?P<help>.*)"
+)
+_TYPES = dict.fromkeys(("N", "PIXELS", "TOKENS"), int) | dict.fromkeys(("X", "S", "DB"), float)
+"""Types of values by how the help shows them; others are text."""
 _COMPONENT = re.compile(r"(\w+)=(.+)")
+_SWITCHES: dict[str, Any] = {"true": True, "false": False}
+
+IMAGE = """
+    --steps N :num_inference_steps  denoising steps
+    --height PIXELS          a multiple of 8 for the built-in model
+    --width PIXELS           likewise
+    --guidance-scale X       how closely to follow the prompt
+    --true-cfg-scale X       the same, for FLUX, Qwen and emoji
+    --negative-prompt TEXT   what to avoid
+    --max-sequence-length TOKENS  prompt tokens to read
+"""
+OUTPUT = """
+    --json                   print JSON for programs
+    -q --quiet               print errors only
+"""
+DEVICE = """
+    --dtype TYPE             float32, bfloat16 or float16 (bfloat16 on a GPU)
+    --device DEVICE          cpu, cuda, cuda:1 ... (a GPU if there is one)
+"""
+EXCLUDE = """
+    --exclude NAMES          components that offload leaves alone, with commas
+"""
+MEMORY = f"""
+    --gpu-memory SIZE        use no more than this, such as 12GiB
+    --host-memory SIZE       hold no more weights than this in the host's memory
+    --offload SETTING        auto, model (components take turns) or layerwise
+{EXCLUDE}"""
+QUANTIZATION = """
+    --quantization KIND...   int8, fp8, int4, nf4, a .gguf file, or COMPONENT=KIND
+    --loss LEVEL             exact, int8 or int4: what the planner may lose (exact)
+"""
+TRUST = """
+    --trust-remote-code      run Python files that come with the model
+"""
+_MODEL = f"""
+    --config FILE            settings by name, as YAML or JSON; options override them
+{DEVICE}
+    --task TASK              text2img, img2img, inpaint, controlnet ...: another pipeline of its family
+    --controlnet FOLDER...   a ControlNet, or a hub name; again for more
+{TRUST}"""
+_SPEED = f"""
+    --cache SETTING          skip steps: auto, tea_cache, or a tuned file
+    --tolerance LEVEL        how much --cache auto may lose: exact, high, fast or a number; alone it means that cache
+{MEMORY}
+    --parallel SETTING       several GPUs, such as '{{"ulysses_degree": 2}}'
+{QUANTIZATION}
+    --lora --lora-modules NAME=ADAPTER...  a LoRA adapter: a .safetensors file, a folder, or a hub name; again for more
+    --lora-memory SIZE       of adapters that stay loaded, such as 2GiB (all)
+    --compile-cache FOLDER   keep compiled blocks here for later processes
+    --attention NAME         other kernels: cudnn, flash, flash3, sage ...
+    --vae-tiling             decode in tiles: less memory, slightly other pixels
+    --vae-slicing            decode the images of a batch in turn: less memory
+    --vae-channels-last      decode with channels last: faster on most GPUs
+    --max-batch N            images to make at once (1)
+"""
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
@@ -35,6 +95,50 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
     return parser
 
 
+def add_options(parser: Any, lines: str, title: str = "", description: str | None = None) -> Any:
+    """Add an option for each line, such as `--steps N :num_inference_steps  denoising steps`: its names, how its value
+    is shown (dots for one that may be repeated), where it is kept, and its help. Without a value it is a switch. An
+    option that is not given is None, so that a file may have it instead."""
+    group = parser.add_argument_group(title, description) if title else parser
+    for line in filter(None, map(str.strip, lines.splitlines())):
+        match = _LINE.fullmatch(line)
+        assert match is not None, line
+        more: dict[str, Any] = {"help": match["help"], "default": None}
+        if match["dest"] is not None:
+            more["dest"] = match["dest"]
+        if match["metavar"] is None:
+            more["action"] = "store_true"
+        else:
+            kind = _TYPES.get(match["metavar"], str)
+            more |= {"metavar": match["metavar"], "type": kind, "action": "append" if match["more"] else "store"}
+        group.add_argument(*match["names"].split(), **more)
+    return group
+
+
+def add_settings(parser: Any, cls: type[Settings], title: str) -> None:
+    """Add an option for each setting of a class that has one."""
+    group = parser.add_argument_group(title)
+    for row in [row for row in table(cls).values() if row.option is not None]:
+        text = row.help.partition(". ")[0].rstrip(".").replace("%", "%%")
+        text = f"{text[0].lower()}{text[1:]}" + f" ({_shown(row.default)})" * (row.default not in (None, False, ()))
+        shown: dict[str, Any] = {"metavar": row.kind.metavar, "action": "append" if row.default == () else "store"}
+        shown = shown if row.kind.metavar else {"action": "store_true"}
+        group.add_argument(row.option, dest=row.name, default=None, help=text, **shown)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def settings_of(options: argparse.Namespace, cls: type[Settings]) -> dict[str, Any]:
+    """The settings of a class that options give."""
+    return {name: _parsed(table(cls)[name], value) for name, value in given(options, table(cls)).items()}
+
+
+def _parsed(row: Setting, value: Any) -> Any:
+    return row.parse(value) if isinstance(value, str) else row.read(value)
+
+
 def add_model(parser: Any, what: str = "a built-in model, a folder in diffusers format, or a hub name") -> None:
     """A model is given as an argument or by --model; `model_of` reads it."""
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=f"{what} (emoji)")
@@ -49,80 +153,15 @@ def model_of(options: argparse.Namespace) -> str | None:
     return first or options.model
 
 
-def add_output_options(parser: Any) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
-
-
-def add_image_options(group: Any) -> None:
-    group.add_argument("--steps", type=int, dest="num_inference_steps", metavar="N", help="denoising steps")
-    group.add_argument("--height", type=int, metavar="PIXELS", help="a multiple of 8 for the built-in model")
-    group.add_argument("--width", type=int, metavar="PIXELS", help="likewise")
-    group.add_argument("--guidance-scale", type=float, metavar="X", help="how closely to follow the prompt")
-    group.add_argument("--true-cfg-scale", type=float, metavar="X", help="the same, for FLUX, Qwen and emoji")
-    group.add_argument("--negative-prompt", metavar="TEXT", help="what to avoid")
-    group.add_argument("--max-sequence-length", type=int, metavar="TOKENS", help="prompt tokens to read")
-
-
-def add_device_options(group: Any) -> None:
-    group.add_argument("--dtype", metavar="TYPE", help="float32, bfloat16 or float16 (bfloat16 on a GPU)")
-    group.add_argument("--device", help="cpu, cuda, cuda:1 ... (a GPU if there is one)")
-
-
-def add_memory_options(group: Any) -> None:
-    group.add_argument("--gpu-memory", metavar="SIZE", help="use no more than this, such as 12GiB")
-    group.add_argument("--host-memory", metavar="SIZE", help="hold no more weights than this in the host's memory")
-    group.add_argument("--offload", metavar="SETTING", help="auto, model (components take turns) or layerwise")
-    add_exclude(group)
-
-
 def add_engine_options(parser: Any) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--config", metavar="FILE", help="settings by name, as YAML or JSON; options override them")
-    add_device_options(group)
-    group.add_argument(
-        "--task", metavar="TASK", help="text2img, img2img, inpaint, controlnet ...: another pipeline of its family"
-    )
-    group.add_argument(
-        "--controlnet", action="append", metavar="FOLDER", help="a ControlNet, or a hub name; again for more"
-    )
-    add_switch(group, "--trust-remote-code", "run Python files that come with the model")
-    group = parser.add_argument_group("speed and memory", "Settings are a name, JSON, or a file.")
-    group.add_argument("--cache", metavar="SETTING", help="skip steps: auto, forecast, tea_cache, or a tuned file")
-    group.add_argument("--tolerance", metavar="X",
-                       help="how much --cache auto may lose: exact, high, fast or a number; alone it means that cache"
-    )  # fmt: skip
-    add_memory_options(group)
-    group.add_argument("--parallel", metavar="SETTING", help="""several GPUs, such as '{"ulysses_degree": 2}'""")
-    add_quantization(group)
-    group.add_argument("--lora", "--lora-modules", action="append", dest="lora", metavar="NAME=ADAPTER",
-                       help="a LoRA adapter: a .safetensors file, a folder, or a hub name; again for more")  # fmt: skip
-    group.add_argument("--lora-memory", metavar="SIZE", help="of adapters that stay loaded, such as 2GiB (all)")
+    add_options(parser, _MODEL, "model")
+    group = add_options(parser, _SPEED, "speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
                        help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
-    group.add_argument("--compile-cache", metavar="FOLDER", help="keep compiled blocks here for later processes")
-    group.add_argument("--attention", metavar="NAME", help="other kernels: cudnn, flash, flash3, sage ...")
-    add_switch(group, "--vae-tiling", "decode in tiles: less memory, slightly other pixels")
-    add_switch(group, "--vae-slicing", "decode the images of a batch in turn: less memory")
-    add_switch(group, "--vae-channels-last", "decode with channels last: faster on most GPUs")
-    group.add_argument("--max-batch", type=int, metavar="N", help="images to make at once (1)")
-    group = parser.add_argument_group("vllm-omni's names for the same")
-    for name, alias in ALIASES.items():
-        option, text = f"--{name.replace('_', '-')}", f"see --{alias.setting}"
-        if alias.kind == "bool":
-            add_switch(group, option, text)
-        else:
-            group.add_argument(option, type=int if alias.kind == "int" else str, metavar="VALUE", help=text)
-
-
-def add_exclude(group: Any) -> None:
-    group.add_argument("--exclude", metavar="NAMES", help="components that offload leaves alone, with commas")
-
-
-def add_quantization(group: Any) -> None:
-    kinds = "int8, fp8, int4, nf4, a .gguf file, or COMPONENT=KIND"
-    group.add_argument("--quantization", action="append", metavar="KIND", help=kinds)
-    group.add_argument("--loss", metavar="LEVEL", help="exact, int8 or int4: what the planner may lose (exact)")
+    kinds = {"bool": "", "int": "N"}
+    lines = (f"--{name.replace('_', '-')} {kinds.get(alias.kind, 'VALUE')}  see --{alias.setting}"
+             for name, alias in ALIASES.items())  # fmt: skip
+    add_options(parser, "\n".join(lines), "vllm-omni's names for the same")
 
 
 def quantization_of(texts: list[str]) -> Any:
@@ -130,15 +169,13 @@ def quantization_of(texts: list[str]) -> Any:
     if len(texts) == 1 and not _COMPONENT.match(texts[0]):
         return read_setting("quantization", texts[0])
     texts = [part for text in texts for part in (text.split(",") if _COMPONENT.match(text) else [text])]
-    whole = [text for text in texts if not _COMPONENT.match(text)]
-    if whole:
-        raise SettingError(
-            f"quantization={whole[0]!r} is given beside others. Say for each which component it is for, such as "
-            f"transformer={whole[0]}.",
-            param="quantization",
-        )
     kinds: dict[str, str] = {}
-    for name, kind in (match.groups() for text in texts if (match := _COMPONENT.match(text))):
+    for text in texts:
+        match = _COMPONENT.match(text)
+        if match is None:
+            message = f"quantization={text!r} is given beside others. Say for each which component it is for, such as"
+            raise SettingError(f"{message} transformer={text}.", param="quantization")
+        name, kind = match.groups()
         if name in kinds:
             message = f"quantization={name}={kind}, and {name}={kinds[name]} is given too. Give each component once."
             raise SettingError(message, param="quantization")
@@ -158,11 +195,6 @@ def lora_of(texts: list[str]) -> dict[str, str]:
     return adapters
 
 
-def add_switch(group: Any, option: str, text: str, **more: Any) -> None:
-    """An option that is None unless given, so that a file may have it instead."""
-    group.add_argument(option, action="store_true", default=None, help=text, **more)
-
-
 class SwitchOrWord(argparse.Action):
     """An option that is a switch, or has one of a few words behind it."""
 
@@ -171,7 +203,7 @@ class SwitchOrWord(argparse.Action):
         self._words = words
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, {"true": True, "false": False}.get(str(values).lower(), values))
+        setattr(namespace, self.dest, _SWITCHES.get(str(values).lower(), values))
 
     def joined(self, words: Sequence[str]) -> list[str]:
         """The words of a command line, with the value of this option in one of them."""
@@ -191,15 +223,15 @@ def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str,
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
+_READERS: dict[str, Callable[[list[str]], Any]] = {"quantization": quantization_of, "lora": lora_of}
+
+
 def engine_settings(options: argparse.Namespace, names: Iterable[str] | None = None) -> dict[str, Any]:
     """The settings of `Omni` that were given, or those of some names."""
     from ..engine import OmniDiffusionConfig
 
     settings = given(options, OmniDiffusionConfig) | given(options, ALIASES) if names is None else given(options, names)
-    if "quantization" in settings:
-        settings["quantization"] = quantization_of(settings["quantization"])
-    if "lora" in settings:
-        settings["lora"] = lora_of(settings["lora"])
+    settings |= {name: read(settings[name]) for name, read in _READERS.items() if name in settings}
     return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""How are images, videos and sounds made from the shell? `samovar generate`."""
+"""Images, videos and sounds from the shell: `samovar generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,21 @@ if TYPE_CHECKING:
 
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 """Numbers that YAML takes for text."""
-_INPUT = "last_image, control_image, control_video, video, audio, or any other input of the pipeline's call"
+_OUTPUT = """
+    --seed N                 the same seed gives the same output
+    -n N :num_outputs_per_prompt  how many
+    --frames N :num_frames   frames of a video
+    --fps X                  frames per second
+    --seconds X              duration, in place of --frames
+    --option NAME=VALUE...   any argument of the pipeline's call
+    --lora-scale X           how much the adapters of --lora change (1)
+"""
+_INPUTS = """
+    --image FILE...          an image; again for several
+    --strength X             how much of it to redraw, from 0 to 1
+    --mask FILE              what to redraw of it: the white part of this image
+    --input NAME=FILE...     last_image, control_image, control_video, video, audio, or any other input of the pipeline
+"""
 
 
 def add_generate(commands: Any) -> None:
@@ -31,21 +45,9 @@ def add_generate(commands: Any) -> None:
     arguments.add_model(parser)
     suffixes = "; ".join(" ".join(each) for each in SUFFIXES.values())
     parser.add_argument("-o", "--output", metavar="FILE", help=f"{suffixes} (out.png, out.mp4 or .gif, out.wav)")
-    arguments.add_output_options(parser)
-    group = parser.add_argument_group("image, video or sound")
-    arguments.add_image_options(group)
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same output")
-    group.add_argument("-n", type=int, dest="num_outputs_per_prompt", metavar="N", help="how many")
-    group.add_argument("--frames", type=int, dest="num_frames", metavar="N", help="frames of a video")
-    group.add_argument("--fps", type=float, metavar="X", help="frames per second")
-    group.add_argument("--seconds", type=float, metavar="X", help="duration, in place of --frames")
-    group.add_argument("--option", action="append", metavar="NAME=VALUE", help="any argument of the pipeline's call")
-    group.add_argument("--lora-scale", type=float, metavar="X", help="how much the adapters of --lora change (1)")
-    group = parser.add_argument_group("what to start from")
-    group.add_argument("--image", action="append", metavar="FILE", help="an image; again for several")
-    group.add_argument("--strength", type=float, metavar="X", help="how much of it to redraw, from 0 to 1")
-    group.add_argument("--mask", metavar="FILE", help="what to redraw of it: the white part of this image")
-    group.add_argument("--input", action="append", metavar="NAME=FILE", help=_INPUT)
+    arguments.add_options(parser, arguments.OUTPUT)
+    arguments.add_options(parser, arguments.IMAGE + _OUTPUT, "image, video or sound")
+    arguments.add_options(parser, _INPUTS, "what to start from")
     arguments.add_engine_options(parser)
 
 

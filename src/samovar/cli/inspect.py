@@ -1,4 +1,4 @@
-"""What is a model built of, and where would its weights be? `samovar inspect` and `samovar plan`."""
+"""What a model is built of, and where its weights would be: `samovar inspect` and `samovar plan`."""
 
 from __future__ import annotations
 
@@ -21,42 +21,48 @@ if TYPE_CHECKING:
 
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))
-_REQUEST = {
-    "height": "pixels of the largest request",
-    "width": "likewise",
-    "frames": "likewise, of a video",
-    "batch": "images or videos in a request",
-}
+_REQUEST = ("height", "width", "frames", "batch")
 _CONFIG_FILES = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 """What a pipeline is built from without weights: its configuration, schedulers, tokenizers and processors."""
 _WEIGHT_FILES = ["*.index.json", "*/*.index.json", "*/*/*"]
 _MODEL = "a model, folder, .gguf file, hub name or class"
 
 
+_JSON = """
+    --json                print JSON for programs
+"""
+_INSPECT = f"""{_JSON}
+    --probe               run two steps to see which values its blocks pass on
+"""
+_PLAN = f"""
+    --gpu-memory SIZE     the budget, such as 12GiB
+    --host-memory SIZE    likewise for weights in host memory; more is on disk
+    --mode MODE           auto, model (take turns) or layerwise (stream) (auto)
+{arguments.EXCLUDE}{arguments.QUANTIZATION}
+    --height N            pixels of the largest request (the model's default)
+    --width N             likewise (the model's default)
+    --frames N            likewise, of a video (the model's default)
+    --batch N             images or videos in a request (the model's default)
+    --activations SIZE    memory that a component needs besides its weights
+    --bus SIZE            bytes per second from the host to the GPU (25GiB)
+{_JSON}"""
+
+
 def add_inspect(commands: Any) -> None:
     parser = arguments.add_command(commands, _inspect)
     arguments.add_model(parser, _MODEL)
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    parser.add_argument("--probe", action="store_true", help="run two steps to see which values its blocks pass on")
+    arguments.add_options(parser, _INSPECT)
 
 
 def add_plan(commands: Any) -> None:
     parser = arguments.add_command(commands, _plan)
     arguments.add_model(parser, _MODEL)
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="the budget, such as 12GiB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="likewise for weights in host memory; more is on disk")
-    parser.add_argument("--mode", default="auto", help="auto, model (take turns) or layerwise (stream) (auto)")
-    arguments.add_exclude(parser)
-    arguments.add_quantization(parser)
-    for name, what in _REQUEST.items():
-        parser.add_argument(f"--{name}", metavar="N", type=int, help=f"{what} (the model's default)")
+    arguments.add_options(parser, _PLAN)
+    parser.set_defaults(mode="auto")
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument(
         "--dtype", choices=dtypes, metavar="TYPE", help="as which the weights are loaded (as they are stored)"
     )
-    parser.add_argument("--activations", metavar="SIZE", help="memory that a component needs besides its weights")
-    parser.add_argument("--bus", metavar="SIZE", help="bytes per second from the host to the GPU (25GiB)")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -14,6 +14,15 @@ from .experiment import check_quantisations, disjoint_tasks, experiment, methods
 _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
 
 
+_IMAGES = """
+    --frames N :num_frames   frames of a video
+    --batch N                images per call (1)
+"""
+_COMPILE = """
+    --compile                compile the denoiser's blocks
+"""
+
+
 def add_compare(commands: Any) -> None:
     parser = _add_command(commands, _compare, is_quantised=False)
     parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (auto, forecast)")
@@ -45,23 +54,16 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_qua
     name = run.__name__.lstrip("_")
     parser.set_defaults(command=name)
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"({name})")
-    arguments.add_output_options(parser)
-    group = parser.add_argument_group("images")
-    arguments.add_image_options(group)
-    group.add_argument("--frames", type=int, dest="num_frames", metavar="N", help="frames of a video")
-    arguments.add_device_options(group)
+    arguments.add_options(parser, arguments.OUTPUT)
+    group = arguments.add_options(parser, arguments.IMAGE + _IMAGES + arguments.DEVICE, "images")
     group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
-    group.add_argument("--batch", type=int, metavar="N", help="images per call (1)")
     if name != "calibrate":
         group.add_argument("--timed", type=int, default=3, metavar="N",
                            help="images made alone to time each setting; 0 times nothing (3)")  # fmt: skip
-    group = parser.add_argument_group("speed and memory", "As in generate. Offload leaves images bit for bit the same.")
-    arguments.add_memory_options(group)
-    if is_quantised:
-        arguments.add_quantization(group)
-    if name in ("compare", "tune"):  # Peers take no compiled blocks, and a calibration is not timed.
-        arguments.add_switch(group, "--compile", "compile the denoiser's blocks")
-    arguments.add_switch(group, "--trust-remote-code", "run Python files that come with the model")
+    lines = arguments.MEMORY + arguments.QUANTIZATION * is_quantised + arguments.TRUST
+    lines += _COMPILE * (name in ("compare", "tune"))  # Peers take no compiled blocks, and a calibration is not timed.
+    note = "As in generate. Offload leaves images bit for bit the same."
+    arguments.add_options(parser, lines, "speed and memory", note)
     return parser
 
 

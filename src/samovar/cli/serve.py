@@ -1,4 +1,4 @@
-"""How is a server started from the shell? `samovar serve`."""
+"""Starting a server from the shell: `samovar serve`."""
 
 from __future__ import annotations
 
@@ -7,91 +7,46 @@ import logging
 import os
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SettingError
+from ..server.settings import Limits, ServerConfig
 from . import arguments
 
+if TYPE_CHECKING:
+    from ..server import AppState
+
 KEY_VARIABLE = "SAMOVAR_API_KEY"
+
+
+_DEFAULTS = """
+    --default-steps N :num_inference_steps  denoising steps (those of a tuned --cache, or the model's)
+    --default-size WxH :size                such as 1024x1024 (the model's)
+    --default-guidance-scale X :guidance_scale  how closely to follow the prompt
+    --default-true-cfg-scale X :true_cfg_scale  the same, for FLUX, Qwen and emoji
+    --default-negative-prompt TEXT :negative_prompt  what to avoid
+    --default-max-sequence-length TOKENS :max_sequence_length  prompt tokens to read
+"""
+_ENGINE = """
+    --replicas N          workers with the whole model, for one queue (1)
+    --devices LIST        their GPUs, such as 0,1,2,3 (the first ones)
+    --max-queue N         requests that may wait (16)
+    --step-timeout S :step_timeout_s  until a step at the default size counts as hung; more for larger images (60)
+    --load-timeout S :load_timeout_s  until loading counts as hung (1800)
+"""
 
 
 def add_serve(commands: Any) -> None:
     parser = arguments.add_command(commands, _serve)
     arguments.add_model(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
-    parser.add_argument("--log-format", metavar="FORMAT", help="text, or json for one object per line (text)")
-    _add_address_options(parser.add_argument_group("address"))
-    _add_default_options(parser.add_argument_group("defaults of requests"))
-    _add_limit_options(parser.add_argument_group("limits"))
-    _add_job_options(parser.add_argument_group("videos"))
+    arguments.add_settings(parser, ServerConfig, "server")
+    arguments.add_settings(parser, Limits, "limits of a request")
+    arguments.add_options(parser, _DEFAULTS, "defaults of requests")
     arguments.add_engine_options(parser)
-    _add_replica_options(parser.add_argument_group("several GPUs, many images"))
-    group = parser.add_argument_group("start")
+    group = arguments.add_options(parser, _ENGINE, "several GPUs, many requests")
     group.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=None,
                        help="make an image before /ready answers (with --compile)")  # fmt: skip
-
-
-def _add_replica_options(group: Any) -> None:
-    group.add_argument("--replicas", type=int, metavar="N", help="workers with the whole model, for one queue (1)")
-    group.add_argument("--devices", metavar="LIST", help="their GPUs, such as 0,1,2,3 (the first ones)")
-
-
-def _add_address_options(group: Any) -> None:
-    group.add_argument("--host", help="0.0.0.0 for all machines (127.0.0.1, this machine only)")
-    group.add_argument("--port", type=int, metavar="N", help="0 for any free port (8091)")
-    group.add_argument("--served-model-name", action="append", metavar="NAME",
-                       help="a name of the model for clients (its folder's)")  # fmt: skip
-    group.add_argument("--api-key", metavar="KEY", help=f"the key that clients must send; better set {KEY_VARIABLE}")
-    arguments.add_switch(group, "--open-metrics", "let /metrics be read without the key", dest="is_metrics_open")
-    group.add_argument("--cors-origin", action="append", dest="cors_origins", metavar="URL",
-                       help="a site whose pages may call the server")  # fmt: skip
-    group.add_argument("--fetch-origin", action="append", dest="fetch_origins", metavar="URL",
-                       help="a site from which images are fetched that requests name by URL (none)")  # fmt: skip
-    group.add_argument("--allowed-host", action="append", dest="allowed_hosts", metavar="NAME",
-                       help="a host name by which clients reach the server, such as that of a proxy")  # fmt: skip
-
-
-def _add_default_options(group: Any) -> None:
-    group.add_argument("--default-steps", type=int, dest="num_inference_steps", metavar="N",
-                       help="denoising steps (those of a tuned --cache, or the model's)")  # fmt: skip
-    group.add_argument("--default-size", dest="size", metavar="WxH", help="such as 1024x1024 (the model's)")
-    group.add_argument("--default-guidance-scale", type=float, dest="guidance_scale", metavar="X")
-    group.add_argument("--default-true-cfg-scale", type=float, dest="true_cfg_scale", metavar="X")
-    group.add_argument("--default-negative-prompt", dest="negative_prompt", metavar="TEXT")
-    group.add_argument("--default-max-sequence-length", type=int, dest="max_sequence_length", metavar="TOKENS")
-
-
-def _add_limit_options(group: Any) -> None:
-    group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (16)")
-    group.add_argument("--max-pixels", type=int, metavar="N", help="per image (4194304)")
-    group.add_argument("--max-steps", type=int, metavar="N", help="per image (200)")
-    group.add_argument("--max-tolerance", metavar="X",
-                       help="that requests may ask of the cache auto: a number, exact, high or fast (any)")  # fmt: skip
-    group.add_argument("--max-images", type=int, metavar="N", help="per request (10)")
-    group.add_argument("--max-frames", type=int, metavar="N", help="per video (513)")
-    group.add_argument("--max-seconds", type=int, metavar="S", help="per video or sound (300)")
-    group.add_argument("--max-video-pixels", type=int, metavar="N", help="per video, in all frames (134217728)")
-    group.add_argument("--max-connections", type=int, metavar="N", help="in all (512)")
-    group.add_argument("--max-connections-per-address", type=int, metavar="N",
-                       help="of one client, or of a proxy (half of all)")  # fmt: skip
-    group.add_argument("--max-memory", metavar="SIZE", help="of requests and their images, such as 2GiB (1GiB)")
-    for name, default, text in (
-        ("step", 60, "until a step at the model's default size counts as hung; more for larger images"),
-        ("load", 1800, "until loading counts as hung"),
-        ("request", 30, "for a request to arrive"),
-        ("shutdown", 30, "for running requests to finish"),
-    ):
-        group.add_argument(
-            f"--{name}-timeout", type=float, dest=f"{name}_timeout_s", metavar="S", help=f"seconds {text} ({default})"
-        )
-
-
-def _add_job_options(group: Any) -> None:
-    group.add_argument("--jobs", metavar="DIR",
-                       help="where videos and their requests are kept (~/.local/state/samovar/jobs/MODEL)")  # fmt: skip
-    group.add_argument("--job-expiry", type=float, dest="job_expiry_s", metavar="S",
-                       help="seconds for which a video is kept (86400)")  # fmt: skip
-    group.add_argument("--max-job-disk", metavar="SIZE", help="of all videos that are kept, such as 50GiB (10GiB)")
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -116,11 +71,13 @@ def _serve(options: argparse.Namespace) -> int:
     return asyncio.run(_run(options, state))
 
 
-async def _run(options: argparse.Namespace, state: Any) -> int:
+async def _run(options: argparse.Namespace, state: AppState) -> int:
     from ..server import serve
 
-    log = logging.getLogger("samovar.server")
-    is_json = state.config.log_format == "json"
+    config, log = state.config, logging.getLogger("samovar.server")
+    is_json = config.log_format == "json"
+    if not config.is_local and config.api_key is None:
+        log.warning("%s is open to all who can reach this machine: set %s to ask for a key", config.host, KEY_VARIABLE)
 
     def on_listening(address: str) -> None:
         if is_json:
@@ -130,25 +87,28 @@ async def _run(options: argparse.Namespace, state: Any) -> int:
             print(text, file=sys.stderr, flush=True)
 
     def on_ready(address: str) -> None:
+        if options.jobs is not None and not state.has_jobs:
+            log.warning("--jobs is for videos, and %r makes %s: it is not used", state.model_name, state.omni.output)
         if is_json:
             log.info("ready", extra={"model": state.model_name, "address": address, "load_s": state.omni.load_seconds})
         else:
             _announce(address, state)
 
-    return await serve(state, on_listening, on_ready)
+    code = await serve(state, on_listening, on_ready)
+    log.info("the server has ended: %d images, videos and sounds were made", state.omni.status().images)
+    return code
 
 
-def _app_state(options: argparse.Namespace) -> Any:
+def _app_state(options: argparse.Namespace) -> AppState:
     """Everything checked, nothing loaded."""
     from ..omni import AsyncOmni
-    from ..server import AppState, Limits, ServerConfig
+    from ..server import AppState
 
     options.model = arguments.model_of(options)
     if options.api_key is None:
         options.api_key = os.environ.get(KEY_VARIABLE)
-    config = ServerConfig.read(
-        arguments.given(options, ServerConfig) | arguments.given(options, Limits), options.config
-    )
+    given = arguments.settings_of(options, ServerConfig) | arguments.settings_of(options, Limits)
+    config = ServerConfig.read_over(given, options.config)
     settings = arguments.engine_settings(options)
     if defaults := _defaults(options):
         settings["defaults"] = defaults
@@ -166,14 +126,17 @@ def _defaults(options: argparse.Namespace) -> dict[str, Any]:
     return sides | arguments.given(options, OmniDiffusionSamplingParams)
 
 
-def _announce(address: str, state: Any) -> None:
+_EXAMPLES = {
+    "image": ("/v1/images/generations", '{"prompt": "a grinning cat, 3d style"}'),
+    "video": ("/v1/videos", '{"prompt": "a kettle that boils"}'),
+    "audio": ("/v1/audio/generate", '{"input": "rain on a tin roof"}'),
+}
+
+
+def _announce(address: str, state: AppState) -> None:
     """Print where the server is and how to ask it, ready to paste."""
     key = "" if state.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
-    path, body = {
-        "image": ("/v1/images/generations", '{"prompt": "a grinning cat, 3d style"}'),
-        "video": ("/v1/videos", '{"prompt": "a kettle that boils"}'),
-        "audio": ("/v1/audio/generate", '{"input": "rain on a tin roof"}'),
-    }[state.omni.output.kind]
+    path, body = _EXAMPLES[state.omni.output.kind]
     jobs = f"  jobs   {state.video_jobs.store.folder}\n" if state.has_jobs else ""
     print(
         f"samovar serves {state.model_name!r} at {address}\n"

@@ -1,10 +1,12 @@
-"""Which addresses does the server answer? OpenAI's for images, videos and sound, probes and metrics, and the page."""
+"""The addresses: OpenAI's for images, videos and sound, probes and metrics, and the page."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from html import escape
 from importlib import resources
 from typing import Any
 
@@ -15,91 +17,85 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from .. import __version__
-from .api_errors import ApiError, ErrorBody
-from .app_state import AppState
-from .asking import FORM, JSON
 from .audio import TYPES, Sounds
-from .bodies import AudioBody, EditBody, GenerationBody, RemixBody, SpeechBody, VideoBody, request_schema
-from .extents import extent_of
-from .guard import Guard
+from .decode_worker import JSON
+from .errors import ApiError, ErrorBody
 from .images import Images
 from .metrics import Metrics
-from .responses import EventBody, ImagesBody
+from .middleware import Middleware
+from .output_size import output_size
+from .request import FORM
+from .respond import EventBody, ImagesBody
+from .schemas import AudioBody, EditBody, GenerationBody, RemixBody, SpeechBody, VideoBody, request_schema
+from .state import AppState
 from .video_jobs import VARIANTS
 from .videos import DeletedVideo, VideoData, VideoList, Videos
 
 _PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _STARTED = int(time.time())
-_Answers = dict[int | str, dict[str, Any]]
+_FOR_JOBS, _FOR_ALL = (400, 401, 403, 404, 503), (401, 403)
+_FOR_MAKING = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504, 507)
 
 
 def create_app(state: AppState) -> ASGIApp:
-    """The application: routes inside, the guard around them."""
+    """The application: routes inside, what is the same for all of them around."""
     metrics = Metrics(state.omni.status)
     # Since 0.162 FastAPI has spans and logs of its own: beside ours each request would be there twice, and errors would
     # be logged with what clients sent. Earlier versions take any name.
     silent: Any = {"tracing": False, "logs": False}
     app = FastAPI(title="Samovar", version=__version__, docs_url=None, redoc_url=None, telemetry=silent)
-    _add_images(app, state)
-    _add_videos(app, state)
-    _add_sounds(app, state)
+    _add_making(app, state)
     _add_models(app, state)
     _add_probes(app, state, metrics)
     _add_page(app)
+    _add_docs(app)
     _add_error_handlers(app)
     app.openapi()  # Kept from now on. It takes a tenth of a second, in which nobody would be served.
-    return Guard(app, state.config, metrics.count)
+    return Middleware(app, state.config, metrics.count)
 
 
-def _add_images(app: FastAPI, state: AppState) -> None:
-    images = Images(state)
+def _add_making(app: FastAPI, state: AppState) -> None:
+    images, videos, sounds, limits = Images(state), Videos(state), Sounds(state), state.config.limits
     stream = {"content": {"text/event-stream": {"schema": EventBody.model_json_schema()}}}
-    answer: _Answers = {200: {"model": ImagesBody, **stream}}
-    forms = {"image": True, **dict.fromkeys(("mask", "control_image"), False)}
-    limits = state.config.limits
-    _add_post(app, "/v1/images/generations", images.generate, {JSON: request_schema(GenerationBody, limits)}, answer)
-    _add_post(app, "/v1/images/edits", images.edit, {FORM: request_schema(EditBody, limits, forms)}, answer)
-
-
-def _add_videos(app: FastAPI, state: AppState) -> None:
-    videos, limits = Videos(state), state.config.limits
-    schema = request_schema(VideoBody, limits)
+    edit_files = {"image": True, **dict.fromkeys(("mask", "control_image"), False)}
     files = dict.fromkeys(("input_reference", "last_image", "mask", "control_image"), False)
-    both = {JSON: schema, FORM: request_schema(VideoBody, limits, files)}
-    made: _Answers = {200: {"content": {"video/mp4": {}}}}
-    _add_post(app, "/v1/videos", videos.create, both, {200: {"model": VideoData}})
-    _add_post(app, "/v1/videos/sync", videos.create_now, both, made)
-    remix = {JSON: RemixBody.model_json_schema()}
-    _add_post(app, "/v1/videos/{video_id}/remix", videos.remix, remix, {200: {"model": VideoData}})
-    images: _Answers = {200: {"content": {kind: {} for _, kind in VARIANTS.values()}}}
-    routes: tuple[tuple[str, str, Callable[..., Any], _Answers], ...] = (
-        ("/v1/videos", "GET", videos.page, {200: {"model": VideoList}}),
-        ("/v1/videos/{video_id}", "GET", videos.retrieve, {200: {"model": VideoData}}),
-        ("/v1/videos/{video_id}", "DELETE", videos.delete, {200: {"model": DeletedVideo}}),
-        ("/v1/videos/{video_id}/content", "GET", videos.content, images),
+    video = {JSON: request_schema(VideoBody, limits), FORM: request_schema(VideoBody, limits, files)}
+    made, job = {"model": ImagesBody, **stream}, {"model": VideoData}
+    sound: dict[str, Any] = {"content": {kind: {} for kind in TYPES.values()}}
+    routes: tuple[tuple[str, Callable[..., Any], dict[str, Any], dict[str, Any]], ...] = (
+        ("images/generations", images.generate, {JSON: request_schema(GenerationBody, limits)}, made),
+        ("images/edits", images.edit, {FORM: request_schema(EditBody, limits, edit_files)}, made),
+        ("videos", videos.create, video, job),
+        ("videos/sync", videos.create_now, video, {"content": {"video/mp4": {}}}),
+        ("videos/{video_id}/remix", videos.remix, {JSON: RemixBody.model_json_schema()}, job),
+        ("audio/generate", sounds.generate, {JSON: request_schema(AudioBody, limits)}, sound),
+        ("audio/speech", sounds.speak, {JSON: request_schema(SpeechBody, limits)}, sound),
     )
-    for path, method, handler, answer in routes:
-        errors = _errors(400, 401, 403, 404, 503)
-        app.add_api_route(path, handler, methods=[method], responses={**answer, **errors}, response_model=None)
+    for path, handler, schemas, answer in routes:
+        content = {kind: {"schema": schema} for kind, schema in schemas.items()}
+        body = {"requestBody": {"required": True, "content": content}}
+        _add(app, "POST", f"/v1/{path}", handler, answer, _FOR_MAKING, openapi_extra=body)
+    content = {kind: {} for _, kind in VARIANTS.values()}
+    for path, method, handler, answer in (
+        ("", "GET", videos.page, {"model": VideoList}),
+        ("/{video_id}", "GET", videos.retrieve, job),
+        ("/{video_id}", "DELETE", videos.delete, {"model": DeletedVideo}),
+        ("/{video_id}/content", "GET", videos.content, {"content": content}),
+    ):
+        _add(app, method, f"/v1/videos{path}", handler, answer, _FOR_JOBS)
 
 
-def _add_sounds(app: FastAPI, state: AppState) -> None:
-    sounds = Sounds(state)
-    answer: _Answers = {200: {"content": {kind: {} for kind in TYPES.values()}}}
-    for path, handler, body in (("generate", sounds.generate, AudioBody), ("speech", sounds.speak, SpeechBody)):
-        _add_post(app, f"/v1/audio/{path}", handler, {JSON: request_schema(body, state.config.limits)}, answer)
-
-
-def _add_post(app: FastAPI, path: str, handler: Callable[..., Any], content: dict[str, Any], answers: _Answers) -> None:
-    bodies = {media_type: {"schema": schema} for media_type, schema in content.items()}
-    app.add_api_route(
-        path,
-        handler,
-        methods=["POST"],
-        openapi_extra={"requestBody": {"required": True, "content": bodies}},
-        responses={**answers, **_errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504, 507)},
-        response_model=None,
-    )
+def _add(
+    app: FastAPI,
+    method: str,
+    path: str,
+    handler: Callable[..., Any],
+    answer: dict[str, Any],
+    errors: tuple[int, ...],
+    **more: Any,
+) -> None:
+    answers: dict[int | str, dict[str, Any]] = {200: answer, **{code: {"model": ErrorBody} for code in errors}}
+    app.add_api_route(path, handler, methods=[method], responses=answers, response_model=None, **more)
 
 
 def _add_models(app: FastAPI, state: AppState) -> None:
@@ -107,27 +103,28 @@ def _add_models(app: FastAPI, state: AppState) -> None:
         model = {"id": name, "object": "model", "created": _STARTED, "owned_by": "samovar", **_made(state)}
         return model | {"parent": state.model_name} if name in state.adapters else model
 
-    @app.get("/v1/models", responses=_errors(401, 403))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described(name) for name in (*state.model_names, *state.adapters)]}
 
-    @app.get("/v1/models/{model}", responses=_errors(401, 403, 404))
     async def model(model: str) -> dict[str, Any]:
         state.check_model(model)
         return described(model)
 
-    @app.get("/v1/samovar/status", responses=_errors(401, 403, 503))
     async def status() -> dict[str, Any]:
         state.check_not_draining()
         return _status(state)
 
+    _add(app, "GET", "/v1/models", models, {}, _FOR_ALL)
+    _add(app, "GET", "/v1/models/{model}", model, {}, (*_FOR_ALL, 404))
+    _add(app, "GET", "/v1/samovar/status", status, {}, (*_FOR_ALL, 503))
+
 
 def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
-    def report(problem: str | None, *, is_well: bool) -> Response:
+    def report(problem: str | None, well: tuple[str | None, ...]) -> Response:
         status = state.omni.status()
         body = {"status": problem or "ok", "model": state.model_name, "restarts": status.restarts, **_made(state)}
         body |= {"replicas": len(status.replicas), "replicas_ready": status.replicas_ready}
-        return JSONResponse(body, 200 if is_well else 503)
+        return JSONResponse(body, 200 if problem in well else 503)
 
     async def live() -> dict[str, str]:
         """Whether the process answers."""
@@ -135,27 +132,20 @@ def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
 
     async def ready() -> Response:
         """Whether a request would be taken now."""
-        problem = state.problem()
-        return report(problem, is_well=problem is None)
+        return report(state.problem(), (None,))
 
     async def health() -> Response:
         """Whether the server must be replaced; loading and draining are healthy."""
-        problem = state.problem()
-        return report(problem, is_well=problem != "dead")
+        return report(state.problem(), (None, "loading", "draining", "restarting"))
 
-    probes: tuple[tuple[str, Callable[..., Any], str | None], ...] = (
-        ("/live", live, None),
-        ("/ready", ready, "Loading, restarting, dead or draining"),
-        ("/health", health, "Dead"),
-    )
-    for path, handler, unwell in probes:
-        responses: dict[int | str, Any] = {} if unwell is None else {503: {"description": unwell}}
-        app.add_api_route(path, handler, methods=["GET"], responses=responses, response_model=None)
-        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)  # Some load balancers do.
-
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors(401, 403)})
     async def prometheus() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
+
+    unwell: dict[int | str, Any] = {503: {"description": "It does not"}}
+    for path, handler, responses in (("/live", live, {}), ("/ready", ready, unwell), ("/health", health, unwell)):
+        app.add_api_route(path, handler, methods=["GET"], responses=responses, response_model=None)
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)  # Some load balancers do.
+    _add(app, "GET", "/metrics", prometheus, {"content": {"text/plain": {}}}, _FOR_ALL, response_class=Response)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -167,6 +157,19 @@ def _add_page(app: FastAPI) -> None:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             response = Response(file.read_bytes(), media_type=media_type, headers={"Cache-Control": "no-cache"})
             app.add_route(path, response, methods=["GET"], include_in_schema=False)  # type: ignore[arg-type]
+
+
+def _add_docs(app: FastAPI) -> None:
+    """What can be asked for, as a page without scripts: FastAPI's own loads them from elsewhere."""
+
+    async def docs() -> Response:
+        methods = [(path, *item) for path, items in app.openapi()["paths"].items() for item in items.items()]
+        parts = [f"<h2>{method.upper()} {path}</h2><pre>{escape(json.dumps(about, indent=1))}</pre>"
+                 for path, method, about in methods]  # fmt: skip
+        head = "<!doctype html><meta charset=utf-8><title>Samovar</title><link rel=stylesheet href=/page/page.css>"
+        return Response(f"{head}<p><a href=/openapi.json>openapi.json</a></p>{''.join(parts)}", media_type="text/html")
+
+    app.add_api_route("/docs", docs, include_in_schema=False)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -194,10 +197,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return ApiError(500, "The server failed. Its log says why.", code="internal_error").response()
 
 
-def _errors(*codes: int) -> dict[int | str, Any]:
-    return {code: {"model": ErrorBody} for code in codes}
-
-
 def _made(state: AppState) -> dict[str, str]:
     """What the model makes, once it is known."""
     return {"output": str(state.omni.output)} if state.is_loaded else {}
@@ -213,7 +212,7 @@ def _status(state: AppState) -> dict[str, Any]:
         "defaults": state.omni.defaults.given() if state.is_loaded else {},
         "can_edit": state.omni.can_edit if state.is_loaded else False,
         "output": state.omni.output.kind if state.is_loaded else None,
-        "seconds": extent_of(state.omni.facts).seconds if state.is_loaded else None,
+        "seconds": output_size(state.omni.facts).seconds if state.is_loaded else None,
         "inputs": state.omni.facts.inputs.takes if state.is_loaded else (),
         "is_cached": state.is_cached,
         "adapters": state.adapters,

@@ -1,4 +1,4 @@
-"""How does an HTTP request become images? /v1/images/generations and /v1/images/edits."""
+"""Images over HTTP: /v1/images/generations and /v1/images/edits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL.Image import Image
-from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine import Done, Event, Failed, Job, Preview
-from .api_errors import ApiError
-from .app_state import AppState
-from .asking import FORM, JSON, Asked, read_asked, unless_gone
-from .bodies import EditBody, GenerationBody, ImageBody, check_sides
-from .making import in_thread, make_now, result_of
-from .responses import completed_events, images_pieces, preview_event, server_event, step_event
-from .uploads import check_type
+from ..engine import Done, Event, Failed, Job, Preview, Request
+from .decode_worker import JSON
+from .errors import ApiError
+from .request import FORM, HttpRequest, check_type, read_request, unless_gone
+from .respond import (
+    completed_events,
+    images_pieces,
+    in_thread,
+    make_now,
+    preview_event,
+    result_of,
+    server_event,
+    step_event,
+)
+from .schemas import EditBody, GenerationBody, ImageBody, check_sides
+from .state import AppState
 
 EDIT_FILES = {"image": "image", "image[]": "image", "mask": "mask", "control_image": "control_image"}
 """The names of files, and which inputs they are."""
@@ -30,46 +37,40 @@ class Images:
 
     state: AppState
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: HttpRequest) -> Response:
         self.state.check_room()
-        asked = await read_asked(self.state, request, GenerationBody, types=(JSON,))
-        return await self._respond(request, asked, "image_generation")
+        body, wanted = await read_request(self.state, request, GenerationBody, types=(JSON,))
+        return await self._respond(request, body, wanted, "image_generation")
 
-    async def edit(self, request: Request) -> Response:
+    async def edit(self, request: HttpRequest) -> Response:
         check_type(request, FORM)
         self.state.check_open()
         self.state.check_can_edit()
         self.state.check_room()
-        asked = await read_asked(self.state, request, EditBody, types=(FORM,), files=EDIT_FILES)
-        if not asked.image:
+        body, wanted = await read_request(self.state, request, EditBody, types=(FORM,), files=EDIT_FILES)
+        if not wanted.images:
             raise ApiError(400, "image is missing. Send it as a file.", param="image", code="invalid_value")
-        check_sides(asked.body.format, *asked.image[0].size)
-        if (mask := asked.inputs.get("mask")) is not None:
+        check_sides(body.format, *wanted.images[0].size)
+        if (mask := wanted.inputs.get("mask")) is not None:
             white = await asyncio.to_thread(_where_white, mask)
-            asked = replace(asked, inputs={**asked.inputs, "mask": white})
-        return await self._respond(request, asked, "image_edit")
+            wanted = replace(wanted, inputs={**wanted.inputs, "mask": white})
+        return await self._respond(request, body, wanted, "image_edit")
 
-    async def _respond(self, request: Request, asked: Asked[Any], prefix: str) -> Response:
+    async def _respond(self, http: HttpRequest, body: ImageBody, request: Request, prefix: str) -> Response:
         self.state.check_kind("image")
 
         async def answer(job: Job) -> tuple[AsyncIterator[bytes], str]:
-            return await self._pieces(request, asked.body, prefix, job)
+            """Nothing is sent before the first event, so a failure in the queue has its own status."""
+            if not body.stream:
+                result = await result_of(self.state, http, job)
+                return in_thread(images_pieces(body, result, self._extra())), JSON
+            events = job.__aiter__()
+            first = await unless_gone(http, events.__anext__())
+            if isinstance(first, Failed):
+                raise self.state.api_error(first.error) from first.error
+            return self._events(first, events, body, prefix), "text/event-stream"
 
-        return await make_now(self.state, request, asked, answer)
-
-    async def _pieces(
-        self, request: Request, body: ImageBody, prefix: str, job: Job
-    ) -> tuple[AsyncIterator[bytes], str]:
-        """The answer and its type. Nothing is sent before the first event, so a failure in the queue has its own
-        status."""
-        if not body.stream:
-            result = await result_of(self.state, request, job)
-            return in_thread(images_pieces(body, result, self._extra())), JSON
-        events = job.__aiter__()
-        first = await unless_gone(request, events.__anext__())
-        if isinstance(first, Failed):
-            raise self.state.api_error(first.error) from first.error
-        return self._events(first, events, body, prefix), "text/event-stream"
+        return await make_now(self.state, http, body, request, answer)
 
     async def _events(
         self, event: Event, events: AsyncIterator[Event], body: ImageBody, prefix: str

@@ -1,4 +1,4 @@
-"""How does the server write its log? As lines for people, or as one JSON object per line for programs."""
+"""The log of the server: lines for people, or one JSON object per line for programs."""
 
 from __future__ import annotations
 

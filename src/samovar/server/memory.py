@@ -1,11 +1,9 @@
-"""How much do clients make the server hold? Bodies that arrive and images that wait or are sent, up to a limit each."""
+"""The budget of memory that clients may take: bodies that arrive, and images and answers that wait or are sent."""
 
 from __future__ import annotations
 
-from .api_errors import ApiError
+from .errors import ApiError
 
-BYTES_PER_PIXEL = 8
-"""Of an image, received or made: four in memory, and as many on its way from or to another process, or encoded."""
 _PART_OVERHEAD = 64
 """Of each piece of a body, however short."""
 _SMALL_BODY = 2**21

@@ -1,4 +1,4 @@
-"""What does the server do, in numbers? For Prometheus."""
+"""Figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from prometheus_client.registry import Collector
 from ..engine import EngineStatus
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_OF_ALL = (
+    (GaugeMetricFamily, "samovar_ready", "Whether requests are taken now", "is_ready"),
+    (GaugeMetricFamily, "samovar_requests_queued", "Requests in the queue", "queued"),
+    (GaugeMetricFamily, "samovar_requests_running", "Requests that run", "running"),
+    (GaugeMetricFamily, "samovar_memory_bytes", "Memory of the workers", "memory_bytes"),
+    (CounterMetricFamily, "samovar_worker_restarts", "Workers that were replaced", "restarts"),
+    (CounterMetricFamily, "samovar_steps_computed", "Denoising steps that were computed", "steps_computed"),
+    (CounterMetricFamily, "samovar_steps_skipped", "Denoising steps that the cache skipped", "steps_skipped"),
+    (CounterMetricFamily, "samovar_step_seconds", "Time in denoising steps; divide by samovar_steps", "step_seconds"),
+    (CounterMetricFamily, "samovar_steps", "Denoising steps", "step_count"),
+    (CounterMetricFamily, "samovar_bytes_moved", "Bytes of weights moved by offload", "bytes_moved"),
+    (CounterMetricFamily, "samovar_images", "Images, videos and sounds made", "images"),
+)
+"""What is shown of the engine, and its field."""
 _OF_REPLICAS = (
     (GaugeMetricFamily, "samovar_replica_ready", "Whether this worker takes requests now", "is_ready"),
     (GaugeMetricFamily, "samovar_replica_requests_running", "Requests that it runs", "running"),
@@ -18,7 +32,7 @@ _OF_REPLICAS = (
     (CounterMetricFamily, "samovar_replica_restarts", "How often it was replaced", "restarts"),
     (CounterMetricFamily, "samovar_replica_images", "Images, videos and sounds that it made", "images"),
 )
-"""What is shown of each worker, and its field."""
+"""Likewise of each worker."""
 
 
 class Metrics(Collector):
@@ -47,36 +61,14 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
-        gauges = {
-            "samovar_ready": ("Whether requests are taken now", float(status.is_ready)),
-            "samovar_requests_queued": ("Requests in the queue", status.queued),
-            "samovar_requests_running": ("Requests that run", status.running),
-            "samovar_memory_bytes": ("Memory of the workers", status.memory_bytes),
-        }
-        counters = {
-            "samovar_worker_restarts": ("Workers that were replaced", status.restarts),
-            "samovar_steps_computed": ("Denoising steps that were computed", status.steps_computed),
-            "samovar_steps_skipped": ("Denoising steps that the cache skipped", status.steps_skipped),
-            "samovar_step_seconds": ("Time in denoising steps; divide by samovar_steps", status.step_seconds),
-            "samovar_steps": ("Denoising steps", status.step_count),
-            "samovar_bytes_moved": ("Bytes of weights moved by offload", status.bytes_moved),
-            "samovar_images": ("Images, videos and sounds made", status.images),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(name, text, value=value)
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(name, text, value=value)
-        yield from _by_replica(status)
+        for kind, name, text, field in _OF_ALL:
+            yield kind(name, text, value=float(getattr(status, field)))
+        for kind, name, text, field in _OF_REPLICAS:
+            family = kind(name, text, labels=["replica"])
+            for number, replica in enumerate(status.replicas):
+                family.add_metric([str(number)], float(getattr(replica, field)))
+            yield family
         failures = CounterMetricFamily("samovar_failures", "Failed requests by error code", labels=["code"])
         for code, number in status.failures.items():
             failures.add_metric([code], number)
         yield failures
-
-
-def _by_replica(status: EngineStatus) -> Iterator[Metric]:
-    """The same for each worker, by its number from 0."""
-    for kind, name, text, field in _OF_REPLICAS:
-        family = kind(name, text, labels=["replica"])
-        for number, replica in enumerate(status.replicas):
-            family.add_metric([str(number)], float(getattr(replica, field)))
-        yield family

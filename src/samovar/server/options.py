@@ -1,4 +1,4 @@
-"""Which other arguments of its pipeline may a request set? Plain ones that do not say how much is computed."""
+"""Other arguments of its pipeline that a request may set: plain ones that do not say how much is computed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 import re
 from typing import Any
 
+from ..core.files import brief
+from ..core.settings import is_number
 from ..engine import PipelineFacts
-from .api_errors import refusal
+from .errors import refusal
 from .settings import Limits
 
 _HOW_MUCH = re.compile(
@@ -39,24 +41,22 @@ def find_options(facts: PipelineFacts) -> dict[str, bool]:
 def check_options(values: dict[str, Any], facts: PipelineFacts, limits: Limits) -> None:
     """Refuse what an argument should not be given; its type is checked by the facts."""
     for name, value in values.items():
-        problem = ""
-        if isinstance(value, list):
-            numbers = [item for item in value if isinstance(item, (int, float)) and not isinstance(item, bool)]
-            if name not in _SCHEDULES or len(numbers) < len(value) or not all(map(math.isfinite, numbers)):
-                problem = "a list"
-            elif len(value) > limits.max_steps:
-                raise refusal(name, f"{name} has {len(value)} steps; the limit is {limits.max_steps}.")
-        elif isinstance(value, str):
-            if len(value) > limits.max_prompt_characters:
-                raise refusal(name, f"{name} has {len(value)} characters; the limit is {limits.max_prompt_characters}.")
-            if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-                problem = "half a character"
-        elif isinstance(value, dict):
-            problem = "an object"
-        elif isinstance(value, float) and not math.isfinite(value):
-            problem = "infinite"
-        elif isinstance(value, int) and abs(value) >= 2**63:
-            problem = "so large"
-        if problem:
-            expected = "a list of numbers" if name in _SCHEDULES else "a plain value"
-            raise refusal(name, f"{name} of {facts.class_name} takes {expected}; it is {problem}.")
+        for kind, most, what in ((list, limits.max_steps, "steps"), (str, limits.max_prompt_characters, "characters")):
+            if isinstance(value, kind) and len(value) > most:
+                raise refusal(name, f"{name} has {len(value)} {what}; the limit is {most}.")
+        is_schedule = name in _SCHEDULES
+        if not (_is_schedule(value) if is_schedule else _is_plain(value)):
+            expected = "a list of numbers" if is_schedule else "a plain value"
+            raise refusal(name, f"{name} of {facts.class_name} takes {expected}, not {brief(value)}.")
+
+
+def _is_schedule(value: Any) -> bool:
+    return isinstance(value, list) and all(is_number(item) and math.isfinite(item) for item in value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.isprintable() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, int) and abs(value) < 2**63)

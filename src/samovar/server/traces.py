@@ -1,4 +1,4 @@
-"""What happened to a request, and when? For logs, and for OpenTelemetry if it is installed.
+"""What happened to a request, for logs, and for OpenTelemetry if it is installed.
 
 Spans go where the process sends them: `opentelemetry-instrument samovar serve ...` reads OTEL_EXPORTER_OTLP_ENDPOINT
 and the other usual variables. Without that package, or without a provider, nothing is recorded.
@@ -15,12 +15,12 @@ from starlette.types import Scope
 from ..core.errors import EngineError
 from ..engine import Done, Failed, Job, Progress, Started
 
-_ACCOUNT, _SINCE = "samovar.account", "samovar.since"
+ACCOUNT, _SINCE = "samovar.account", "samovar.since"
 
 
 def keep_account(scope: Scope, job: Job) -> None:
     """Note in a request's scope what became of its job, and when it was submitted."""
-    scope[_ACCOUNT] = account_of(job)
+    scope[ACCOUNT] = account_of(job)
     scope[_SINCE] = time.time() - (time.monotonic() - job.since)
 
 
@@ -39,12 +39,6 @@ def account_of(job: Job) -> dict[str, Any]:
             account["error"] = event.error.code if isinstance(event.error, EngineError) else "bad_request"
     skipped = sum(step.is_computed is False for step in steps)
     return account | {"steps_computed": len(steps) - skipped, "steps_skipped": skipped}
-
-
-def take_account(scope: Scope) -> dict[str, Any]:
-    """What was noted; empty for a request that made nothing."""
-    account: dict[str, Any] = scope.get(_ACCOUNT, {})
-    return account
 
 
 class Traces:
@@ -70,7 +64,7 @@ class Traces:
         if span is None:
             return
         method, _, route = name.partition(" ")
-        account = take_account(scope)
+        account = scope.get(ACCOUNT, {})
         span.update_name(name)
         span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
         span.set_attribute("samovar.request_id", request_id)

@@ -1,4 +1,4 @@
-"""How does an HTTP request become a video? OpenAI's videos API: a job that is asked for, watched and fetched."""
+"""Videos over HTTP, as in OpenAI's API: a job that is asked for, watched and fetched."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
-from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from ..core.errors import nearest
-from ..engine import Job
-from .api_errors import ApiError, refusal
-from .app_state import AppState
-from .asking import FORM, JSON, Asked, check_asked, read_asked, unless_gone
-from .bodies import RemixBody, VideoBody, checked
+from ..engine import Job, Request
+from .decode_worker import JSON
+from .errors import ApiError, refusal
 from .job_store import VideoJob
-from .making import encoded, make_now
-from .uploads import check_type, receive_body
-from .video_jobs import VARIANTS, VideoJobs
+from .request import FORM, HttpRequest, check_request, check_type, read_request, receive_body, unless_gone
+from .respond import encoded, json_response, make_now
+from .schemas import RemixBody, VideoBody, checked
+from .state import AppState
+from .video_jobs import MAX_PAGE_BYTES, VARIANTS, VideoJobs
 
 VIDEO_FILES = {"input_reference": "image", "image": "image", "image[]": "image", "last_image": "last_image",
                "mask": "mask", "control_image": "control_image"}  # fmt: skip
 """The names of files, and which inputs they are."""
 _POLL_MS = 500
 _MAX_PAGE = 100
+_PAGE_MEMORY = 4 * MAX_PAGE_BYTES
+"""What a page takes until it is bytes: its records, what they hold, and the same as text."""
 
 
 class VideoData(BaseModel):
@@ -73,26 +74,26 @@ class Videos:
 
     state: AppState
 
-    async def create(self, request: Request) -> Response:
+    async def create(self, request: HttpRequest) -> Response:
         check_type(request, FORM, JSON)
         jobs = self._jobs
-        return self._answer(await jobs.create(await self._asked(request)))
+        return await self._answer(await jobs.create(*await self._read(request)))
 
-    async def create_now(self, request: Request) -> Response:
+    async def create_now(self, request: HttpRequest) -> Response:
         """The video itself, while the client waits."""
-        asked = await self._asked(request)
-        check_asked(self.state, asked)
+        body, wanted = await self._read(request)
+        check_request(self.state, body, wanted)
 
         async def answer(job: Job) -> tuple[AsyncIterator[bytes], str]:
             return await encoded(self.state, request, job, ".mp4"), "video/mp4"
 
-        return await make_now(self.state, request, asked, answer)
+        return await make_now(self.state, request, body, wanted, answer)
 
     async def retrieve(self, video_id: str) -> Response:
-        return self._answer(self._jobs.find(video_id))
+        return await self._answer(await self._jobs.find(video_id))
 
     async def page(
-        self, request: Request, after: str | None = None, limit: str = "20", order: str = "desc"
+        self, request: HttpRequest, after: str | None = None, limit: str = "20", order: str = "desc"
     ) -> Response:
         """Videos by age, the newest first."""
         _check_query(request, "after", "limit", "order")
@@ -101,18 +102,24 @@ class Videos:
         if order not in ("asc", "desc"):
             raise refusal("order", f"order must be asc or desc, not {order[:40]!r}.")
         if after is not None:
-            self._jobs.find(after, "after")
-        jobs, has_more = self._jobs.store.page(after, int(limit), order)
-        data = [self._described(job) for job in jobs]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-        return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
+            await self._jobs.find(after, "after")
+        with self.state.images.hold() as hold:
+            hold.add(_PAGE_MEMORY)
+            jobs, has_more = await self._jobs.page(after, int(limit), order)
 
-    async def content(self, request: Request, video_id: str, variant: str = "video") -> Response:
+        def build() -> dict[str, Any]:
+            data = [self._described(job) for job in jobs]
+            ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+            return {"object": "list", "data": data, **ends, "has_more": has_more}
+
+        return await json_response(self.state, build, _PAGE_MEMORY)
+
+    async def content(self, request: HttpRequest, video_id: str, variant: str = "video") -> Response:
         """The video, or an image of it. While it is made, the thumbnail is the last preview."""
         _check_query(request, "variant")
         if variant not in VARIANTS:
             raise refusal("variant", f"variant must be {', '.join(VARIANTS)}, not {variant[:40]!r}.")
-        job = self._jobs.find(video_id)
+        job = await self._jobs.find(video_id)
         name, media_type = VARIANTS[variant]
         file = self._jobs.store.file(job.id, name)
         if job.status == "completed" and not file.is_file():
@@ -129,22 +136,22 @@ class Videos:
         raise ApiError(404, message, param="variant", code="video_not_ready")
 
     async def delete(self, video_id: str) -> Response:
-        self._jobs.delete(video_id)
+        await self._jobs.delete(video_id)
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
 
-    async def remix(self, request: Request, video_id: str) -> Response:
+    async def remix(self, request: HttpRequest, video_id: str) -> Response:
         """The same again for another prompt: with its seed, its settings and its images."""
         check_type(request, JSON)
         with self.state.bodies.hold() as hold:
             parts = await receive_body(request, self.state.config.limits.max_json_bytes, hold)
-            values, _ = await unless_gone(request, self.state.body_readers.read_object(parts))
+            values, _ = await unless_gone(request, self.state.decode_pool.read(JSON, parts))
         prompt = checked(RemixBody, values).prompt
-        job = self._jobs.find(video_id)
+        job = await self._jobs.find(video_id)
         if job.status != "completed":
             message = f"The video is {job.status.replace('_', ' ')}. Only a completed one can be remixed."
             raise ApiError(400, message, param="id", code="video_not_ready")
-        asked = await asyncio.to_thread(self._jobs.load, replace(job, values={**job.values, "prompt": prompt}))
-        return self._answer(await self._jobs.create(asked, remixed_from=job.id))
+        loaded = await asyncio.to_thread(self._jobs.load, replace(job, values={**job.values, "prompt": prompt}))
+        return await self._answer(await self._jobs.create(*loaded, remixed_from=job.id))
 
     @property
     def _jobs(self) -> VideoJobs:
@@ -155,15 +162,15 @@ class Videos:
             raise ApiError(400, message, code="unsupported_value")
         return self.state.video_jobs
 
-    async def _asked(self, request: Request) -> Asked[VideoBody]:
+    async def _read(self, request: HttpRequest) -> tuple[VideoBody, Request]:
         check_type(request, FORM, JSON)
         self.state.check_open()
         self.state.check_kind("video")
-        return await read_asked(self.state, request, VideoBody, types=(FORM, JSON), files=VIDEO_FILES)
+        return await read_request(self.state, request, VideoBody, types=(FORM, JSON), files=VIDEO_FILES)
 
-    def _answer(self, job: VideoJob) -> Response:
-        headers = {} if job.is_over else {"openai-poll-after-ms": str(_POLL_MS)}
-        return JSONResponse(self._described(job), headers=headers)
+    async def _answer(self, job: VideoJob) -> Response:
+        headers = {} if job.completed_at else {"openai-poll-after-ms": str(_POLL_MS)}
+        return await json_response(self.state, lambda: self._described(job), MAX_PAGE_BYTES, headers)
 
     def _described(self, job: VideoJob) -> dict[str, Any]:
         progress = 100 if job.status == "completed" else self._jobs.progress.get(job.id, 0)
@@ -185,11 +192,11 @@ class Videos:
         ).model_dump()
 
 
-def _check_query(request: Request, *known: str) -> None:
-    given = [name for name, _ in request.query_params.multi_items()]
-    for name in given:
-        if name in known and given.count(name) > 1:
-            raise refusal(name, f"{name} is given {given.count(name)} times. Give it once.")
+def _check_query(request: HttpRequest, *known: str) -> None:
+    for name in request.query_params:
+        count = len(request.query_params.getlist(name))
+        if name in known and count > 1:
+            raise refusal(name, f"{name} is given {count} times. Give it once.")
         if name not in known:
             message = f"{name[:50]!r} is not a parameter of this address. {nearest(name, known)}"
             raise ApiError(400, message, param=name[:100], code="unknown_field")

@@ -10,7 +10,7 @@ import pytest
 from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts, Request
 from samovar.server import Limits
-from samovar.server.extents import check_extent, extent_of
+from samovar.server.output_size import check_output_size, output_size
 
 TAKES = frozenset({"prompt", "height", "width", "num_frames"})
 VIDEO = PipelineFacts(
@@ -38,7 +38,7 @@ IMAGE = PipelineFacts("Flux", TAKES, 8)
     ],
 )
 def test_sides_frames_and_seconds(facts: PipelineFacts, params: dict[str, Any], extent: tuple[Any, ...]) -> None:
-    assert extent_of(facts, Request("a", OmniDiffusionSamplingParams(**params))) == extent
+    assert output_size(facts, Request("a", OmniDiffusionSamplingParams(**params))) == extent
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_sides_frames_and_seconds(facts: PipelineFacts, params: dict[str, Any], 
     ],
 )  # fmt: skip
 def test_limits(facts: PipelineFacts, params: dict[str, Any], limits: dict[str, int], param: str, message: str) -> None:
-    extent = extent_of(facts, Request("a", OmniDiffusionSamplingParams(**params)))
+    extent = output_size(facts, Request("a", OmniDiffusionSamplingParams(**params)))
     with pytest.raises(SettingError) as refused:
-        check_extent(extent, facts, Limits(**limits))
+        check_output_size(extent, facts, Limits(**limits))
     assert refused.value.param == param
     assert message in str(refused.value)
 
 
 def test_an_image_is_no_video_of_one_frame() -> None:
-    extent = extent_of(IMAGE, Request("a", OmniDiffusionSamplingParams(width=2048, height=2048)))
-    check_extent(extent, IMAGE, Limits(max_video_pixels=1))
+    extent = output_size(IMAGE, Request("a", OmniDiffusionSamplingParams(width=2048, height=2048)))
+    check_output_size(extent, IMAGE, Limits(max_video_pixels=1))

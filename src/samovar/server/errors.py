@@ -1,4 +1,4 @@
-"""What does a client get instead of an image? One body for every error, in OpenAI's form."""
+"""What a client gets instead of an image: one body for every error, in OpenAI's form."""
 
 from __future__ import annotations
 

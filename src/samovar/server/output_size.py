@@ -1,4 +1,4 @@
-"""How much would a request make? Known before anything is allocated, and within limits."""
+"""How much a request would make, known before anything is allocated, and within limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USUAL_PIXELS = 1024 * 1024
 """Of a model that does not say how large its images are."""
 
 
-class Extent(NamedTuple):
+class OutputSize(NamedTuple):
     """How much a request makes."""
 
     width: int
@@ -23,7 +23,7 @@ class Extent(NamedTuple):
     """In all frames, at the usual size if it is not known."""
 
 
-def extent_of(facts: PipelineFacts, request: Request | None = None) -> Extent:
+def output_size(facts: PipelineFacts, request: Request | None = None) -> OutputSize:
     """How much a request makes, or one that says nothing; sides of 0 are not known before it runs."""
     params = facts.completed(request or Request(""))
     height, width = facts.size or (0, 0)
@@ -31,10 +31,10 @@ def extent_of(facts: PipelineFacts, request: Request | None = None) -> Extent:
     frames = facts.num_frames(params)
     is_video = facts.output.kind == "video"
     seconds = frames / (facts.fps(params) or 1) if is_video else params.seconds or facts.output.seconds
-    return Extent(width, height, frames, seconds, (width * height or USUAL_PIXELS) * frames)
+    return OutputSize(width, height, frames, seconds, (width * height or USUAL_PIXELS) * frames)
 
 
-def check_extent(extent: Extent, facts: PipelineFacts, limits: Limits) -> None:
+def check_output_size(extent: OutputSize, facts: PipelineFacts, limits: Limits) -> None:
     """Refuse what is above the limits."""
     size, is_video = f"{extent.width}x{extent.height}", facts.output.kind == "video"
     size = size if extent.width else f"the model's size, taken as {USUAL_PIXELS:,} pixels,"

@@ -1,4 +1,4 @@
-"""Does the server take requests now? What all routes share: the engine, the settings and the server's phase."""
+"""What all routes share: the engine, the settings, the budgets, and whether requests are taken now."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..cache import AutoConfig
 from ..core.errors import SamovarError, SettingError, nearest
 from ..core.settings import read_tolerance
 from ..omni import AsyncOmni
-from .api_errors import ApiError, api_error, is_internal
-from .body_readers import BodyReaders
-from .extents import check_extent, extent_of
-from .fetching import Fetcher
-from .memory import BYTES_PER_PIXEL, Ledger
+from .decode_pool import DecodePool
+from .errors import ApiError, api_error, is_internal
+from .fetch import Fetcher
+from .memory import Ledger
 from .options import find_options
-from .settings import ServerConfig
+from .output_size import check_output_size, output_size
+from .settings import BYTES_PER_PIXEL, ServerConfig
 
 if TYPE_CHECKING:
     from .video_jobs import VideoJobs
@@ -43,48 +43,39 @@ class AppState:
 
     def __post_init__(self) -> None:
         most = self.config.max_tolerance
-        choice = None if most is None else self.omni.config.attach_config.cache
-        if most is None or choice is None:
+        if most is None or (choice := self.omni.config.attach_config.cache) is None:
             return
-        if not isinstance(choice.settings, AutoConfig):
-            raise SettingError(
-                f"max_tolerance={most:g} cannot be kept by the cache {choice.backend!r}, which does not know how much "
-                "it loses. Choose the cache 'auto', or leave it out.",
-                param="max_tolerance",
+        own, message = choice.settings, ""
+        if not isinstance(own, AutoConfig):
+            message = (
+                f"cannot be kept by the cache {choice.backend!r}, which does not know how much it loses. "
+                "Choose the cache 'auto', or leave it out."
             )
-        own = choice.settings.number
-        if own > most:
-            raise SettingError(
-                f"max_tolerance={most:g} is less than what the cache loses for requests that say nothing, {own:g}. "
-                f"Give tolerance={most:g} too.",
-                param="max_tolerance",
-            )
+        elif own.number > most:
+            message = f"is less than the default tolerance, {own.number:g}. Give tolerance={most:g} too."
+        if message:
+            raise SettingError(f"max_tolerance={most:g} {message}", param="max_tolerance")
 
     def open(self) -> None:
         """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
-        defaults, limits = self.omni.defaults, self.config.limits
-        pixels = (defaults.width or 0) * (defaults.height or 0)
-        steps, images = defaults.num_inference_steps or 0, defaults.num_outputs_per_prompt or 0
-        size = f"size, {defaults.width}x{defaults.height}, has {pixels} pixels"
-        for default, value, option, most, remedy in (
-            (size, pixels, "max_pixels", limits.max_pixels, "--default-size"),
-            (f"num_inference_steps is {steps}", steps, "max_steps", limits.max_steps, "--default-steps"),
-            (f"number of images is {images}", images, "max_images", limits.max_images, "in the model's samovar.json"),
+        defaults, limits, facts = self.omni.defaults, self.config.limits, self.omni.facts
+        for name, value, option, most in (
+            ("num_inference_steps", defaults.num_inference_steps, "--max-steps", limits.max_steps),
+            ("num_outputs_per_prompt", defaults.num_outputs_per_prompt, "--max-images", limits.max_images),
         ):
-            if value > most:
-                raise SettingError(
-                    f"The default {default}, more than {option}={most}. Raise --{option.replace('_', '-')}, or set a "
-                    f"smaller default: {remedy}.",
-                    param=option,
+            if (value or 0) > most:
+                message = (
+                    f"The default {name} is {value}, more than {option} {most}. Raise that, or set a smaller default."
                 )
+                raise SettingError(message, param=name)
         try:
-            self.omni.facts.check_size(defaults)
-            check_extent(extent_of(self.omni.facts), self.omni.facts, limits)
+            facts.check_size(defaults)
+            check_output_size(output_size(facts), facts, limits)
         except SettingError as error:
             message = f"With the defaults, requests that leave them out would all be refused: {error}"
             raise SettingError(message, param=error.param) from error
         words = ("image", "mask", "control_image", *["last_image"] * (self.omni.output.kind == "video"))
-        self.omni.facts.inputs.check_sendable(words, self.omni.facts.class_name)
+        facts.inputs.check_sendable(words, facts.class_name)
         for name in set(self.adapters) & set(self.model_names):
             message = f"The adapter {name!r} has the name of the model. Rename it, or give another --served-model-name."
             raise SettingError(message, param="lora")
@@ -93,12 +84,12 @@ class AppState:
             self.video_jobs.open()
         self.phase = "serving"
         if self.omni.can_edit or self.omni.output.kind == "video":
-            self.body_readers.warm()
+            self.decode_pool.warm()
 
     def drain(self) -> None:
         """Take no more requests, and end those that are not in the queue yet."""
         self.phase = "draining"
-        self.body_readers.close()
+        self.decode_pool.close()
 
     async def close(self) -> None:
         """Let what runs finish within `shutdown_timeout_s`, refuse what waits, and end the engine. Videos that were not
@@ -130,18 +121,14 @@ class AppState:
             most = max(most, BYTES_PER_PIXEL * self.config.limits.max_video_pixels * self.omni.config.num_replicas)
         return Ledger(most, "images")
 
-    @property
-    def options(self) -> dict[str, bool]:
-        """Other arguments of the pipeline that a request may set, and whether each is text."""
-        return self._options if self.is_loaded else {}
-
     @cached_property
-    def _options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, bool]:
+        """Other arguments of the loaded pipeline that a request may set, and whether each is text."""
         return find_options(self.omni.facts)
 
     @cached_property
-    def body_readers(self) -> BodyReaders:
-        return BodyReaders(self.config.limits)
+    def decode_pool(self) -> DecodePool:
+        return DecodePool(self.config.limits)
 
     @cached_property
     def fetcher(self) -> Fetcher:
@@ -249,7 +236,7 @@ class AppState:
             message = f"The model {self.model_name!r} only makes images from text; it cannot edit."
             raise ApiError(400, message, param="image", code="unsupported_model")
         most = self.omni.config.max_queue
-        if self.omni.status().queued + self.body_readers.num_waiting >= most:
+        if self.omni.status().queued + self.decode_pool.num_waiting >= most:
             message = f"{most} requests are already waiting. Try again later."
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from samovar.server import Limits
-from samovar.server.api_errors import ApiError
-from samovar.server.bodies import EditBody, GenerationBody, read_body, read_texts, request_schema
-from samovar.server.body_reader import Refused, read_object
+from samovar.server.decode_worker import Refused, read_object
+from samovar.server.errors import ApiError
+from samovar.server.schemas import EditBody, GenerationBody, read_body, read_texts, request_schema
 
 LIMITS = Limits(max_pixels=1_000_000, max_steps=50)
 
@@ -65,7 +65,7 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"quality": "best"}, "quality", "unsupported_value", "should be 'auto', 'high', 'medium', 'low', 'hd' or"),
         ({"tolerance": "fats"}, "tolerance", "unsupported_value", "'high' or 'fast', not 'fats'"),
         ({"tolerance": -0.1}, "tolerance", "invalid_value", "not -0.1"),
-        ({"background": "transparent"}, "background", "unsupported_value", "should be 'auto' or 'opaque'"),
+        ({"background": "red"}, "background", "unsupported_value", "should be 'auto', 'opaque' or 'transparent'"),
         ({"output_compression": 50}, "output_compression", "invalid_value", "png is lossless"),
         ({"partial_images": 2}, "partial_images", "invalid_value", "needs stream=true"),
         ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value", "less than or equal to 3"),

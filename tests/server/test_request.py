@@ -8,12 +8,12 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
+from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts, Request
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, Limits, ServerConfig
-from samovar.server.api_errors import ApiError
-from samovar.server.asking import Asked, check_asked, read_values
-from samovar.server.bodies import AudioBody, GenerationBody, VideoBody
+from samovar.server.errors import ApiError
+from samovar.server.request import check_request, engine_request, memory_of, read_values
+from samovar.server.schemas import AudioBody, GenerationBody, VideoBody
 
 TAKES = frozenset({"prompt", "height", "width", "num_frames", "image", "mask_image", "shift", "num_layers", "prompt_2"})
 VIDEO = OutputKind("video", fps=10.0, frames_argument="num_frames", frames=11)
@@ -64,25 +64,28 @@ def test_other_names_wait_for_the_model() -> None:
         read_values(loading, GenerationBody, {"prompt": "a", "shift": 1})
 
 
+def wanted(state: AppState, body: Any, **images: list[PIL.Image.Image]) -> Request:
+    return engine_request(state, body, images)
+
+
 def test_images_travel_with_the_request() -> None:
     image, mask = PIL.Image.new("RGB", (32, 16)), PIL.Image.new("L", (32, 16))
-    asked = Asked(VideoBody(prompt="a"), [image], {"mask": mask})
-    made = asked.request(state(VIDEO))
+    made = wanted(state(VIDEO), VideoBody(prompt="a"), image=[image], mask=[mask])
     assert (made.image, made.inputs, made.num_images) == (image, {"mask": mask}, 1)
-    several = Asked(VideoBody(prompt="a"), [image, image]).request(state(VIDEO))
-    assert several.image == [image, image]
+    assert wanted(state(VIDEO), VideoBody(prompt="a"), image=[image, image]).image == [image, image]
 
 
 def test_all_frames_count() -> None:
     """Eight bytes a pixel: of what is sent, of every frame, and of previews."""
     image = PIL.Image.new("RGB", (64, 32))
-    asked = Asked(VideoBody(prompt="a", partial_images=2, width=32, height=16), [image])
-    assert asked.num_bytes(state(VIDEO)) == 8 * (64 * 32 + (11 + 2) * 32 * 16)
+    films = state(VIDEO)
+    request = wanted(films, VideoBody(prompt="a", partial_images=2, width=32, height=16), image=[image])
+    assert memory_of(films, request) == 8 * (64 * 32 + (11 + 2) * 32 * 16)
     small = state(VIDEO, max_memory=2**30, limits=Limits(max_frames=10**6))
     with pytest.raises(ApiError, match=r"the limit is 805,306,368 .--max-memory"):
-        Asked(VideoBody(prompt="a", num_frames=400_000)).num_bytes(small)
+        memory_of(small, wanted(small, VideoBody(prompt="a", num_frames=400_000)))
     sound = state(OutputKind("audio", rate=44_100, duration_argument="shift"))
-    assert Asked(AudioBody(input="a", audio_length=10)).num_bytes(sound) == 441_000 * 16
+    assert memory_of(sound, wanted(sound, AudioBody(input="a", audio_length=10))) == 441_000 * 16
 
 
 def test_a_video_server_has_memory_for_its_largest_video() -> None:
@@ -91,6 +94,7 @@ def test_a_video_server_has_memory_for_its_largest_video() -> None:
 
 
 def test_a_prompt_may_be_missing_only_where_none_is_taken() -> None:
+    films = state(VIDEO)
     with pytest.raises(ApiError, match="prompt is missing"):
-        check_asked(state(VIDEO), Asked(VideoBody()))
-    assert check_asked(state(VIDEO), Asked(VideoBody(prompt="a"))).frames == 11
+        check_request(films, VideoBody(), wanted(films, VideoBody()))
+    assert check_request(films, VideoBody(prompt="a"), wanted(films, VideoBody(prompt="a"))).frames == 11

@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from samovar.server import ServerConfig
-from samovar.server.guard import Guard
+from samovar.server.middleware import Middleware
 
 from .conftest import KEY
 from .running import RunningServer
@@ -21,7 +21,7 @@ COUNTED: list[tuple[str, str, int]] = []
 
 
 def guarded_by(config: ServerConfig) -> httpx.AsyncClient:
-    guard = Guard(
+    guard = Middleware(
         PlainTextResponse("in"), config, lambda method, route, status, _: COUNTED.append((method, route, status))
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost:8091")

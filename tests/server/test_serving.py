@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from benchmarks import bench_serve
-from samovar.server.http_server import _bind
+from samovar.server.serving import _advertised, _bind
 
 from .conftest import KEY
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
@@ -85,6 +85,20 @@ def test_what_a_load_measures_is_what_the_server_did(server: RunningServer, caps
     assert json.loads(capsys.readouterr().out)["errors"] == {"HTTP 400 invalid_value": 6}
 
 
+def test_options_that_mean_nothing_to_a_model_are_named(server: RunningServer) -> None:
+    assert "--jobs is for videos, and 'tiny' makes images: it is not used" in server.text
+
+
+def test_a_server_for_all_is_shown_where_others_find_it() -> None:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        assert _advertised("0.0.0.0") == probe.getsockname()[0]
+    assert _advertised("127.0.0.1") == "127.0.0.1"
+
+
 def test_the_first_signal_lets_what_runs_finish(folder: Path) -> None:
     """One running and five waiting: 200 for the one, 503 at once for the five, exit code 0, nobody left behind."""
     with running(folder, "--max-steps", "100000", "--shutdown-timeout", "120") as server, ThreadPoolExecutor(6) as pool:
@@ -103,6 +117,8 @@ def test_the_first_signal_lets_what_runs_finish(folder: Path) -> None:
         assert server.process.wait(PATIENCE_S) == 0
         assert not any(worker.is_running() for worker in workers)
     assert "Traceback" not in server.text
+    server.end()
+    assert "the server has ended: 1 images, videos and sounds were made" in server.text
 
 
 @pytest.mark.slow
@@ -175,7 +191,7 @@ def test_a_second_signal_ends_even_what_does_not_listen() -> None:
 
 BUSY = """
 import asyncio, os, signal, threading, time
-from samovar.server.http_server import _first_signal
+from samovar.server.serving import _first_signal
 
 async def main():
     stop = asyncio.Event()
@@ -225,7 +241,7 @@ def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
 
 OLD_GARBAGE = """
 import gc, weakref
-from samovar.server.http_server import _freeze_libraries
+from samovar.server.serving import _freeze_libraries
 
 class Connection:
     def __init__(self):

@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from samovar.server import fetching
-from samovar.server.api_errors import ApiError
-from samovar.server.fetching import Fetcher
+from samovar.server import fetch as fetching
+from samovar.server.errors import ApiError
+from samovar.server.fetch import Fetcher
 
 FILE = b"x" * 5000
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from samovar.core import errors
-from samovar.server.api_errors import ApiError, api_error
+from samovar.server.errors import ApiError, api_error
 
 ENGINE_ERRORS = [
     (errors.QueueFullError("full", 2.2), 429, "3"),

@@ -1,4 +1,4 @@
-"""Which requests are valid? OpenAI's fields and ours, read so strictly that two readers cannot disagree."""
+"""Valid requests: OpenAI's fields and ours, read so strictly that two readers cannot disagree."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import PydanticCustomError
 
 from ..core.errors import SettingError, nearest
-from ..core.files import parse_settings
+from ..core.files import brief, parse_settings
 from ..core.settings import TOLERANCES
 from ..engine import OmniDiffusionSamplingParams
-from .api_errors import ApiError, api_error, refusal
+from .errors import ApiError, api_error, refusal
 from .settings import Limits
 
 _MAX_SEED = 2**63 - 1
 _MAX_SIDE = {"webp": 16_383, "jpeg": 65_500}
 """Pixels that a format can hold per side."""
 SCALAR = re.compile(r"true|false|-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?", flags=re.ASCII)
+_OPENAI = ("background", "moderation", "style", "input_fidelity", "user")
+"""Fields of OpenAI's own models."""
 _CODES = {"missing": "missing_required_parameter", "literal_error": "unsupported_value"}
 _PATTERNS = {"prompt": "prompt is empty. Say what to make.", "input": "input is empty. Say what to make.",
              "size": "size should be auto or WIDTHxHEIGHT in plain digits, such as 512x512."}  # fmt: skip
@@ -147,7 +149,10 @@ class ImageBody(RequestBody):
     output_compression: int | None = Field(None, ge=0, le=100)
     stream: bool | None = None
     partial_images: int | None = Field(None, ge=0, le=3)
-    background: Literal["auto", "opaque"] | None = None
+    background: Literal["auto", "opaque", "transparent"] | None = None
+    moderation: Literal["auto", "low"] | None = None
+    style: Literal["vivid", "natural"] | None = None
+    input_fidelity: Literal["high", "low"] | None = None
     progress: bool | None = None
     """Stream every step too; OpenAI's clients would take these events for images."""
 
@@ -155,14 +160,18 @@ class ImageBody(RequestBody):
     def format(self) -> str:
         return self.output_format or "png"
 
+    @property
+    def notes(self) -> list[str]:
+        """What was asked for as OpenAI's models take it, and means nothing here."""
+        return [f"{name}={value!r} was not used: it means nothing here." for name, value in self
+                if name in _OPENAI and value not in (None, "auto", "opaque")]  # fmt: skip
+
     def _other_params(self) -> dict[str, Any]:
         return {**_sides(self.size), "num_outputs_per_prompt": self.n}
 
 
 class GenerationBody(ImageBody):
     """The body of /v1/images/generations"""
-
-    moderation: Literal["auto", "low"] | None = None
 
 
 class EditBody(ImageBody):
@@ -331,7 +340,7 @@ def _check_limits(body: RequestBody, limits: Limits) -> None:
     for name, most in _most(limits).items():
         value = getattr(body, name, None)
         if value is not None and value > most:
-            raise refusal(name, f"{name} must be at most {most}, not {_shown(value)}.")
+            raise refusal(name, f"{name} must be at most {most}, not {brief(value)}.")
     most = limits.max_prompt_characters
     for name in ("prompt", "negative_prompt"):
         length = len(getattr(body, name) or "")
@@ -373,13 +382,13 @@ def _refused(
         if problem == "extra_forbidden":
             remedy = "Adapters are registered with the server's option --lora; a request gives a name and a scale."
             return refusal(name, f"lora: {where!r} is not taken. {remedy}", "unknown_field")
-        return refusal(name, f"lora: {where}: {found['msg']}, not {_shown(found['input'])}.")
+        return refusal(name, f"lora: {where}: {found['msg']}, not {brief(found['input'])}.")
     if problem == "extra_forbidden":
         if name in closed:
             why = "It is no plain value, or says how much is computed: for that there are size, n, num_frames, seconds."
             message = f"{name!r} is an argument of the pipeline that requests cannot set. {why}"
             return refusal(name, message, "unsupported_value")
-        hint = nearest(name, {*field_names(kind), *options})
+        hint = nearest(name, {*field_names(kind), *options}.difference(_OPENAI))
         return refusal(name, f"{name!r} is not a known field. {hint}", "unknown_field")
     if problem == "missing":
         return refusal(name, f"{name} is missing.", _CODES[problem])
@@ -387,9 +396,4 @@ def _refused(
         return refusal(name, _PATTERNS[name])
     message = re.sub(r"^(Input|String) should", f"{name} should", found["msg"])
     code = _CODES.get(problem, "invalid_type" if problem.endswith("_type") else "invalid_value")
-    return refusal(name, f"{message}, not {_shown(found['input'])}.", code)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value[:60] if isinstance(value, str) else value)  # Of a megabyte it would take long.
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return refusal(name, f"{message}, not {brief(found['input'])}.", code)

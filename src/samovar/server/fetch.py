@@ -1,4 +1,4 @@
-"""Which image does a URL of a client name? Only sites that the operator named are asked, and no name leads inside."""
+"""Images that a client names by URL: only sites that the operator named are asked, and no name leads inside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import SplitResult, urlsplit
 
 from .. import __version__
-from .api_errors import refusal
+from .errors import refusal
 
 _AT_ONCE = 4
 _TIMEOUT_S = 10.0

@@ -1,4 +1,4 @@
-"""How does the server listen, and how does it end? One socket, timeouts on what arrives, and two signals."""
+"""Listening and ending: one socket, uvicorn behind it, and two signals."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import uvicorn
 
 from ..core.errors import SettingError
 from .app import create_app
-from .app_state import AppState
-from .connections import ACCEPTED_AT_ONCE, MAX_HEADER_BYTES, Connection, Door, available_connections
+from .connections import ACCEPTED_AT_ONCE, Door, available_connections
+from .state import AppState
 
 _FLUSH_S = 5
 """How long finished responses may take to be sent during shutdown."""
 _BACKLOG = 512
 """Connections that the system keeps until they are accepted."""
+_MAX_HEADER_BYTES = 2**14
 
 
 async def serve(state: AppState, on_listening: Callable[[str], None], on_ready: Callable[[str], None]) -> int:
     """Serve until a signal comes, and return the exit code. The callbacks get the address: when it answers, and when
     images can be made."""
     listener = _bind(state.config.host, state.config.port)
-    host, port = listener.getsockname()[:2]
+    host, port = _advertised(state.config.host), listener.getsockname()[1]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    server = _Server(_uvicorn_config(state))
+    server = _Server(state)
     stop = asyncio.Event()
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -44,7 +45,7 @@ async def serve(state: AppState, on_listening: Callable[[str], None], on_ready: 
             await state.close()
             return 0
     finally:
-        state.body_readers.close()
+        state.decode_pool.close()
         server.should_exit = True
         await answering
 
@@ -106,6 +107,29 @@ def _first_signal(stop: asyncio.Event) -> Iterator[None]:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling, which would drop the queue without a response."""
 
+    def __init__(self, state: AppState) -> None:
+        config = state.config
+        self._door = Door(available_connections(config.max_connections), config.request_timeout_s)
+        settings = uvicorn.Config(
+            self._door.watching(create_app(state)),
+            http=self._door,  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            backlog=ACCEPTED_AT_ONCE,
+            server_header=False,
+            limit_concurrency=config.max_connections + ACCEPTED_AT_ONCE,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+        super().__init__(settings)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        self._door.sweep()
+        return await super().on_tick(counter)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -116,25 +140,13 @@ class _Server(uvicorn.Server):
             listener.listen(_BACKLOG)  # asyncio accepts as many at once as it lets wait: too many for us.
 
 
-def _uvicorn_config(state: AppState) -> uvicorn.Config:
-    config = state.config
-    door = Door(available_connections(config.max_connections), config.max_connections_per_address)
-
-    def protocol(*args: Any, **kwargs: Any) -> Connection:
-        return Connection(*args, timeout_s=config.request_timeout_s, door=door, **kwargs)
-
-    return uvicorn.Config(
-        create_app(state),
-        http=protocol,  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        backlog=ACCEPTED_AT_ONCE,
-        server_header=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_graceful_shutdown=_FLUSH_S,
-    )
+def _advertised(host: str) -> str:
+    """The address by which others reach a server: of one that listens everywhere, this machine's in its network."""
+    if host == "0.0.0.0":
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # Nothing is sent: it only chooses the way out.
+            return str(probe.getsockname()[0])
+    return host
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from samovar import engine
 from samovar.core.errors import NanLatentsError
-from samovar.engine import Failed
-from samovar.omni import AsyncOmni
+from samovar.engine import Failed, PipelineFacts
 from samovar.server import AppState, ServerConfig
-from samovar.server.api_errors import ApiError
-from samovar.server.making import in_thread, make_now, result_of
+from samovar.server.errors import ApiError
+from samovar.server.respond import in_thread, make_now, result_of
+from samovar.server.schemas import GenerationBody
 
-
-def asked(job: Any, num_bytes: int = 1000) -> Any:
-    return SimpleNamespace(
-        num_bytes=lambda state: num_bytes, submit=lambda state, deadline_s: job, body=SimpleNamespace(deadline=None)
-    )
+BODY = GenerationBody(prompt="a")
 
 
 class Running:
@@ -43,10 +40,14 @@ def run(answer: Callable[[AppState, Request, Any], Any], job: Running) -> tuple[
         await asyncio.sleep(3600)
 
     async def main() -> tuple[AppState, Any]:
-        state = AppState(AsyncOmni("emoji", device="cpu"), ServerConfig())
+        facts = PipelineFacts("Pipe", frozenset({"prompt"}), 8, size=(10, 10))
+        omni: Any = SimpleNamespace(facts=facts, submit=lambda *_, **__: job)
+        state = AppState(omni, ServerConfig())
         request = Request({"type": "http"}, never)
         try:
-            return state, await make_now(state, request, asked(job), lambda running: answer(state, request, running))
+            return state, await make_now(
+                state, request, BODY, engine.Request("a"), lambda running: answer(state, request, running)
+            )
         except ApiError as error:
             return state, error
 
@@ -55,7 +56,7 @@ def run(answer: Callable[[AppState, Request, Any], Any], job: Running) -> tuple[
 
 def test_a_failure_is_told_and_nothing_is_held() -> None:
     async def answer(state: AppState, request: Request, job: Any) -> Any:
-        assert state.images.used == 1000
+        assert state.images.used == 800
         return in_thread(iter([await result_of(state, request, job)])), "x"  # type: ignore[list-item]
 
     job = Running(NanLatentsError("After step 3 the latents contain NaN.", 3, None))
@@ -77,7 +78,7 @@ def test_an_answer_ends_its_job_and_frees_memory(is_cut: bool) -> None:
 
     job = Running()
     state, response = run(answer, job)
-    assert (response.media_type, state.images.used, job.is_cancelled) == ("video/mp4", 1000, False)
+    assert (response.media_type, state.images.used, job.is_cancelled) == ("video/mp4", 800, False)
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -16,7 +16,7 @@ from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFact
 from samovar.engine.input_media import Inputs
 from samovar.omni import AsyncOmni, Omni
 from samovar.server import AppState, Limits, ServerConfig
-from samovar.server.api_errors import ApiError
+from samovar.server.errors import ApiError
 
 
 def state(**settings: Any) -> AppState:
@@ -169,10 +169,10 @@ def test_a_model_that_no_request_could_use_is_not_served() -> None:
     [
         (
             Limits(max_pixels=1000),
-            "The default size, 40x30, has 1200 pixels, more than max_pixels=1000. Raise --max-p",
+            "would all be refused: size 40x30 is 1,200 pixels; the limit is 1,000 .--max-pixels.",
         ),
-        (Limits(max_steps=4), "The default num_inference_steps is 5, more than max_steps=4"),
-        (Limits(max_images=1), "more than max_images=1"),
+        (Limits(max_steps=4), "The default num_inference_steps is 5, more than --max-steps 4. Raise that, or"),
+        (Limits(max_images=1), "num_outputs_per_prompt is 2, more than --max-images 1"),
     ],
 )
 def test_limits_bind_the_models_own_defaults(limits: Limits, says: str) -> None:

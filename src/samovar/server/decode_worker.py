@@ -1,7 +1,7 @@
-"""What does a body hold? Answered in a process of its own, which can be ended: `python body_reader.py MEMORY`.
+"""Reads one body, in a process of its own that has limits on time and memory: `python decode_worker.py MEMORY`.
 
-A client can make any parser slow, large or crash. This one has limits on time and memory, and nothing to lose. It
-imports nothing of Samovar, so that it starts in a twentieth of a second, and reads one body after another.
+A client can make any parser slow, large or crash. This one has nothing to lose. It imports nothing of Samovar, so that
+it starts in a twentieth of a second. Its input is a line of JSON and the body, its output a line of JSON and pixels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import resource
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import PIL.Image
 import PIL.ImageOps
@@ -26,16 +26,16 @@ from python_multipart.multipart import create_form_parser, parse_options_header
 
 MAX_SCANS = 100
 """Of a JPEG, as in libjpeg's own tools. Each passes over all pixels, and an empty one takes 16 bytes."""
-MAX_TEXTS, MAX_FILES = 40, 16
+MAX_FIELDS, MAX_PARTS = 40, 50
+"""Of JSON, and of a form."""
 SEVERAL = ("image", "image[]")
 """Files that may be given more than once."""
 JSON, IMAGE = "application/json", "image/*"
 _DATA_URL = re.compile(r"data:[^,]{0,100};base64,", flags=re.IGNORECASE)
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_LONG, _MAX_OUTSIDE = 1000, 2**14
-"""Characters of a text, and bytes outside of texts."""
+_LONG = 1000
+"""Characters of a text."""
 _PIECE = 2**16
-FRAME = struct.Struct(">I")
 
 
 class Refused(Exception):
@@ -47,10 +47,9 @@ class Refused(Exception):
 
 
 class Task(NamedTuple):
-    """A body that follows, and its limits."""
+    """What a body is, and its limits."""
 
     content_type: str
-    num_bytes: int
     max_pixels: int
     max_characters: int
     """Of one text."""
@@ -70,8 +69,8 @@ def read_object(content: bytes) -> dict[str, Any]:
         raise Refused(f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise Refused(f"The body must be a JSON object, not {type(value).__name__}.", code="invalid_json")
-    if len(value) > MAX_TEXTS:
-        raise Refused(f"The body has {len(value)} fields; at most {MAX_TEXTS} can be known.", code="invalid_json")
+    if len(value) > MAX_FIELDS:
+        raise Refused(f"The body has {len(value)} fields; at most {MAX_FIELDS} can be known.", code="invalid_json")
     return value
 
 
@@ -82,17 +81,15 @@ def reference_of(name: str, value: Any) -> str | None:
     return value if isinstance(value, str) and name.partition("[")[1:] in (("", ""), ("[", "image_url]")) else None
 
 
-def has_data(values: dict[str, Any], names: tuple[str, ...]) -> bool:
-    """Whether an image is among the values, as a data URL."""
-    return any(_is_data(reference_of(name, value)) for name, value in values.items() if name.partition("[")[0] in names)
-
-
 def take_data(values: dict[str, Any], names: tuple[str, ...]) -> list[tuple[str, bytes]]:
     """The images that are data URLs, which are taken out of the values."""
     found = []
-    for name in [name for name in values if has_data({name: values[name]}, names)]:
-        head, _, data = (reference_of(name, values.pop(name)) or "").partition(",")
+    for name, url in [(name, reference_of(name, value) or "") for name, value in values.items()]:
         field = name.partition("[")[0]
+        if field not in names or url[:5].lower() != "data:":
+            continue
+        del values[name]
+        head, _, data = url.partition(",")
         try:
             if not _DATA_URL.fullmatch(f"{head},"):
                 raise binascii.Error
@@ -101,20 +98,6 @@ def take_data(values: dict[str, Any], names: tuple[str, ...]) -> list[tuple[str,
             message = f"{field} is no data URL of an image. Expected data:image/png;base64, and the file in base64."
             raise Refused(message, field, "invalid_image") from error
     return found
-
-
-def _is_data(url: str | None) -> bool:
-    return url is not None and url[:5].lower() == "data:"
-
-
-def check_flat(content: bytes) -> bytes:
-    """The JSON of a long body, unless it is long without long texts: a megabyte of brackets takes 0.1 s."""
-    # Escaped quotes do not count, nor one behind an escaped backslash; every string still counts at least once.
-    is_flat = content.count(b'"') - content.count(rb"\"") <= 4 * MAX_TEXTS
-    pieces = content.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"') if is_flat else []
-    if not is_flat or sum(map(len, pieces[::2])) > _MAX_OUTSIDE:
-        raise Refused("The body is long without a long prompt. Send a flat object.", code="invalid_json")
-    return content
 
 
 def check_long(values: dict[str, Any], max_characters: int) -> dict[str, Any]:
@@ -204,9 +187,8 @@ def _parts(task: Task, body: bytes) -> tuple[dict[str, str], list[tuple[str, byt
         is_there = name in texts or any(name == other for other, _ in files)
         if is_there and not (is_file and name in SEVERAL and name not in texts):
             raise Refused(f"The field {name[:50]!r} is given twice.", name[:100])
-        for found, most, what in ((texts, MAX_TEXTS, "texts"), (files, MAX_FILES, "files")):
-            if len(found) == most and is_file == (found is files):
-                raise Refused(f"The form has more than {most} {what}.")
+        if len(texts) + len(files) == MAX_PARTS:
+            raise Refused(f"The form has more than {MAX_PARTS} parts.")
 
     def on_text(field: Any) -> None:
         name = _text(field.field_name, "The name of a field")
@@ -241,50 +223,44 @@ def _text(value: bytes, what: str) -> str:
         raise Refused(f"{what} is not UTF-8. Send UTF-8.") from error
 
 
-def serve_bodies(source: BinaryIO, sink: BinaryIO) -> None:
-    """Read tasks until there are no more. The answer to one is a frame for each image, which its pixels follow, and a
-    last one with the values, or with what is wrong."""
-    while frame := source.read(FRAME.size):
-        task = Task(*json.loads(source.read(*FRAME.unpack(frame))))
-        body = source.read(task.num_bytes)
-        signal.setitimer(signal.ITIMER_PROF, task.cpu_s)  # SIGPROF ends the process.
-        try:
-            answer: dict[str, Any] = {"values": _read(task, body, sink)}
-        except Refused as error:
-            answer = {"message": error.message, "param": error.param, "code": error.code}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(sink, answer)
-        sink.flush()
-        del body  # Not while waiting for the next one.
-
-
-def _read(task: Task, body: bytes, sink: BinaryIO) -> dict[str, Any]:
-    """The values of a body, after its images have been written."""
+def read_body(task: Task, body: bytes) -> tuple[dict[str, Any], list[tuple[str, PIL.Image.Image]]]:
+    """The values of a body, and its images by name."""
+    values: dict[str, Any] = {}
     if task.content_type == IMAGE:
-        values: dict[str, Any] = {}
         files = [(task.files[0], body)]
     elif task.content_type == JSON:
-        values = read_object(check_flat(body))
+        values = read_object(body)
         files = take_data(values, task.files)
         check_long(values, task.max_characters)
     else:
         values, files = read_form(task, body)
+    images: list[tuple[str, PIL.Image.Image]] = []
     left = 2 * task.max_pixels  # Of all together: an image and its mask.
     while files:
         name, content = files.pop(0)
-        image = read_image(content, task.max_pixels, name)
-        left -= image.width * image.height
+        images.append((name, read_image(content, task.max_pixels, name)))
+        left -= images[-1][1].width * images[-1][1].height
         if left < 0:
             message = f"All images together have more than {2 * task.max_pixels:,} pixels. Send fewer or smaller ones."
             raise Refused(message, name, "image_above_limit")
-        _write(sink, {"name": name, "mode": image.mode, "size": image.size}, image.tobytes())
-    return values
+    return values, images
 
 
-def _write(sink: BinaryIO, answer: dict[str, Any], pixels: bytes = b"") -> None:
-    header = json.dumps(answer).encode()
-    sink.write(FRAME.pack(len(header)) + header)
-    sink.write(pixels)
+def answer(source: IO[bytes], sink: IO[bytes]) -> None:
+    """Read a task and its body, and write what it holds, or what is wrong."""
+    task = Task(*json.loads(source.readline()))
+    body = source.read()
+    signal.setitimer(signal.ITIMER_PROF, task.cpu_s)  # SIGPROF ends the process.
+    images: list[tuple[str, PIL.Image.Image]] = []
+    try:
+        values, images = read_body(task, body)
+        found: dict[str, Any] = {"values": values, "images": [(name, each.mode, each.size) for name, each in images]}
+    except Refused as error:
+        found = {"message": error.message, "param": error.param, "code": error.code}
+    sink.write(json.dumps(found).encode() + b"\n")
+    for _, image in images:
+        sink.write(image.tobytes())
+    sink.flush()
 
 
 def limit_memory(allowed: int) -> None:
@@ -299,4 +275,4 @@ if __name__ == "__main__":
     PIL.Image.MAX_IMAGE_PIXELS = None  # The limit is the task's.
     PIL.Image.preinit()
     limit_memory(int(sys.argv[1]))
-    serve_bodies(sys.stdin.buffer, sys.stdout.buffer)
+    answer(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,4 +1,4 @@
-"""Who may use the server? Key, host and origin are checked for every request, which is also logged and counted."""
+"""What is the same for every request: key, host and origin are checked, and it is logged and counted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .api_errors import ApiError
+from .errors import ApiError
 from .settings import ServerConfig
-from .traces import Traces, take_account
+from .traces import ACCOUNT, Traces
 
 OPEN_PATHS = ("/live", "/health", "/ready", "/")
 """No key is needed for probes, and for the page, which asks for the key itself."""
@@ -33,7 +33,7 @@ _HEADERS = {
 log = logging.getLogger("samovar.server")
 
 
-class Guard:
+class Middleware:
     """The outermost layer of the application."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[str, str, int, float], None]) -> None:
@@ -71,7 +71,8 @@ class Guard:
 
         try:
             error = _framing_error(headers) or self._host_or_origin_error(headers)
-            await (self._inner if error is None else error.response())(scope, receive, send_with_headers)
+            inner = self._inner if error is None else error.response()
+            await inner(scope, receive, send_with_headers)
         finally:
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "other")  # Set by the router if it found one.
@@ -80,7 +81,7 @@ class Guard:
             path = scope.get("raw_path", b"").decode("ascii", "replace")[:200]
             self._traces.end(span, f"{scope['method'][:10]} {route}", status, request_id, scope)
             fields = {"method": scope["method"][:10], "path": path, "status": status, "seconds": round(seconds, 4),
-                      "request_id": request_id, **take_account(scope)}  # fmt: skip
+                      "request_id": request_id, **scope.get(ACCOUNT, {})}  # fmt: skip
             text = "%s %s %s %.0f ms %s"
             log.info(text, fields["method"], path, status, 1e3 * seconds, request_id, extra=fields)
 
