@@ -168,6 +168,25 @@ def test_teacache_is_applied_and_taken_off() -> None:
     assert (type(model), set(vars(model))) == before
 
 
+def test_an_extractor_of_either_signature_is_chosen_by_the_type_of_the_transformer() -> None:
+    def modulated(module: torch.nn.Module, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        return hidden_states * temb.mean()
+
+    def apart(module: torch.nn.Module, *args: Any, **kwargs: Any) -> samovar.CacheContext:
+        raise AssertionError("nothing is called here")
+
+    for extractor in (modulated, apart):
+        samovar.register_extractor("Mine", extractor)
+        try:
+            assert samovar.EXTRACTOR_REGISTRY["Mine"] is extractor
+            model, _ = model_of("FluxTransformer2DModel")
+            hook = samovar.apply_teacache_hook(model, TeaCacheConfig(transformer_type="Mine"))
+            assert hook.extractor_fn is extractor
+            assert hook.config.transformer_type == "Mine"
+        finally:
+            del samovar.EXTRACTOR_REGISTRY["Mine"]
+
+
 def test_a_sequence_is_split_by_a_plan_and_put_together_again() -> None:
     model, inputs = model_of("FluxTransformer2DModel")
     before, config = type(model), SequenceParallelConfig()
