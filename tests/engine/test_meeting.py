@@ -19,6 +19,7 @@ from pipelines.adapters import save_adapters
 from samovar import OmniDiffusionSamplingParams
 from samovar.core.errors import CancelledRequestError, SamovarError, SettingError
 from samovar.engine import GenerationResult, Listener, OmniDiffusionConfig, Progress, Request, Worker
+from samovar.engine.meeting import Meeting
 from samovar.engine.request import SILENT
 from samovar.hooks import HookRegistry, ModelHook
 
@@ -67,7 +68,7 @@ def num_merged(worker: Worker) -> int:
     return worker._meeting.num_merged
 
 
-def together(worker: Worker, tasks: list[Callable[[], Any]]) -> None:
+def together(tasks: list[Callable[[], Any]]) -> None:
     """Call these in threads of their own, all of them begun before any goes on."""
     gate = threading.Barrier(len(tasks))
     threads = [threading.Thread(target=lambda task=task: (gate.wait(), task())) for task in tasks]
@@ -204,7 +205,7 @@ def test_auto_decides_for_each_as_alone(folder: Path) -> None:
 
         made[number] = worker.make(requests[number], Listener(note, lambda: False))
 
-    together(worker, [lambda number=number: make(number) for number in range(3)])  # type: ignore[misc]
+    together([lambda number=number: make(number) for number in range(3)])  # type: ignore[misc]
     for number, alone in enumerate(own):
         assert_near(made[number], alone)
     for number in range(2):
@@ -272,7 +273,7 @@ def test_one_that_fails_or_is_cancelled_takes_no_other_with_it(meeting: Worker, 
         "no list": lambda: meeting.make(ask(options={"sigmas": 1})),
         "other": lambda: meeting.make(other),
     }
-    together(meeting, [lambda name=name: made.update({name: tasks[name]()}) for name in tasks])  # type: ignore[misc]
+    together([lambda name=name: made.update({name: tasks[name]()}) for name in tasks])  # type: ignore[misc]
     assert isinstance(made["cancelled"], CancelledRequestError)
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) <= 5
@@ -312,7 +313,7 @@ def test_higher_priorities_go_first_and_all_others_take_turns(meeting: Worker) -
         listener = Listener(lambda event: order.append(number), SILENT.is_cancelled)
         meeting.make(ask(seed=number, num_inference_steps=12), listener, priority=int(number == 5))
 
-    together(meeting, [lambda number=number: make(number) for number in range(6)])  # type: ignore[misc]
+    together([lambda number=number: make(number) for number in range(6)])  # type: ignore[misc]
     last = {number: len(order) - order[::-1].index(number) for number in range(6)}
     assert last[5] == min(last.values())
     counts = {number: order[: len(order) // 2].count(number) for number in range(5)}
@@ -339,3 +340,34 @@ def test_what_a_run_draws_without_its_generator_is_its_own(folder: Path) -> None
         assert_near(result, alone)
     assert torch.equal(torch.get_rng_state(), before), "the program's own numbers go on as if nothing had been drawn"
     worker.close()
+
+
+class Tiny(torch.nn.Module):
+    """Called as a UNet is: with one time for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(sample) * timestep.expand(len(sample))[:, None, None] + text
+        return output
+
+
+@torch.no_grad()
+def test_one_time_for_all_rows_is_no_hindrance() -> None:
+    model = Tiny()
+    calls = [(torch.randn(2, 3, 4), torch.tensor(float(time)), torch.randn(2, 3, 4)) for time in range(4)]
+    alone = [model(*call) for call in calls]
+    met: dict[int, list[torch.Tensor]] = {}
+
+    def run(number: int) -> None:
+        with torch.no_grad(), meeting.member():
+            met[number] = [model(*calls[number]) for _ in range(5)]
+
+    with Meeting([model], {"unet": model}, 4) as meeting:
+        together([lambda number=number: run(number) for number in range(4)])  # type: ignore[misc]
+        assert meeting.num_merged > 8
+    for number, own in enumerate(alone):
+        for output in met[number]:
+            assert torch.allclose(output, own, atol=1e-6)

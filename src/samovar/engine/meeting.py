@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from ..core import nested
 from ..core.errors import CancelledRequestError
 from ..hooks import Handle, HookOrder, ModelHook, install_hook, is_watched
-from ..hooks.roles import parameter_names
+from ..hooks.roles import parameter_names, role_by_name
 from ..trace.model_state import Generation
 
 HOOK_NAME = "meeting"
@@ -60,6 +60,8 @@ class Call:
 
     member: Member
     given: Given
+    rows: Given
+    """What it is given, with the one time of all rows once for each."""
     num_rows: int
     form: Hashable
     """Equal for calls that may be merged, but for the values of what has no rows."""
@@ -210,8 +212,9 @@ class Meeting(Handle):
         num_rows = len(sample) if isinstance(sample, torch.Tensor) and sample.dim() > 1 else 0
         key = id(module), member.adapters
         generation = self._generations.setdefault(key, Generation(module, module.modules)).check()
-        form = (*key, generation, nested.signature(given))
-        return Call(member, given, num_rows, form if num_rows else object(), forward, next(self._numbers))
+        rows = _with_times(given, names, num_rows)
+        form = (*key, generation, nested.signature(rows))
+        return Call(member, given, rows, num_rows, form if num_rows else object(), forward, next(self._numbers))
 
     def _compute(self, batch: list[Call]) -> None:
         """Compute the calls of a batch, each with its output or its own error."""
@@ -283,19 +286,31 @@ def _has_rows(value: Any, num_rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num_rows
 
 
+def _with_times(given: Given, names: Sequence[str], num_rows: int) -> Given:
+    """The same with a time for each row, where there is one for all, as UNets are given it."""
+
+    def spread(name: str, value: Any) -> Any:
+        is_one = isinstance(value, torch.Tensor) and value.dim() == 0 and role_by_name(name) == "time"
+        return value.expand(num_rows) if is_one else value
+
+    args, kwargs = given
+    known = zip(itertools.chain(names, itertools.repeat("")), args, strict=False)
+    return tuple(spread(name, value) for name, value in known), {n: spread(n, value) for n, value in kwargs.items()}
+
+
 def _can_merge(one: Call, other: Call) -> bool:
     """Whether two calls have the same form, and the same values of all that has no rows."""
     if one.form != other.form:
         return False
-    pairs = zip(nested.leaves(one.given), nested.leaves(other.given), strict=True)
+    pairs = zip(nested.leaves(one.rows), nested.leaves(other.rows), strict=True)
     return all(a is b or _has_rows(a, one.num_rows) or nested.equal(a, b) for (_, a), (_, b) in pairs)
 
 
 def _merged(batch: list[Call]) -> Given:
     num_rows = batch[0].num_rows
-    columns = zip(*(nested.tensors(call.given) for call in batch), strict=True)
+    columns = zip(*(nested.tensors(call.rows) for call in batch), strict=True)
     merged = (torch.cat(column) if _has_rows(column[0], num_rows) else column[0] for column in columns)
-    given: Given = nested.map_tensors(lambda _: next(merged), batch[0].given)
+    given: Given = nested.map_tensors(lambda _: next(merged), batch[0].rows)
     return given
 
 
@@ -346,8 +361,8 @@ def _is_independent(first: Call, other: Call) -> bool:
 
 def _unlike(call: Call) -> Call:
     """The same call with another sample."""
-    sample = next(tensor for tensor in nested.tensors(call.given) if _has_rows(tensor, call.num_rows))
-    return replace(call, given=nested.map_tensors(lambda tensor: -tensor if tensor is sample else tensor, call.given))
+    sample = next(tensor for tensor in nested.tensors(call.rows) if _has_rows(tensor, call.num_rows))
+    return replace(call, rows=nested.map_tensors(lambda tensor: -tensor if tensor is sample else tensor, call.rows))
 
 
 # ------------------------------------------------------------------------------------------------ what a run leaves
