@@ -39,7 +39,7 @@ BUDGETS = {
     "cli": 9_200,
     "compose": 9_000,
     "core": 10_800,
-    "engine": 40_500,
+    "engine": 40_600,
     "graphs": 6_100,
     "hooks": 13_000,
     "lab": 20_900,
