@@ -13,8 +13,8 @@ import zoo
 from samovar.arch import BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
 from samovar.core.errors import ModelError
-from samovar.trace.forward import Given, Tensors
-from samovar.trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
+from samovar.trace.forward import Given
+from samovar.trace.passes import Mode, Rehearsal, Replay, StepPass
 from samovar.trace.shadow import TrialFailed
 
 TEXT_FIRST = ["HunyuanVideoTransformer3DModel", "Krea2Transformer2DModel", "Flux3Transformer2DModel"]
@@ -23,11 +23,6 @@ TEXT_FIRST = ["HunyuanVideoTransformer3DModel", "Krea2Transformer2DModel", "Flux
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [block for stack in find_anatomy(model).stacks for block in stack.modules(model)]
-
-
-def stored(parts: Tensors | None) -> Outlook:
-    assert parts is not None
-    return Outlook([1], [parts])
 
 
 def close(one: Any, other: Any) -> bool:
@@ -47,7 +42,7 @@ def test_computing_gives_the_bits_and_the_residuals(name: str) -> None:
     assert step.residuals is not None
     assert [part is None for part in step.residuals] == [slot in trace.idle_slots for slot in range(len(first))]
     assert not zoo.equal(step.residuals, first), "those of this step"
-    skipped = gated.through(StepPass(trace, "skip", stored(step.residuals)), gated.of(case(name), 1))
+    skipped = gated.through(StepPass(trace, "skip", step.residuals), gated.of(case(name), 1))
     assert close(skipped, exact)
 
 
@@ -58,7 +53,7 @@ def test_skipping_runs_no_block_and_nothing_between(name: str) -> None:
     (trace, first, _), _ = gated.rehearsed(gated.of(case(name)))
     between = [module for path in trace.side for module in model.get_submodule(path)]
     with counted([*blocks_of(model), *between]) as calls:
-        gated.through(StepPass(trace, "skip", stored(first)), gated.of(case(name), 1))
+        gated.through(StepPass(trace, "skip", first), gated.of(case(name), 1))
     assert not calls
 
 
@@ -70,7 +65,7 @@ def test_a_skipped_step_adds_the_stored_residual_to_its_own_input() -> None:
     assert residual is not None
     with torch.no_grad():
         expected = model.unembed(model.embed_x(at(1)[0]) + residual)
-    output = gated.through(StepPass(trace, "skip", stored(first)), gated.inputs(*at(1), COND))
+    output = gated.through(StepPass(trace, "skip", first), gated.inputs(*at(1), COND))
     assert torch.equal(output, expected)
 
 
@@ -78,26 +73,9 @@ def test_a_residual_may_be_replaced_by_a_number_to_see_what_it_does() -> None:
     model = Plain()
     gated = Gated(model)
     (trace, first, _), _ = gated.watched(gated.inputs(*at(0), COND))
-    output = gated.through(StepPass(trace, "skip", stored(first), poison=(0, 7.0)), gated.inputs(*at(1), COND))
+    output = gated.through(StepPass(trace, "skip", first, poison=(0, 7.0)), gated.inputs(*at(1), COND))
     with torch.no_grad():
         assert torch.equal(output, model.unembed(torch.full((1, 5, 8), 7.0)))
-
-
-def test_only_residuals_that_are_wanted_are_kept() -> None:
-    gated = Gated(case("HunyuanVideoTransformer3DModel").build())
-    inputs = gated.of(case("HunyuanVideoTransformer3DModel"))
-    (trace, _, _), _ = gated.rehearsed(inputs)
-    early = trace.early_segments
-    assert early
-    step = StepPass(trace, "compute", keeps=early)
-    gated.through(step, inputs)
-    slots = {slot for segment in early for slot in range(segment.slot, segment.slot + len(segment.stack.streams))}
-    assert step.residuals is not None
-    kept = {slot for slot, part in enumerate(step.residuals) if part is not None}
-    assert kept == slots - trace.idle_slots
-    nothing = StepPass(trace, "compute", keeps=())
-    gated.through(nothing, inputs)
-    assert nothing.residuals is None
 
 
 def test_what_a_model_adds_between_blocks_counts_once() -> None:
@@ -112,7 +90,7 @@ def test_what_a_model_adds_between_blocks_counts_once() -> None:
         exact = model(*at(0), COND)
     gated = Gated(model)
     (trace, first, _), _ = gated.watched(gated.inputs(*at(0), COND))
-    output = gated.through(StepPass(trace, "skip", stored(first)), gated.inputs(*at(0), COND))
+    output = gated.through(StepPass(trace, "skip", first), gated.inputs(*at(0), COND))
     assert close(output, exact)
 
 
@@ -134,7 +112,7 @@ def test_residuals_of_blocks_that_write_in_place_are_those_of_the_step() -> None
     exact = gated.through(step, gated.inputs(*at(1), COND))
     with torch.no_grad():
         assert torch.equal(exact, InPlace()(*at(1), COND))
-    assert close(gated.through(StepPass(trace, "skip", stored(step.residuals)), gated.inputs(*at(1), COND)), exact)
+    assert close(gated.through(StepPass(trace, "skip", step.residuals), gated.inputs(*at(1), COND)), exact)
 
 
 # ------------------------------------------------------------------------------------------------ asking the leader
@@ -154,7 +132,7 @@ def test_the_leader_is_asked_once_with_its_arguments(name: str, answer: Mode) ->
         return answer
 
     with counted(blocks_of(model)) as calls:
-        output = gated.through(StepPass(trace, "ask", stored(first), choose), gated.of(case(name), 1))
+        output = gated.through(StepPass(trace, "ask", first, choose), gated.of(case(name), 1))
     assert trace.leader.segment is not None
     assert asked == [model.get_submodule(trace.leader.segment.stack.block_paths[0])]
     late = [block for block in calls if block not in early_blocks(model, trace)]
@@ -189,7 +167,7 @@ def test_a_skipped_step_that_goes_another_way_says_so_and_runs_to_its_end(order:
     gated = Gated(model)
     (trace, first, _), _ = gated.watched(gated.inputs(*at(0), COND))
     model.order = order
-    step = StepPass(trace, "skip", stored(first))
+    step = StepPass(trace, "skip", first)
     assert gated.through(step, gated.inputs(*at(1), COND)).shape == (1, 5, 4)
     assert step.lost is not None
     assert "'blocks'" in step.lost
@@ -227,7 +205,7 @@ def test_blocks_that_are_called_in_another_way_are_noticed(by_name: bool) -> Non
     gated = Gated(model)
     (trace, first, _), _ = gated.watched(gated.inputs(*at(0), COND))
     model.by_name = not by_name
-    step = StepPass(trace, "skip", stored(first))
+    step = StepPass(trace, "skip", first)
     gated.through(step, gated.inputs(*at(1), COND))
     assert step.lost == "a block of 'blocks' got other arguments than in the traced forward"
 
@@ -443,9 +421,9 @@ def test_it_gives_what_the_model_gives_with_its_blocks_skipped_and_calls_nothing
     gated = Gated(model)
     (trace, residuals, _), _ = gated.rehearsed(gated.of(case(name)))
     replay, inputs = Replay(model, gated.gates.by_module, trace), gated.of(case(name), 1)
-    exact = gated.through(StepPass(trace, "skip", stored(residuals)), inputs)
+    exact = gated.through(StepPass(trace, "skip", residuals), inputs)
     with counted(model.modules()) as calls:
-        output = replay.skip(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
+        output = replay.skip(StepPass(trace, "skip", residuals), inputs.args, inputs.kwargs)
     assert not calls
     assert zoo.equal(output, exact)
 
@@ -456,9 +434,9 @@ def test_what_reaches_the_first_block_of_each_segment_is_copied_if_that_is_asked
     inputs = gated.of(case(name))
     (trace, residuals, first_calls), _ = gated.rehearsed(inputs)
     replay = Replay(gated.model, gated.gates.by_module, trace)
-    replay.skip(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs)
+    replay.skip(StepPass(trace, "skip", residuals), inputs.args, inputs.kwargs)
     assert replay.first_calls == {}
-    replay.skip(StepPass(trace, "skip", stored(residuals)), inputs.args, inputs.kwargs, keeps_calls=True)
+    replay.skip(StepPass(trace, "skip", residuals), inputs.args, inputs.kwargs, keeps_calls=True)
     assert set(replay.first_calls) == set(trace.segments)
     first = trace.segments[0]
     assert replay.first_calls[first].module is gated.model.transformer_blocks[0]
@@ -470,7 +448,7 @@ def test_a_replay_that_goes_another_way_says_so() -> None:
     gated = Gated(Wayward())
     (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
     gated.model.order = (0, 1)
-    replay, step = Replay(gated.model, gated.gates.by_module, trace), StepPass(trace, "skip", stored(residuals))
+    replay, step = Replay(gated.model, gated.gates.by_module, trace), StepPass(trace, "skip", residuals)
     replay.skip(step, (*at(0), COND), {})
     assert step.lost == "the forward ended before it called a block of 'blocks'"
 
@@ -480,7 +458,7 @@ def test_a_replay_that_the_model_refuses_fails_and_the_next_one_works() -> None:
     (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
     replay = Replay(gated.model, gated.gates.by_module, trace)
     with pytest.raises(TrialFailed):
-        replay.skip(StepPass(trace, "skip", stored(residuals)), (torch.ones(1, 5, 99), at(0)[1], COND), {})
-    step = StepPass(trace, "skip", stored(residuals))
+        replay.skip(StepPass(trace, "skip", residuals), (torch.ones(1, 5, 99), at(0)[1], COND), {})
+    step = StepPass(trace, "skip", residuals)
     assert replay.skip(step, (*at(0), COND), {}).shape == (1, 5, 4)
     assert step.lost is None

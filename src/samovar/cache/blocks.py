@@ -20,7 +20,7 @@ from ..core.errors import ModelError
 from ..core.interop import is_compiled
 from ..trace.forward import Given, Tensors, Trace, Tracer
 from ..trace.model_state import ModelState, own
-from ..trace.passes import Mode, Outlook, Rehearsal, Replay, StepPass
+from ..trace.passes import Mode, Rehearsal, Replay, StepPass
 from ..trace.shadow import TrialFailed
 from ..trace.signal import ModulatedInput
 from ..trace.watch import Gates
@@ -228,7 +228,7 @@ class BlockModel(SkippableModel):
                 checks.enter_context(self._checked(form, given, signal))
                 return "compute"
 
-            step = StepPass(form.trace, wanted.mode, _expected(wanted), None if decide is None else choose)
+            step = StepPass(form.trace, wanted.mode, wanted.residuals, None if decide is None else choose)
             spare = (inputs.args, inputs.kwargs) if wanted.mode == "compute" else inputs.spare()
             output = self._forward(step, (inputs.args, inputs.kwargs), forward)
         if step.lost is None:
@@ -250,7 +250,7 @@ class BlockModel(SkippableModel):
             skips = wanted.decide(signal)
             return "skip"
 
-        step = StepPass(form.trace, "skip", _expected(wanted), choose)
+        step = StepPass(form.trace, "skip", wanted.residuals, choose)
         try:
             self._replay(form).skip(step, inputs.args, inputs.kwargs)
         except TrialFailed as error:
@@ -308,7 +308,3 @@ class BlockModel(SkippableModel):
         own(compare)
         with reader.attention.register_forward_pre_hook(compare, with_kwargs=True):
             yield
-
-
-def _expected(wanted: Instruction) -> Outlook | None:
-    return None if wanted.residuals is None else Outlook([1], [wanted.residuals])

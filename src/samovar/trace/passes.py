@@ -11,7 +11,7 @@ residual, it shows whether that residual has any effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,70 +27,6 @@ from .watch import Gate
 Mode = Literal["compute", "skip", "ask"]
 
 
-class Outlook:
-    """The expected residuals (or outputs) of a skipped step: a weighted sum of stored lists of tensors, made on
-    demand."""
-
-    def __init__(
-        self,
-        weights: Sequence[float | torch.Tensor],
-        stored: Sequence[Sequence[torch.Tensor | None]],
-        is_precise: bool = False,
-    ) -> None:
-        """A tensor of weights has one for each row. `is_precise`: sum 16-bit values in 32 bits, as large weights that
-        nearly cancel need."""
-        self._weights, self._stored, self._is_precise = weights, stored, is_precise
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return next((tensor.device for tensor in self._stored[0] if tensor is not None), torch.device("cpu"))
-
-    @property
-    def is_as_stored(self) -> bool:
-        """Whether what is stored is expected as it is."""
-        is_sum = len(self._stored) > 1 or isinstance(self._weights[0], torch.Tensor) or self._weights[0] != 1
-        return not is_sum and not self._is_precise
-
-    def values(self) -> list[torch.Tensor | None]:
-        """The whole list. Where it is expected as it is stored, these are the stored tensors themselves."""
-        newest = self._stored[0]
-        return list(newest) if self.is_as_stored else [self.value(index) for index in range(len(newest))]
-
-    def has(self, index: int) -> bool:
-        """Whether the list has a tensor at this index."""
-        return self._stored[0][index] is not None
-
-    def value(self, index: int) -> torch.Tensor | None:
-        """One tensor of the list."""
-        newest = self._stored[0][index]
-        if newest is None:
-            return None
-        if not (newest.is_floating_point() or newest.is_complex()):  # Integers cannot be interpolated.
-            return newest.clone()
-        start = newest.to(torch.promote_types(newest.dtype, torch.float32)) if self._is_precise else newest
-        total = start * _like(self._weights[0], start)
-        for weight, tensors in zip(self._weights[1:], self._stored[1:], strict=True):
-            older = tensors[index]
-            assert older is not None
-            if isinstance(weight, torch.Tensor):
-                total.add_(older * _like(weight, older))
-            else:
-                total.add_(older, alpha=weight)
-        return total.to(newest.dtype)
-
-    def added_to(self, base: torch.Tensor, index: int) -> torch.Tensor:
-        """One tensor of the list, added to another tensor."""
-        value = self._stored[0][index] if self.is_as_stored else self.value(index)
-        assert value is not None
-        return base + value
-
-
-def _like(weight: float | torch.Tensor, tensor: torch.Tensor) -> float | torch.Tensor:
-    """A weight for each row of a tensor, as the tensor has its rows."""
-    return weight.reshape(-1, *[1] * (tensor.dim() - 1)) if isinstance(weight, torch.Tensor) else weight
-
-
 class StepPass:
     """One forward through blocks that were traced before."""
 
@@ -98,16 +34,13 @@ class StepPass:
         self,
         trace: Trace,
         mode: Mode,
-        outlook: Outlook | None = None,
+        expected: Tensors | None = None,
         choose: Callable[[Given], Mode] | None = None,
         poison: tuple[int, float] | None = None,
-        *,
-        keeps: Collection[Segment] | None = None,
     ) -> None:
-        """Without an outlook, a skipped step hands its streams on unchanged, and its output is not used.
-
-        `choose` picks the mode at the leading block, from its arguments. `poison` is a slot, and a number to put in
-        place of its residual. `keeps`: the segments whose residuals a computed step keeps, by default all.
+        """`expected`: the residuals of a skipped step. Without them it hands its streams on unchanged, and its output
+        is not used. `choose` picks the mode at the leading block, from its arguments. `poison` is a slot, and a number
+        to put in place of its residual.
         """
         self.mode = mode
         """`ask` computes until the leading block has chosen."""
@@ -119,18 +52,17 @@ class StepPass:
         self._calls = trace.calls
         self._count = len(trace.calls)
         self._position = 0
-        self._outlook = outlook
+        self._expected = expected
         self._choose = choose
         self._poison = poison
-        self._keeps = trace.segments if keeps is None else keeps
         self._current: Call | None = None
         self._residuals: dict[Segment, Tensors] = {}
         self._versions: dict[Segment, list[int | None]] = {}
 
     @property
     def residuals(self) -> Tensors | None:
-        """What each segment added to its streams, in the order of the slots; None if unknown or not kept."""
-        if not self._keeps or self.lost is not None:
+        """What each segment added to its streams, in the order of the slots; None if unknown."""
+        if self.lost is not None:
             return None
         nothing: dict[Segment, Tensors] = {s: [None] * len(s.stack.streams) for s in self._trace.segments}
         return [residual for parts in (nothing | self._residuals).values() for residual in parts]
@@ -159,7 +91,7 @@ class StepPass:
         if self.mode == "skip":
             return self._answer(call, given)
         self._current = call
-        if call.is_first and call.segment is not None and call.segment in self._keeps:
+        if call.is_first and call.segment is not None:
             inputs = call.read(given.args, given.kwargs)
             if call.segment.writes_in_place:
                 inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
@@ -170,7 +102,7 @@ class StepPass:
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
         call = self._current
         segment = None if call is None or call.gate is not gate or not call.is_last else call.segment
-        if segment is not None and segment in self._keeps:
+        if segment is not None:
             if _versions(self.inputs[segment]) != self._versions[segment]:
                 segment.writes_in_place = True
                 self._lose(f"the inputs of the blocks of {gate.path!r} were overwritten")
@@ -190,23 +122,22 @@ class StepPass:
         if call.segment is not None:
             if call.is_first:  # Copies: the model may write, between blocks, into what they hand on.
                 self.inputs[call.segment] = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
-            if call.is_last and self._outlook is not None:
-                values = self._with_residuals(call, call.segment, self._outlook)
+            if call.is_last and self._expected is not None:
+                values = self._with_residuals(call, call.segment, self._expected)
         return call.answer(values, given.args, given.kwargs)
 
-    def _with_residuals(self, call: Call, segment: Segment, outlook: Outlook) -> list[Any]:
+    def _with_residuals(self, call: Call, segment: Segment, expected: Tensors) -> list[Any]:
         values: list[Any] = []
         forms = zip(self.inputs[segment], output_values(call.returned), strict=True)
         for slot, (base, form) in enumerate(forms, start=segment.slot):
-            if self._poison is not None and slot == self._poison[0]:
-                number = torch.full((), self._poison[1], dtype=form.dtype, device=outlook.device)
-                values.append(number.expand(form.shape))
-            elif slot in self._trace.idle_slots or not isinstance(form, torch.Tensor) or not outlook.has(slot):
+            residual = expected[slot]
+            if residual is None or slot in self._trace.idle_slots or not isinstance(form, torch.Tensor):
                 values.append(base)
-            elif alike(base, form):
-                values.append(outlook.added_to(base, slot).to(form.dtype))
+            elif self._poison is not None and slot == self._poison[0]:
+                number = torch.full((), self._poison[1], dtype=form.dtype, device=residual.device)
+                values.append(number.expand(form.shape))
             else:
-                values.append(outlook.value(slot))
+                values.append((base + residual).to(form.dtype) if alike(base, form) else residual.clone())
         return values
 
     def _lose(self, why: str) -> None:
@@ -262,7 +193,6 @@ class Rehearsal(Replay):
         self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], watched: Watched, args: Any, kwargs: Any
     ) -> None:
         self._trace, self._residuals, self._calls = watched
-        self._outlook = Outlook([1], [watched.residuals])
         self._given = args, kwargs
         super().__init__(model, gates, watched.trace)
 
@@ -283,7 +213,7 @@ class Rehearsal(Replay):
             self.close()
 
     def _skip(self, args: Any, kwargs: Any, poison: tuple[int, float] | None = None) -> tuple[StepPass, Any]:
-        step = StepPass(self._trace, "skip", self._outlook, poison=poison)
+        step = StepPass(self._trace, "skip", self._residuals, poison=poison)
         return step, self.skip(step, args, kwargs, keeps_calls=True)
 
     def _same(self, output: Any) -> tuple[StepPass, Any]:
