@@ -37,11 +37,12 @@ def proxy(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> It
         text = text.replace(before, after)
     (folder / "nginx.conf").write_text(text)
     command = ["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder), "-g", "daemon off;"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with (folder / "out").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     address = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert process.poll() is None, (folder / "out").read_text()
         try:
             return httpx.get(f"{address}/live").status_code == 200
         except httpx.TransportError:
