@@ -94,11 +94,11 @@ def _attributes(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _parts(value: Any, depth: int) -> Iterator[Any]:
-    yield value
+    is_container = depth and isinstance(value, (list, tuple, set, deque, Mapping))
+    yield len(value) if is_container else value
     if isinstance(value, torch.Tensor):
         yield nested.version(value)
-    elif depth and isinstance(value, (list, tuple, set, deque, Mapping)):
-        yield len(value)
+    elif is_container:
         for part in list(value.values() if isinstance(value, Mapping) else value)[:_MAX_PARTS]:
             yield from _parts(part, depth - 1)
     elif depth and not isinstance(value, (*_PLAIN, type, torch.nn.Module)) and hasattr(value, "__dict__"):
@@ -109,6 +109,8 @@ def _parts(value: Any, depth: int) -> Iterator[Any]:
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
     def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a is b or nested.equal(a, b)  # Some make the same table at each call.
         return a is b or (isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and bool(a == b))
 
     return len(one) == len(other) and all(map(same, one, other))
