@@ -39,7 +39,7 @@ from samovar.builtin import BUILTIN_MODELS
 from samovar.cache import apply_teacache_hook
 from samovar.engine.models import load_pipeline
 from samovar.graphs import apply_graphs
-from samovar.graphs.forms import has_same_bits
+from samovar.graphs.static_inputs import has_same_bits
 from simulated import SimulatedRecorder, recording_by
 
 ROWS, SECONDS_A_ROW = 3, 0.7
