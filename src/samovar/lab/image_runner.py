@@ -119,7 +119,7 @@ class ImageRunner:
         check_names(engine, ENGINE_SETTINGS, "a setting of the lab's runner")
         self._engine = engine
         # No cache, not even one that the environment names: a method brings its own.
-        settings = {"cache": "none", "defaults": params, "progress": False, "max_batch": batch, **engine}
+        settings = {"cache": "none", "defaults": params, "progress": False, "max_batch": 1, **engine}
         self._config = OmniDiffusionConfig(model, dtype=dtype, device=device, **settings)
         self._is_loaded_here = pipeline is None
         self._worker = Worker(self._config, pipeline)
