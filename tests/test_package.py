@@ -141,7 +141,9 @@ def test_the_metadata_is_true(wheel: Path) -> None:
     licenses = found.get_all("License-File", [])
     notices = {f"src/samovar/builtin/{model}/NOTICE" for model in BUILTIN_MODELS}
     assert {"LICENSE", "src/samovar/lab/data/NOTICE"} | notices <= set(licenses)
-    assert {"serve", "lab"} <= set(found.get_all("Provides-Extra", []))
+    assert {"lab", "lora", "video"} <= set(found.get_all("Provides-Extra", []))
+    always = [one for one in found.get_all("Requires-Dist", []) if "extra ==" not in one]
+    assert any(one.startswith("uvicorn") for one in always), "a plain install can serve"
 
 
 def test_the_description_has_no_dead_links(wheel: Path) -> None:

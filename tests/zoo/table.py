@@ -32,7 +32,7 @@ TIME_ONLY = Path(__file__).with_name("time_only.json")
 FOREIGN = """## Models of other projects
 
 Originals, as their authors wrote them, tiny and with random weights; nothing is declared for any of them. `make
-test-foreign FOREIGN=folder` runs them from a folder of checkouts, 12 steps each, with `tea_cache` and `forecast`:
+test-foreign FOREIGN=folder` runs them from a folder of checkouts, 12 steps each, with `tea_cache`:
 
 - *exact*: where nothing is skipped, and at every computed step, the bits are those of the bare model;
 - *served*: steps are skipped, and at least 80 % of the weights do not run at a skipped step;
