@@ -304,7 +304,7 @@ def test_a_pipeline_with_adapters_of_its_own_is_refused(lora: dict[str, str]) ->
 
 def test_without_peft_it_says_what_to_install(lora: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingError, match=r"lora needs peft, which is not installed: pip install 'samovar\[lora\]'"):
+    with pytest.raises(SettingError, match=r"lora needs peft, which is not installed: pip install peft"):
         Adapters(object(), lora)
 
 

@@ -230,7 +230,7 @@ def test_another_size_than_was_asked_for_is_noted() -> None:
     ("wish", "message"),
     [
         ({"num_framez": 9}, r"WanPipeline does not take num_framez\. Did you mean 'num_frames'"),
-        ({"num_frames": 9, "seconds": 1.0}, "both say how long"),
+        ({"num_frames": 9, "seconds": 1.0}, "mutually exclusive"),
         ({"guidance_scale_2": "high"}, "guidance_scale_2 must be a number, not 'high'"),
         ({"num_videos_per_prompt": 2}, "num_outputs_per_prompt"),
         ({"output_type": "pil"}, "does not take output_type"),

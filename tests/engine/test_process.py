@@ -81,7 +81,7 @@ def test_a_rank_that_is_not_understood_or_cannot_be_told_is_lost() -> None:
     with pytest.raises(pickle.UnpicklingError):
         group._read(0)
     group._outbox = queue.SimpleQueue()
-    group._outbox.put(Cancel(1, lambda: None))  # type: ignore[arg-type]
+    group._outbox.put(Cancel(lambda: None))  # type: ignore[arg-type]
     with pytest.raises((pickle.PicklingError, AttributeError)):
         group._write()
     assert heard == [(group, 0, None)] * 2

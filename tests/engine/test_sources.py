@@ -125,15 +125,15 @@ def test_aliases_that_go_together_may_come_from_two_sources(
     tmp_path: Path, bare_environment: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("cache_backend: auto\nulysses_degree: 2\ndevice: cpu\n")
+    file.write_text("cache_backend: tea_cache\nulysses_degree: 2\ndevice: cpu\n")
     config = OmniDiffusionConfig.read({"cache_config": {"rel_l1_thresh": 0.3}, "cfg_parallel_size": 2}, file)
-    assert config.cache == {"backend": "auto", "rel_l1_thresh": 0.3}
+    assert config.cache == {"backend": "tea_cache", "rel_l1_thresh": 0.3}
     assert config.parallel == {"ulysses_degree": 2, "cfg_parallel_size": 2}
     assert OmniDiffusionConfig.read({"parallel": {"ring_degree": 2}}, file).parallel == {"ring_degree": 2}
     bare_environment.setenv("SAMOVAR_CACHE_CONFIG", '{"rel_l1_thresh": 0.3}')
-    assert OmniDiffusionConfig.read({}, file).cache == "auto"
-    bare_environment.setenv("SAMOVAR_CACHE_BACKEND", "auto")
-    assert OmniDiffusionConfig.read({}, file).cache == {"backend": "auto", "rel_l1_thresh": 0.3}
+    assert OmniDiffusionConfig.read({}, file).cache == "tea_cache"
+    bare_environment.setenv("SAMOVAR_CACHE_BACKEND", "tea_cache")
+    assert OmniDiffusionConfig.read({}, file).cache == {"backend": "tea_cache", "rel_l1_thresh": 0.3}
 
 
 def test_what_kubernetes_says_of_a_service_is_no_setting(bare_environment: pytest.MonkeyPatch) -> None:

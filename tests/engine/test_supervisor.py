@@ -44,7 +44,7 @@ from samovar.engine import (
 from samovar.engine.messages import Cancel, Fatal, Finished, Ready, Run
 from samovar.engine.worker import Usage
 
-LONG = 2000
+LONG = 100_000
 """Steps that nobody waits for: they take longer than any test does."""
 
 
