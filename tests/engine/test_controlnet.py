@@ -130,7 +130,7 @@ def test_with_an_image_and_with_a_mask(models: Models) -> None:
     _, _, model, net = models.of("FluxPipeline")
     with Omni(model, task="img2img", controlnet=net, device="cpu", progress=False) as omni:
         assert type(omni._open().pipeline).__name__ == "FluxControlNetImg2ImgPipeline"  # type: ignore[attr-defined]
-        with pytest.raises(SettingError, match="refuses these settings: .* It was given no control_image"):
+        with pytest.raises(SettingError, match=r"refuses these settings: .* It was given no control_image"):
             omni.generate("a cat", image=CONTROL)
         one, other = (pixels(omni, image=OTHER, strength=1.0, control_image=each) for each in (CONTROL, MASK))
         assert not np.array_equal(one, other)
