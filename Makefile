@@ -92,7 +92,7 @@ docs: $(READY)
 	PYTHONPATH=src:. $(BIN)/mkdocs build --strict --quiet
 	@echo 'The site is in out/site: open out/site/index.html'
 
-# After a change of what counts as time-only, `PYTHONPATH=src:tests .venv/bin/python -m arch.time_shares` first: minutes.
+# After a change of what counts as time-only, `PYTHONPATH=src:tests .venv/bin/python -m zoo.time_shares` first.
 models-table: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo.table > docs/reference/models.md
 

@@ -6,60 +6,17 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-import zoo
 from samovar.core import nested
 from samovar.graphs import GraphsConfig, apply_graphs, recorders
 from samovar.graphs.static_inputs import StaticInputs
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
-
-CASES = {case.model: case for case in zoo.load()}
-
-
-def run(case: zoo.Case, model: torch.nn.Module, step: int, device: str) -> Any:
-    if device == "cpu":
-        return case.run(model, step)
-    moved = nested.map_tensors(lambda tensor: tensor.to(device), case.inputs(step))
-    with torch.no_grad():
-        return model(**moved)
-
-
-def on_devices() -> Iterator[Any]:
-    """Every class on a CPU, and on a GPU: those that people use most at once, the others when there is time."""
-    common = ("Flux", "QwenImage", "SD3", "Wan", "LTXVideo", "HunyuanVideo")
-    for case in CASES.values():
-        yield pytest.param(case, "cpu", id=case.id)
-        is_common = case.model in [f"{name}Transformer{kind}DModel" for name in common for kind in ("2", "3")]
-        marks = [pytest.mark.gpu] if is_common else [pytest.mark.gpu, pytest.mark.slow]
-        yield pytest.param(case, "cuda", id=f"{case.id}-cuda", marks=marks)
-
-
-@pytest.mark.parametrize(("case", "device"), list(on_devices()))
-def test_every_class(case: zoo.Case, device: str, record_property: Callable[[str, Any], None]) -> None:
-    if case.model not in zoo.exported_classes():
-        pytest.skip(f"the installed diffusers has no {case.model}")
-    model = case.build().to(device)
-    exact = [run(case, model, step, device) for step in range(4)]
-    with apply_graphs(model) as hook:
-        found = [run(case, model, step, device) for step in range(4)]
-    assert [nested.equal(one, other) for one, other in zip(found, exact, strict=True)] == [True] * 4
-    stats = hook.stats()
-    if device != "cpu":
-        record_property("count", f"{case.id}: {stats.replayed} replayed {'; '.join(stats.reasons)}")
-        assert stats.replayed >= 1 or stats.reasons, "a recording was lost without a reason"
-    elif case.model in zoo.UNREPLAYED:
-        assert stats.replayed == 0
-        assert f"waits for the device ({zoo.UNREPLAYED[case.model]})" in stats.reasons[0]
-    else:
-        assert not stats.reasons
-        assert stats.replayed >= 1
-
 
 # ------------------------------------------------------------------------------------------------ a model of our own
 

@@ -2,18 +2,16 @@
 
 Each file of this folder holds some families. A `Case` says how to build one model, what to feed it at
 a given denoising step, and what its anatomy is, as read from its source by a person. Importing this
-package imports no model: `CASES` is data, `Case.build()` does the work, and `borrowed(case)` lends a model that
-is built once for all tests of a process.
+package imports no model: `CASES` is data, `Case.build()` does the work.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import pkgutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -129,35 +127,6 @@ class Case:
             return model(**self.inputs(step), **plain)
 
 
-_built: dict[str, torch.nn.Module] = {}
-"""By case: the models that `borrowed` lends."""
-
-
-@contextlib.contextmanager
-def borrowed(case: Case) -> Iterator[torch.nn.Module]:
-    """The model of a case as `build` makes it, built once in a process for all tests that borrow it.
-
-    For every room's sweeps over the zoo: a model takes as long to copy as to build, so it is lent and not copied. Who
-    borrows it may run it, and attach to it what is taken off again. If anything of it has changed at the end, it is
-    built anew for the next.
-    """
-    model = _built.pop(case.id, None) or case.build()
-    before = _state(model)
-    yield model
-    if _state(model) == before:
-        _built[case.id] = model
-
-
-def _state(model: torch.nn.Module) -> Any:
-    """What a test may have changed: classes, attributes and hooks of modules, and tensors."""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"
-    modules = [
-        (type(module), set(vars(module)), *(len(vars(module)[name]) for name in hooks)) for module in model.modules()
-    ]
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return modules, [(name, id(tensor), tensor.data_ptr(), tensor._version) for name, tensor in tensors]
-
-
 def seeded(*key: object) -> torch.Generator:
     """A generator that depends on the key alone, so that equal calls give equal tensors."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
@@ -188,6 +157,8 @@ def load() -> tuple[Case, ...]:
     """All cases of all files, by name."""
     found: list[Case] = []
     for info in pkgutil.iter_modules(__path__):
+        if info.name.startswith("test_"):
+            continue
         cases: Iterable[Case] = getattr(importlib.import_module(f"{__name__}.{info.name}"), "CASES", ())
         found.extend(cases)
     ids = [case.id for case in found]

@@ -27,7 +27,7 @@ and compare what is found with this table, which `make models-table` writes from
 - *Graphs* says whether its forwards can be [replayed](../guides/graphs.md), or what it waits for.
 """
 TIME_ONLY = Path(__file__).with_name("time_only.json")
-"""Written by `python -m arch.time_shares`."""
+"""Written by `python -m zoo.time_shares`."""
 
 FOREIGN = """## Models of other projects
 

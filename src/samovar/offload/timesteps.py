@@ -83,7 +83,8 @@ def _courses(times: Sequence[torch.Tensor], tensor: torch.Tensor) -> Iterator[_C
     for now in distinct.tolist() if len(distinct) <= _MAX_VALUES else ():
         for scale in times:
             for early in dict.fromkeys((scale.dtype, tensor.dtype, torch.float32)):
-                for form in _FORMS:
+                # Whole numbers may be indices of a table: a time that is made of them would not be in it.
+                for form in _FORMS if tensor.is_floating_point() else _FORMS[:1]:
                     values = form(scale.to(early)).to(tensor.dtype).tolist()
                     course = _Course(now, tuple(values[values.index(now) + 1 :]) if now in values else ())
                     if course.later and course not in seen:

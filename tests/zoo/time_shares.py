@@ -1,9 +1,9 @@
-"""How much of each class depends on time alone? Written to `zoo/time_only.json`, which docs/reference/models.md shows.
+"""How much of each class depends on time alone? Written to `time_only.json`, which docs/reference/models.md shows.
 
-    PYTHONPATH=src:tests python -m arch.time_shares [CLASS ...]
+    PYTHONPATH=src:tests python -m zoo.time_shares [CLASS ...]
 
 Of the model that a class makes by default, without weights, in 16 bits. The layers are those at the paths that the
-forward of the tiny model shows. It takes minutes.
+forward of the tiny model shows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from samovar.core.errors import ModelError
 from samovar.offload.ahead import choose_layers
 from samovar.offload.sizes import read_parts, split_parts
 from samovar.trace.time_only import Tape, find_tape
-from zoo import Case, load
 
-FILE = Path(__file__).parents[1] / "zoo" / "time_only.json"
+from . import Case, load
+
+FILE = Path(__file__).with_name("time_only.json")
 
 
 def share_of(case: Case) -> dict[str, Any]:
@@ -40,11 +40,7 @@ def share_of(case: Case) -> dict[str, Any]:
     if problem:
         return found | {"problem": problem.splitlines()[0]}
     layers, _ = choose_layers(component, _alike(unwrapped(component.module), tape))
-    return found | {"share": _share(layers.values(), size), "found_by": "paths"}
-
-
-def _share(layers: Iterable[torch.nn.Module], size: int) -> float:
-    return round(tensor_bytes(layers) / size, 4)
+    return found | {"share": round(tensor_bytes(layers.values()) / size, 4)}
 
 
 def _alike(model: torch.nn.Module, tape: Tape | None) -> list[str]:
