@@ -193,7 +193,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert config.coefficients is None
     assert (config.first_steps, config.last_steps, config.max_skips, config.min_steps) == (1, 1, 4, 8)
     assert (config.start, config.end) == (0.0, 1.0)
-    assert (config.forecast, config.order, config.forecast_of) == ("reuse", 0, "residual")
+    assert (config.forecast, config.forecast_of) == ("reuse", "residual")
     assert config.masks == {}
     assert not config.never_skips
 
@@ -239,27 +239,19 @@ def test_settings_do_not_change_when_the_list_that_they_came_from_does() -> None
     assert config.schedule == (True, False)
 
 
-def test_the_order_of_a_forecast() -> None:
-    assert TeaCacheConfig().order == 0
-    assert TeaCacheConfig(schedule="##.", forecast="linear", forecast_of="output").order == 1
-    assert TeaCacheConfig.read(FITTED).order == 1
-    reaching_back = {"2": {"1": 1.0}, "4": {"0": 1.0, "3": 1.0}}
-    assert TeaCacheConfig.read(FITTED | {"schedule": "##.#.", "forecast_weights": {"*": reaching_back}}).order == 2
-
-
 def test_schedules_and_weights_are_found_by_branch() -> None:
     config = TeaCacheConfig.read(FITTED | {"schedule": {"cond": "##.#", "*": "##.."}, "forecast_weights": {
         "cond": WEIGHTS, "*": {2: {1: 1.0}, 3: {0: 2.0}}}})  # fmt: skip
     assert config.mask_for("cond") == (True, True, False, True)
     assert config.mask_for("other") == config.mask_for(None) == (True, True, False, False)
-    assert config.weights_for("cond", 2) == {0: -0.5, 1: 1.5}
-    assert config.weights_for("cond", 3) is None
-    assert config.weights_for("other", 3) == config.weights_for(None, 3) == {0: 2.0}
+    assert config.rows_for("cond").get(2) == {0: -0.5, 1: 1.5}
+    assert config.rows_for("cond").get(3) is None
+    assert config.rows_for("other").get(3) == config.rows_for(None).get(3) == {0: 2.0}
     assert config.scheduled_steps == 4
     assert dataclasses.replace(config, max_skips=2).masks == config.masks
     without = TeaCacheConfig.read(FITTED)
     assert without.mask_for("other") is None
-    assert without.weights_for("other", 2) is None
+    assert without.rows_for("other").get(2) is None
 
 
 def test_which_settings_never_skip() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from samovar.cache.error_control import Weights
-from samovar.cache.forecast_error import num_copies, paired_rows, products, worst_drifts
+from samovar.cache.forecast_error import Path, Rows, as_rows, paired, worst_drifts
 
 IMAGES, SIZE = 3, 65536
 INDICES = [7, 5, 4, 2]
@@ -61,6 +61,14 @@ def by_step(weights: Sequence[float], indices: Sequence[int] = INDICES) -> Weigh
     return dict(zip(indices, weights, strict=False))
 
 
+def gone(*samples: torch.Tensor) -> Path:
+    """A path through these samples."""
+    path = Path()
+    for sample in samples:
+        path.move((sample,))
+    return path
+
+
 def drifts(
     sample: torch.Tensor,
     after: torch.Tensor,
@@ -69,7 +77,7 @@ def drifts(
     given: tuple[float, ...] = (1.0,),
 ) -> list[float]:
     """Of each image on its own, where the step before was computed."""
-    gram = products((sample,), (after,), [[(step,) for step in of] for of in branches], 1).numpy()
+    gram = gone(sample, after).products([[(step,) for step in of] for of in branches], 1).numpy()
     forecast, before = by_step(weights, INDICES[1:]), by_step([1.0], INDICES[1:])
     each = [worst_drifts(one[None], INDICES, by_step(given), before, [forecast])[0] for one in gram]
     assert worst_drifts(gram, INDICES, by_step(given), before, [forecast]) == [max(each)]
@@ -143,13 +151,20 @@ def test_a_sample_that_does_not_move_is_an_infinite_drift() -> None:
 def test_without_samples_the_error_is_relative_to_the_output() -> None:
     branches = outputs(5)[:1]
     newest, before = branches[0][:2]
-    gram = products((newest,), (2 * newest,), [[(step,) for step in branches[0]]], 1).numpy()
+    gram = Path().products([[(step,) for step in branches[0]]], 1).numpy()
     found = [worst_drifts(one[None], INDICES, {7: 1.0}, {5: 1.0}, [{5: 1.0}], 1 / 28)[0] for one in gram]
     expected = (before - newest).norm(dim=1) / newest.norm(dim=1) / 28
     assert found == pytest.approx(expected.tolist(), rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------ rows
+
+
+def paired_rows(
+    samples: list[torch.Tensor], outputs: list[torch.Tensor], are_images: bool = False
+) -> tuple[Rows, Rows]:
+    one, other = paired(samples, outputs)
+    return as_rows(one, are_images), as_rows(other, are_images)
 
 
 def test_rows_are_images() -> None:
@@ -205,4 +220,5 @@ def test_rows_are_copies() -> None:
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 def test_a_batch_that_repeats_its_samples_for_guidance(copies: int) -> None:
-    assert num_copies((torch.cat([torch.randn(2, 16)] * copies),)) == copies
+    rows = torch.cat([torch.randn(2, 16)] * copies)
+    assert gone(rows, 2 * rows).num_copies() == copies

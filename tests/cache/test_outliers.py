@@ -12,8 +12,8 @@ from driving import COND, UNCOND, Plain, at, cached, recorded
 
 import zoo
 from pipelines import PIPELINES
-from samovar.cache import TeaCacheConfig, apply_teacache_hook
-from samovar.cache.outputs import Output, combined, find_outliers
+from samovar.cache import apply_teacache_hook
+from samovar.cache.schedule import find_outliers
 from samovar.core.errors import SettingError
 from samovar.hooks import call_context
 from samovar.lab.fitting import OUTLIER_SHARE, Products, fit_outliers, fit_schedule, outlier_step
@@ -122,17 +122,15 @@ def test_without_the_branch_that_is_compared_the_usual_schedule_stays() -> None:
 
 
 def test_where_nothing_can_be_compared_all_are_outliers() -> None:
-    weights = {0: -1.0, 1: 2.0}
-    assert find_outliers(combined({}, weights), torch.ones(2, 3), 0.5) == (True,)
-    outlook = combined({step: Output(step, [torch.ones(2, 3)]) for step in (0, 1)}, weights)
+    assert find_outliers(None, torch.ones(2, 3), 0.5) == (True,)
+    outlook = torch.ones(2, 3)
     assert find_outliers(outlook, torch.ones(2, 3), 0.5) == (False, False)
     assert find_outliers(outlook, torch.tensor([[1.0, 1.0, 1.0], [1.0, torch.nan, 1.0]]), 0.5) == (False, True)
     assert find_outliers(outlook, "no tensor", 0.5) == (True,)
 
 
 def test_outputs_without_a_row_for_each_image_count_as_one_image() -> None:
-    weights = {0: -1.0, 1: 2.0}
-    outlook = combined({step: Output(step, [torch.ones(2, 3), torch.ones(4)]) for step in (0, 1)}, weights)
+    outlook = torch.ones(2, 3), torch.ones(4)
     assert find_outliers(outlook, (torch.ones(2, 3), torch.ones(4)), 0.5) == (False,)
     assert find_outliers(outlook, (torch.ones(2, 3), 9 * torch.ones(4)), 0.5) == (True,)
 
@@ -211,15 +209,3 @@ def test_a_plan_that_skips_at_once_shows_no_outliers() -> None:
     for wrong in ({}, {"uncond": each["uncond"]}, {"cond": each["cond"][0]}, {"cond": each["cond"][:, :2, :2]}):
         with pytest.raises(SettingError, match=r"single runs for 'cond', .* at least the first 3 steps"):
             fit_outliers(products, usual, wrong, 20)
-
-
-def test_stored_steps_suffice_for_both_schedules() -> None:
-    config = TeaCacheConfig.read(settings(0.0))
-    assert config.outlier_plan is not None
-    assert config.order == 1
-    deep = settings(0.0)
-    deep["outliers"]["forecast_weights"] = {
-        name: line(MORE) | {"6": {"0": 0.1, "5": 0.9}} for name in ("cond", "uncond")
-    }
-    assert TeaCacheConfig.read(deep).order == 4
-    assert TeaCacheConfig.read(settings(0.0, weights={"0": 1.0})).order == 1

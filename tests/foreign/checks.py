@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import samovar
-from samovar.cache.teacache import UNKNOWN
+from samovar.cache.hook import UNKNOWN
 
 from . import Case, tensors
 

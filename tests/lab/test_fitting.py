@@ -253,7 +253,7 @@ def test_settings_go_through_json() -> None:
     for branch, mask in plan.schedules.items():
         assert config.mask_for(branch) == tuple(sign == "#" for sign in mask)
         for step, row in plan.weights[branch].items():
-            assert config.weights_for(branch, step) == pytest.approx(row, rel=1e-5)
+            assert config.rows_for(branch)[step] == pytest.approx(row, rel=1e-5)
 
 
 SAVED: dict[str, Any] = {

@@ -14,9 +14,9 @@ from .backend import (
 )
 from .config import AutoConfig, CacheConfig, OutlierSchedule, TeaCacheConfig
 from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
-from .state import TeaCacheState
+from .history import TeaCacheState
+from .hook import TeaCacheHook, apply_teacache_hook
 from .stats import BranchStats, CacheStats, StepRecord
-from .teacache import TeaCacheHook, apply_teacache_hook
 from .tuned import TunedFor
 
 __all__ = [

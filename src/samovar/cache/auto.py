@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
 from ..core.settings import read_tolerance
 from .call import AGAIN, Call, Verdict
+from .clock import Step
 from .config import AutoConfig
 from .error_control import USUAL_STEPS, ErrorControl
-from .forecast_error import Rows, num_copies, paired_rows, products, worst_drifts
-from .outputs import combined, numbers_in
+from .forecast_error import Rows, as_rows, paired, worst_drifts
+from .history import NOTHING_STORED, TeaCacheState, numbers_in
 from .signal import Agree, measure
-from .state import NOTHING_STORED, TeaCacheState
 from .stats import WITHIN, StepRecord
 from .whole import NOT_STORED, WholeModel, WholeSteps
 
@@ -64,146 +65,109 @@ class AutoSteps(WholeSteps):
         super().__init__(model, agree, _MAX_CHANGE)
         self._tolerance, self._whole_samples = config.number, whole_samples
 
-    @property
-    def tolerance(self) -> float:
-        """That of the running request."""
+    def take(self, call: Call) -> tuple[StepRecord, Any]:
+        run, step, control = call.run, call.step, call.run.control
         asked = asked_tolerance()
-        return self._tolerance if asked is None else asked
-
-    def take(self, call: Call) -> tuple[StepRecord, object]:
-        run, step = call.run, call.step
-        if self.tolerance == 0 or (step.run_length is not None and step.run_length < _MIN_STEPS):
-            return StepRecord(step.index, True, "settings" if self.tolerance == 0 else "min_steps"), call.compute()
-        if call.tick.is_again:
-            return self._record(call, True, AGAIN), self.compute(call, None)
-        obstacle = self.obstacle(call)
-        leads = run.verdict is None
-        verdict = run.verdict or run.decide(self._lead(call, obstacle))
+        tolerance = self._tolerance if asked is None else asked
+        if tolerance == 0 or (step.run_length is not None and step.run_length < _MIN_STEPS):
+            return StepRecord(step.index, True, "settings" if tolerance == 0 else "min_steps"), call.compute()
+        obstacle = self._obstacle(call)
+        verdict = Verdict("compute", AGAIN) if call.is_again else run.verdict
+        if verdict is None:
+            verdict = run.decide(self._lead(call, obstacle, tolerance))
         if verdict.action == "skip" and obstacle is None:
-            output = self.forecast(call, run.control.given)
+            output = self._forecast(call, control.given)
             if output is not None:
-                return self._record(call, False, verdict.reason), output[0]
+                return StepRecord(step.index, False, verdict.reason, control.drift, control.error), output
             obstacle = NOT_STORED
-        reason = verdict.reason if verdict.action == "compute" else obstacle or ""
-        return self._record(call, True, reason), self._computed(call, leads, verdict.action == "compute")
-
-    def _record(self, call: Call, is_computed: bool, reason: str) -> StepRecord:
-        control = call.run.control
-        return StepRecord(call.step.index, is_computed, reason, control.drift, control.error)
+        is_planned = verdict.action == "compute"
+        output = self._compute(call, {known.index for known in control.computed})
+        corrected = call.state.combined(control.given) if is_planned and len(control.given) > 1 else None
+        if step.is_last:
+            call.state.reset()
+        reason = verdict.reason if is_planned else obstacle or ""
+        record = StepRecord(step.index, True, reason, control.drift, control.error)
+        return record, output if corrected is None else corrected
 
     # ------------------------------------------------------------------------------------------ decide
 
-    def _lead(self, call: Call, obstacle: str | None) -> Verdict:
+    def _lead(self, call: Call, obstacle: str | None, tolerance: float) -> Verdict:
         """The decision for all branches of a step."""
-        run, step = call.run, call.step
-        control, outputs = run.control, call.state.outputs
+        control, outputs = call.run.control, call.state.outputs
         if any(known.index not in outputs for known in control.computed):
-            run.restart()
-        control.drift = None
-        reason = self._look(call)
-        if obstacle not in (None, NOTHING_STORED):
-            reason = obstacle
-        if reason is None:
-            reason = self._due(control, call)
-        if reason is None:
-            control.begin_skipped(step)
-            return Verdict("skip", WITHIN)
-        control.begin_computed(step)
-        return Verdict("compute", reason)
+            control.restart()
+        jumped = self._look(call, tolerance)
+        reason = obstacle if obstacle not in (None, NOTHING_STORED) else jumped or _due(control, call.step)
+        if reason is not None:
+            control.begin_computed(call.step)
+            return Verdict("compute", reason)
+        control.begin_skipped(call.step)
+        return Verdict("skip", WITHIN)
 
-    @staticmethod
-    def _due(control: ErrorControl, call: Call) -> str | None:
-        """Why the running step is computed by the counts, if it is."""
-        if call.step.is_last or control.is_young:
-            return "last_steps" if call.step.is_last else "first_steps"
-        if call.step.index < control.next_computed:
-            return None
-        return _DUE if control.gap > 1 else _TIGHT
-
-    def _look(self, call: Call) -> str | None:
+    def _look(self, call: Call, tolerance: float) -> str | None:
         """Judge the last computed step, now that its effect is seen; why nothing that is known counts any more, if so.
         This waits for the device at most once."""
         run, control, step = call.run, call.run.control, call.step
-        samples = self._samples(call)
-        before, run.before = run.before, None
-        ratio, jump = run.path.move(samples), None
+        known = _newest(call.state)
+        samples = self._samples(call, known)
+        run.path.move(as_rows(paired(samples, known or samples)[0], call.inputs.lists_samples))
+        control.drift, jump, ratio = None, None, run.path.ratio
         if control.is_young or step.is_last:
             return None
-        if before is not None:
-            jump = self._judge(call, samples, before, ratio)
+        if control.has_computed:
+            jump = self._judge(call, samples, tolerance)
         if jump is None and ratio is not None and step.index < control.next_computed:
             jump = measure([ratio, torch.ones_like(ratio)], (), self.agree).signal
         if jump is None or jump <= _JUMP:
             return None
-        run.restart()
+        control.restart()
         return _JUMPED
 
-    def _judge(self, call: Call, samples: list[torch.Tensor], before: Rows, ratio: torch.Tensor | None) -> float | None:
-        """Set the next gap by the errors of forecasts in place of the last computed step; the ratio, if it was read."""
-        control, num_steps = call.run.control, call.step.total or USUAL_STEPS
-        gram, sees_way = self._products(call, samples, before)
+    def _judge(self, call: Call, samples: list[torch.Tensor], tolerance: float) -> float | None:
+        """Set the next gap by the errors of forecasts in place of the last computed step. The ratio of ways, if it was
+        read."""
+        control, path, num_steps = call.run.control, call.run.path, call.step.total or USUAL_STEPS
+        indices, lists = [step.index for step in control.computed], call.inputs.lists_samples
+
+        def rows_of(state: TeaCacheState, index: int) -> Rows:
+            return as_rows(paired(samples, numbers_in(state.outputs[index].value))[1], lists)
+
+        known = [of for of in call.run.branches.values() if all(index in of.outputs for index in indices)]
+        branches = [[rows_of(state, index) for index in indices] for state in known]
+        if control.copies is None:
+            control.copies = path.num_copies()
+        gram = path.products(branches, control.copies)
         reads = [gram.flatten()] if self.agree is None else [self.agree.within_branch(gram.flatten())]
-        if self.agree is None and ratio is not None:
-            reads.append(ratio.reshape(1).to(gram.device))
+        if self.agree is None and path.ratio is not None:
+            reads.append(path.ratio.reshape(1).to(gram.device))
         numbers = torch.cat(reads).cpu().numpy()
         curves, forecasts = zip(*control.rivals(), strict=True)
-        drifts = worst_drifts(
-            numbers[: gram.numel()].reshape(gram.shape),
-            [step.index for step in control.computed],
-            control.given,
-            control.given_before,
-            forecasts,
-            None if sees_way else 1 / num_steps,
-        )
-        drift, order = self._agreed(*control.choose(curves, drifts), call)
-        control.set_gap(drift, order, self.tolerance, num_steps)
+        response = None if path.is_seen else 1 / num_steps
+        found = numbers[: gram.numel()].reshape(gram.shape)
+        drifts = worst_drifts(found, indices, control.given, control.given_before, forecasts, response)
+        drift, order = control.choose(curves, drifts)
+        if self.agree is not None:  # Each rank may know one branch only: all go the way of the first rank.
+            pairs = [torch.tensor([value, 1.0], device=call.inputs.device).unbind() for value in (drift, order)]
+            drift, order = measure(pairs[0], pairs[1:], self.agree)
+        control.set_gap(drift, order, tolerance, num_steps)
         return float(numbers[-1]) if len(reads) > 1 else None
 
-    @staticmethod
-    def _products(call: Call, samples: list[torch.Tensor], before: Rows) -> tuple[torch.Tensor, bool]:
-        """Scalar products of the sample, its way and the outputs; and whether its way was seen."""
-        run, lists = call.run, call.inputs.lists_samples
-        indices = [step.index for step in run.control.computed]
-        now, newest = paired_rows(samples, _numbers(call.state, indices[0]), lists)
-        sees_way = [one.shape for one in now] == [other.shape for other in before] != []
-        if not sees_way:
-            before, now = newest, tuple(2 * rows for rows in newest)
-        if run.copies is None:
-            run.copies = num_copies(before) if sees_way else 1
-        known = [state for state in run.branches.values() if all(index in state.outputs for index in indices)]
-        branches = [[paired_rows(samples, _numbers(of, index), lists)[1] for index in indices] for of in known]
-        alike = [of for of in branches if [rows.shape for rows in of[0]] == [rows.shape for rows in newest]]
-        return products(before, now, alike, run.copies), sees_way
-
-    def _agreed(self, drift: float, order: float, call: Call) -> tuple[float, float]:
-        """On several ranks, each of which may know one branch only, all go the way of the first rank."""
-        if self.agree is None:
-            return drift, order
-        pairs = [torch.tensor([value, 1.0], device=call.inputs.device).unbind() for value in (drift, order)]
-        return measure(pairs[0], pairs[1:], self.agree)
-
-    def _samples(self, call: Call) -> list[torch.Tensor]:
+    def _samples(self, call: Call, known: list[torch.Tensor]) -> list[torch.Tensor]:
         """The samples of a call. Ranks split them before this, but some gather their outputs inside."""
-        given, newest = call.inputs.samples, max(call.state.outputs, default=None)
-        if self.agree is None or newest is None:
-            return given
-        shapes = [one.shape for one in _numbers(call.state, newest)]
-        return given if [one.shape for one in given] == shapes else self._whole_samples()
-
-    # ------------------------------------------------------------------------------------------ compute
-
-    def _computed(self, call: Call, leads: bool, is_planned: bool) -> object:
-        """The output of a computed step, less what the forecasts before it have missed."""
-        run, state, control = call.run, call.state, call.run.control
-        output = self.compute(call, {known.index for known in control.computed})
-        if leads and call.step.index in state.outputs:
-            numbers = _numbers(state, call.step.index)
-            run.before, _ = paired_rows(self._samples(call), numbers, call.inputs.lists_samples)
-        tensors = combined(state.outputs, control.given) if is_planned and len(control.given) > 1 else None
-        if call.step.is_last:
-            state.outputs.clear()
-        return output if tensors is None or state.form is None else state.form.rebuild(tensors)
+        given = call.inputs.samples
+        is_split = self.agree is not None and known and [one.shape for one in given] != [one.shape for one in known]
+        return self._whole_samples() if is_split else given
 
 
-def _numbers(state: TeaCacheState, index: int) -> list[torch.Tensor]:
-    return numbers_in(state.outputs[index].tensors)
+def _newest(state: TeaCacheState) -> list[torch.Tensor]:
+    """The newest output."""
+    return numbers_in(state.outputs[max(state.outputs)].value) if state.outputs else []
+
+
+def _due(control: ErrorControl, step: Step) -> str | None:
+    """Why a step is computed by the counts, if it is."""
+    if step.is_last or control.is_young:
+        return "last_steps" if step.is_last else "first_steps"
+    if step.index < control.next_computed:
+        return None
+    return _DUE if control.gap > 1 else _TIGHT

@@ -23,9 +23,9 @@ from ..hooks import Handle, PipelineHook, Run, current_run, hook_pipeline
 from ..hooks.handle import for_now
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .extractors import extractor_for, takes_blocks
+from .hook import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 from .signal import Agree
 from .stats import CacheStats
-from .teacache import HOOK_NAME, TeaCacheHook, apply_teacache_hook
 from .tuned import TunedFor
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_CACHE_BACKEND"

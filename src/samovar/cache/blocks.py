@@ -16,6 +16,7 @@ import torch
 
 from ..arch import coverage, find_anatomy
 from ..arch.modules import unwrapped
+from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import is_compiled
 from ..trace.forward import Given, Tensors, Trace, Tracer
@@ -25,7 +26,7 @@ from ..trace.shadow import TrialFailed
 from ..trace.signal import ModulatedInput
 from ..trace.watch import Gates
 from .inputs import Inputs
-from .model import MAX_FORMS, About, CacheableModel, Forward, side_effect
+from .model import About, CachedModel, Forward, keep_latest, side_effect
 from .signal import Signal
 
 _MAX_TRACES = 3
@@ -59,12 +60,12 @@ class Outcome(NamedTuple):
     """Why a step that should have been skipped was computed."""
 
 
-class SkippableModel(CacheableModel):
+class SkippableModel(CachedModel):
     """A denoiser that computes a step with its expensive part skipped."""
 
     def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
         """Take a step."""
-        if inputs.signature in self._refused:
+        if self.problem(inputs) is not None:
             return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
         return self._run(inputs, wanted, forward)
 
@@ -81,8 +82,6 @@ class _TracedForm:
     reader: ModulatedInput | None = None
     found: ModulatedInput.Known | None = None
     """What a new reader can use."""
-    generation: int = 0
-    """How often the reader had to be replaced."""
     is_blind: bool = False
     """Whether the modulated input cannot be read without running the block."""
     time: int | str | None = None
@@ -94,16 +93,14 @@ class _TracedForm:
         stream = self._stream(given)
         if self.extractor is not None:
             self.time = _embedded_time(given, other, stream) if self.time is None else self.time
-            where = given.kwargs if isinstance(self.time, str) else given.args
-            return Signal(self.extractor(model, stream, None if self.time is None else where[self.time]))
+            return Signal(self.extractor(model, stream, _places(given).get(self.time)))
         if self.is_blind:
             return Signal(stream)
         if self.reader is None or not self.reader.is_current():
-            self.generation += self.reader is not None
             pair = None if other is None else (other, self._stream(other))
             self.reader = ModulatedInput(given, stream, other=pair, known=self.found)
             self.found = self.reader.known
-        return Signal(self.reader(given, stream), (self.reader.path, self.generation))
+        return Signal(self.reader(given, stream), self.reader.path)
 
     def _stream(self, given: Given) -> torch.Tensor:
         """The sample among the arguments of the leading block."""
@@ -119,51 +116,47 @@ class _TracedForm:
         self.reader = self.replay = None
 
 
+def _places(given: Given) -> dict[int | str | None, Any]:
+    """Arguments by position or name."""
+    return {**dict(enumerate(given.args)), **given.kwargs}
+
+
 def _embedded_time(given: Given, other: Given | None, stream: torch.Tensor) -> int | str | None:
     """The place of the embedded time among a block's arguments: the one called so, else the one that time changes."""
-    places: dict[int | str, Any] = {**dict(enumerate(given.args)), **given.kwargs}
+    places = _places(given)
     if "temb" in places or other is None:
         return "temb" if "temb" in places else None
-    later: dict[int | str, Any] = {**dict(enumerate(other.args)), **other.kwargs}
-    for place, value in places.items():
-        is_other = isinstance(value, torch.Tensor) and value.shape != stream.shape
-        if is_other and not torch.equal(value, later[place]):
-            return place
-    return None
+    later = _places(other)
+    rest = ((at, value) for at, value in places.items() if isinstance(value, torch.Tensor))
+    return next((at for at, value in rest if value.shape != stream.shape and not torch.equal(value, later[at])), None)
 
 
 class BlockModel(SkippableModel):
     """A model that is built of blocks."""
 
     def __init__(self, model: torch.nn.Module, hook_name: str, extractor: SimpleExtractor | None = None) -> None:
-        self._structure = find_anatomy(unwrapped(model))
-        if not self._structure.stacks:
-            raise ModelError(
-                f"{self._structure.model_class} has no stack of blocks, so its steps cannot be cached. Declare one "
-                "(samovar.register_declaration), or register an extractor (samovar.cache.register_extractor)."
-            )
+        bare = unwrapped(model)
+        self._structure = find_anatomy(bare)
+        stacks = [stack.modules(bare) for stack in self._structure.stacks]
+        if not stacks:
+            raise ModelError(no_stack(self._structure.model_class))
         self._extractor = extractor
         self._forms: dict[Hashable, _TracedForm] = {}
         self._attempts: dict[Hashable, int] = {}
-        super().__init__(unwrapped(model))
-        blocks = (block for stack in self._structure.stacks for block in stack.modules(self._model))
-        self._inside = {part for block in blocks for part in block.modules()}
-        self._gates = Gates(self._model, self._structure, hook_name)
+        # Whoever changes blocks usually changes all of them.
+        super().__init__(bare, lambda: (part for stack in stacks for part in stack[0].modules()))
+        self._inside = {part for stack in stacks for block in stack for part in block.modules()}
+        self._gates = Gates(bare, self._structure, hook_name)
 
     def detach(self) -> None:
         self._gates.detach()
-
-    def _watched_modules(self) -> Iterator[torch.nn.Module]:
-        """The first block of each stack: whoever changes blocks usually changes all of them."""
-        return (part for stack in self._structure.stacks for part in stack.modules(self._model)[0].modules())
 
     def forget(self) -> None:
         for form in self._forms.values():
             form.close()
 
     def about(self) -> About:
-        problem = next(reversed(self._refused.values()), None)
-        forms = list(self._forms.values())
+        problem, forms = super().about().problem, list(self._forms.values())
         if not forms:
             return About("the modulated input of the first block", problem)
         judged = next((form for form in reversed(forms) if form.found is not None), forms[-1])
@@ -196,7 +189,7 @@ class BlockModel(SkippableModel):
         with self._gates.asking(tracer):
             output = forward(inputs.args, inputs.kwargs)
         try:
-            problem = side_effect(inputs, before, output)
+            problem = side_effect(inputs, before.tensors, output)
             if problem is not None:
                 raise ModelError(problem)
             watched = tracer.finish()
@@ -205,9 +198,9 @@ class BlockModel(SkippableModel):
         except (ModelError, TrialFailed) as error:
             self._refuse(inputs.signature, str(error))
             return Outcome(output, computed=True)
-        form = self._forms[inputs.signature] = _TracedForm(watched.trace, self._extractor)
-        if len(self._forms) > MAX_FORMS:
-            self._forms.pop(next(iter(self._forms))).close()
+        form = _TracedForm(watched.trace, self._extractor)
+        for dropped in keep_latest(self._forms, inputs.signature, form):
+            dropped.close()
         signal = form.read(self._model, *rehearsed) if wanted.decide is not None else None
         idle = watched.trace.idle_slots
         residuals = [None if slot in idle else part for slot, part in enumerate(watched.residuals)]
@@ -229,7 +222,7 @@ class BlockModel(SkippableModel):
                 return "compute"
 
             step = StepPass(form.trace, wanted.mode, wanted.residuals, None if decide is None else choose)
-            spare = (inputs.args, inputs.kwargs) if wanted.mode == "compute" else inputs.spare()
+            spare = (inputs.args, inputs.kwargs) if wanted.mode == "compute" else _spare(inputs)
             output = self._forward(step, (inputs.args, inputs.kwargs), forward)
         if step.lost is None:
             is_computed = step.mode != "skip"
@@ -308,3 +301,17 @@ class BlockModel(SkippableModel):
         own(compare)
         with reader.attention.register_forward_pre_hook(compare, with_kwargs=True):
             yield
+
+
+def _spare(inputs: Inputs) -> tuple[Any, Any]:
+    """The arguments in other containers: some models empty the lists that they are given."""
+    args, kwargs = nested.map_tensors(lambda tensor: tensor, (inputs.args, inputs.kwargs))
+    return args, kwargs
+
+
+def no_stack(name: str) -> str:
+    """Why the blocks of a model cannot be skipped, and what helps."""
+    return (
+        f"{name} has no stack of blocks, so its steps cannot be cached. Declare one (samovar.register_declaration), or "
+        "register an extractor (samovar.cache.register_extractor)."
+    )

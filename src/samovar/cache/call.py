@@ -1,24 +1,25 @@
-"""One call of the denoiser, with everything that belongs to it."""
+"""One call of the denoiser, the run that it belongs to, and how its step is taken."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-import torch
-
 from ..trace.passes import Mode
-from .clock import Clock, Step, Tick
+from .clock import Clock, Step
 from .config import TeaCacheConfig
 from .error_control import ErrorControl
-from .inputs import MAX_COMPARED, Inputs
-from .model import Forward
-from .state import TeaCacheState
+from .forecast_error import Path
+from .history import CHANGED_INPUT, TeaCacheState
+from .inputs import Inputs
+from .model import CachedModel, Forward
+from .signal import Agree, measure
+from .stats import StepRecord
 
 AGAIN = "this branch was called twice at the same step"
 """The reason of a call that may not be a step; nothing of it is stored."""
-_MAX_WAYS = 3
-"""Steps whose ways a jump is compared with: some solvers go far at every second step only."""
+NEVER = ("settings", "min_steps")
+"""Reasons for which no step of a run is ever skipped."""
 
 
 class Verdict(NamedTuple):
@@ -28,50 +29,23 @@ class Verdict(NamedTuple):
     reason: str
 
 
-class Path:
-    """Where the sample has been: a few of its elements at the last step, and how far the last steps went."""
-
-    def __init__(self) -> None:
-        self._last: list[torch.Tensor] = []
-        self._ways: list[torch.Tensor] = []
-
-    def move(self, samples: list[torch.Tensor]) -> torch.Tensor | None:
-        """How many times as far the sample has gone as in the last steps, for the worst image; None if unknown."""
-        now = [_rows(sample) for sample in samples]
-        known, self._last = self._last, now
-        if [one.shape for one in known] != [other.shape for other in now] or not now:
-            self._ways = []
-            return None
-        way = torch.cat([(one - other).norm(dim=1) for one, other in zip(now, known, strict=True)])
-        before, self._ways = self._ways, [way, *self._ways][:_MAX_WAYS]
-        if not before:
-            return None
-        longest = torch.stack(before).amax(0)
-        return (way / longest.clamp_min(torch.finfo(way.dtype).tiny)).amax()
-
-
-def _rows(sample: torch.Tensor) -> torch.Tensor:
-    """Some elements of each image."""
-    flat = sample.detach().reshape(len(sample) if sample.dim() > 1 else 1, -1)
-    apart = -(-flat.shape[1] // MAX_COMPARED) | 1  # Odd: else the same few channels would be compared everywhere.
-    return flat[:, ::apart].to(torch.float32, copy=True)
-
-
 class CachedRun:
     """What belongs to all branches of one run."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.branches: dict[Hashable, TeaCacheState] = {}
+        self.records: dict[str, list[StepRecord]] = {}
         self.plan: TeaCacheConfig | None = None
         """The settings for outliers, once its images are known to be outliers."""
         self.control = ErrorControl()
         self.path = Path()
-        self.before: tuple[torch.Tensor, ...] | None = None
-        """Rows of the sample at the last computed step, until that step has been judged."""
-        self.copies: int | None = None
-        """How often its batch repeats the sample, once that is known."""
+        self.is_over = False
         self._verdict: tuple[int, Verdict] | None = None
+
+    def end(self) -> None:
+        """Keep the records alone."""
+        vars(self).update(vars(CachedRun(Clock())), records=self.records, is_over=True)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -84,11 +58,6 @@ class CachedRun:
         self._verdict = self.clock.step.index, verdict
         return verdict
 
-    def restart(self) -> None:
-        """Its outputs do not predict those that follow."""
-        self.control.restart()
-        self.before = self.copies = None
-
 
 class Call(NamedTuple):
     """One call of the denoiser."""
@@ -97,13 +66,37 @@ class Call(NamedTuple):
     inputs: Inputs
     branch: str
     run: CachedRun
-    tick: Tick
     state: TeaCacheState
-
-    @property
-    def step(self) -> Step:
-        return self.run.clock.step
+    step: Step
+    is_again: bool
+    """Its branch was already called in this step."""
+    generation: int
+    """That of the model."""
 
     def compute(self) -> Any:
         """What the model itself returns."""
         return self.forward(self.inputs.args, self.inputs.kwargs)
+
+
+class Steps:
+    """Takes the steps of one denoiser."""
+
+    def __init__(self, model: CachedModel, agree: Agree | None, max_change: float) -> None:
+        """`max_change`: of inputs other than sample, time and conditioning, relative; above it a step is computed."""
+        self.model, self.agree, self._max_change = model, agree, max_change
+
+    def take(self, call: Call) -> tuple[StepRecord, Any]:
+        """Compute a step, or skip it with what is known from earlier steps."""
+        raise NotImplementedError
+
+    def _obstacle(self, call: Call, is_asked: bool = False) -> str | None:
+        """Why this step of this branch cannot be skipped, if it cannot. What is no longer of use is forgotten. Other
+        inputs of a step that is left to its signal are measured with that."""
+        if call.is_again:
+            return AGAIN
+        why = call.state.obstacle(call.inputs, call.generation)
+        others = [] if why is not None or is_asked else call.state.changes(call.inputs)
+        if others and max(measure(others[0], others[1:], self.agree, within_branch=True)) >= self._max_change:
+            call.state.reset()
+            why = CHANGED_INPUT
+        return why or self.model.problem(call.inputs)

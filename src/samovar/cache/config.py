@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,35 +28,38 @@ from ..core.settings import (
 EVERY_BRANCH = "*"
 """Stands for every branch that is not named."""
 Mask = tuple[bool, ...]
+Row = Mapping[int, float]
+"""The weights of computed steps in a skipped one."""
 Forecast = Literal["reuse", "linear", "fitted"]
 Target = Literal["residual", "output"]
-Weights = Mapping[str, Mapping[int, Mapping[int, float]]]
-"""By branch and skipped step, the weights of computed steps."""
+_MASK = "one True or False for each step, or a string of '#' (computed) and '.' (skipped)"
+_FIT = "Fit them: samovar.lab.fitting."
 
 
 # ------------------------------------------------------------------------------------------------ kinds
 
 
 def _read_coefficients(value: Any) -> tuple[float, ...]:
-    numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    if len(numbers) != 5 or not all(is_number(n) and math.isfinite(n) for n in numbers):
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 5
+        or not all(is_number(n) and math.isfinite(n) for n in value)
+    ):
         raise ValueError
-    return tuple(numbers)
-
-
-_MASK = "one True or False for each step, or a string of '#' (computed) and '.' (skipped)"
+    return tuple(value)
 
 
 def _read_mask(schedule: Any) -> Mask:
-    steps: Sequence[Any] = schedule if isinstance(schedule, Sequence) else ()
-    if isinstance(schedule, str):
-        steps = [{"#": True, ".": False}.get(sign) for sign in schedule]
-    if not steps or not all(isinstance(step, (bool, int)) and step in (0, 1) for step in steps):
+    steps = [{"#": 1, ".": 0}.get(sign) for sign in schedule] if isinstance(schedule, str) else schedule
+    if (
+        not isinstance(steps, Sequence)
+        or not steps
+        or not all(type(step) in (bool, int) and step in (0, 1) for step in steps)
+    ):
         raise SettingError(f"schedule={schedule!r:.200}; expected {_MASK}.", param="schedule")
     if not steps[0]:
-        raise SettingError(
-            f"schedule={schedule!r} skips the first step, when there is nothing to reuse. Compute it.", param="schedule"
-        )
+        text = f"schedule={schedule!r} skips the first step, when there is nothing to reuse. Compute it."
+        raise SettingError(text, param="schedule")
     return tuple(map(bool, steps))
 
 
@@ -64,24 +67,24 @@ def _read_schedule(schedule: Any) -> Mask | dict[str, Mask]:
     if not isinstance(schedule, Mapping):
         return _read_mask(schedule)
     masks = {name: _read_mask(mask) for name, mask in schedule.items()}
-    if len({len(mask) for mask in masks.values()}) != 1 or not all(isinstance(name, str) for name in masks):
+    if len(set(map(len, masks.values()))) != 1 or not all(isinstance(name, str) for name in masks):
         raise ValueError(f"{EVERY_BRANCH!r} stands for every branch that is not named.")
     return masks
 
 
+def _read_row(row: Any) -> dict[int, float]:
+    read = {int(step): float(weight) for step, weight in row.items()}
+    if not read or not all(map(math.isfinite, read.values())):
+        raise ValueError(_FIT)
+    return read
+
+
 def _read_weights(weights: Any) -> dict[str, dict[int, dict[int, float]]]:
     """With integers for steps, which JSON has as strings."""
-    remedy = "Fit them: samovar.lab.fitting."
     try:
-        read = {
-            str(branch): {int(step): {int(old): float(w) for old, w in row.items()} for step, row in steps.items()}
-            for branch, steps in weights.items()
-        }
+        return {str(name): {int(step): _read_row(row) for step, row in of.items()} for name, of in weights.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(remedy) from error
-    if not all(row and all(map(math.isfinite, row.values())) for steps in read.values() for row in steps.values()):
-        raise ValueError(remedy)
-    return read
+        raise ValueError(_FIT) from error
 
 
 _SCHEDULE = Kind("one mask for each branch name, all of the same length", _read_schedule)
@@ -90,6 +93,8 @@ _WEIGHTS = Kind(
     "{'cond': {'3': {'2': 1.9, '1': -0.9}}}",
     _read_weights,
 )
+_ANY = Kind("settings", lambda value: value)
+"""Read together with others."""
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -107,20 +112,18 @@ class OutlierSchedule(Settings, param="outliers"):
 
     branch: str = setting("", TEXT, "The branch whose forecast is compared.")
     step: int = setting(1, count(1), "The computed step at which it is compared. Up to it both schedules are the same.")
-    weights: Mapping[int, float] = setting(
-        dict, Kind("weights", lambda value: value), "The weights of the forecast, by earlier computed step."
-    )
+    weights: Mapping[int, float] = setting(dict, _ANY, "The weights of the forecast, by earlier computed step.")
     error: float = setting(0.0, number(), "Relative error of the forecast above which an image is an outlier.")
     schedule: Any = setting(
         "",
-        Kind("a schedule", lambda value: value),
+        _ANY,
         "The schedule for outliers, in the form of `TeaCacheConfig.schedule`.",
     )
-    forecast_weights: Any = setting(dict, Kind("weights", lambda value: value), "The weights that go with it.")
+    forecast_weights: Any = setting(dict, _ANY, "The weights that go with it.")
 
     def check(self) -> None:
         read = read_as(_WEIGHTS, {self.branch: {self.step: self.weights}}, "outliers")
-        object.__setattr__(self, "weights", read[str(self.branch)][self.step])
+        object.__setattr__(self, "weights", read[self.branch][self.step])
 
     @classmethod
     def read(cls, value: Any) -> OutlierSchedule:
@@ -194,9 +197,14 @@ class TeaCacheConfig(Settings, param="cache"):
     def check(self) -> None:
         if self.start > self.end:
             raise SettingError(f"start={self.start} comes after end={self.end}. Swap them.", param="start")
-        _check_forecast(self)
-        _check_fitted(self)
-        _check_outliers(self)
+        checks = (
+            (_forecast_problems, "forecast"),
+            (_weights_problems, "forecast_weights"),
+            (_outlier_problems, "outliers"),
+        )
+        for problems, param in checks:
+            for problem in problems(self):
+                raise SettingError(problem, param=param)
 
     @functools.cached_property
     def masks(self) -> Mapping[str, Mask]:
@@ -213,30 +221,20 @@ class TeaCacheConfig(Settings, param="cache"):
         """Number of steps in the schedule."""
         return next((len(mask) for mask in self.masks.values()), None)
 
-    def weights_for(self, branch: str | None, step: int) -> Mapping[int, float] | None:
-        """The fitted weights for a skipped step of a branch, if there are any."""
+    def rows_for(self, branch: str | None) -> Mapping[int, Row]:
+        """The fitted weights of a branch, by skipped step."""
         weights = self.forecast_weights or {}
-        return weights.get(branch or "", weights.get(EVERY_BRANCH, {})).get(step)
-
-    @property
-    def order(self) -> int:
-        """Computed outputs combined per forecast, less one."""
-        if self.forecast != "fitted":
-            return int(self.forecast == "linear")
-        rows, outliers = list(_rows(self)), self.outliers
-        if isinstance(outliers, OutlierSchedule) and self.outlier_plan is not None:
-            mask = self.mask_for(outliers.branch) or ()
-            rows += [*_rows(self.outlier_plan), (outliers.branch, outliers.step, outliers.weights, mask)]
-        return max((sum(mask[min(row) : step]) for _, step, row, mask in rows), default=1) - 1
+        return weights.get(branch or "", weights.get(EVERY_BRANCH, {}))
 
     @functools.cached_property
     def outlier_plan(self) -> TeaCacheConfig | None:
         """The settings for outliers, if there are any."""
-        outliers = self.outliers
-        if not isinstance(outliers, OutlierSchedule):
+        known = self.outliers
+        if not isinstance(known, OutlierSchedule):
             return None
-        weights = outliers.forecast_weights
-        return dataclasses.replace(self, schedule=outliers.schedule, forecast_weights=weights, outliers=None)
+        return dataclasses.replace(
+            self, schedule=known.schedule, forecast_weights=known.forecast_weights, outliers=None
+        )
 
     @functools.cached_property
     def never_skips(self) -> bool:
@@ -245,9 +243,8 @@ class TeaCacheConfig(Settings, param="cache"):
 
     def summary(self) -> str:
         """The settings that differ from the defaults, in a line."""
-        usual = {field.name: field.default for field in dataclasses.fields(self)}
-        for long in ("forecast_weights", "schedule", "outliers"):
-            usual.pop(long)
+        long = ("forecast_weights", "schedule", "outliers")
+        usual = {field.name: field.default for field in dataclasses.fields(self) if field.name not in long}
         given = {name: getattr(self, name) for name in usual}
         shown = {name: value for name, value in given.items() if name == "rel_l1_thresh" or value != usual[name]}
         if self.schedule is not None:
@@ -294,85 +291,78 @@ CacheConfig = TeaCacheConfig | AutoConfig
 def _written(config: TeaCacheConfig) -> str:
     """The schedule as `#` and `.`, with the names of branches where it differs by branch."""
     written = {name: "".join(".#"[computed] for computed in mask) for name, mask in config.masks.items()}
-    return " ".join(
-        f"{name}:{mask}" if isinstance(config.schedule, Mapping) else mask for name, mask in written.items()
-    )
+    names = (f"{name}:" if isinstance(config.schedule, Mapping) else "" for name in written)
+    return " ".join(map("".join, zip(names, written.values(), strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _check_forecast(config: TeaCacheConfig) -> None:
+def _forecast_problems(config: TeaCacheConfig) -> Iterator[str]:
     """A signal decides by the blocks, and reuses what they added; only a schedule can do without the whole forward."""
-    if (
-        config.schedule is None
-        and config.forecast != "fitted"
-        and (config.forecast, config.forecast_of) != ("reuse", "residual")
-    ):
-        raise SettingError(
-            f"forecast={config.forecast!r} and forecast_of={config.forecast_of!r} without a schedule; expected "
-            "'reuse' of the 'residual'. Give a schedule as well, or use cache='auto', which forecasts outputs.",
-            param="forecast",
+    forecast = config.forecast, config.forecast_of
+    if config.schedule is None and config.forecast != "fitted" and forecast != ("reuse", "residual"):
+        yield (
+            f"forecast={config.forecast!r} and forecast_of={config.forecast_of!r} without a schedule; expected 'reuse' "
+            "of the 'residual'. Give a schedule as well, or use cache='auto', which forecasts outputs."
         )
-    if config.forecast == "linear" and config.forecast_of != "output":
-        raise SettingError("forecast='linear' is of outputs: add forecast_of='output'.", param="forecast")
+    if forecast == ("linear", "residual"):
+        yield "forecast='linear' is of outputs: add forecast_of='output'."
 
 
-def _check_fitted(config: TeaCacheConfig) -> None:
+def _weights_problems(config: TeaCacheConfig) -> Iterator[str]:
     """Weights are for one schedule: each skipped step needs some, of computed steps before it."""
-    weights, problem = config.forecast_weights, None
+    weights = config.forecast_weights
     if (config.forecast == "fitted") != (weights is not None):
-        problem = (
+        yield (
             f"forecast={config.forecast!r} {'without' if weights is None else 'with'} forecast_weights; expected "
-            "'fitted' together with its weights. Fit them: samovar.lab.fitting."
+            f"'fitted' together with its weights. {_FIT}"
         )
-    elif weights is not None and (config.schedule is None or config.forecast_of != "output"):
-        problem = (
+    if weights is None:
+        return
+    if config.schedule is None or config.forecast_of != "output":
+        yield (
             f"forecast='fitted' with schedule={config.schedule!r} and forecast_of={config.forecast_of!r}; expected "
             "the schedule that its weights were fitted for, and forecast_of='output'."
         )
-    elif weights == {} or (weights and isinstance(config.schedule, Mapping) and set(weights) != set(config.masks)):
-        problem = (
+    if not weights or (isinstance(config.schedule, Mapping) and set(weights) != set(config.masks)):
+        yield (
             f"forecast_weights of the branches {sorted(weights)!r} for schedules of {sorted(config.masks)!r}; expected "
             "the same branches."
         )
-    else:
-        for branch, step, row, mask in _rows(config):
-            if not row or not all(0 <= old < step and mask[old] for old in row):
-                problem = (
+    for branch in weights:
+        mask, rows = config.mask_for(branch) or (), config.rows_for(branch)
+        for step in (step for step, is_computed in enumerate(mask) if not is_computed):
+            row = rows.get(step, {})
+            if not row or not _are_computed(row, mask, step):
+                yield (
                     f"forecast_weights of {branch!r} at step {step} combine the steps {sorted(row)!r}; expected "
                     "computed steps before it. Fit the weights to the schedule that they are used with."
                 )
-                break
-    if problem is not None:
-        raise SettingError(problem, param="forecast_weights")
 
 
-def _rows(config: TeaCacheConfig) -> Iterator[tuple[str, int, Mapping[int, float], Mask]]:
-    """Branch, step, weights and schedule of every skipped step."""
-    for branch, steps in (config.forecast_weights or {}).items():
-        mask = config.mask_for(branch) or ()
-        yield from ((branch, step, steps.get(step, {}), mask) for step, computed in enumerate(mask) if not computed)
-
-
-def _check_outliers(config: TeaCacheConfig) -> None:
+def _outlier_problems(config: TeaCacheConfig) -> Iterator[str]:
     """Both schedules agree up to the step where they part, and what is compared there is stored."""
-    outliers, plan = config.outliers, config.outlier_plan
-    if not isinstance(outliers, OutlierSchedule) or plan is None:
+    known, plan = config.outliers, config.outlier_plan
+    if not isinstance(known, OutlierSchedule) or plan is None:
         return
-    problem, mask, step = None, config.mask_for(outliers.branch), outliers.step
-    if config.forecast != "fitted" or set(config.masks) != set(plan.masks):
-        problem = (
-            f"a schedule of {sorted(plan.masks)!r} beside one of {sorted(config.masks)!r} with "
-            f"forecast={config.forecast!r}; expected the same branches and 'fitted'"
+    masks, mask, step = config.masks, config.mask_for(known.branch) or (), known.step
+    if config.forecast != "fitted" or set(masks) != set(plan.masks):
+        yield (
+            f"outliers: a schedule of {sorted(plan.masks)!r} beside one of {sorted(masks)!r} with "
+            f"forecast={config.forecast!r}; expected the same branches and 'fitted'."
         )
-    elif mask is None or step >= len(mask) or not mask[step]:
-        problem = f"step {step} of {outliers.branch!r}; expected a computed step of one of {sorted(config.masks)!r}"
-    elif not all(0 <= old < step and mask[old] for old in outliers.weights):
-        problem = f"weights of the steps {sorted(outliers.weights)!r}; expected computed steps before {step}"
-    elif any(plan.masks[name][: step + 1] != usual[: step + 1] for name, usual in config.masks.items()):
-        problem = f"a schedule that differs in its first {step + 1} steps; only later steps may differ"
-    elif plan.scheduled_steps != config.scheduled_steps:
-        problem = f"a schedule of {plan.scheduled_steps} steps; expected {config.scheduled_steps} steps"
-    if problem is not None:
-        raise SettingError(f"outliers: {problem}.", param="outliers")
+    if step >= len(mask) or not mask[step]:
+        yield f"outliers: step {step} of {known.branch!r}; expected a computed step of one of {sorted(masks)!r}."
+    if not _are_computed(known.weights, mask, step):
+        steps = sorted(known.weights)
+        yield f"outliers: weights of the steps {steps!r}; expected computed steps before {step}."
+    if any(plan.masks[name][: step + 1] != usual[: step + 1] for name, usual in masks.items()):
+        yield f"outliers: a schedule that differs in its first {step + 1} steps; only later steps may differ."
+    if plan.scheduled_steps != len(mask):
+        yield f"outliers: a schedule of {plan.scheduled_steps} steps; expected {len(mask)} steps."
+
+
+def _are_computed(steps: Iterable[int], mask: Mask, before: int) -> bool:
+    """Whether all of these steps are computed, and come before another."""
+    return all(0 <= step < before and mask[step] for step in steps)

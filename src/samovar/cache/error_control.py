@@ -80,6 +80,14 @@ class ErrorControl:
         self._debt: Weights = {}
         """Error of past forecasts times their step lengths, not corrected yet."""
 
+        self.copies: int | None = None
+        """How often its batch repeats the sample, once that is known."""
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether the step before was computed."""
+        return not self._skipped
+
     @property
     def is_young(self) -> bool:
         """Whether too little is known to skip a step."""

@@ -22,26 +22,29 @@ _RIDGE = 1e-4
 """Keeps the answer of a sampler determinate where outputs and sample hardly differ; far above rounding."""
 _SAMPLE, _WAY, _OUTPUTS = 0, 1, 2
 """Where the sample, its way to the next one, and the outputs are among the vectors."""
-MAX_COPIES = 4
+_MAX_COPIES = 4
+_MAX_WAYS = 3
+"""Steps whose ways a jump is compared with: some solvers go far at every second step only."""
 
 Rows = tuple[torch.Tensor, ...]
 """For each part of an output, some elements of each image: images by elements, in float32."""
 
 
-def paired_rows(
-    samples: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], are_images: bool = False
-) -> tuple[Rows, Rows]:
-    """The samples and the outputs that belong together, as rows; no samples where none belong to an output. A single
-    sample has a row for each image. Of several, each is a part of one image, or an image (`are_images`)."""
+def paired(
+    samples: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """What belongs together of samples and outputs; no samples where none belong to an output."""
     if len(samples) != len(outputs):
         samples, outputs = samples[:1], outputs[:1]
-    found = [pair for sample, output in zip(samples, outputs, strict=False) if (pair := _common(sample, output))]
-    pairs = found or [(output, output) for output in outputs]
-    is_batch = len(pairs) == 1 and not are_images
-    before, after = (tuple(_some(tensor, is_batch) for tensor in side) for side in zip(*pairs, strict=True))
-    if are_images and len({rows.shape for rows in after}) == 1:
-        before, after = (torch.cat(before),), (torch.cat(after),)
-    return before if found else (), after
+    pairs = [pair for sample, output in zip(samples, outputs, strict=False) if (pair := _common(sample, output))]
+    return ([sample for sample, _ in pairs], [output for _, output in pairs]) if pairs else ((), outputs)
+
+
+def as_rows(tensors: Sequence[torch.Tensor], are_images: bool = False) -> Rows:
+    """A single tensor has a row for each image. Of several, each is a part of one image, or an image (`are_images`)."""
+    is_batch = len(tensors) == 1 and not are_images
+    rows = tuple(_some(tensor, is_batch) for tensor in tensors)
+    return (torch.cat(rows),) if are_images and len({one.shape for one in rows}) == 1 else rows
 
 
 def _common(sample: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -60,31 +63,67 @@ def _some(tensor: torch.Tensor, is_batch: bool) -> torch.Tensor:
     return rows[:, ::apart].to(torch.float32, copy=True)
 
 
-def num_copies(rows: Rows) -> int:
-    """How often a batch repeats its samples, for the branches of guidance. This waits for the device."""
-    for copies in range(min(len(rows[0]), MAX_COPIES) if len(rows) == 1 else 1, 1, -1):
-        if len(rows[0]) % copies == 0:
-            first, *others = rows[0].chunk(copies)
-            if all(torch.equal(first, other) for other in others):
-                return copies
-    return 1
+class Path:
+    """Where the sample of a run has been: rows of it at the last two steps, and how far it went in the steps before."""
+
+    def __init__(self) -> None:
+        self._before: Rows = ()
+        self._now: Rows = ()
+        self._ways: list[torch.Tensor] = []
+        self.ratio: torch.Tensor | None = None
+        """How many times as far the sample has gone as in the last steps, for the worst image; None if unknown."""
+
+    def move(self, rows: Rows) -> None:
+        """Go on to where the sample is now."""
+        self._before, self._now, self.ratio = self._now, rows, None
+        if not self.is_seen:
+            self._ways = []
+            return
+        way = torch.cat([(one - other).norm(dim=1) for one, other in zip(self._now, self._before, strict=True)])
+        if self._ways:
+            longest = torch.stack(self._ways).amax(0)
+            self.ratio = (way / longest.clamp_min(torch.finfo(way.dtype).tiny)).amax()
+        self._ways = [way, *self._ways][:_MAX_WAYS]
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the last step can be seen in the sample."""
+        return bool(self._now) and _shapes(self._now) == _shapes(self._before)
+
+    def num_copies(self) -> int:
+        """How often the batch repeats its samples, for the branches of guidance. This waits for the device."""
+        rows = self._before[0] if self.is_seen and len(self._before) == 1 else torch.empty(1)
+        for copies in range(min(len(rows), _MAX_COPIES), 1, -1):
+            if len(rows) % copies == 0:
+                first, *others = rows.chunk(copies)
+                if all(torch.equal(first, other) for other in others):
+                    return copies
+        return 1
+
+    def products(self, branches: Sequence[Sequence[Rows]], copies: int) -> torch.Tensor:
+        """For each image of each part, the scalar products of the sample, its way, and for each branch the newest
+        output and its differences to the older ones. The copies of a batch are branches of their own. Where the way
+        is not seen, the newest output stands for it."""
+        before, now = self._before, self._now
+        if not self.is_seen:
+            before, now = branches[0][0], tuple(2 * rows for rows in branches[0][0])
+        found = []
+        for part, (one, other) in enumerate(zip(before, now, strict=True)):
+            first, way = (rows.chunk(copies)[0] for rows in (one, other - one))
+            moves = (way != 0).to(way.dtype)  # What is only read, such as a picture to be edited, stays the same.
+            vectors = [first, way]
+            for outputs in branches:
+                if _shapes(outputs[0]) == _shapes(before):
+                    for own in zip(*(rows[part].chunk(copies) for rows in outputs), strict=True):
+                        vectors += [own[0], *(new - old for new, old in itertools.pairwise(own))]
+            stacked = torch.stack(vectors, 1) * moves[:, None]
+            # Not a product of matrices: that may be rounded to ten bits.
+            found.append(torch.stack([(stacked * stacked[:, i : i + 1]).sum(-1) for i in range(len(vectors))], 1))
+        return torch.cat(found)
 
 
-def products(before: Rows, now: Rows, branches: Sequence[Sequence[Rows]], copies: int) -> torch.Tensor:
-    """For each image of each part, the scalar products of the sample, its way, and for each branch the newest output
-    and its differences to the older ones. The copies of a batch are branches of their own."""
-    found = []
-    for part, (one, other) in enumerate(zip(before, now, strict=True)):
-        first, way = (rows.chunk(copies)[0] for rows in (one, other - one))
-        moves = (way != 0).to(way.dtype)  # What is only read, such as a picture to be edited, stays the same.
-        vectors = [first, way]
-        for outputs in branches:
-            for own in zip(*(rows[part].chunk(copies) for rows in outputs), strict=True):
-                vectors += [own[0], *(new - old for new, old in itertools.pairwise(own))]
-        stacked = torch.stack(vectors, 1) * moves[:, None]
-        # Not a product of matrices: that may be rounded to ten bits.
-        found.append(torch.stack([(stacked * stacked[:, i : i + 1]).sum(-1) for i in range(len(vectors))], 1))
-    return torch.cat(found)
+def _shapes(rows: Rows) -> list[torch.Size]:
+    return [one.shape for one in rows]
 
 
 def worst_drifts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,19 +31,19 @@ class About(NamedTuple):
     """How much of the model a skipped step leaves out, where that is known."""
 
 
-class CacheableModel:
+class CachedModel:
     """A denoiser whose steps can be skipped."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, watched: Callable[[], Iterable[torch.nn.Module]] = tuple) -> None:
+        """`watched`: the modules by which changes of the model are seen."""
         self._model = model
-        self._generation = Generation(model, self._watched_modules)
+        self._generation = Generation(model, watched)
         self._refused: dict[Hashable, str] = {}
         """By form of inputs: why its steps cannot be skipped."""
-        self._warned: set[str] = set()
 
     def about(self) -> About:
         """Facts about the model, in words and figures."""
-        raise NotImplementedError
+        return About("the errors of its own forecasts", next(reversed(self._refused.values()), None))
 
     def problem(self, inputs: Inputs) -> str | None:
         """Why no step with such inputs can be skipped, if none can."""
@@ -53,10 +53,6 @@ class CacheableModel:
         """A number that grows when the model is seen to have other weights or adapters."""
         return self._generation.check()
 
-    def _watched_modules(self) -> Iterator[torch.nn.Module]:
-        """Modules whose changes begin a new generation."""
-        return iter(())
-
     def forget(self) -> None:
         """Drop what is only useful for one run."""
 
@@ -64,25 +60,27 @@ class CacheableModel:
         """Take everything off the model."""
 
     def _refuse(self, signature: Hashable, problem: str) -> None:
-        self._refused[signature] = problem
-        if len(self._refused) > MAX_FORMS:
-            del self._refused[next(iter(self._refused))]
-        if problem not in self._warned:
-            self._warned.add(problem)
+        if problem not in self._refused.values():
             _logger.warning("%s is not cached: %s", type(self._model).__name__, problem)
+        keep_latest(self._refused, signature, problem)
 
 
-def side_effect(inputs: Inputs, before: Inputs, output: Any) -> str | None:
-    """What a forward did that a skipped one would not do, if anything. `before`: a copy of its inputs."""
-    given = inputs.tensors
-    known = {id(tensor) for tensor in given}
-    is_filled = any(id(tensor) not in known for tensor in nested.tensors((inputs.args, inputs.kwargs)))
-    if is_filled or any(not _same(one, other) for one, other in zip(given, before.tensors, strict=True)):
+def keep_latest(table: dict[Hashable, Any], key: Hashable, value: Any) -> list[Any]:
+    """Put a value into a table of forms; return those that it had no room for."""
+    table[key] = value
+    return [table.pop(next(iter(table)))] if len(table) > MAX_FORMS else []
+
+
+def side_effect(inputs: Inputs, before: Iterable[torch.Tensor], output: Any) -> str | None:
+    """What a forward did that a skipped one would not do, if anything. `before`: copies of its tensors."""
+    known = set(map(id, inputs.tensors))
+    is_filled = not known.issuperset(map(id, nested.tensors((inputs.args, inputs.kwargs))))
+    if is_filled or not all(map(_has_same_numbers, inputs.tensors, before)):
         return "it writes into its inputs"
     return None if nested.is_transparent(output) else "its output holds objects that cannot be inspected"
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _has_same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors hold the same numbers, NaN included, where that can be seen."""
     if not nested.is_comparable(one):
         return True

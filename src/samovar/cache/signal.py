@@ -17,7 +17,10 @@ import torch
 
 from .inputs import Pair, size
 
-Rescale = Callable[[float], float]
+_LARGEST = 1e30
+"""Stands for an infinite change between ranks: sums of infinities would be NaN."""
+_HUGE = 1e20
+"""The least that is left of it when it is averaged over ranks."""
 
 
 class Coefficients(NamedTuple):
@@ -39,17 +42,13 @@ def coefficients_for(model_class: str, given: Sequence[float] | None) -> Coeffic
     return known_coefficients().get(model_class) if given is None else Coefficients(tuple(given), "the settings")
 
 
-def rescaling(coefficients: Coefficients | None) -> Rescale:
-    """The polynomial as a function; without coefficients a change is taken as it is.
-
-    Outside the range it was fitted for, a polynomial may fall below zero. There, too, a change is taken as it is, so
-    that the largest changes never count as none.
-    """
-    if coefficients is None:
-        return lambda distance: distance
+def rescaling(coefficients: Coefficients | None) -> Callable[[float], float]:
+    """The polynomial as a function. Without coefficients a change is taken as it is, and so it is where the polynomial
+    falls below zero, outside the range it was fitted for: the largest changes never count as none."""
+    values = (1.0, 0.0) if coefficients is None else coefficients.values
 
     def rescale(distance: float) -> float:
-        total = functools.reduce(lambda sum_, value: sum_ * distance + value, coefficients.values, 0.0)
+        total = functools.reduce(lambda sum_, value: sum_ * distance + value, values, 0.0)
         return total if total > 0 else distance
 
     return rescale
@@ -103,29 +102,17 @@ def measure(
     """Relative changes from pairs of change and size, in one wait for the device. No signal is an infinite change."""
     signal = torch.tensor([torch.inf, 1.0], device=device).unbind() if signal is None else signal
     pairs = torch.stack([part.to(signal[0].device, torch.float32) for pair in (signal, *others) for part in pair])
-    if agree is not None:
-        pairs = (agree.within_branch if within_branch else agree)(_signal_and_worst_other(pairs))
+    if agree is not None:  # Ranks exchange equally many numbers: the signal's pair, and the largest of the others.
+        relative = (pairs[2::2] / pairs[3::2].clamp_min(1 / _LARGEST)).clamp_max(_LARGEST)
+        largest = torch.cat([relative, pairs.new_zeros(1)]).amax()
+        figures = torch.stack([*pairs[:2], largest, torch.ones_like(largest)])
+        pairs = (agree.within_branch if within_branch else agree)(figures)
     numbers = pairs.tolist()
-    first, *rest = (_relative(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True))
+    first, *rest = map(_relative, numbers[::2], numbers[1::2])
     return Measured(first, max(rest, default=0.0))
-
-
-_LARGEST = 1e30
-"""Stands for an infinite change between ranks: sums of infinities would be NaN."""
-_HUGE = 1e20
-"""The least that is left of it when it is averaged over ranks."""
 
 
 def _relative(changed: float, size: float) -> float:
     """A change in proportion to what changed. NaN is never small."""
     relative = 0.0 if changed == 0 else changed / size if size > 0 else math.inf
     return math.inf if math.isnan(relative) or relative >= _HUGE else relative
-
-
-def _signal_and_worst_other(pairs: torch.Tensor) -> torch.Tensor:
-    """The signal's pair, and one for the largest of the others: ranks exchange equally many numbers."""
-    change_of_others, size_of_others = pairs[2::2], pairs[3::2]
-    largest = pairs.new_zeros(1)
-    if len(change_of_others):
-        largest = (change_of_others / size_of_others.clamp_min(1 / _LARGEST)).amax().clamp_max(_LARGEST).reshape(1)
-    return torch.cat([pairs[:2], largest, pairs.new_ones(1)])

@@ -6,22 +6,19 @@ the last computed one. The first branch of a step decides for those called after
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..core.errors import SettingError
 from .blocks import Instruction, Outcome, SkippableModel
-from .call import AGAIN, Call, Verdict
+from .call import AGAIN, NEVER, Call, Steps, Verdict
 from .clock import Step
 from .config import Mask, TeaCacheConfig
-from .inputs import Pair, changes
-from .signal import Agree, Rescale, Signal, measure
-from .state import NOTHING_STORED
+from .history import CHANGED_INPUT, CHANGED_WEIGHTS, NOTHING_STORED
+from .signal import Agree, Signal, measure
 from .stats import StepRecord
 
-NEVER = ("settings", "min_steps")
-"""Reasons for which no step of a run is ever skipped."""
-_CHANGED_WEIGHTS = "weights or adapters changed"
-_ALWAYS_SAID = (AGAIN, _CHANGED_WEIGHTS)
+_ALWAYS_SAID = (AGAIN, CHANGED_WEIGHTS)
 
 
 def judge(config: TeaCacheConfig, step: Step, skipped_in_a_row: int, branch: str) -> Verdict:
@@ -65,99 +62,79 @@ def _is_planned(mask: Mask, step: Step) -> bool:
     return mask[step.index]
 
 
-class BlockSteps:
+class BlockSteps(Steps):
     """Takes the steps of one denoiser whose blocks are skipped, by a signal or by a schedule."""
 
-    def __init__(self, config: TeaCacheConfig, model: SkippableModel, rescale: Rescale, agree: Agree | None) -> None:
-        self.config, self.model, self.agree, self._rescale = config, model, agree, rescale
+    model: SkippableModel
+
+    def __init__(
+        self, config: TeaCacheConfig, model: SkippableModel, rescale: Callable[[float], float], agree: Agree | None
+    ) -> None:
+        super().__init__(model, agree, config.rel_l1_thresh)
+        self._config, self._rescale = config, rescale
 
     def take(self, call: Call) -> tuple[StepRecord, Any]:
-        """Compute a step, or skip its blocks."""
         step, state, decided = call.step, call.state, call.run.verdict
-        if self.config.schedule is not None or decided is None:
-            verdict = judge(self.config, step, state.skipped_in_a_row, call.branch)
-        else:
+        verdict = judge(self._config, step, state.skipped_in_a_row, call.branch)
+        if self._config.schedule is None and decided is not None:
             verdict = decided
         if verdict.reason in NEVER:
             return StepRecord(step.index, True, verdict.reason), call.compute()
-        others, obstacle = self._obstacle(call, verdict)
-        if obstacle is not None and verdict.action == "ask" and self.agree is not None:
+        is_asked = verdict.action == "ask"
+        obstacle = self._obstacle(call, is_asked) or (NOTHING_STORED if is_asked and state.signal is None else None)
+        if obstacle is not None and is_asked and self.agree is not None:
             measure(None, (), self.agree, call.inputs.device)  # Other ranks ask, and wait for this one.
         if obstacle is not None and (verdict.action != "compute" or obstacle in _ALWAYS_SAID):
             verdict = Verdict("compute", obstacle)
-        record, outcome = self._run(call, verdict, others)
+        record, outcome = self._run(call, verdict)
         if decided is None:
             call.run.decide(Verdict("compute" if record.computed else "skip", record.reason))
-        self._store(call, record, outcome, watches=bool(others) and outcome.signal is not None)
+        self._store(call, record, outcome)
         return record, outcome.output
 
-    def _obstacle(self, call: Call, verdict: Verdict) -> tuple[list[Pair], str | None]:
-        """How much other inputs than sample and time have changed, and why this step of this branch cannot be skipped,
-        if it cannot. What is no longer of use is forgotten."""
-        state, inputs, others = call.state, call.inputs, list[Pair]()
-        if call.tick.is_again:
-            return others, AGAIN
-        if not state.is_empty:
-            if state.generation != self.model.generation():
-                state.reset()
-                return others, _CHANGED_WEIGHTS
-            others = changes(inputs, state.watched)
-            # No signal is asked: this concerns the branch's own inputs, on any number of ranks.
-            if others and verdict.action != "ask" and self._is_much(others):
-                state.reset()
-                return others, "conditioning changed"
-        obstacle = state.obstacle(inputs)
-        if obstacle is None and verdict.action == "ask" and state.signal is None:
-            obstacle = NOTHING_STORED
-        if obstacle is None and call.tick.is_unclear:
-            obstacle = "the sample is the same as in the previous call"
-        return others, obstacle or self.model.problem(inputs)
-
-    def _is_much(self, others: list[Pair]) -> bool:
-        return max(measure(others[0], others[1:], self.agree, within_branch=True)) >= self.config.rel_l1_thresh
-
-    def _run(self, call: Call, verdict: Verdict, others: list[Pair]) -> tuple[StepRecord, Outcome]:
+    def _run(self, call: Call, verdict: Verdict) -> tuple[StepRecord, Outcome]:
         record = StepRecord(call.step.index, verdict.action != "skip", verdict.reason)
 
         def decide(signal: Signal) -> bool:
             nonlocal record
             if verdict.action == "ask":
-                record = self._decide(record, signal, call, others)
+                record = self._decide(record, signal, call)
             return not record.computed
 
         # On another rank a branch that follows here may lead: it needs its signal of the step before.
         may_lead = call.run.verdict is None or (self.agree is not None and verdict.action == "compute")
-        reads = decide if self.config.schedule is None and may_lead else None
+        reads = decide if self._config.schedule is None and may_lead else None
         outcome = self.model.run(call.inputs, Instruction(verdict.action, call.state.residuals, reads), call.forward)
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")
         return record, outcome
 
-    def _decide(self, record: StepRecord, signal: Signal, call: Call, others: list[Pair]) -> StepRecord:
+    def _decide(self, record: StepRecord, signal: Signal, call: Call) -> StepRecord:
         """The record of a step that was left to its signal."""
-        state, threshold = call.state, self.config.rel_l1_thresh
+        state, threshold = call.state, self._config.rel_l1_thresh
         assert state.signal is not None
         pair = state.signal.change(signal)
-        measured = measure(pair, others, self.agree, signal.value.device)
+        measured = measure(pair, state.changes(call.inputs), self.agree, signal.value.device)
         if pair is None:
             state.reset()
-            return record._replace(reason=_CHANGED_WEIGHTS)
-        increase = max(self._rescale(measured.signal), measured.others)
-        accumulated = state.accumulated_rel_l1_distance + increase
+            return record._replace(reason=CHANGED_WEIGHTS)
+        accumulated = state.accumulated_rel_l1_distance + max(self._rescale(measured.signal), measured.others)
         record = record._replace(distance=measured.signal, accumulated=accumulated)
         if measured.others >= threshold:
             state.reset()
-            return record._replace(reason="conditioning changed")
+            return record._replace(reason=CHANGED_INPUT)
         if accumulated < threshold:
             return record._replace(computed=False, reason="below the threshold")
         return record._replace(reason="the threshold is reached")
 
-    def _store(self, call: Call, record: StepRecord, outcome: Outcome, watches: bool) -> None:
+    def _store(self, call: Call, record: StepRecord, outcome: Outcome) -> None:
         """Store what later steps are made from."""
         state = call.state
         if not outcome.computed:
-            state.note_skipped(call.inputs, watches, outcome.signal, record.accumulated or 0.0)
+            state.note_skipped(outcome.signal, record.accumulated or 0.0)
+            if outcome.signal is not None:  # Changes of other inputs add up like the signal's.
+                state.watch(call.inputs)
             return
-        state.note_computed(call.inputs, self.model.generation(), outcome.signal)
-        is_of_use = not (call.step.is_last or call.tick.is_again or outcome.problem is not None)
+        state.note_computed(call.inputs, call.generation, outcome.signal)
+        is_of_use = not (call.step.is_last or call.is_again or outcome.problem is not None)
         state.residuals = outcome.residuals if is_of_use else None

@@ -1,7 +1,7 @@
 """The cache on a denoiser: each call is computed, or skipped with what is known from earlier steps.
 
 The hook finds the run, the branch and the step of a call, and takes the step: by the errors of forecasts (`auto`), by a
-saved schedule of outputs (`whole`), or with the model's blocks skipped (`threshold`).
+saved schedule of outputs (`schedule`), or with the model's blocks skipped (`threshold`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from ..core.settings import count, read_as
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
 from ..hooks.roles import parameter_names
 from .auto import AutoSteps, asked_tolerance
-from .call import CachedRun, Call
+from .call import CachedRun, Call, Steps
 from .clock import Clock
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .extractors import Extractor, extractor_for, skippable
+from .history import TeaCacheState
 from .inputs import Inputs
 from .model import About
+from .schedule import ScheduledSteps
 from .signal import Agree, coefficients_for, rescaling
-from .state import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
 from .threshold import BlockSteps
-from .whole import ScheduledSteps, WholeModel
+from .whole import WholeModel
 
 HOOK_NAME = "teacache"
 BRANCH_HOOK_NAME = "branches"
@@ -38,15 +39,13 @@ UNKNOWN = "unknown"
 _UNKNOWN_STEP = StepRecord(-1, True, "its branch is unknown")
 _MAX_BRANCHES = 8
 """Number of branches of a run whose state is retained."""
-_MAX_OPEN_RUNS = 16
-"""Number of unfinished runs whose state is retained."""
 _MAX_RUNS = 16
-"""Number of runs whose stats are retained."""
+"""Number of runs whose state and stats are retained."""
 _logger = logging.getLogger(__name__)
 
 
 class TeaCacheHook(ModelHook, Handle):
-    """TeaCache on a denoiser, and the handle that takes it off. `apply_teacache_hook` attaches it."""
+    """A cache on a denoiser, and the handle that takes it off. `apply_teacache_hook` attaches it."""
 
     order = HookOrder.CACHE
 
@@ -61,13 +60,13 @@ class TeaCacheHook(ModelHook, Handle):
         self.branches = BranchHook()
         """Recognises branches, and the role of each argument."""
         self._agree = agree
-        self._steps: AutoSteps | ScheduledSteps | BlockSteps | None = None
+        self._steps: Steps | None = None
         self._model_name = ""
         self._names: tuple[str, ...] = ()
         self._judged_by = ""
         self._announced: int | None = None
         self._runs: OrderedDict[Hashable, CachedRun] = OrderedDict()
-        self._records: OrderedDict[Hashable, dict[str, list[StepRecord]]] = OrderedDict()
+        """By request, the one called last at the end. Of those that have ended only records are left."""
         self._about = About("")
         """Facts about the model once the hook is detached."""
 
@@ -88,12 +87,11 @@ class TeaCacheHook(ModelHook, Handle):
             put(BRANCH_HOOK_NAME, self.branches)
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        self._model_name = type(module).__name__
-        self._names = parameter_names(module)
+        self._model_name, self._names = type(module).__name__, parameter_names(module)
         self._steps = self._prepare(module)
         return module
 
-    def _prepare(self, module: torch.nn.Module) -> AutoSteps | ScheduledSteps | BlockSteps:
+    def _prepare(self, module: torch.nn.Module) -> Steps:
         """Find out how the steps of a model are taken."""
         config = self.config
         if isinstance(config, AutoConfig):
@@ -103,11 +101,11 @@ class TeaCacheHook(ModelHook, Handle):
         known = coefficients_for(config.transformer_type or self._model_name, config.coefficients)
         self.rescale_func = rescaling(known)
         self.extractor_fn = extractor_for(module, config.transformer_type)
-        model = skippable(module, self.extractor_fn, HOOK_NAME)
         self._judged_by = f", rescaled by the coefficients of {known.origin}" if known else ", not rescaled"
         if known is None and config.schedule is None:
             text = "No TeaCache coefficients are known for %s; changes of its signal are used without rescaling."
             _logger.info(text, self._model_name)
+        model = skippable(module, self.extractor_fn, HOOK_NAME)
         return BlockSteps(config, model, self.rescale_func, self._agree)
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -121,7 +119,8 @@ class TeaCacheHook(ModelHook, Handle):
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Forget everything stored; the next call begins a run."""
         self.state_manager.reset()
-        self._runs.clear()
+        for run in list(self._runs.values()):
+            run.end()
         if self._steps is not None:
             self._steps.model.forget()
         return module
@@ -146,9 +145,10 @@ class TeaCacheHook(ModelHook, Handle):
     def end_run(self, module: torch.nn.Module, request: Hashable) -> None:
         """Forget a run that has ended. Its stats stay."""
         self.state_manager.drop(request)
-        self._runs.pop(request, None)
         self.branches.drop(request)
-        if not self._runs and self._steps is not None:
+        if request in self._runs:
+            self._runs[request].end()
+        if self._steps is not None and all(run.is_over for run in list(self._runs.values())):
             self._steps.model.forget()
 
     # ------------------------------------------------------------------------------------------ a step
@@ -160,7 +160,7 @@ class TeaCacheHook(ModelHook, Handle):
         if run is not None and context.request is None:  # A pipeline without our hook.
             context = context._replace(request=run.request)
         if context.branch is None:  # Nothing may be reused.
-            self._records.setdefault(context.request, {}).setdefault(UNKNOWN, []).append(_UNKNOWN_STEP)
+            self._run_of(context.request).records.setdefault(UNKNOWN, []).append(_UNKNOWN_STEP)
             return self.call_original(module, *args, **kwargs)
         _refuse_training(module)
         inputs = Inputs(args, kwargs, self._names, self.branches.roles, self.branches.leaves(args, kwargs))
@@ -173,14 +173,14 @@ class TeaCacheHook(ModelHook, Handle):
         else:
             assert self._steps is not None
             record, output = self._steps.take(call)
-        self._records.setdefault(context.request, {}).setdefault(context.branch, []).append(record)
+        call.run.records.setdefault(call.branch, []).append(record)
         return output
 
     def _begin(
         self, module: torch.nn.Module, inputs: Inputs, context: CallContext, branch: str, run: Run | None
     ) -> Call:
         """Find the step that a call belongs to."""
-        own = self._runs.get(context.request) or self._new_run(context.request)
+        own = self._run_of(context.request)
         tick = own.clock.advance(branch, run, inputs)
         if tick is None:  # A new run of the same request.
             for state in own.branches.values():
@@ -188,29 +188,38 @@ class TeaCacheHook(ModelHook, Handle):
             own = self._new_run(context.request)
             tick = own.clock.advance(branch, run, inputs)
             assert tick is not None
-        self._runs.move_to_end(context.request)
         state = own.branches[branch] = self.state_manager.state_of(context)
         self._bound(own, context)
         if tick.has_gap or tick.is_again:
             state.reset()
-        return Call(lambda args, kwargs: self.call_original(module, *args, **kwargs), inputs, branch, own, tick, state)
+        assert self._steps is not None
+        generation = self._steps.model.generation()
+
+        def forward(args: Any, kwargs: Any) -> Any:
+            return self.call_original(module, *args, **kwargs)
+
+        return Call(forward, inputs, branch, own, state, own.clock.step, tick.is_again, generation)
+
+    def _run_of(self, request: Hashable) -> CachedRun:
+        run = self._runs.get(request)
+        if run is None or run.is_over:
+            return self._new_run(request)
+        self._runs.move_to_end(request)
+        return run
 
     def _new_run(self, request: Hashable) -> CachedRun:
-        self._records[request] = {}
-        self._records.move_to_end(request)
-        if len(self._records) > _MAX_RUNS:
-            self._records.popitem(last=False)
         waits = not isinstance(self.config, TeaCacheConfig) or self.config.schedule is None
         run = self._runs[request] = CachedRun(Clock(self._announced, waits))
+        self._runs.move_to_end(request)
         return run
 
     def _bound(self, run: CachedRun, context: CallContext) -> None:
         """Drop what was used longest ago, where pipelines never end their runs."""
-        if len(run.clock.recent) > _MAX_BRANCHES:
-            branch, _ = run.clock.recent.popitem(last=False)
+        if len(run.branches) > _MAX_BRANCHES:
+            branch, _ = run.clock.branches.popitem(last=False)
             run.branches.pop(branch, None)
-            self.state_manager.drop_branch(CallContext(context.request, str(branch)))
-        if len(self._runs) > _MAX_OPEN_RUNS:
+            self.state_manager.drop_branch(context._replace(branch=str(branch)))
+        if len(self._runs) > _MAX_RUNS:
             request, _ = self._runs.popitem(last=False)
             self.state_manager.drop(request)
 
@@ -218,9 +227,9 @@ class TeaCacheHook(ModelHook, Handle):
 
     def stats(self, request: Hashable = None) -> CacheStats:
         """What was computed and skipped in a run; by default the most recent one."""
-        if request is None and self._records:
-            request = next(reversed(self._records))
-        branches: Mapping[str, list[StepRecord]] = self._records.get(request, {})
+        if request is None and self._runs:
+            request = next(reversed(self._runs))
+        records = self._runs[request].records if request in self._runs else {}
         about = self._steps.model.about() if self._steps is not None else self._about
         config, asked = self.config, asked_tolerance()
         if isinstance(config, AutoConfig) and asked is not None:
@@ -229,10 +238,10 @@ class TeaCacheHook(ModelHook, Handle):
             self._model_name,
             config.summary(),
             f"{about.signal}{self._judged_by}" if self._schedule_length is None else "a saved schedule",
-            {name: BranchStats(tuple(steps)) for name, steps in branches.items()},
+            {name: BranchStats(tuple(steps)) for name, steps in records.items()},
             about.problem or self.branches.trouble(),
             about.coverage,
-            isinstance(self.config, AutoConfig),
+            isinstance(config, AutoConfig),
         )
 
 
